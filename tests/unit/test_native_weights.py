@@ -1,0 +1,132 @@
+"""The engine's weights are the module's: fused, shared or copied, and never stale."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from paceline.errors import ModelError, SyncError
+from paceline.rollout.native.engine import NativeEngine
+from paceline.rollout.native.weights import DecoderWeights
+from paceline.types import Request, Sampling
+
+SHAPE = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 60, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def model(tied: bool = True, seed: int = 0) -> Qwen2ForCausalLM:
+    torch.manual_seed(seed)
+    return Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=tied, initializer_range=0.3))
+
+
+def greedy(engine: NativeEngine) -> list[int]:
+    engine.submit([Request("r", (1, 2, 3), 0, Sampling(12, temperature=0.0))])
+    done: list = []
+    while engine.has_work:
+        done += engine.step()
+    return done[0][1].tokens.tolist()
+
+
+def expected(module: Qwen2ForCausalLM) -> list[int]:
+    out = module.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return out[0, 3:].tolist()
+
+
+def train(module: Qwen2ForCausalLM, **kind: bool) -> None:
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05, **kind)
+    for _ in range(3):
+        tokens = torch.arange(20)[None]
+        module(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", [{"foreach": True}, {"fused": True}, {"foreach": False}])
+@pytest.mark.parametrize("tied", [True, False])
+def test_shared_weights_follow_the_optimizer(tied: bool, kind: dict[str, bool]) -> None:
+    module = model(tied)
+    parameters = dict(module.named_parameters())
+    engine = NativeEngine(module.config, DecoderWeights.from_module(module, share=True), slots=2, max_length=32)
+    assert all(parameters[name] is parameter for name, parameter in module.named_parameters())
+    before = greedy(engine)
+    train(module, **kind)
+    engine.set_version(1)
+    after = greedy(engine)
+    assert after == expected(module) and after != before
+
+
+def test_a_shared_module_trains_as_it_would_have_and_can_be_saved_and_loaded(tmp_path) -> None:
+    shared, plain = model(), model()
+    weights = DecoderWeights.from_module(shared, share=True)
+    train(shared)
+    train(plain)
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(shared.state_dict()[name], tensor)
+    state = {name: parameter.detach() for name, parameter in shared.named_parameters()}
+    save_file(state, tmp_path / "weights.safetensors")
+    fresh = model(seed=5)
+    shared.load_state_dict(fresh.state_dict())
+    engine = NativeEngine(shared.config, weights, slots=1, max_length=32)
+    assert greedy(engine) == expected(fresh)
+    shared.load_state_dict(load_file(tmp_path / "weights.safetensors"), strict=False)
+    assert greedy(engine) == expected(plain)
+
+
+def test_a_copy_does_not_follow_until_it_is_loaded() -> None:
+    module, other = model(), model(seed=1)
+    engine = NativeEngine(module.config, DecoderWeights.from_module(module, share=False), slots=2, max_length=32)
+    before = greedy(engine)
+    train(module)
+    assert greedy(engine) == before
+    engine.load(other.state_dict().items(), 7)  # holds lm_head.weight as well
+    assert (engine.version, greedy(engine)) == (7, expected(other))
+    engine.load(module.named_parameters(), 8)  # does not
+    assert (engine.version, greedy(engine)) == (8, expected(module))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_load_refuses_wrong_names_and_shapes_and_changes_nothing(tied: bool) -> None:
+    module, other = model(tied), model(tied, seed=1)
+    weights = DecoderWeights.from_module(module, share=False)
+    engine = NativeEngine(module.config, weights, slots=2, max_length=32, version=3)
+    before = {name: tensor.clone() for name, tensor in weights.named.items()}
+    good = dict(other.named_parameters())
+    name = "model.layers.1.self_attn.k_proj.weight"
+    without = {key: value for key, value in good.items() if key != name}
+    wrong_shape = {**good, name: good[name][:-1]}
+    for bad, says in ((without, name), ({**good, "model.extra": good[name]}, "model.extra"), (wrong_shape, r"\(15, 32\)")):
+        with pytest.raises(SyncError, match=says):
+            engine.load(bad.items(), 4)
+    assert engine.version == 3
+    assert all(torch.equal(weights.named[key], tensor) for key, tensor in before.items())
+
+
+def test_architectures_that_are_not_supported_are_named_with_those_that_are() -> None:
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50))
+    with pytest.raises(ModelError, match=r"'gpt2'.*llama, mistral, qwen2, qwen3"):
+        DecoderWeights.from_module(gpt2, share=False)
+
+
+def test_rope_that_depends_on_the_length_is_refused() -> None:
+    config = LlamaConfig(**SHAPE, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+    with pytest.raises(ModelError, match="dynamic"):
+        DecoderWeights.from_module(LlamaForCausalLM(config), share=False)
+
+
+def test_a_sliding_window_shorter_than_the_sequences_is_refused() -> None:
+    module = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=16))
+    weights = DecoderWeights.from_module(module, share=False)
+    NativeEngine(module.config, weights, slots=1, max_length=16)
+    with pytest.raises(ModelError, match="16 tokens"):
+        NativeEngine(module.config, weights, slots=1, max_length=17)
