@@ -58,3 +58,9 @@ class CheckpointError(PacelineError):
 
 class LedgerError(PacelineError):
     exit_code = 11
+
+
+def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first error that started the fall, out of the groups that task groups wrap around it."""
+    first = group.exceptions[0]
+    return first_error(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,0 +1,115 @@
+"""The command line. Nothing heavy is imported before it is needed: `paceline --help` loads no torch."""
+
+import asyncio
+import logging
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.markup import escape
+
+from paceline import __version__
+from paceline.errors import PacelineError
+
+if TYPE_CHECKING:
+    from paceline.config import RunConfig
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+console = Console()
+
+
+@app.callback()
+def main() -> None:
+    """Asynchronous reinforcement learning for language models."""
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="A recipe, for example recipes/fully_async.toml", show_default=False)],
+    settings: Annotated[list[str] | None, typer.Argument(help="key=value, for example steps=50 schedule.max_staleness=4", show_default=False)] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over: an existing run folder is moved aside.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the settings, print them all as JSON, and stop.")] = False,
+) -> None:
+    """Train a model. The same command on an existing run folder continues that run."""
+    from paceline.config import load_config
+
+    try:
+        config = load_config(recipe, settings or ())
+        if dry_run:
+            console.print_json(config.model_dump_json())
+            return
+        if fresh:
+            _move_aside(Path(config.run_dir))
+        _train(config)
+    except PacelineError as error:
+        _fail(error)
+    except KeyboardInterrupt:
+        console.print("\nstopped; the same command continues from the last checkpoint")
+        raise typer.Exit(130) from None
+
+
+@app.command()
+def tasks() -> None:
+    """List the built-in tasks."""
+    from paceline.data.tasks import describe_tasks
+
+    for name, what in describe_tasks():
+        console.print(f"[bold]{name:12}[/] {what}", highlight=False)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    console.print(__version__, highlight=False)
+
+
+def _train(config: "RunConfig") -> None:
+    from paceline.observe.display import Display, closing_table
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    _log_to_console()
+    folder = Path(config.run_dir)
+    with console.status("loading torch and transformers …") as status:
+        from paceline.run import prepare_model, train
+
+        prepare_model(config, lambda step, total: status.update(f"warming up the tiny model, once: step {step} of {total} …"))
+        status.update("loading the model and starting the workers …")
+        display: Display | None = None
+
+        def make_display(first_step: int) -> Display:
+            nonlocal display
+            status.stop()
+            title = f"{folder}: {config.algorithm.name}, {config.data.task or config.data.path}"
+            display = Display(console, title, config.steps, first_step, config.schedule.max_staleness)
+            return display.__enter__()
+
+        try:
+            summary = asyncio.run(train(config, make_display))
+        finally:
+            if display:
+                display.__exit__(None, None, None)
+    closing_table(console, summary, str(folder))
+
+
+def _log_to_console() -> None:
+    handler = RichHandler(console=console, show_path=False, show_time=False, level=logging.WARNING)
+    logging.basicConfig(level=logging.INFO, handlers=[handler], format="%(message)s")
+
+
+def _move_aside(folder: Path) -> None:
+    if folder.exists():
+        aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+        folder.rename(aside)
+        console.print(f"the run that was in {folder} is now in {aside}", highlight=False)
+
+
+def _fail(error: PacelineError) -> None:
+    """Say what went wrong in its own words; the traceback goes to nobody's face."""
+    message = "\n".join([str(error), *getattr(error, "__notes__", [])])
+    Console(stderr=True).print("[bold red]error:[/]", escape(message), highlight=False, soft_wrap=True)
+    raise typer.Exit(error.exit_code)

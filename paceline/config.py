@@ -1,0 +1,180 @@
+"""All settings of a run: a TOML recipe plus `key=value` from the command line, checked before anything starts.
+
+Each part's settings are declared beside the part; this file puts them together and checks what concerns several of them.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_origin
+
+from pydantic import AliasChoices, BaseModel, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from paceline.algo.settings import AlgorithmSettings
+from paceline.data.prompts import DataSettings
+from paceline.errors import ConfigError
+from paceline.place.placement import PlacementSettings
+from paceline.queue.message_queue import QueueSettings
+from paceline.reward.reward import RewardSettings
+from paceline.rollout.rollouter import RolloutSettings
+from paceline.schedule import ScheduleSettings
+from paceline.settings import Settings
+from paceline.sync.synchronizer import SyncSettings
+from paceline.train.optimizer import TrainSettings
+
+
+class RunConfig(Settings):
+    model: str = "tiny"
+    """A local folder, a hub id, or "tiny": a model of our own, made on first use for the task at hand."""
+    run_dir: str = "runs/default"
+    """Where metrics, ledger, logs, summary and checkpoints go. An existing run there is continued."""
+    seed: int = Field(0, ge=0)
+    steps: int = Field(100, ge=1, validation_alias=AliasChoices("steps", "total_training_steps"))
+    """Train steps to make."""
+    groups_per_step: int = Field(16, ge=1, validation_alias=AliasChoices("groups_per_step", "train_batch_size"))
+    """Prompts a train step learns from."""
+    group_size: int = Field(8, ge=1)
+    """Attempts at each prompt."""
+    save_every: int = Field(50, ge=0)
+    """Steps between checkpoints; 0 = only at the end."""
+    keep_checkpoints: int = Field(2, ge=1)
+    step_timeout_s: float = Field(600.0, gt=0)
+    """Longest a train step may take."""
+    stall_timeout_s: float = Field(300.0, gt=0)
+    """Longest the run may go without a token, a group or a step."""
+
+    data: DataSettings = DataSettings()
+    reward: RewardSettings = RewardSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    queue: QueueSettings = QueueSettings()
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    train: TrainSettings = TrainSettings()
+    schedule: ScheduleSettings = ScheduleSettings()
+    sync: SyncSettings = SyncSettings()
+    placement: PlacementSettings = PlacementSettings()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "RunConfig":
+        if self.queue.max_queue_size < self.groups_per_step:
+            raise ValueError(
+                f"queue.max_queue_size = {self.queue.max_queue_size} contradicts groups_per_step = {self.groups_per_step}: "
+                f"a queue smaller than one batch can never fill one; raise max_queue_size to at least {self.groups_per_step}"
+            )
+        if self.group_size == 1 and not self.algorithm.needs_critic:
+            raise ValueError(
+                f"group_size = 1 contradicts algorithm.name = {self.algorithm.name!r}: it compares attempts at one prompt, "
+                f"so one attempt teaches nothing; set group_size to 2 or more, or algorithm.name = 'ppo'"
+            )
+        if self.rollout.temperature == 0:
+            raise ValueError("rollout.temperature = 0 (greedy) makes all attempts at a prompt equal; set it above 0 to learn")
+        if self.rollout.top_p < 1 or self.rollout.top_k > 0:
+            raise ValueError(
+                f"rollout.top_p = {self.rollout.top_p:g}, rollout.top_k = {self.rollout.top_k}: the trainer's log-probs are those of the whole "
+                f"distribution, so answers drawn from a part of it would be learned from with wrong ratios; use top_p = 1 and top_k = 0"
+            )
+        return self
+
+
+# Settings that may differ when a run is continued: they change how long or how it is watched, not what is learned.
+MAY_CHANGE = {"run_dir", "steps", "save_every", "keep_checkpoints", "step_timeout_s", "stall_timeout_s", "sync"}
+
+
+def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a recipe and apply `key=value` settings. Raises ConfigError with one line per mistake."""
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f"recipe {path} does not exist{_similar_recipes(Path(path))}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"recipe {path} cannot be read: {error}") from None
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"recipe {path} is not valid TOML: {error}") from None
+        values = {"run_dir": f"runs/{Path(path).stem}"} | values
+    for override in overrides:
+        _apply(values, override)
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        where = f" in {path}" if path is not None else ""
+        lines = [_explain(problem) for problem in error.errors()]
+        raise ConfigError(f"{len(lines)} wrong setting{'s' if len(lines) > 1 else ''}{where}:\n" + "\n".join(f"  {x}" for x in lines)) from None
+
+
+def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+    """Settings that are not the same in two configurations, apart from those that may change."""
+    found = []
+    for key in sorted(before.keys() | now.keys()):
+        if not prefix and key in MAY_CHANGE:
+            continue
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found.append(f"{prefix}{key}: was {old!r}, is now {new!r}")
+    return found
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"{override!r} is not a setting; write key=value, for example schedule.max_staleness=2")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is a string: data.task=sort:5
+    *sections, name = key.strip().split(".")
+    target = values
+    for section in sections:
+        target = target.setdefault(section, {})
+        if not isinstance(target, dict):
+            raise ConfigError(f"{key}={text}: {section!r} is a single setting, not a section")
+    for alias in _aliases(sections, name):
+        target.pop(alias, None)
+    target[name] = value
+
+
+def _aliases(sections: Sequence[str], name: str) -> list[str]:
+    """Other spellings of the same setting, so that the command line replaces what the recipe says."""
+    for field_name, names in _names(_section(sections)).items():
+        if name in names or name == field_name:
+            return [field_name, *names]
+    return []
+
+
+def _section(path: Sequence[str | int]) -> type[BaseModel]:
+    model: type[BaseModel] = RunConfig
+    for part in path:
+        field = model.model_fields.get(str(part))
+        if field and isinstance(field.annotation, type) and get_origin(field.annotation) is None and issubclass(field.annotation, BaseModel):
+            model = field.annotation
+    return model
+
+
+def _names(model: type[BaseModel]) -> dict[str, list[str]]:
+    names = {}
+    for name, field in model.model_fields.items():
+        alias = field.validation_alias
+        names[name] = [str(choice) for choice in alias.choices] if isinstance(alias, AliasChoices) else [name]
+    return names
+
+
+def _explain(problem: ErrorDetails) -> str:
+    location = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        known = sorted({name for names in _names(_section(problem["loc"][:-1])).values() for name in names})
+        close = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
+        return f"unknown setting {location!r}; {hint}"
+    if problem["type"] == "value_error":
+        return str(problem["ctx"]["error"]) if not location or "." not in location else f"{problem['ctx']['error']}"
+    return f"{location} = {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
+
+
+def _similar_recipes(path: Path) -> str:
+    near = sorted(str(other) for other in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+    close = difflib.get_close_matches(str(path), near, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -1,0 +1,260 @@
+"""The loop. Every mode runs these coroutines; only placement and schedule differ.
+
+    coroutine   waits for                                   produces                        unblocked by
+    feed        a free ticket, and the rollouter not paused  a rollout per prompt            release after sync, a drop, resume
+    rollout*    engines, reward                              a scored group in the queue     its engine
+    train       the groups_per_step oldest groups            a step, then new weights live   rollout
+    watch       (looks every second)                         StalledError, live figures      -
+    guard*      a worker's death                             WorkerDied                      -
+
+All are children of one task group: whichever fails or is killed first ends the run with its error.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from paceline.errors import LedgerError, PacelineError, RewardError, RolloutError, StalledError, WorkerDied, first_error
+from paceline.queue.admission import Admission
+from paceline.queue.ledger import Ledger
+from paceline.queue.message_queue import DropReason, Item, MessageQueue
+from paceline.rollout.engine import EngineStats, RolloutEngine
+from paceline.rollout.rollouter import Rollouter
+from paceline.settings import Settings
+from paceline.sync.synchronizer import ParameterSynchronizer
+from paceline.train.assembly import assemble
+from paceline.types import Batch, Group, Prompt
+
+log = logging.getLogger(__name__)
+
+Metrics = dict[str, float]
+
+
+class Source(Protocol):
+    def __getitem__(self, seq: int) -> Prompt: ...
+
+
+class StepTrainer(Protocol):
+    async def step(self, batch: Batch, step: int) -> Metrics: ...
+
+
+class Observer(Protocol):
+    def step_done(self, step: int, metrics: Metrics, groups: Sequence[Group]) -> None: ...
+
+    def looked(self, engines: Sequence[EngineStats], queue_utilisation: float) -> None: ...
+
+
+class LoopSettings(Settings):
+    steps: int
+    groups_per_step: int
+    sync_every: int = 1
+    save_every: int = 0
+    max_failed_groups: int = 0
+    stall_timeout_s: float = 300.0
+
+
+class Loop:
+    def __init__(
+        self,
+        settings: LoopSettings,
+        *,
+        source: Source,
+        rollouter: Rollouter,
+        engines: Sequence[RolloutEngine],
+        queue: MessageQueue,
+        admission: Admission,
+        ledger: Ledger,
+        trainer: StepTrainer,
+        synchronizer: ParameterSynchronizer,
+        observer: Observer,
+        save: Callable[[int], Awaitable[None]],
+        guards: Sequence[tuple[str, asyncio.Future[None]]] = (),
+    ) -> None:
+        self.step = 0  # steps done; also the trainer's policy version
+        self.waits: dict[str, str] = {}  # what each coroutine waits for, for whoever asks
+        self._settings = settings
+        self._source = source
+        self._rollouter = rollouter
+        self._engines = engines
+        self._queue = queue
+        self._admission = admission
+        self._ledger = ledger
+        self._trainer = trainer
+        self._synchronizer = synchronizer
+        self._observer = observer
+        self._save = save
+        self._guards = guards
+        self._changed = queue.changed
+        self._rollouts: set[asyncio.Task[None]] = set()
+        self._failed = 0
+        self._stopping = False
+        queue.on_drop = self._dropped
+        if not (admission.changed is rollouter.changed is queue.changed):
+            raise ValueError("queue, admission and rollouter must share one pulse, or the loop misses their changes")
+
+    async def run(self, first_step: int = 0) -> None:
+        """Train until `steps` are done. `first_step` is where a continued run starts."""
+        self.step = first_step
+        self._queue.set_version(first_step)
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                running = [self._start("feed", self._feed()), self._start("watch", self._watch())]
+                running += [self._start(f"guard of {name}", _wait_for(death)) for name, death in self._guards]
+                train = self._start("train", self._train())
+                try:
+                    await asyncio.wait({train})
+                finally:
+                    self._stopping = True
+                for task in running + list(self._rollouts):
+                    task.cancel()
+        except BaseExceptionGroup as failed:
+            raise first_error(failed) from None
+        self._ledger.check()
+
+    # --- the coroutines ---
+
+    async def _feed(self) -> None:
+        while True:
+            while self._rollouter.paused or self._admission.free <= 0:
+                self.waits["feed"] = "resume_rollout()" if self._rollouter.paused else "a free ticket (returned after the next sync)"
+                await self._changed.wait()
+            for _ in range(self._admission.free):
+                seq = self._ledger.issue()
+                self._admission.admit(seq)
+                task = self._start(f"rollout {seq}", self._rollout(seq))
+                self._rollouts.add(task)
+                task.add_done_callback(self._rollouts.discard)
+
+    async def _rollout(self, seq: int) -> None:
+        try:
+            group = await self._rollouter.run(seq, self._source[seq])
+        except (RewardError, RolloutError) as error:
+            self._group_failed(seq, error)
+        else:
+            self._queue.put(group, group.version_min, key=seq)
+
+    async def _train(self) -> None:
+        clock = asyncio.get_running_loop().time
+        while self.step < self._settings.steps:
+            begun = clock()
+            groups = await self._take()
+            taken = clock()
+            batch = assemble(groups)
+            staleness = [self.step - group.version_min for group in groups]
+            self.waits["train"] = f"the train step {self.step}"
+            metrics = await self._trainer.step(batch, self.step)
+            for group, stale in zip(groups, staleness, strict=True):
+                self._ledger.trained(group.seq, uid=group.prompt.uid, step=self.step, staleness=stale)
+            self._admission.trained([group.seq for group in groups])
+            self.step += 1
+            self._queue.set_version(self.step)
+            trained = clock()
+            if self.step % self._settings.sync_every == 0 or self.step == self._settings.steps:
+                self.waits["train"] = f"the hand-over of version {self.step}"
+                await self._synchronizer.sync_weights(self.step)
+                if self.step < self._settings.steps:  # after the last step nothing new is worth starting
+                    self._admission.release_trained()
+            synced = clock()
+            metrics = self._measure(groups, batch, staleness, taken) | metrics
+            metrics |= {"time/wait_s": taken - begun, "time/train_s": trained - taken, "time/sync_s": synced - trained}
+            self._observer.step_done(self.step, metrics, groups)
+            self._ledger.flush()
+            if self.step == self._settings.steps or (self._settings.save_every and self.step % self._settings.save_every == 0):
+                self.waits["train"] = f"the checkpoint of step {self.step}"
+                await self._save(self.step)
+
+    async def _take(self) -> list[Group]:
+        """The oldest groups, in order of admission: that order is what bounds staleness, and it favours no length."""
+        count = self._settings.groups_per_step
+        while True:
+            wanted = self._admission.oldest(count)
+            if len(wanted) == count and (items := self._queue.get(count, self.step, keys=wanted)) is not None:
+                groups: list[Group] = [item.payload for item in items]
+                return groups
+            missing = [seq for seq in wanted if seq not in self._queue]
+            self.waits["train"] = f"groups {missing[:5]}{'…' if len(missing) > 5 else ''} to be generated and scored"
+            await self._changed.wait()
+
+    async def _watch(self) -> None:
+        clock = asyncio.get_running_loop().time
+        last, moved = None, clock()
+        while True:
+            await asyncio.sleep(1.0)
+            stats: list[EngineStats] = []
+            try:
+                async with asyncio.timeout(self._settings.stall_timeout_s):
+                    for number, engine in enumerate(self._engines):
+                        self.waits["watch"] = f"engine {number} to say how it is"
+                        stats.append(await engine.stats())
+                self.waits.pop("watch", None)
+            except TimeoutError:
+                raise self._stalled() from None
+            self._observer.looked(stats, self._queue.utilisation)
+            now = (self.step, self._queue.counts.put, sum(s.tokens for s in stats), self._rollouter.paused)
+            if now != last or self._rollouter.paused:
+                last, moved = now, clock()
+            elif clock() - moved > self._settings.stall_timeout_s:
+                raise self._stalled()
+
+    # --- what happens to groups ---
+
+    def _group_failed(self, seq: int, error: PacelineError) -> None:
+        self._failed += 1
+        self._ledger.drop(seq, "reward_failed" if isinstance(error, RewardError) else "rollout_failed", str(error))
+        self._admission.drop(seq)
+        log.warning("group %d failed and is not trained: %s", seq, error)
+        limit = self._settings.max_failed_groups
+        if self._failed > limit:
+            error.add_note(f"{self._failed} group(s) failed; rollout.max_failed_groups = {limit} are tolerated")
+            raise error
+
+    def _dropped(self, item: Item, reason: DropReason) -> None:
+        if reason is DropReason.FUTURE:
+            raise LedgerError(f"group {item.key} carries version {item.param_version}, newer than the trainer's {self.step}")
+        self._ledger.drop(int(item.key), reason.value)
+        self._admission.drop(int(item.key))
+
+    def _measure(self, groups: Sequence[Group], batch: Batch, staleness: Sequence[int], taken_s: float) -> Metrics:
+        tokens = int(batch.mask.sum())
+        return {
+            "wall_time_s": time.time(),
+            "reward/mean": float(batch.rewards.mean()),
+            "reward/std": float(batch.rewards.std()),
+            "staleness/mean": float(np.mean(staleness)),
+            "staleness/max": float(max(staleness)),
+            "sample_age_s": float(np.mean([taken_s - group.started_s for group in groups])),
+            "queue/utilisation": self._queue.utilisation,
+            "queue/dropped": float(self._ledger.dropped.total()),
+            "rollout/samples": float(batch.num_rows),
+            "rollout/tokens": float(tokens),
+            "rollout/length_mean": tokens / batch.num_rows,
+        }
+
+    # --- supervision ---
+
+    def _start(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        return self._tasks.create_task(self._supervised(name, work), name=name)
+
+    async def _supervised(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except asyncio.CancelledError:
+            if self._stopping:
+                raise
+            self._stopping = True
+            raise WorkerDied(f"coroutine {name!r} was killed; the run cannot go on without it") from None
+        except BaseException:
+            self._stopping = True  # what the task group cancels from here on is a consequence
+            raise
+
+    def _stalled(self) -> StalledError:
+        waits = "; ".join(f"{who} waits for {what}" for who, what in self.waits.items())
+        return StalledError(f"nothing moved for {self._settings.stall_timeout_s:g} s (stall_timeout_s): {waits}")
+
+
+async def _wait_for(death: asyncio.Future[None]) -> None:
+    await asyncio.shield(death)  # cancelling the guard must not cancel the news

@@ -1,0 +1,132 @@
+"""What a person sees while a run goes on: one live panel on a terminal, plain lines elsewhere; a table at the end."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console, Group as Stack
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from paceline.loop import Metrics
+from paceline.rollout.engine import EngineStats
+from paceline.types import Group
+
+SPARKS = "▁▂▃▄▅▆▇█"
+
+
+class Display:
+    def __init__(self, console: Console, title: str, steps: int, first_step: int, max_staleness: int) -> None:
+        self._console = console
+        self._title = title
+        self._max_staleness = max_staleness
+        self._rewards: deque[float] = deque(maxlen=48)
+        self._metrics: Metrics = {}
+        self._sample = ""
+        self._queue_use = 0.0
+        self._busy = {"rollout": 0.0, "train": 0.0}
+        self._last: dict[str, tuple[float, float]] = {}
+        self._tokens_per_s = 0.0
+        self._trained_s = 0.0
+        self._progress = Progress(
+            TextColumn("step"), BarColumn(bar_width=40), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
+        )
+        self._bar = self._progress.add_task("steps", total=steps, completed=first_step)
+        self._live = Live(get_renderable=self._panel, console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+
+    def __enter__(self) -> "Display":
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def step_done(self, step: int, metrics: Metrics, groups: Sequence[Group]) -> None:
+        self._metrics = metrics
+        self._rewards.append(metrics["reward/mean"])
+        self._progress.update(self._bar, completed=step)
+        self._trained_s += metrics.get("train/busy_s", metrics["time/train_s"])
+        self._share("train", self._trained_s)
+        best = groups[0].trajectories[0]
+        self._sample = f"{groups[0].prompt.text.strip()!r} → {best.text.strip()!r}  reward {best.reward:g}"
+        if not self._live and (step <= 3 or step % 10 == 0):
+            self._console.print(
+                f"step {step:4d}  reward {metrics['reward/mean']:.3f}  staleness {metrics['staleness/mean']:.1f}"
+                f" (max {metrics['staleness/max']:.0f})  queue {self._queue_use:.0%}  rollout busy {self._busy['rollout']:.0%}"
+                f"  train busy {self._busy['train']:.0%}  {self._tokens_per_s:,.0f} tokens/s",
+                highlight=False,
+            )
+
+    def looked(self, engines: Sequence[EngineStats], queue_utilisation: float) -> None:
+        self._queue_use = queue_utilisation
+        tokens = sum(e.tokens for e in engines)
+        self._tokens_per_s = self._rate("tokens", float(tokens))
+        self._share("rollout", sum(e.busy_s for e in engines) / max(1, len(engines)))
+
+    def _rate(self, name: str, value: float) -> float:
+        now = time.perf_counter()
+        before, then = self._last.get(name, (value, now))
+        self._last[name] = (value, now)
+        return (value - before) / (now - then) if now > then else 0.0
+
+    def _share(self, name: str, busy_s: float) -> None:
+        share = min(1.0, max(0.0, self._rate(name, busy_s)))
+        self._busy[name] = share if not self._busy[name] else 0.7 * self._busy[name] + 0.3 * share
+
+    def _panel(self) -> Panel:
+        m = self._metrics
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="dim", justify="right")
+        grid.add_column()
+        if not m:
+            grid.add_row("", "the first groups are being generated …")
+            return Panel(Stack(self._progress, grid), title=self._title, width=88, border_style="cyan")
+        grid.add_row("reward", f"[bold]{m['reward/mean']:.3f}[/]  [green]{_sparkline(self._rewards)}[/]")
+        grid.add_row("staleness", f"mean {m['staleness/mean']:.2f}   max {m['staleness/max']:.0f} of {self._max_staleness} allowed")
+        grid.add_row("queue", f"{_gauge(self._queue_use)} {self._queue_use:.0%} full")
+        grid.add_row("rollout", f"{_gauge(self._busy['rollout'])} {self._busy['rollout']:.0%} busy   {self._tokens_per_s:,.0f} tokens/s")
+        grid.add_row("train", f"{_gauge(self._busy['train'])} {self._busy['train']:.0%} busy   lr {m.get('train/lr', 0):.1e}")
+        sample = Table.grid()
+        sample.add_row(_plain(self._sample)[:84])
+        return Panel(Stack(self._progress, grid, sample), title=self._title, width=88, border_style="cyan")
+
+
+def closing_table(console: Console, summary: dict[str, Any], folder: str) -> None:
+    table = Table(title="The run in figures", show_header=False, title_justify="left", min_width=60)
+    ledger = summary["ledger"]
+    dropped = sum(ledger["dropped"].values())
+    rows = [
+        ("reward, first → last", f"{summary['reward_first']:.3f} → [bold green]{summary['reward_last']:.3f}[/]"),
+        ("steps", f"{summary['steps']}  ({summary['steps_per_s']:.2f} a second)"),
+        ("samples, tokens per second", f"{summary['samples_per_s']:,.0f}, {summary['tokens_per_s']:,.0f}"),
+        ("staleness, mean and max", f"{summary['staleness_mean']:.2f}, {summary['staleness_max']}"),
+        ("sample age", f"{summary['mean_sample_age_s']:.2f} s"),
+        ("weight hand-over", f"{summary['sync_latency_s'] * 1000:.1f} ms"),
+        ("busy: rollout, train", f"{summary['rollout_busy_share']:.0%}, {summary['train_busy_share']:.0%}"),
+        ("peak memory", f"{summary['memory_peak_bytes'] / 2**30:.2f} GiB"),
+        ("ledger", f"{ledger['issued']} issued = {ledger['trained']} trained + {dropped} dropped + {ledger['outstanding']} unfinished"),
+        ("run folder", folder),
+    ]
+    for name, value in rows:
+        table.add_row(name, value)
+    console.print(table)
+
+
+def _sparkline(values: Sequence[float]) -> str:
+    low, high = min(values), max(max(values), min(values) + 1e-9)
+    return "".join(SPARKS[round((value - low) / (high - low) * (len(SPARKS) - 1))] for value in values)
+
+
+def _gauge(share: float, width: int = 20) -> str:
+    full = round(max(0.0, min(1.0, share)) * width)
+    return f"[cyan]{'━' * full}[/][dim]{'━' * (width - full)}[/]"
+
+
+def _plain(text: str) -> str:
+    """Model-written text must not control the terminal or the markup."""
+    return "".join(c if c.isprintable() else "·" for c in text).replace("[", "\\[")

@@ -1,0 +1,149 @@
+"""The worker's side: one loop that answers calls and, in between, lets its parts work.
+
+A host runs in a process of its own or on a thread of the controller; the loop is the same. Because everything in it
+happens one after the other, roles on one pool take turns by construction, and weights change only between decode steps.
+"""
+
+import logging
+import os
+import queue
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from paceline.place.message import Call, Event, Reply
+
+log = logging.getLogger(__name__)
+
+
+class Channel(Protocol):
+    def poll(self, timeout: float | None) -> bool: ...
+    def recv(self) -> Any: ...
+    def send(self, message: Any) -> None: ...
+
+
+class Part(Protocol):
+    """What plays a role. Public methods can be called from the controller; `work` is called when there are no calls."""
+
+    def work(self) -> list[Any] | None:
+        """Do one unit of work and return what it produced, or None when there is nothing to do."""
+        ...
+
+
+class ThreadChannel:
+    """The worker's end of a pair of queues, for a worker on a thread."""
+
+    def __init__(self) -> None:
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._next: list[Any] = []
+
+    def poll(self, timeout: float | None) -> bool:
+        if not self._next:
+            try:
+                self._next.append(self.inbox.get(timeout=timeout) if timeout != 0 else self.inbox.get_nowait())
+            except queue.Empty:
+                return False
+        return True
+
+    def recv(self) -> Any:
+        self.poll(None)
+        return self._next.pop()
+
+    def send(self, message: Any) -> None:
+        self.outbox.put(message)
+
+
+def serve(channel: Channel, parts: Mapping[str, Any]) -> None:
+    """Answer calls and let parts work until told to stop (None) or the controller is gone (EOFError)."""
+    workers = {role: part for role, part in parts.items() if hasattr(part, "work")}
+    busy = False
+    while True:
+        if channel.poll(0 if busy else None):
+            call = channel.recv()
+            if call is None:
+                return
+            channel.send(_answer(call, parts))
+            busy = True
+            continue
+        busy = False
+        for role, part in workers.items():
+            produced = part.work()
+            if produced is not None:
+                busy = True
+                if produced:
+                    channel.send(Event(role, produced))
+
+
+def _answer(call: Call, parts: Mapping[str, Any]) -> Reply:
+    try:
+        return Reply(call.id, getattr(parts[call.role], call.method)(*call.args))
+    except Exception as error:
+        log.exception("%s.%s failed", call.role, call.method)
+        return Reply(call.id, error=error)
+
+
+class BusyClock:
+    """Seconds a part spent computing since it was made."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._since = 0.0
+
+    def __enter__(self) -> None:
+        self._since = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._since
+
+
+class Vitals:
+    """The part every worker process has."""
+
+    def peak_memory(self) -> int:
+        return peak_memory()
+
+
+def peak_memory() -> int:
+    """Most bytes this process ever held."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def main() -> None:
+    """Entry point of a worker process: `python -m paceline.place.host FD PARENT_PID`. The first message is (build, arguments)."""
+    end_with_parent(int(sys.argv[2]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the controller, which stops the workers in order
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    channel: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    try:
+        build: Callable[..., Mapping[str, Any]]
+        build, args = channel.recv()
+        try:
+            parts = build(*args)
+        except Exception as error:
+            log.exception("the worker could not start")
+            channel.send(Reply(0, error=error))
+            return
+        channel.send(Reply(0))
+        serve(channel, {**parts, "host": Vitals()})
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass  # the controller is gone; nothing to tell anybody
+
+
+def end_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent dies (Linux). Elsewhere the closed pipe ends it."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the call above
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""The books: every prompt that was issued was trained once, dropped for a named reason, or is still out. Nothing else.
+
+The file is one JSON line per event. A checkpoint stores the state and the file's length; continuing from it cuts the
+file there, so books and weights always speak of the same moment.
+"""
+
+import json
+import os
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from paceline.errors import LedgerError
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerState:
+    next_seq: int  # the prompt cursor: the first prompt never issued
+    outstanding: tuple[int, ...]  # issued, neither trained nor dropped; issued again after a restart
+    trained: int
+    dropped: dict[str, int]
+    length: int  # bytes of the file when this was taken
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "LedgerState":
+        return cls(**{**data, "outstanding": tuple(data["outstanding"])})
+
+
+class Ledger:
+    def __init__(self, path: Path | None = None, state: LedgerState | None = None) -> None:
+        state = state or LedgerState(0, (), 0, {}, 0)
+        self.next_seq = state.next_seq
+        self.trained_count = state.trained
+        self.dropped: Counter[str] = Counter(state.dropped)
+        self._outstanding: dict[int, None] = dict.fromkeys(state.outstanding)
+        self._reissue = list(state.outstanding)
+        self._file: IO[str] | None = None
+        if path is not None:
+            with path.open("ab") as file:
+                file.truncate(state.length)
+            self._file = path.open("a", encoding="utf-8")
+
+    @property
+    def outstanding(self) -> list[int]:
+        return list(self._outstanding)
+
+    @property
+    def issued(self) -> int:
+        return self.next_seq
+
+    def issue(self) -> int:
+        """The next prompt to generate from: first those a stopped run left unfinished, then new ones."""
+        if self._reissue:
+            seq = self._reissue.pop(0)
+            self._write("reissued", seq)
+            return seq
+        seq = self.next_seq
+        self.next_seq += 1
+        self._outstanding[seq] = None
+        self._write("issued", seq)
+        return seq
+
+    def trained(self, seq: int, *, uid: str, step: int, staleness: int) -> None:
+        self._settle(seq, "trained")
+        self.trained_count += 1
+        self._write("trained", seq, uid=uid, step=step, staleness=staleness)
+
+    def drop(self, seq: int, reason: str, detail: str = "") -> None:
+        self._settle(seq, f"dropped ({reason})")
+        self.dropped[reason] += 1
+        self._write("dropped", seq, reason=reason, **({"detail": detail} if detail else {}))
+
+    def counts(self) -> dict[str, Any]:
+        return {
+            "issued": self.issued,
+            "trained": self.trained_count,
+            "dropped": dict(self.dropped),
+            "outstanding": len(self._outstanding),
+        }
+
+    def check(self) -> None:
+        settled = self.trained_count + self.dropped.total() + len(self._outstanding)
+        if settled != self.issued:
+            raise LedgerError(f"the ledger does not add up: {self.counts()}")
+
+    def state(self) -> LedgerState:
+        length = 0
+        if self._file:
+            self.flush(durable=True)
+            length = os.fstat(self._file.fileno()).st_size
+        return LedgerState(self.next_seq, tuple(self._outstanding), self.trained_count, dict(self.dropped), length)
+
+    def flush(self, durable: bool = False) -> None:
+        if self._file:
+            self._file.flush()
+            if durable:
+                os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+            self._file = None
+
+    def _settle(self, seq: int, what: str) -> None:
+        if seq not in self._outstanding:
+            raise LedgerError(f"group {seq} was {what}, but it is not outstanding: it was settled before, or never issued")
+        del self._outstanding[seq]
+
+    def _write(self, event: str, seq: int, **more: Any) -> None:
+        if self._file:
+            self._file.write(json.dumps({"event": event, "seq": seq, **more}) + "\n")

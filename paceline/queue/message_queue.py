@@ -1,0 +1,145 @@
+"""The belt between rollouters and trainer: bounded, versioned, drop-oldest.
+
+Admission already keeps samples fresh; the rules here are the second line of defence, and each use of one is counted:
+a full queue drops its oldest item, an item staler than the bound is not handed out, one from the future is refused.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from pydantic import Field
+
+from paceline.errors import PacelineError
+from paceline.queue.pulse import Pulse
+from paceline.settings import Settings
+
+
+class QueueSettings(Settings):
+    max_queue_size: int = Field(1000, ge=1)
+    """Groups the queue holds; when full, the oldest goes."""
+
+
+class DropReason(StrEnum):
+    STALE = "stale"
+    FUTURE = "future_version"
+    QUEUE_FULL = "queue_full"
+
+
+class FutureVersionError(PacelineError):
+    """A sample claims a policy version that the trainer has not made yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    key: int | str
+    param_version: int
+    payload: Any
+
+
+@dataclass(slots=True)
+class QueueCounts:
+    put: int = 0
+    taken: int = 0
+    dropped_stale: int = 0
+    dropped_future: int = 0
+    dropped_full: int = 0
+    duplicates_refused: int = 0
+
+
+class MessageQueue:
+    """Synchronous core; `MessageQueueClient` adds the waiting."""
+
+    def __init__(
+        self,
+        max_queue_size: int = 1000,
+        max_staleness: int = 3,
+        on_drop: Callable[[Item, DropReason], None] | None = None,
+        changed: Pulse | None = None,
+    ) -> None:
+        self.max_queue_size = max_queue_size
+        self.max_staleness = max_staleness
+        self.version: int | None = None  # of the trainer, once it has said so
+        self.counts = QueueCounts()
+        self.changed = changed or Pulse()
+        self.on_drop = on_drop
+        self._items: dict[int | str, Item] = {}  # oldest first
+        self._unnamed = 0
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __contains__(self, key: int | str) -> bool:
+        return key in self._items
+
+    @property
+    def utilisation(self) -> float:
+        return len(self._items) / self.max_queue_size
+
+    def set_version(self, version: int) -> None:
+        """The trainer says its version; it only grows. From then on, puts from the future are refused at once."""
+        if self.version is not None and version < self.version:
+            raise FutureVersionError(f"the trainer's version went back from {self.version} to {version}; a run's versions only grow")
+        self.version = version
+
+    def put(self, payload: Any, param_version: int, key: int | str | None = None) -> bool:
+        """True if the item is in; False if the key was put before. A full queue makes room by dropping its oldest."""
+        if self.version is not None and param_version > self.version:
+            raise FutureVersionError(f"sample {key!r} says version {param_version}, but the trainer has only reached version {self.version}")
+        if key is None:
+            self._unnamed += 1
+            key = f"unnamed-{self._unnamed}"
+        if key in self._items:
+            self.counts.duplicates_refused += 1
+            return False
+        while len(self._items) >= self.max_queue_size:
+            self.counts.dropped_full += 1
+            self._drop(next(iter(self._items)), DropReason.QUEUE_FULL)
+        self._items[key] = Item(key, param_version, payload)
+        self.counts.put += 1
+        self.changed.fire()
+        return True
+
+    def get(self, count: int, current_param_version: int, keys: Sequence[int | str] | None = None) -> list[Item] | None:
+        """`count` fresh items, oldest first (or exactly those named), or None if there are not that many yet.
+
+        Items beyond the staleness bound, or from the future, are dropped on the way.
+        """
+        for item in list(self._items.values()):
+            staleness = current_param_version - item.param_version
+            if staleness > self.max_staleness:
+                self.counts.dropped_stale += 1
+                self._drop(item.key, DropReason.STALE)
+            elif staleness < 0:
+                self.counts.dropped_future += 1
+                self._drop(item.key, DropReason.FUTURE)
+        wanted = list(self._items)[:count] if keys is None else list(keys)
+        if len(wanted) < count or not all(key in self._items for key in wanted):
+            return None
+        self.counts.taken += len(wanted)
+        return [self._items.pop(key) for key in wanted]
+
+    def _drop(self, key: int | str, reason: DropReason) -> None:
+        item = self._items.pop(key)
+        self.changed.fire()
+        if self.on_drop:
+            self.on_drop(item, reason)
+
+
+class MessageQueueClient:
+    """What rollouters and trainer hold. `put_samples` never waits (a full queue drops); `get_samples` waits."""
+
+    def __init__(self, queue: MessageQueue) -> None:
+        self.queue = queue
+
+    async def put_samples(self, samples: Any, param_version: int, key: int | str | None = None) -> bool:
+        return self.queue.put(samples, param_version, key)
+
+    async def get_samples(self, count: int = 1, *, current_param_version: int, timeout_s: float | None = None) -> list[Any]:
+        """`count` fresh samples, oldest first. Raises TimeoutError when they do not come in time."""
+        async with asyncio.timeout(timeout_s):
+            while (items := self.queue.get(count, current_param_version)) is None:
+                await self.queue.changed.wait()
+        return [item.payload for item in items]

@@ -1,0 +1,212 @@
+"""A pool of worker processes for a user's reward function. A call that takes too long costs a worker its life, never the run's.
+
+Each call has a deadline. Past it the worker is killed with all its descendants and a new one takes its place.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigError, RewardError
+from paceline.types import Prompt, Trajectory
+
+log = logging.getLogger(__name__)
+
+START_S = 120.0  # a reward may import torch or more
+GRACE_S = 1.0  # for a worker to flush its files when the pool closes
+
+
+class Worker:
+    """One process that holds the function and scores one answer at a time."""
+
+    def __init__(self, function: str) -> None:
+        self.function = function
+        self._ready = False
+        self._connection, theirs = Pipe()
+        path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "paceline.reward.worker", str(theirs.fileno()), str(os.getpid()), function],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # a process group of its own, to be killed as a whole
+            env=os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
+        )
+        theirs.close()
+        threading.Thread(target=self._relay, daemon=True, name="reward-output").start()
+
+    def wait_ready(self) -> None:
+        """Until the function is loaded; raises ConfigError if it cannot be."""
+        if self._ready:
+            return
+        message = self._receive(START_S, f"loading reward {self.function!r}", "to load")
+        if "problem" in message:
+            raise ConfigError(f"reward.function = {self.function!r}: {message['problem']}")
+        self._ready = True
+
+    def score(self, answer: str, row: Mapping[str, Any], uid: str, timeout_s: float) -> float:
+        what = f"reward {self.function!r}, prompt {uid!r}"
+        self.wait_ready()
+        with suppress(BrokenPipeError):  # it has died; reading tells
+            self._connection.send_bytes(pickle.dumps((answer, dict(row))))
+        message = self._receive(timeout_s, what, "(reward.timeout_s)")
+        if "problem" in message:
+            raise RewardError(f"{what}: {message['problem']}")
+        return float(message["reward"])
+
+    def finish(self) -> None:
+        """Let an idle worker leave by itself, so that the user's files are flushed; then make sure."""
+        self._connection.close()
+        descendants = _descendants(self.process.pid)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(GRACE_S)
+        self.kill(descendants)
+
+    def kill(self, descendants: Sequence[int] = ()) -> None:
+        """End the process and everything it started."""
+        descendants = descendants or _descendants(self.process.pid)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        for pid in descendants:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def _receive(self, timeout_s: float, what: str, limit: str) -> dict[str, Any]:
+        try:
+            if not self._connection.poll(timeout_s):
+                raise _Lost(f"{what}: no answer within {timeout_s:g} s {limit}; its process was killed")
+            message: dict[str, Any] = json.loads(self._connection.recv_bytes())
+        except (EOFError, OSError) as e:
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(GRACE_S)
+            raise _Lost(f"{what}: its process ended with {_exit(self.process.returncode)}") from e
+        return message
+
+    def _relay(self) -> None:
+        """What the function prints goes to the log."""
+        assert self.process.stdout is not None
+        with self.process.stdout as output, suppress(ValueError, OSError):
+            while line := output.readline(4096):
+                log.info("reward says: %s", line.decode(errors="replace").rstrip())
+
+
+class _Lost(RewardError):
+    """The worker hangs or is gone."""
+
+
+class ProcessReward:
+    """The pool. Threads wait for the workers (one each), so the event loop never does."""
+
+    def __init__(self, function: str, timeout_s: float, workers: int) -> None:
+        self._function, self._timeout_s, self._count = function, timeout_s, workers
+        # Workers are started from these threads and die with them (see worker.py), so both live as long as the pool.
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
+        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._workers: set[Worker] = set()
+        self._closed = False
+
+    async def start(self) -> None:
+        """Start all workers and load the function; raises ConfigError if it cannot be loaded."""
+        loop = asyncio.get_running_loop()
+        try:
+            await asyncio.gather(*(loop.run_in_executor(self._threads, self._start_one) for _ in range(self._count)))
+        except BaseException:
+            await self.close()
+            raise
+
+    async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[float]:
+        answers = [t.text for t in trajectories]
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._score, prompt, answers)
+
+    async def close(self) -> None:
+        """End all workers. A call still running fails with RewardError."""
+        await asyncio.to_thread(self._close)
+
+    @property
+    def pids(self) -> list[int]:
+        """The worker processes there are now."""
+        with self._lock:
+            return [w.process.pid for w in self._workers]
+
+    def _start_one(self) -> None:
+        worker = self._spawn()
+        worker.wait_ready()
+        self._idle.put(worker)
+
+    def _close(self) -> None:
+        with self._lock:
+            self._closed = True
+            busy, self._workers = self._workers, set()
+        with suppress(queue.Empty):
+            while True:
+                worker = self._idle.get_nowait()
+                busy.discard(worker)
+                worker.finish()
+        for worker in busy:
+            worker.kill()
+        self._threads.shutdown()
+
+    def _spawn(self) -> Worker:
+        with self._lock:
+            if self._closed:
+                raise RewardError(f"reward {self._function!r} is closed")
+            worker = Worker(self._function)
+            self._workers.add(worker)
+        return worker
+
+    def _score(self, prompt: Prompt, answers: list[str]) -> list[float]:
+        try:
+            worker = self._idle.get_nowait()  # there are as many workers as threads, so this fails only after close
+        except queue.Empty:
+            raise RewardError(f"reward {self._function!r}, prompt {prompt.uid!r}: closed") from None
+        try:
+            return [worker.score(answer, prompt.row, prompt.uid, self._timeout_s) for answer in answers]
+        except _Lost as e:
+            log.warning("%s; starting another worker", e)
+            worker = self._replace(worker)
+            raise
+        finally:
+            self._idle.put(worker)
+
+    def _replace(self, worker: Worker) -> Worker:
+        worker.kill()
+        with self._lock:
+            self._workers.discard(worker)
+            if self._closed:
+                return worker
+        return self._spawn()
+
+
+def _descendants(pid: int) -> list[int]:
+    """All processes below pid, also those that left its process group (Linux; elsewhere the group has to do)."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError, IndexError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    found = list(children.get(pid, ()))
+    for child in found:
+        found.extend(children.get(child, ()))
+    return found
+
+
+def _exit(code: int | None) -> str:
+    if code is None:
+        return "its connection closed"
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,90 @@
+"""The protocol of a reward, and how the settings choose one.
+
+Trusted code (built-in tasks and verifiers) runs right in the controller; a user's function runs in processes of its own. A
+reward that raises, hangs or returns something else than a number is a RewardError; it is never turned into 0.
+"""
+
+import asyncio
+import difflib
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from typing import Protocol
+
+from pydantic import Field
+
+from paceline.data.tasks import get_task
+from paceline.errors import ConfigError, RewardError
+from paceline.reward import verify
+from paceline.reward.process import ProcessReward
+from paceline.reward.worker import Problem, call
+from paceline.settings import Settings
+from paceline.types import Prompt, Trajectory
+
+GROUP = "paceline.rewards"
+
+
+class RewardSettings(Settings):
+    function: str | None = None
+    """reward(answer, row) -> number as "module:function", "file.py:function" or an entry point of the group paceline.rewards; or a
+    verifier: exact, last_number, boxed, tagged, regex. Unset: the task's own."""
+    timeout_s: float = Field(default=10.0, gt=0)
+    """A user's function that takes longer for one answer is killed, and the answer's group fails."""
+    workers: int = Field(default=1, ge=1)
+    """Processes for a user's function."""
+
+
+class Reward(Protocol):
+    async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[float]:
+        """One finite number per trajectory. Raises RewardError."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class TrustedReward:
+    """A function that is known to return at once."""
+
+    def __init__(self, name: str, function: verify.Function) -> None:
+        self.name, self._function = name, function
+
+    async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[float]:
+        try:
+            return [call(self._function, t.text, prompt.row) for t in trajectories]
+        except Problem as e:
+            raise RewardError(f"reward {self.name!r}, prompt {prompt.uid!r}: {e}") from e
+
+    async def close(self) -> None:
+        return
+
+
+async def open_reward(settings: RewardSettings, task: str | None) -> Reward:
+    """The reward the settings ask for, loaded, checked and ready. Close it at the end."""
+    name = settings.function
+    if name is None:
+        if task is None:
+            raise ConfigError("prompts from data.path need reward.function: 'module:function', 'file.py:function' or a verifier")
+        chosen = get_task(task)
+        return TrustedReward(chosen.spec, chosen.score)
+    if name in verify.IN_PROCESS:
+        return TrustedReward(name, verify.IN_PROCESS[name])
+    reward = ProcessReward(await asyncio.to_thread(_locate, name), settings.timeout_s, settings.workers)
+    await reward.start()
+    return reward
+
+
+def _locate(name: str) -> str:
+    """The "module:function" or "file.py:function" behind a name."""
+    if ":" in name:
+        return name
+    if name == "regex":
+        return f"{verify.__name__}:regex"
+    registered = {e.name: e.value for e in entry_points(group=GROUP)}
+    if name in registered:
+        return registered[name]
+    known = [*verify.IN_PROCESS, "regex", *registered]
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else "."
+    raise ConfigError(
+        f"reward.function = {name!r} is neither a verifier nor an entry point of {GROUP!r}{hint} Known: {', '.join(known)}; "
+        "a function of your own is 'module:function' or 'file.py:function'."
+    )

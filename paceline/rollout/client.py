@@ -1,0 +1,105 @@
+"""The controller's end of an engine that lives in a worker. Requests of one event-loop tick travel as one message,
+so the engine starts a wave of groups together, whatever the timing."""
+
+import asyncio
+
+from paceline.errors import RolloutError
+from paceline.place.local import Worker
+from paceline.queue.pulse import Pulse
+from paceline.rollout.engine import EngineStats
+from paceline.sync.weights import Weights
+from paceline.types import Completion, OnSync, Request, Role
+
+
+class EngineClient:
+    """A RolloutEngine over a worker that hosts a `RolloutService`."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._running: dict[str, asyncio.Future[Completion]] = {}
+        self._outbox: list[Request] = []
+        self._open = True
+        self._changed = Pulse()
+        worker.listen(Role.ROLLOUT, self._finished)
+        worker.died.add_done_callback(self._worker_died)
+
+    async def generate(self, request: Request) -> Completion:
+        while not self._open:
+            await self._changed.wait()
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._running[request.id] = future
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append(request)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if self._running.pop(request.id, None) and not self._worker.died.done():
+                self._worker.start_call(Role.ROLLOUT, "abort", [request.id])
+            raise
+
+    async def abort(self, request_ids: list[str]) -> None:
+        self._flush()
+        await self._worker.call(Role.ROLLOUT, "abort", request_ids)
+
+    async def pause(self, mode: OnSync) -> bool:
+        self._open = False
+        self._flush()
+        if mode is OnSync.SWAP:
+            await self._worker.call(Role.ROLLOUT, "hold")
+            return True
+        if mode is OnSync.INTERRUPT:
+            await self._worker.call(Role.ROLLOUT, "interrupt")
+        while self._running:
+            await self._changed.wait()
+            if self._worker.died.done():
+                self._worker.died.result()
+        return True
+
+    async def resume(self) -> bool:
+        await self._worker.call(Role.ROLLOUT, "go_on")
+        self._open = True
+        self._changed.fire()
+        return True
+
+    async def load_weights(self, weights: Weights) -> None:
+        self._flush()
+        await self._worker.call(Role.ROLLOUT, "load_weights", weights)
+
+    async def stats(self) -> EngineStats:
+        stats: EngineStats = await self._worker.call(Role.ROLLOUT, "stats")
+        return stats
+
+    async def close(self) -> None:
+        await self._worker.close()
+
+    def _flush(self) -> None:
+        if self._outbox and not self._worker.died.done():
+            self._worker.start_call(Role.ROLLOUT, "submit", self._outbox).add_done_callback(self._submitted)
+            self._outbox = []
+
+    def _submitted(self, reply: "asyncio.Future[list[tuple[str, RolloutError]]]") -> None:
+        if reply.cancelled() or reply.exception():
+            return  # the worker is gone; `_worker_died` tells everyone
+        for request_id, error in reply.result():
+            future = self._running.pop(request_id, None)
+            if future and not future.done():
+                future.set_exception(error)
+        self._changed.fire()
+
+    def _finished(self, completions: list[tuple[str, Completion]]) -> None:
+        for request_id, completion in completions:
+            future = self._running.pop(request_id, None)
+            if future and not future.done():
+                future.set_result(completion)
+        self._changed.fire()
+
+    def _worker_died(self, died: "asyncio.Future[None]") -> None:
+        error = died.exception()
+        if error is None:
+            return
+        for future in self._running.values():
+            if not future.done():
+                future.set_exception(error)
+        self._running.clear()
+        self._changed.fire()

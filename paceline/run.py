@@ -1,0 +1,205 @@
+"""From a configuration to a finished run: build the parts in order, run the loop, leave a folder behind.
+
+Everything that can be refused is refused before the first worker starts.
+"""
+
+import fcntl
+import json
+import logging
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from transformers import PreTrainedTokenizerBase
+
+from paceline.config import RunConfig, differences
+from paceline.data.chat import stop_token_ids
+from paceline.data.prompts import PromptSource
+from paceline.errors import CheckpointError
+from paceline.loop import Loop, LoopSettings, Observer
+from paceline.models import load_generation_config, load_tokenizer, model_fingerprint, resolve_model
+from paceline.observe.recorder import Recorder, write_json
+from paceline.place.host import peak_memory
+from paceline.place.local import Worker
+from paceline.place.pools import close_workers, start_workers, unique_workers
+from paceline.queue.admission import Admission
+from paceline.queue.ledger import Ledger, LedgerState
+from paceline.queue.message_queue import MessageQueue
+from paceline.queue.pulse import Pulse
+from paceline.reward.reward import Reward, open_reward
+from paceline.rollout.client import EngineClient
+from paceline.rollout.environment import SingleTurn
+from paceline.rollout.rollouter import Rollouter
+from paceline.sync.synchronizer import ParameterSynchronizer
+from paceline.sync.transport import InPlace, SharedMemory, WeightTransport
+from paceline.train.checkpoint import latest_checkpoint, read_state, save_checkpoint
+from paceline.train.trainer import Trainer
+from paceline.types import Role, Sampling
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a run begins: at step 0, or where its last whole checkpoint left it."""
+
+    checkpoint: Path | None
+    step: int
+    ledger: LedgerState | None
+    metrics_length: int
+
+
+def open_folder(config: RunConfig) -> IO[str]:
+    """Make the run folder and hold its lock, so that two runs never share one."""
+    folder = Path(config.run_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise CheckpointError(f"run folder {folder} is in use by another run; wait for it, or set run_dir to another folder") from None
+    except OSError as error:
+        raise CheckpointError(f"run folder {folder} cannot be used: {error}; set run_dir to a folder that can be written") from None
+    return lock
+
+
+def find_start(config: RunConfig, identity: dict[str, Any]) -> Start:
+    """Look for a checkpoint to continue from; refuse one of another model, data set or setting, with the differences."""
+    checkpoint = latest_checkpoint(Path(config.run_dir) / "checkpoints")
+    if checkpoint is None:
+        return Start(None, 0, None, 0)
+    state = read_state(checkpoint)
+    found = differences(state["config"], identity["config"])
+    found += [f"{name}: its content changed" for name in ("model", "data") if state[name] != identity[name] and not found]
+    if found:
+        raise CheckpointError(
+            f"run folder {config.run_dir} holds a run with other settings and cannot be continued with these:\n  "
+            + "\n  ".join(found)
+            + "\nuse the settings it was started with, set run_dir to another folder, or start over with --fresh"
+        )
+    return Start(checkpoint, state["step"], LedgerState.from_json(state["ledger"]), state["metrics_length"])
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a run is made from, loaded and checked before anything starts."""
+
+    model_path: str
+    tokenizer: PreTrainedTokenizerBase
+    source: PromptSource
+    identity: dict[str, Any]
+
+
+def prepare_model(config: RunConfig, progress: Callable[[int, int], None] | None = None) -> None:
+    """Make the built-in model if the run wants it and it is not there yet."""
+    resolve_model(config.model, config.data.task, progress)
+
+
+def load_inputs(config: RunConfig) -> Inputs:
+    model_path = resolve_model(config.model, config.data.task)
+    tokenizer = load_tokenizer(model_path)
+    source = PromptSource(config.data, tokenizer, config.seed)
+    settings = config.model_dump(mode="json")
+    return Inputs(
+        model_path, tokenizer, source, {"config": settings, "model": model_fingerprint(model_path), "data": source.fingerprint}
+    )
+
+
+async def train(config: RunConfig, make_display: Callable[[int], Observer] | None = None) -> dict[str, Any]:
+    """Run to the last step and return the summary. `make_display(first_step)` makes the observer of every step."""
+    inputs = load_inputs(config)
+    folder = Path(config.run_dir)
+    async with AsyncExitStack() as stack:
+        reward = await open_reward(config.reward, config.data.task)
+        stack.push_async_callback(reward.close)
+        stack.enter_context(open_folder(config))
+        start = find_start(config, inputs.identity)
+        (folder / "config.json").write_text(json.dumps(inputs.identity["config"], indent=1))
+        ledger = Ledger(folder / "ledger.jsonl", start.ledger)
+        stack.callback(ledger.close)
+
+        workers = await start_workers(config, inputs.model_path, folder / "logs")
+        stack.push_async_callback(close_workers, workers)
+        critic = workers[Role.CRITIC][0] if workers[Role.CRITIC] else None
+        trainer = Trainer(workers[Role.ACTOR][0], critic, config.algorithm, config.step_timeout_s)
+        if start.checkpoint:
+            await trainer.load(start.checkpoint)
+        changed = Pulse()
+        engines = [EngineClient(worker) for worker in workers[Role.ROLLOUT]]
+        rollouter = _rollouter(config, inputs, engines, reward, changed)
+        synchronizer = ParameterSynchronizer(
+            await _transport(config, workers), engines, rollouter, config.schedule.on_sync, config.sync
+        )
+        await synchronizer.sync_weights(start.step)  # engines serve the checkpoint's weights, and the path is known to work
+
+        recorder = Recorder(folder, start.metrics_length, make_display(start.step) if make_display else None)
+        stack.callback(recorder.close)
+
+        async def save(step: int) -> None:
+            state = {"step": step, "ledger": ledger.state().to_json(), "metrics_length": recorder.length, **inputs.identity}
+            await save_checkpoint(folder / "checkpoints", step, state, trainer.save, config.keep_checkpoints)
+
+        loop = Loop(
+            _loop_settings(config),
+            source=inputs.source,
+            rollouter=rollouter,
+            engines=engines,
+            queue=MessageQueue(config.queue.max_queue_size, config.schedule.max_staleness, changed=changed),
+            admission=Admission(config.schedule.capacity(config.groups_per_step), changed),
+            ledger=ledger,
+            trainer=trainer,
+            synchronizer=synchronizer,
+            observer=recorder,
+            save=save,
+            guards=[(worker.name, worker.died) for worker in unique_workers(workers)],
+        )
+        await loop.run(start.step)
+        recorder.looked([await engine.stats() for engine in engines], 0.0)
+        peaks = [await worker.peak_memory() for worker in unique_workers(workers)]
+        summary = recorder.summary(
+            sync_s=synchronizer.seconds, ledger=ledger.counts(), memory_peak_bytes=peak_memory() + sum(peaks)
+        )
+        write_json(folder / "summary.json", summary)
+        return summary
+
+
+def _rollouter(config: RunConfig, inputs: Inputs, engines: list[EngineClient], reward: Reward, changed: Pulse) -> Rollouter:
+    tokenizer, settings = inputs.tokenizer, config.rollout
+    sampling = Sampling(
+        max_new_tokens=settings.max_response_length,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        stop_token_ids=stop_token_ids(tokenizer, load_generation_config(inputs.model_path)),
+        stop=settings.stop,
+    )
+    return Rollouter(
+        engines,
+        SingleTurn(lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True))),
+        reward,
+        sampling,
+        group_size=config.group_size,
+        seed=config.seed,
+        on_sync=config.schedule.on_sync,
+        generation_timeout=settings.generation_timeout,
+        changed=changed,
+    )
+
+
+async def _transport(config: RunConfig, workers: dict[Role, list[Worker]]) -> WeightTransport:
+    if config.placement.shared(Role.ACTOR, Role.ROLLOUT):
+        return InPlace()
+    return await SharedMemory.connect(workers[Role.ACTOR][0], workers[Role.ROLLOUT])
+
+
+def _loop_settings(config: RunConfig) -> LoopSettings:
+    return LoopSettings(
+        steps=config.steps,
+        groups_per_step=config.groups_per_step,
+        sync_every=config.schedule.sync_every,
+        save_every=config.save_every,
+        max_failed_groups=config.rollout.max_failed_groups,
+        stall_timeout_s=config.stall_timeout_s,
+    )

@@ -1,0 +1,102 @@
+"""What turns hidden states into something said of tokens: log-probs and entropy (policy) or values (critic).
+
+The logits of a batch are the largest thing in training by far (tokens x vocabulary). Here only trained positions get any,
+a chunk of rows at a time, and the backward pass computes them again instead of keeping them.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from paceline.algo.loss import TokenOutputs
+
+CHUNK_LOGITS = {"cpu": 2**20, "cuda": 2**26}  # logits alive at once: about the CPU's cache, and large matrix products on a GPU
+
+
+class ChunkedLogprobs(torch.autograd.Function):
+    """(hidden [M, D], weight [V, D], bias [V] | None, targets [M]) -> log-prob of the targets [M], entropy [M]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        logprobs, entropy = (torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(2))
+        for rows in _chunks(len(hidden), chunk):
+            log_p = _log_softmax(hidden[rows], weight, bias, temperature)
+            logprobs[rows] = log_p.gather(1, targets[rows, None]).squeeze(1)
+            entropy[rows] = -(log_p.exp() * log_p).sum(-1)
+        ctx.save_for_backward(hidden, weight, bias, targets, entropy)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None, None]:
+        hidden, weight, bias, targets, entropy = ctx.saved_tensors
+        to_logprobs, to_entropy = upstream
+        by_entropy = bool(to_entropy.any())  # an entropy bonus is rare: skip its share of the work
+        d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        d_bias = None if bias is None else torch.zeros_like(bias)
+        for rows in _chunks(len(hidden), ctx.chunk):
+            log_p = _log_softmax(hidden[rows], weight, bias, ctx.temperature)
+            p = log_p.exp()
+            d_logits = p * -to_logprobs[rows, None]
+            d_logits.scatter_add_(1, targets[rows, None], to_logprobs[rows, None])
+            if by_entropy:
+                d_logits -= p * (log_p + entropy[rows, None]) * to_entropy[rows, None]
+            d_logits = (d_logits / ctx.temperature).to(hidden.dtype)
+            torch.mm(d_logits, weight, out=d_hidden[rows])
+            d_weight.addmm_(d_logits.t(), hidden[rows])
+            if d_bias is not None:
+                d_bias += d_logits.sum(0)
+        return d_hidden, d_weight, d_bias, None, None, None
+
+
+def _chunks(count: int, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, count, size)]
+
+
+def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    logits = hidden @ weight.t() if bias is None else torch.addmm(bias, hidden, weight.t())
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return torch.log_softmax(logits / temperature if temperature != 1.0 else logits, dim=-1)
+
+
+def chunked_logprobs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float = 1.0, chunk: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target at a temperature, and the entropy of the distribution it was drawn from."""
+    if chunk is None:
+        chunk = max(1, CHUNK_LOGITS.get(hidden.device.type, 2**20) // len(weight))
+    logprobs, entropy = ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, chunk)  # type: ignore[no-untyped-call]
+    return logprobs, entropy
+
+
+class PolicyHead(nn.Module):
+    """The model's own output layer, read at the sampling temperature."""
+
+    def __init__(self, output: nn.Linear, temperature: float) -> None:
+        super().__init__()
+        self.output = output
+        self.temperature = temperature
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> TokenOutputs:
+        weight, bias = self.output.weight.to(hidden.dtype), self.output.bias
+        logprobs, entropy = chunked_logprobs(hidden, weight, None if bias is None else bias.to(hidden.dtype), targets, self.temperature)
+        return TokenOutputs(logprobs=logprobs, entropy=entropy)
+
+
+class ValueHead(nn.Module):
+    """One number per position; starts at 0 everywhere, so that the first advantages are the rewards themselves."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, 1)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> TokenOutputs:
+        return TokenOutputs(values=self.linear(hidden.to(self.linear.weight.dtype)).squeeze(-1))

@@ -1,0 +1,118 @@
+"""Rows laid end to end: what of a batch goes through the model, and how it is cut into micro-batches.
+
+Only tokens that lead to a trained token are fed: a row ends one token before its last trained one, since the hidden
+state at t - 1 speaks of token t. Linear layers see the packed tokens, so nothing is spent on padding.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.algo.loss import TokenData
+from paceline.errors import DataError
+from paceline.types import Batch, FloatArray
+
+PER_TOKEN = ("tokens", "mask", "logprobs", "versions", "advantages", "returns", "values", "ref_logprobs")
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """Where packed tokens sit when their rows are laid out as a padded [rows, longest] rectangle."""
+
+    rows: int
+    longest: int
+    slots: Tensor  # [T] row * longest + position
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One forward pass: T input tokens of which M positions predict a trained token."""
+
+    input_ids: Tensor  # [1, T]
+    position_ids: Tensor  # [1, T] restart at each row
+    layout: RowLayout
+    predict: Tensor  # [M] input positions whose hidden state speaks of a trained token
+    targets: Tensor  # [M] that token
+    flat: NDArray[np.int64]  # [M] where it sits in the batch
+
+
+def select_rows(batch: Batch, rows: NDArray[np.int64]) -> Batch:
+    """The same batch with only these rows, in this order."""
+    offsets = batch.offsets
+    flat = np.concatenate([np.arange(offsets[r], offsets[r + 1]) for r in rows])
+    per_token = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name in PER_TOKEN}
+    taken = {name: value[flat] for name, value in per_token.items() if value is not None}
+    return replace(batch, lengths=batch.lengths[rows], rewards=batch.rewards[rows], groups=batch.groups[rows], **taken)
+
+
+def trained_lengths(batch: Batch) -> NDArray[np.int64]:
+    """[R] how many tokens of each row must be fed; 0 for a row with nothing to train on."""
+    offsets = batch.offsets[:-1]
+    if (batch.mask[offsets[batch.lengths > 0]]).any():
+        raise DataError("the first token of a row is marked as trained, but nothing comes before it to predict it from: clear its mask")
+    position = np.arange(batch.num_tokens) - np.repeat(offsets, batch.lengths)
+    needed = np.zeros(batch.num_rows, np.int64)
+    np.maximum.at(needed, np.repeat(np.arange(batch.num_rows), batch.lengths), np.where(batch.mask, position, 0))
+    return needed
+
+
+def micro_batches(batch: Batch, limit: int, device: torch.device) -> Iterator[MicroBatch]:
+    """Cut a batch into micro-batches of at most `limit` tokens each; a longer row goes alone.
+
+    Rows of like length go together, so that the rectangle attention works on has little padding; padding counts.
+    """
+    needed = trained_lengths(batch)
+    order = np.argsort(-needed, kind="stable")
+    order = order[needed[order] > 0]
+    start = 0
+    while start < len(order):
+        count = max(1, limit // int(needed[order[start]]))
+        yield _micro_batch(batch, order[start : start + count], needed, device)
+        start += count
+
+
+def _micro_batch(batch: Batch, rows: NDArray[np.int64], needed: NDArray[np.int64], device: torch.device) -> MicroBatch:
+    lengths, longest = needed[rows], int(needed[rows].max())
+    starts = np.cumsum(lengths) - lengths
+    position = np.arange(lengths.sum()) - np.repeat(starts, lengths)
+    flat = np.repeat(batch.offsets[rows], lengths) + position
+    predict = np.flatnonzero(batch.mask[flat + 1])  # flat + 1 stays inside the row: its last trained token is not fed
+
+    def to_device(array: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array.astype(np.int64, copy=False)).to(device)
+
+    layout = RowLayout(len(rows), longest, to_device(np.repeat(np.arange(len(rows)), lengths) * longest + position))
+    trained = flat[predict] + 1
+    return MicroBatch(
+        input_ids=to_device(batch.tokens[flat].astype(np.int64))[None],
+        position_ids=to_device(position)[None],
+        layout=layout,
+        predict=to_device(predict),
+        targets=to_device(batch.tokens[trained].astype(np.int64)),
+        flat=trained,
+    )
+
+
+def token_data(batch: Batch, micro: MicroBatch, weights: FloatArray) -> TokenData:
+    """What the loss needs to know of the trained tokens of one micro-batch."""
+    device = micro.predict.device
+
+    def pick(array: NDArray[np.float32] | NDArray[np.int32] | None) -> Tensor | None:
+        return None if array is None else torch.from_numpy(array[micro.flat]).to(device)
+
+    logprobs, versions, weight = pick(batch.logprobs), pick(batch.versions), pick(weights)
+    assert logprobs is not None and versions is not None and weight is not None
+    return TokenData(
+        rows=micro.layout.slots[micro.predict] // micro.layout.longest,
+        weights=weight,
+        logprobs=logprobs,
+        versions=versions,
+        advantages=pick(batch.advantages),
+        returns=pick(batch.returns),
+        values=pick(batch.values),
+        ref_logprobs=pick(batch.ref_logprobs),
+    )

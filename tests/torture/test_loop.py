@@ -1,0 +1,282 @@
+"""The real loop under random latencies, thousands of seeds, in virtual time. Staleness is read from the data itself:
+every fake token's value is the version of the weights that made it."""
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+
+from paceline.errors import LedgerError, PacelineError, RewardError, RolloutError, StalledError, SyncError, WorkerDied
+from paceline.queue.admission import Admission
+from paceline.queue.ledger import Ledger
+from paceline.schedule import ScheduleSettings
+from paceline.types import OnSync, Prompt
+from tests.fakes import World
+from tests.virtual import run_virtual
+
+MODES = {
+    "sync": ScheduleSettings(max_staleness=0, on_sync=OnSync.DRAIN),
+    "one step off": ScheduleSettings(max_staleness=1, on_sync=OnSync.DRAIN),
+    "async swap": ScheduleSettings(max_staleness=3, on_sync=OnSync.SWAP),
+    "async interrupt": ScheduleSettings(max_staleness=2, on_sync=OnSync.INTERRUPT),
+    "two steps per sync": ScheduleSettings(max_staleness=1, sync_every=2, on_sync=OnSync.SWAP),
+    "three per sync, deep": ScheduleSettings(max_staleness=5, sync_every=3, on_sync=OnSync.INTERRUPT),
+}
+
+
+def random_world(seed: int, schedule: ScheduleSettings) -> World:
+    rng = random.Random(seed * 7919 + 1)
+    return World(
+        seed=seed,
+        schedule=schedule,
+        groups_per_step=rng.randint(1, 4),
+        group_size=rng.randint(1, 3),
+        num_engines=rng.randint(1, 3),
+        engine_s=rng.choice([0.01, 0.3, 3.0]),
+        train_s=rng.choice([0.01, 1.0, 10.0]),
+    )
+
+
+def staleness_in_data(world: World) -> list[int]:
+    """For every trained row: trainer's version when it was trained, minus the oldest version among its tokens."""
+    found = []
+    for step, batch in zip(world.trainer.steps, world.trainer.batches, strict=True):
+        assert (batch.versions[batch.mask] == batch.tokens[batch.mask]).all(), "a token is labelled with another version than made it"
+        found += [step - int(row[row >= 0].min()) for row in np.split(batch.versions, batch.offsets[1:-1])]
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_staleness_is_never_negative_and_never_above_the_bound_and_nothing_is_lost_or_trained_twice(mode: str) -> None:
+    schedule, worst = MODES[mode], 0
+    for seed in range(400):
+        world = random_world(seed, schedule)
+        run_virtual(world.build().run())
+        staleness = staleness_in_data(world)
+        assert min(staleness) >= 0 and max(staleness) <= schedule.max_staleness, f"seed {seed}"
+        worst = max(worst, *staleness)
+        seqs = [group.seq for group in world.notes.groups]
+        assert seqs == list(range(world.steps * world.groups_per_step)), f"seed {seed}: not every prompt once, in order"
+        assert world.ledger.counts()["trained"] == len(seqs) and not world.ledger.dropped
+        world.ledger.check()
+    assert worst == schedule.max_staleness, "the bound is reached, so the test above can fail"
+
+
+def test_giving_tickets_back_before_the_weights_are_live_breaks_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The release point is the invariant: this planted mistake must be seen by the torture test."""
+
+    def trained(self: Admission, seqs: list[int]) -> None:
+        for seq in seqs:
+            del self._untrained[seq]
+        self.changed.fire()
+
+    monkeypatch.setattr(Admission, "trained", trained)
+    broken = 0
+    for seed in range(50):
+        world = random_world(seed, MODES["async swap"])
+        run_virtual(world.build().run())
+        broken += world.ledger.dropped["stale"]
+    assert broken
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_failing_groups_are_dropped_counted_and_replaced_and_the_bound_still_holds(mode: str) -> None:
+    schedule = MODES[mode]
+    for seed in range(100):
+        bad = set(random.Random(seed).sample(range(40), 8))
+
+        def score(prompt: Prompt, bad: set[int] = bad) -> list[float] | None:
+            if prompt.tokens[0] in bad:
+                raise RewardError("planted")
+            return None
+
+        world = random_world(seed, schedule)
+        world.score, world.max_failed_groups = score, 100
+        run_virtual(world.build().run())
+        assert max(staleness_in_data(world)) <= schedule.max_staleness
+        trained = [group.seq for group in world.notes.groups]
+        assert len(trained) == world.steps * world.groups_per_step == len(set(trained)) and not bad & set(trained)
+        counts = world.ledger.counts()
+        assert counts["dropped"].get("reward_failed", 0) <= len(bad)
+        assert counts["issued"] == counts["trained"] + sum(counts["dropped"].values()) + counts["outstanding"]
+
+
+def test_a_small_queue_drops_the_oldest_and_the_run_still_ends_with_every_drop_counted() -> None:
+    drops = 0
+    for seed in range(100):
+        world = random_world(seed, MODES["async swap"])
+        world.max_queue_size = world.groups_per_step
+        run_virtual(world.build().run())
+        world.ledger.check()
+        assert max(staleness_in_data(world)) <= 3
+        drops += world.ledger.dropped["queue_full"]
+    assert drops
+
+
+@pytest.mark.parametrize("victim", ["feed", "train", "watch", "rollout"])
+def test_a_killed_coroutine_ends_the_run_at_once_with_its_name(victim: str) -> None:
+    for seed in range(20):
+
+        async def scenario(seed: int = seed) -> None:
+            world = random_world(seed, MODES["async swap"])
+            world.steps = 1000
+            run = asyncio.create_task(world.build().run())
+            await asyncio.sleep(5)
+            while not (tasks := [t for t in asyncio.all_tasks() if t.get_name().startswith(victim)]):
+                await asyncio.sleep(0.1)
+            tasks[0].cancel()
+            async with asyncio.timeout(1):
+                await run
+
+        with pytest.raises(WorkerDied, match=victim):
+            run_virtual(scenario())
+
+
+def test_a_dead_worker_ends_the_run_with_its_error() -> None:
+    async def scenario() -> None:
+        died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        world = World(steps=1000, guards=[("rollout-0", died)])
+        run = asyncio.create_task(world.build().run())
+        await asyncio.sleep(5)
+        died.set_exception(WorkerDied("worker 'rollout-0' died"))
+        async with asyncio.timeout(1):
+            await run
+
+    with pytest.raises(WorkerDied, match="rollout-0"):
+        run_virtual(scenario())
+
+
+def test_cancelling_the_run_cancels_everything_in_it() -> None:
+    async def scenario() -> int:
+        world = World(steps=1000)
+        run = asyncio.create_task(world.build().run())
+        await asyncio.sleep(5)
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+        return len(asyncio.all_tasks())
+
+    assert run_virtual(scenario()) <= 2  # this scenario and the limit around it
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_failed_hand_over_is_tried_again_and_the_version_counts_only_when_all_engines_have_it(mode: str) -> None:
+    async def scenario() -> World:
+        world = World(schedule=MODES[mode], num_engines=2)
+        loop = world.build()
+        world.engines[1].fail_loads = 2
+        await loop.run()
+        return world
+
+    world = run_virtual(scenario())
+    assert world.synchronizer.retried == 2
+    assert [engine.version for engine in world.engines] == [world.steps] * 2
+
+
+def test_a_hand_over_that_keeps_failing_ends_the_run() -> None:
+    async def scenario() -> None:
+        world = World()
+        loop = world.build()
+        world.engines[0].fail_loads = 1000
+        await loop.run()
+
+    with pytest.raises(SyncError, match="4 attempts: planted"):
+        run_virtual(scenario())
+
+
+def test_a_generation_that_takes_too_long_is_a_failed_group_never_a_sample() -> None:
+    with pytest.raises(RolloutError, match=r"generation_timeout = 0\.5"):
+        run_virtual(World(generation_timeout=0.5, engine_s=5.0).build().run())
+    world = World(generation_timeout=4.0, engine_s=1.0, max_failed_groups=10_000)
+    run_virtual(world.build().run())
+    assert world.ledger.dropped["rollout_failed"] > 0
+    assert all(len(t.turns[0].completion) for group in world.notes.groups for t in group.trajectories)
+
+
+def test_a_run_in_which_nothing_moves_says_what_it_waits_for() -> None:
+    async def scenario() -> None:
+        world = World(stall_timeout_s=60)
+        loop = world.build()
+
+        async def never(*_: object) -> dict[str, float]:
+            await asyncio.sleep(1e9)
+            return {}
+
+        world.trainer.step = never  # type: ignore[method-assign]
+        await loop.run()
+
+    with pytest.raises(StalledError, match="train waits for the train step 0"):
+        run_virtual(scenario())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_pause_stops_admission_and_tokens_and_resume_goes_on(mode: str) -> None:
+    async def scenario() -> World:
+        world = World(schedule=MODES[mode], steps=8)
+        run = asyncio.create_task(world.build().run())
+        await asyncio.sleep(3)
+        assert await world.rollouter.pause_rollout() is True
+        assert await world.rollouter.pause_rollout() is True
+        issued, tokens = world.ledger.issued, world.engines[0].tokens
+        await asyncio.sleep(500)
+        assert (world.ledger.issued, world.engines[0].tokens) == (issued, tokens), "something was generated while paused"
+        assert not run.done()
+        if world.schedule.on_sync is not OnSync.SWAP:
+            assert not world.engines[0].running
+        assert await world.rollouter.resume_rollout() is True
+        assert await world.rollouter.resume_rollout() is True
+        await run
+        return world
+
+    world = run_virtual(scenario())
+    assert max(staleness_in_data(world)) <= world.schedule.max_staleness
+    assert [g.seq for g in world.notes.groups] == list(range(8 * 3))
+
+
+def test_time_spent_paused_does_not_count_against_the_generation_timeout() -> None:
+    async def scenario() -> None:
+        world = World(schedule=MODES["async swap"], generation_timeout=300)
+        run = asyncio.create_task(world.build().run())
+        await asyncio.sleep(2)
+        await world.rollouter.pause_rollout()
+        await asyncio.sleep(10_000)
+        await world.rollouter.resume_rollout()
+        await run
+
+    run_virtual(scenario())
+
+
+def test_a_continued_run_issues_the_unfinished_prompts_again_first_and_trains_each_once() -> None:
+    for seed in range(50):
+        first = random_world(seed, MODES["async swap"])
+        run_virtual(first.build().run())
+        state = first.ledger.state()
+        assert state.outstanding
+        second = random_world(seed + 1000, MODES["async swap"])
+        second.steps, second.groups_per_step = 12, first.groups_per_step
+        loop = second.build(Ledger(state=state))
+        for engine in second.engines:
+            engine.version = 6
+        run_virtual(loop.run(first_step=6))
+        seqs = [group.seq for group in first.notes.groups + second.notes.groups]
+        assert seqs == list(range(12 * first.groups_per_step))
+
+
+def test_a_sample_from_the_future_is_a_bug_and_ends_the_run() -> None:
+    async def scenario() -> None:
+        world = World()
+        loop = world.build()
+        world.engines[0].version = 7
+        await loop.run()
+
+    with pytest.raises(PacelineError, match="version 7"):
+        run_virtual(scenario())
+
+
+def test_the_ledger_refuses_to_settle_a_group_twice() -> None:
+    ledger = Ledger()
+    seq = ledger.issue()
+    ledger.trained(seq, uid="a", step=0, staleness=0)
+    with pytest.raises(LedgerError, match="settled before"):
+        ledger.drop(seq, "stale")

@@ -1,0 +1,74 @@
+"""Chat templates and stop tokens."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import GenerationConfig
+
+from paceline.data.chat import stop_token_ids
+from paceline.data.prompts import DataSettings, PromptSource
+from paceline.data.tiny import make_tokenizer
+from paceline.errors import ConfigError, DataError
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def chat_tokenizer(template: str | None = CHATML) -> Any:
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def text_of(path: str, tokenizer: Any, **settings: Any) -> str:
+    prompt = PromptSource(DataSettings(path=path, **settings), tokenizer, 0)[0]
+    assert tokenizer.decode(prompt.tokens).removeprefix("<bos>") == prompt.text
+    return prompt.text
+
+
+def write(file: Path, row: dict[str, Any]) -> str:
+    file.write_text(json.dumps(row))
+    return str(file)
+
+
+def test_text_becomes_a_user_message_when_there_is_a_template(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"prompt": "hi"})
+    assert text_of(path, chat_tokenizer()) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert text_of(path, chat_tokenizer(), chat=False) == "hi"
+    assert text_of(path, chat_tokenizer(None)) == "hi"
+
+
+def test_the_system_message_goes_first_unless_the_row_has_one(tmp_path: Path) -> None:
+    own = [{"role": "system", "content": "own"}, {"role": "user", "content": "hi"}]
+    path = write(tmp_path / "a.jsonl", {"prompt": "hi"})
+    assert text_of(path, chat_tokenizer(), system="be brief").startswith("<|im_start|>system\nbe brief<|im_end|>")
+    assert text_of(write(tmp_path / "b.jsonl", {"prompt": own}), chat_tokenizer(), system="be brief").count("system") == 1
+
+
+def test_messages_without_a_template_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"prompt": [{"role": "user", "content": "hi"}]})
+    with pytest.raises(DataError, match="the tokenizer has no chat template"):
+        text_of(path, chat_tokenizer(None))
+    with pytest.raises(ConfigError, match=r"data\.chat = true"):
+        text_of(path, chat_tokenizer(None), chat=True)
+    with pytest.raises(ConfigError, match=r"data\.system is set"):
+        text_of(path, chat_tokenizer(None), system="x")
+
+
+def test_a_message_the_template_refuses_is_a_bad_row(tmp_path: Path) -> None:
+    picky = chat_tokenizer("{{ raise_exception('only users may speak') }}")
+    with pytest.raises(DataError, match=r"a\.jsonl:1: only users may speak"):
+        text_of(write(tmp_path / "a.jsonl", {"prompt": "hi"}), picky)
+
+
+def test_an_answer_ends_at_eos_at_the_end_of_turn_and_at_the_models_own_list() -> None:
+    tokenizer = chat_tokenizer()
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert stop_token_ids(make_tokenizer()) == (2,)
+    assert stop_token_ids(tokenizer) == (2, end)
+    assert stop_token_ids(tokenizer, GenerationConfig(eos_token_id=[7, 2])) == (2, 7, end)

@@ -1,0 +1,189 @@
+"""The stream of prompts: every row once per epoch, any position at any time, and bad rows named by file and number."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from paceline.data.prompts import DataSettings, PromptSource
+from paceline.data.tiny import make_tokenizer
+from paceline.errors import ConfigError, DataError
+
+TOKENIZER = make_tokenizer()
+
+
+def write(file: Path, *rows: Any) -> str:
+    """Rows as JSON lines; bytes are written as they are."""
+    file.write_bytes(b"".join(r if isinstance(r, bytes) else json.dumps(r).encode() + b"\n" for r in rows))
+    return str(file)
+
+
+def source(path: str, seed: int = 0, **settings: Any) -> PromptSource:
+    return PromptSource(DataSettings(path=path, **settings), TOKENIZER, seed)
+
+
+@given(size=st.integers(1, 40), seed=st.integers(0, 2**32), epoch=st.integers(0, 1000))
+def test_every_epoch_has_every_row_once(size: int, seed: int, epoch: int) -> None:
+    prompts = PromptSource(DataSettings(task="copy:9", limit=size), TOKENIZER, seed)
+    uids = [prompts[epoch * size + i].uid for i in range(size)]
+    assert sorted(uids) == sorted(f"copy:9:{i}" for i in range(size))
+
+
+def test_epochs_differ_in_order_and_runs_do_not() -> None:
+    def uids(seed: int, start: int) -> list[str]:
+        prompts = PromptSource(DataSettings(task="copy", limit=50), TOKENIZER, seed)
+        return [prompts[i].uid for i in range(start, start + 50)]
+
+    assert uids(0, 0) == uids(0, 0)
+    assert uids(0, 0) != uids(0, 50)
+    assert uids(0, 0) != uids(1, 0)
+
+
+def test_a_position_does_not_depend_on_what_was_read_before() -> None:
+    settings = DataSettings(task="sort", limit=7)
+    walked, jumped = PromptSource(settings, TOKENIZER, 5), PromptSource(settings, TOKENIZER, 5)
+    assert [walked[i] for i in range(100)][93] == jumped[93]
+
+
+def test_without_shuffling_rows_come_in_file_order(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", *({"prompt": f"p{i}"} for i in range(3)))
+    prompts = source(path, shuffle=False)
+    assert [prompts[i].row["prompt"] for i in range(5)] == ["p0", "p1", "p2", "p0", "p1"]
+    assert prompts[1].uid == "a.jsonl:2"
+    with pytest.raises(IndexError):
+        prompts[-1]
+
+
+def test_gsm8k_rows_work_with_their_own_column_names(tmp_path: Path) -> None:
+    row = {"question": "Natalia sold 48 clips in April and half as many in May. How many?", "answer": "48/2=24, 48+24=72\n#### 72"}
+    prompt = source(write(tmp_path / "gsm8k.jsonl", row), prompt_key="question")[0]
+    assert "Natalia" in prompt.text
+    assert prompt.row == row
+    assert TOKENIZER.decode(prompt.tokens) == prompt.text
+
+
+def test_parquet_and_jsonl_give_the_same_prompts(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    rows = [{"prompt": [{"role": "user", "content": f"q{i}"}], "answer": str(i)} for i in range(4)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    a, b = source(str(tmp_path / "a.parquet")), source(write(tmp_path / "a.jsonl", *rows))
+    assert [(a[i].tokens, a[i].row) for i in range(4)] == [(b[i].tokens, b[i].row) for i in range(4)]
+    assert a[0].uid.startswith("a.parquet:")
+
+
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(DataError, match=r'pip install "paceline\[parquet\]"'):
+        source(str(tmp_path / "a.parquet"))
+
+
+def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    (tmp_path / "a.parquet").write_bytes(b"not parquet at all")
+    with pytest.raises(DataError, match=r"a\.parquet is not a readable parquet file"):
+        source(str(tmp_path / "a.parquet"))
+
+
+def test_several_files_by_list_and_pattern(tmp_path: Path) -> None:
+    one, _ = write(tmp_path / "1.jsonl", {"prompt": "a"}), write(tmp_path / "2.jsonl", {"prompt": "b"})
+    assert len(source(str(tmp_path / "*.jsonl"))) == 2
+    assert len(PromptSource(DataSettings(path=(one, str(tmp_path / "[12].jsonl"))), TOKENIZER, 0)) == 2
+
+
+def test_files_of_the_same_name_keep_their_rows_apart(tmp_path: Path) -> None:
+    for folder in ("x", "y"):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder / "a.jsonl", {"prompt": folder})
+    assert len(source(str(tmp_path / "*/a.jsonl"))) == 2
+
+
+GOOD = {"prompt": "fine"}
+BAD_ROWS = {
+    "missing key": ({"question": "x"}, r"no 'prompt' \(data.prompt_key\); the row has 'question'"),
+    "number": ({"prompt": 3}, "'prompt' is int; expected text or a list of chat messages"),
+    "null": ({"prompt": None}, "'prompt' is NoneType"),
+    "empty": ({"prompt": " \n"}, "the prompt is empty"),
+    "no messages": ({"prompt": []}, "the list of messages is empty"),
+    "bad message": ({"prompt": [{"role": "user"}]}, "message 1 is not"),
+    "answered": ({"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "nothing left to answer"),
+    "not JSON": (b'{"prompt": "x"\n', "not JSON"),
+    "not an object": ([1, 2], "expected a JSON object, got list"),
+    "not UTF-8": (b'{"prompt": "\xff"}\n', r"not UTF-8 \(byte 13 of the line\)"),
+    "half a character": (b'{"prompt": "\\ud800"}\n', "half a character"),
+    "too long": ({"prompt": "x" * 600}, "the prompt has 601 tokens; data.max_prompt_length = 512"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_ROWS)
+def test_a_bad_row_is_named_by_file_and_number(kind: str, tmp_path: Path) -> None:
+    row, message = BAD_ROWS[kind]
+    path = write(tmp_path / "a.jsonl", GOOD, row, GOOD)
+    with pytest.raises(DataError, match=rf"1 of 3 rows of .*a\.jsonl cannot be used:\n  a\.jsonl:2: .*{message}"):
+        source(path)
+    skipping = source(path, on_bad_row="skip")
+    assert len(skipping) == 2
+    assert [bad.where for bad in skipping.bad_rows] == ["a.jsonl:2"]
+
+
+def test_a_repeated_id_is_a_bad_row(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", GOOD | {"id": "q1"}, GOOD | {"id": "q2"}, GOOD | {"id": "q1"})
+    with pytest.raises(DataError, match=r"a\.jsonl:3: id 'q1' was already used at a\.jsonl:1"):
+        source(path)
+    assert source(path, on_bad_row="skip", shuffle=False)[1].uid == "q2"
+
+
+def test_many_bad_rows_are_counted_and_the_first_few_shown_in_order(tmp_path: Path) -> None:
+    rows = [{"prompt": "x" * 600}, {"prompt": ""}] * 10
+    with pytest.raises(DataError) as caught:
+        source(write(tmp_path / "a.jsonl", GOOD, *rows))
+    assert "20 of 21 rows" in str(caught.value)
+    assert [line.split()[0] for line in str(caught.value).splitlines()[1:6]] == [f"a.jsonl:{i}:" for i in range(2, 7)]
+    assert "... and 15 more" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n"])
+def test_a_file_without_rows_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.jsonl"):
+        source(str(tmp_path / "a.jsonl"))
+
+
+def test_only_bad_rows_is_an_error_even_when_skipping(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no usable rows"):
+        source(write(tmp_path / "a.jsonl", {"prompt": ""}), on_bad_row="skip")
+
+
+@pytest.mark.parametrize("name", ["nowhere.jsonl", "*.parquet"])
+def test_a_missing_file_is_named(name: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no data file at"):
+        source(str(tmp_path / name))
+
+
+def test_folders_and_unknown_endings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is a folder"):
+        source(str(tmp_path))
+    with pytest.raises(DataError, match=r"cannot read \.csv"):
+        source(write(tmp_path / "a.csv", GOOD))
+
+
+def test_the_fingerprint_follows_the_rows(tmp_path: Path) -> None:
+    one = source(write(tmp_path / "a.jsonl", GOOD | {"answer": "1"})).fingerprint
+    assert one == source(write(tmp_path / "a.jsonl", GOOD | {"answer": "1"})).fingerprint
+    assert one != source(write(tmp_path / "a.jsonl", GOOD | {"answer": "2"})).fingerprint
+
+
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ValidationError, match="task = 'sort:5' and path = 'a.jsonl' are both set"):
+        DataSettings(task="sort", path="a.jsonl")
+    with pytest.raises(ValidationError, match="did you mean 'sort'"):
+        DataSettings(task="srt")
+    with pytest.raises(ConfigError, match=r"set data\.task .* or data\.path"):
+        PromptSource(DataSettings(), TOKENIZER, 0)

@@ -1,0 +1,154 @@
+"""The tiny model: the same bits every time, safe to make twice at once, loadable like any other model."""
+
+import multiprocessing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.data import tiny
+from paceline.errors import ConfigError, ModelError
+from paceline.models import load_model, load_tokenizer, model_fingerprint, resolve_model
+
+SHORT = {"max_steps": 3, "batch": 8, "hidden": 48, "ffn": 32}
+
+
+@pytest.fixture
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe of three steps and an empty cache."""
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    full = tiny.Recipe
+    monkeypatch.setattr(tiny, "Recipe", lambda task: replace(full(task), **SHORT))
+    return tmp_path / "cache"
+
+
+def test_two_builds_are_bit_identical_whatever_the_threads() -> None:
+    recipe, tokenizer = replace(tiny.Recipe("sort:5"), max_steps=10), tiny.make_tokenizer()
+    first = tiny.make_model(recipe, tokenizer).state_dict()
+    threads = torch.get_num_threads()
+    torch.manual_seed(99)
+    torch.set_num_threads(threads + 1)
+    try:
+        second = tiny.make_model(recipe, tokenizer).state_dict()
+        assert torch.get_num_threads() == threads + 1
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_making_it_leaves_the_callers_random_state_alone() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    tiny.make_model(replace(tiny.Recipe("sort:5"), **SHORT), tiny.make_tokenizer())
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_it_starts_with_a_fair_share_of_right_answers() -> None:
+    """Warmed up until sampled answers are exact about one time in four, and small."""
+    steps: list[tuple[int, int]] = []
+    recipe, tokenizer = tiny.Recipe("sort:5"), tiny.make_tokenizer()
+    model = tiny.make_model(recipe, tokenizer, lambda step, total: steps.append((step, total)))
+    assert sum(p.numel() for p in model.parameters()) < 700_000
+    assert steps == [(i + 1, recipe.max_steps) for i in range(len(steps))]
+    task = tiny.get_task("sort:5")
+    rows = [task.row(i, seed=0) for i in range(256)]
+    prompts = tokenizer([row["prompt"] for row in rows], return_tensors="pt")
+    torch.manual_seed(0)
+    output = model.generate(**prompts, max_new_tokens=8, do_sample=True, top_k=0)
+    answers = tokenizer.batch_decode(output[:, prompts.input_ids.shape[1] :], skip_special_tokens=True)
+    reward = sum(task.score(answer, row) for answer, row in zip(answers, rows, strict=True)) / len(rows)
+    assert 0.15 < reward < 0.4
+
+
+def test_it_is_made_once_and_loads_like_any_model(quick: Path) -> None:
+    folder = resolve_model("tiny:sort:5")
+    stamp = (Path(folder) / "model.safetensors").stat()
+    assert resolve_model("tiny", task="sort:5") == folder
+    assert (Path(folder) / "model.safetensors").stat().st_mtime_ns == stamp.st_mtime_ns
+    assert resolve_model("tiny", task="copy") != folder
+    model, tokenizer = load_model("tiny:sort:5"), load_tokenizer("tiny:sort:5")
+    assert not model.training
+    assert tokenizer("sort é 12=").input_ids == tiny.make_tokenizer()("sort é 12=").input_ids
+    assert [p.name for p in quick.iterdir() if p.name.startswith(".")] == []
+
+
+def test_the_chat_template_changes_nothing_for_a_lone_question() -> None:
+    tokenizer = tiny.make_tokenizer()
+    plain = tokenizer("sort 31=").input_ids
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "sort 31="}], return_dict=False) == plain
+    assert tokenizer.decode(plain, skip_special_tokens=True) == "sort 31="
+
+
+def _make(cache: str, done: "multiprocessing.Queue[str]") -> None:
+    tiny.os.environ["PACELINE_CACHE"] = cache
+    recipe = replace(tiny.Recipe("sort:5"), **SHORT)
+    folder = tiny.cache_folder() / recipe.folder
+    tiny._install(folder, recipe, None)
+    done.put(model_fingerprint(str(folder)))
+
+
+def test_two_processes_may_make_it_at_once(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    done = context.Queue()
+    processes = [context.Process(target=_make, args=(str(tmp_path), done)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    assert done.get(timeout=60) == done.get(timeout=60)
+    for process in processes:
+        process.join(10)
+        assert process.exitcode == 0
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_build_that_fails_leaves_nothing_behind(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(step: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        resolve_model("tiny", progress=fail)
+    assert list(quick.iterdir()) == []
+
+
+def test_an_unknown_task_is_refused() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'sort'"):
+        resolve_model("tiny:srot")
+
+
+def test_missing_and_incomplete_models_are_one_clear_sentence(quick: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match=r"no model at './nowhere'"):
+        load_model("./nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match="holds no weights"):
+        load_model(str(tmp_path / "empty"))
+    (tmp_path / "empty" / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        load_model(str(tmp_path / "empty"))
+    folder = Path(resolve_model("tiny"))
+    (tmp_path / "empty" / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(ModelError, match="cannot load the model in"):
+        load_model(str(tmp_path / "empty"))
+    with pytest.raises(ModelError, match="dtype 'float31'"):
+        load_model(str(folder), dtype="float31")
+
+
+def test_a_model_with_missing_weights_is_refused(quick: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = Path(resolve_model("tiny"))
+    weights = load_file(folder / "model.safetensors")
+    name = next(n for n in weights if "q_proj.weight" in n)
+    del weights[name]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="1 weights are missing, for example 'model.layers.0.self_attn.q_proj.weight'"):
+        load_model(str(folder))
+
+
+def test_the_fingerprint_follows_weights_and_config(quick: Path) -> None:
+    folder = Path(resolve_model("tiny"))
+    before = model_fingerprint(str(folder))
+    assert before == model_fingerprint("tiny")
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(data)
+    assert before != model_fingerprint(str(folder))
