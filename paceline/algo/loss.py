@@ -60,7 +60,7 @@ def token_weights(batch: Batch, aggregation: Aggregation, constant_length: int |
     """[T] token: 1 / tokens; sequence: 1 / (rows * tokens of the row); constant: 1 / (rows * constant_length)."""
     row = np.repeat(np.arange(batch.num_rows), batch.lengths)
     per_row = np.bincount(row[batch.mask], minlength=batch.num_rows)
-    rows = max(1, np.count_nonzero(per_row))
+    rows = max(1, int(np.count_nonzero(per_row)))
     if aggregation == "token":
         weight = np.full(batch.num_tokens, 1.0 / max(1, per_row.sum()))
     elif aggregation == "sequence":
@@ -135,7 +135,7 @@ class PolicyLoss:
         }
         if s.kl_coef > 0:
             if data.ref_logprobs is None:
-                raise ConfigError(f"kl_coef = {s.kl_coef} needs the reference model's log-probs, but the batch has none: add a reference role")
+                raise ConfigError(f"kl_coef = {s.kl_coef} needs reference log-probs, but the batch has none: add a reference role")
             to_reference = k3(outputs.logprobs, data.ref_logprobs)
             loss = loss + s.kl_coef * to_reference
             sums["kl_reference"] = to_reference.detach().sum()

@@ -71,7 +71,7 @@ def chunked_logprobs(
     """Log-prob of each target at a temperature, and the entropy of the distribution it was drawn from."""
     if chunk is None:
         chunk = max(1, CHUNK_LOGITS.get(hidden.device.type, 2**20) // len(weight))
-    logprobs, entropy = ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, chunk)  # type: ignore[no-untyped-call]
+    logprobs, entropy = ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, chunk)
     return logprobs, entropy
 
 

@@ -67,8 +67,8 @@ def load_optimizer_state(optimizer: torch.optim.AdamW, named: dict[str, nn.Param
     known = {f"{key}:{name}" for name in named for key in STATE}
     unknown = sorted(set(state) - known)
     if unknown:
-        raise CheckpointError(f"optimizer state {unknown[0]!r} ({len(unknown)} such) belongs to no parameter: was this saved from another model?")
-    fresh: dict[nn.Parameter, dict[str, Tensor]] = {}
+        raise CheckpointError(f"optimizer state {unknown[0]!r} ({len(unknown)} such) belongs to no parameter: saved from another model?")
+    fresh: dict[Tensor, dict[str, Tensor]] = {}
     for name, parameter in named.items():
         if f"step:{name}" not in state:
             continue

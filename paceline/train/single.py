@@ -76,7 +76,7 @@ class SingleDevice:
         maxima: dict[str, float] = {}
         for micro in self._micro_batches(batch):
             terms = loss_fn(self._forward(micro), token_data(batch, micro, weights))
-            terms.loss.backward()  # type: ignore[no-untyped-call]
+            terms.loss.backward()
             sums["loss"] += float(terms.loss.detach()) * trained
             for name, value in terms.sums.items():
                 sums[name] = sums.get(name, 0.0) + float(value)

@@ -77,7 +77,9 @@ def test_gae_is_the_discounted_sum_of_surprises_over_trained_tokens(gamma: float
     for row in range(5):
         expected = plain_gae(rewards[row], values[row].tolist(), mask[row].tolist(), gamma, lam)
         assert found[row].tolist() == pytest.approx(expected, abs=1e-12)
-        assert returns[row].tolist() == pytest.approx([a + v if m else 0.0 for a, v, m in zip(expected, values[row], mask[row], strict=True)])
+        assert returns[row].tolist() == pytest.approx(
+            [a + v if m else 0.0 for a, v, m in zip(expected, values[row], mask[row], strict=True)]
+        )
 
 
 def test_whitened_advantages_have_mean_0_and_deviation_1_over_trained_tokens() -> None:

@@ -25,8 +25,17 @@ def tensors(seed: int = 0) -> dict[str, Tensor]:
         return torch.randn(TOKENS, generator=g, dtype=torch.float64) * scale
 
     old = -normal(1).abs() - 0.5
-    return {"old": old, "new": old + normal(0.7), "advantages": normal(1), "entropy": normal(1).abs(), "ref": old + normal(0.3),
-            "values": normal(1), "old_values": normal(1), "returns": normal(1), "weights": normal(1).abs()}
+    return {
+        "old": old,
+        "new": old + normal(0.7),
+        "advantages": normal(1),
+        "entropy": normal(1).abs(),
+        "ref": old + normal(0.3),
+        "values": normal(1),
+        "old_values": normal(1),
+        "returns": normal(1),
+        "weights": normal(1).abs(),
+    }
 
 
 def data(t: dict[str, Tensor]) -> TokenData:
@@ -113,7 +122,9 @@ def test_the_value_loss_is_the_worse_of_the_free_and_the_clipped_error(clip: flo
 def test_kl_to_a_reference_that_is_not_there_is_refused() -> None:
     t = tensors()
     with pytest.raises(ConfigError, match="reference"):
-        PolicyLoss(AlgorithmSettings(kl_coef=0.1))(TokenOutputs(logprobs=t["new"], entropy=t["entropy"]), replace(data(t), ref_logprobs=None))
+        PolicyLoss(AlgorithmSettings(kl_coef=0.1))(
+            TokenOutputs(logprobs=t["new"], entropy=t["entropy"]), replace(data(t), ref_logprobs=None)
+        )
 
 
 def small_batch() -> Batch:

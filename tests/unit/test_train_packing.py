@@ -21,7 +21,9 @@ def batch_of(masks: list[list[bool]]) -> Batch:
     per_row = np.arange(len(masks))
     mask = np.array([m for row in masks for m in row], np.bool_)
     flat = numbers.astype(np.float32)
-    return Batch(numbers.astype(np.int32), lengths, mask, flat, numbers.astype(np.int32), per_row.astype(np.float32), per_row.astype(np.int32), flat)
+    return Batch(
+        numbers.astype(np.int32), lengths, mask, flat, numbers.astype(np.int32), per_row.astype(np.float32), per_row.astype(np.int32), flat
+    )
 
 
 rows_strategy = st.lists(st.lists(st.booleans(), max_size=12).map(lambda rest: [False, *rest]), min_size=1, max_size=12)

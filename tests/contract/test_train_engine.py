@@ -1,0 +1,302 @@
+"""What every train engine promises, whatever it runs on. A new back end joins by adding its factory to ENGINES."""
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from paceline.algo.loss import LossTerms, PolicyLoss, TokenData, TokenOutputs, ValueLoss
+from paceline.algo.settings import AlgorithmSettings
+from paceline.errors import CheckpointError, DataError
+from paceline.train.engine import TrainEngine
+from paceline.train.optimizer import TrainSettings
+from paceline.train.single import SingleDevice
+from paceline.types import Batch, FloatArray
+
+VOCABULARY, TEMPERATURE = 37, 0.8
+EngineFactory = Callable[..., TrainEngine]  # (model, settings, temperature=, head=)
+ENGINES: dict[str, EngineFactory] = {"single": SingleDevice}
+MODELS = ("llama", "qwen2", "qwen2-tied", "qwen3")
+
+
+@pytest.fixture(params=list(ENGINES))
+def build(request: pytest.FixtureRequest) -> EngineFactory:
+    return ENGINES[request.param]
+
+
+def tiny(name: str) -> PreTrainedModel:
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": name.endswith("tied"),
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model: PreTrainedModel
+    if name == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**shape))
+    elif name == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=8))
+    else:
+        model = Qwen2ForCausalLM(Qwen2Config(**shape))
+    with torch.no_grad():  # biases and norms that are not 0 and 1, so that leaving one out shows
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def random_batch(rows: int = 6, seed: int = 0) -> Batch:
+    """Rows of unlike lengths with masks of several turns, one with nothing to train on."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(2, 20, rows).astype(np.int32)
+    total = int(lengths.sum())
+    mask = rng.random(total) < 0.6
+    starts = np.cumsum(lengths) - lengths
+    mask[starts] = False
+    mask[starts[1] : starts[1] + lengths[1]] = False
+
+    def normal(scale: float) -> FloatArray:
+        return np.where(mask, rng.standard_normal(total) * scale, 0).astype(np.float32)
+
+    return Batch(
+        tokens=rng.integers(0, VOCABULARY, total).astype(np.int32),
+        lengths=lengths,
+        mask=mask,
+        logprobs=normal(0.3) - 3.5 * mask.astype(np.float32),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        rewards=rng.random(rows).astype(np.float32),
+        groups=(np.arange(rows) // 2).astype(np.int32),
+        advantages=normal(1),
+        returns=normal(1),
+        values=normal(1),
+        ref_logprobs=normal(0.3) - 3.5 * mask.astype(np.float32),
+    )
+
+
+def plain_logprobs(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Row by row through transformers' own forward, full logits and all: log-prob and entropy of each trained token."""
+    offsets, logprobs, entropies = batch.offsets, [], []
+    for row in range(batch.num_rows):
+        ids = torch.from_numpy(batch.tokens[offsets[row] : offsets[row + 1]].astype(np.int64))[None]
+        log_p = (model(input_ids=ids, use_cache=False).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+        keep = torch.from_numpy(batch.mask[offsets[row] + 1 : offsets[row + 1]])
+        logprobs.append(log_p.gather(1, ids[0, 1:, None])[:, 0][keep])
+        entropies.append(-(log_p.exp() * log_p).sum(-1)[keep])
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+class Counted:
+    """A loss that counts the micro-batches it is asked about."""
+
+    def __init__(self, inner: PolicyLoss) -> None:
+        self.inner, self.calls = inner, 0
+
+    def weights(self, batch: Batch) -> FloatArray:
+        return self.inner.weights(batch)
+
+    def __call__(self, outputs: TokenOutputs, data: TokenData) -> LossTerms:
+        self.calls += 1
+        return self.inner(outputs, data)
+
+
+ALGORITHM = AlgorithmSettings(kl_coef=0.1, entropy_coef=0.01, aggregation="sequence")
+LOSS = PolicyLoss(ALGORITHM)
+
+
+def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def weights_of(engine: TrainEngine) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.export_weights()}
+
+
+def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("limit", [1, 40, 4096])
+def test_log_probs_are_those_of_a_plain_forward_of_each_row(build: EngineFactory, name: str, limit: int) -> None:
+    model, batch = tiny(name), random_batch()
+    with torch.no_grad():
+        expected, _ = plain_logprobs(copy.deepcopy(model), batch)
+    found = build(model, TrainSettings(micro_batch_tokens=limit), temperature=TEMPERATURE).logprobs(batch)
+    assert np.abs(found[batch.mask] - expected.numpy()).max() < 1e-5
+    assert not found[~batch.mask].any()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("limit", [1, 40, 4096])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_gradient_is_that_of_the_plain_loss_however_the_batch_is_cut(
+    build: EngineFactory, name: str, limit: int, checkpointing: bool
+) -> None:
+    model, batch = tiny(name), random_batch()
+    reference = copy.deepcopy(model)
+    logprobs, entropy = plain_logprobs(reference, batch)
+    keep = batch.mask
+
+    def pick(array: FloatArray | None) -> Tensor:
+        assert array is not None
+        return torch.from_numpy(array[keep])
+
+    data = TokenData(
+        torch.zeros(0),
+        pick(LOSS.weights(batch)),
+        pick(batch.logprobs),
+        torch.zeros(0),
+        pick(batch.advantages),
+        ref_logprobs=pick(batch.ref_logprobs),
+    )
+    loss = LOSS(TokenOutputs(logprobs, entropy), data).loss
+    loss.backward()
+    counted = Counted(LOSS)
+    settings = TrainSettings(micro_batch_tokens=limit, gradient_checkpointing=checkpointing)
+    engine = build(model, settings, temperature=TEMPERATURE)
+    metrics = engine.forward_backward(batch, counted)
+    assert counted.calls == {1: 5, 40: 2, 4096: 1}[limit]
+    assert metrics["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
+    found, expected = gradients(model), gradients(reference)
+    assert found.keys() == expected.keys()
+    for parameter, gradient in expected.items():
+        assert (found[parameter] - gradient).abs().max() < 1e-6, parameter
+
+
+def test_metrics_do_not_depend_on_how_the_batch_is_cut(build: EngineFactory) -> None:
+    batch = random_batch()
+    cuts = [build(tiny("qwen2"), TrainSettings(micro_batch_tokens=limit)).forward_backward(batch, LOSS) for limit in (1, 40, 4096)]
+    assert cuts[0] == pytest.approx(cuts[2], abs=1e-5) and cuts[1] == pytest.approx(cuts[2], abs=1e-5)
+
+
+def test_gradients_of_two_batches_add_up(build: EngineFactory) -> None:
+    model, other = tiny("llama"), tiny("llama")
+    engine, once = build(model, TrainSettings()), build(other, TrainSettings())
+    once.forward_backward(random_batch(), LOSS)
+    for _ in range(2):
+        engine.forward_backward(random_batch(), LOSS)
+    for name, gradient in gradients(other).items():
+        assert (gradients(model)[name] - 2 * gradient).abs().max() < 1e-6
+
+
+def test_a_step_clips_reports_the_norm_and_clears_the_gradient(build: EngineFactory) -> None:
+    model = tiny("qwen2")
+    engine = build(model, TrainSettings(max_grad_norm=1e-3))
+    engine.forward_backward(random_batch(), LOSS)
+    expected = math.sqrt(sum(float(g.double().square().sum()) for g in gradients(model).values()))
+    before = weights_of(engine)
+    assert engine.optimizer_step(1e-3) == pytest.approx(expected, rel=1e-5)
+    assert not gradients(model) and not same_bits(before, weights_of(engine))
+    moments = [s["exp_avg"] for s in engine._optimizer.state.values()] if isinstance(engine, SingleDevice) else []
+    assert math.sqrt(sum(float(m.square().sum()) for m in moments)) == pytest.approx(0.1 * 1e-3, rel=1e-2)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(build: EngineFactory) -> None:
+    engine, clean = build(tiny("qwen2"), TrainSettings()), build(tiny("qwen2"), TrainSettings())
+    batch = random_batch()
+    assert batch.advantages is not None
+    broken = replace(batch, advantages=np.where(batch.mask, np.float32(math.nan), batch.advantages))
+    before = weights_of(engine)
+    engine.forward_backward(broken, LOSS)
+    assert math.isnan(engine.optimizer_step(1e-3))
+    assert same_bits(before, weights_of(engine))
+    for each in (engine, clean):
+        each.forward_backward(batch, LOSS)
+        each.optimizer_step(1e-3)
+    assert same_bits(weights_of(clean), weights_of(engine)), "the skipped step left a trace in gradient or optimizer"
+
+
+def test_the_same_batch_gives_the_same_bits(build: EngineFactory) -> None:
+    results = []
+    for _ in range(2):
+        engine = build(tiny("qwen3"), TrainSettings(micro_batch_tokens=40))
+        for seed in range(3):
+            engine.forward_backward(random_batch(seed=seed), LOSS)
+            engine.optimizer_step(1e-3)
+        results.append(weights_of(engine))
+    assert same_bits(*results)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_exported_weights_make_the_same_model(build: EngineFactory, name: str) -> None:
+    engine, batch = build(tiny(name), TrainSettings(), temperature=TEMPERATURE), random_batch()
+    engine.forward_backward(batch, LOSS)
+    engine.optimizer_step(1e-2)
+    exported = weights_of(engine)
+    assert "lm_head.weight" in exported and "model.embed_tokens.weight" in exported
+    fresh = tiny(name)
+    assert set(exported) == set(fresh.state_dict())
+    fresh.load_state_dict(exported)
+    with torch.no_grad():
+        expected, _ = plain_logprobs(fresh, batch)
+    assert np.abs(engine.logprobs(batch)[batch.mask] - expected.numpy()).max() < 1e-5
+
+
+@pytest.mark.parametrize("head", ["policy", "value"])
+def test_saved_and_loaded_training_goes_on_bit_for_bit(build: EngineFactory, head: str, tmp_path: Path) -> None:
+    loss = LOSS if head == "policy" else ValueLoss(0.2)
+
+    def fresh() -> TrainEngine:
+        model = tiny("qwen2-tied")
+        return build(model if head == "policy" else model.base_model, TrainSettings(weight_decay=0.1), head=head)
+
+    def train(engine: TrainEngine, seed: int) -> None:
+        engine.forward_backward(random_batch(seed=seed), loss)
+        engine.optimizer_step(1e-2)
+
+    engine, batch = fresh(), random_batch()
+    train(engine, 0)
+    train(engine, 1)
+    engine.save(tmp_path / "saved")
+    train(engine, 2)
+    resumed = fresh()
+    resumed.load(tmp_path / "saved")
+    train(resumed, 2)
+    assert same_bits(weights_of(engine), weights_of(resumed))
+    read = TrainEngine.logprobs if head == "policy" else TrainEngine.values
+    assert (getattr(engine, read.__name__)(batch) == getattr(resumed, read.__name__)(batch)).all()
+    assert {path.suffix for path in (tmp_path / "saved").iterdir()} == {".safetensors", ".json"}
+
+
+def test_a_saved_policy_opens_with_transformers(build: EngineFactory, tmp_path: Path) -> None:
+    engine, batch = build(tiny("qwen2-tied"), TrainSettings(), temperature=TEMPERATURE), random_batch()
+    engine.save(tmp_path)
+    opened = Qwen2ForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        expected, _ = plain_logprobs(opened, batch)
+    assert np.abs(engine.logprobs(batch)[batch.mask] - expected.numpy()).max() < 1e-5
+
+
+def test_weights_of_another_model_are_refused_and_nothing_changes(build: EngineFactory, tmp_path: Path) -> None:
+    build(tiny("llama"), TrainSettings()).save(tmp_path / "llama")
+    engine = build(tiny("qwen2"), TrainSettings())
+    before = weights_of(engine)
+    with pytest.raises(CheckpointError, match="another model"):
+        engine.load(tmp_path / "llama")
+    with pytest.raises(CheckpointError, match="nowhere"):
+        engine.load(tmp_path / "nowhere")
+    assert same_bits(before, weights_of(engine))
+
+
+def test_a_batch_without_a_trained_token_is_refused(build: EngineFactory) -> None:
+    batch = random_batch()
+    with pytest.raises(DataError, match="no trained token"):
+        build(tiny("llama"), TrainSettings()).forward_backward(replace(batch, mask=np.zeros_like(batch.mask)), LOSS)
+
+
+def test_values_start_at_zero_and_learn_the_returns(build: EngineFactory) -> None:
+    engine, batch = build(tiny("qwen2").base_model, TrainSettings(), head="value"), random_batch()
+    assert batch.returns is not None
+    assert not engine.values(batch).any()
+    errors = []
+    for _ in range(60):
+        errors.append(engine.forward_backward(batch, ValueLoss(None))["value_error"])
+        engine.optimizer_step(1e-2)
+    assert errors[0] == pytest.approx(float(np.square(batch.returns[batch.mask]).mean()), rel=1e-5)
+    assert errors[-1] < errors[0] / 10

@@ -1,0 +1,132 @@
+"""Actor and critic: what one step does and what it reports."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.algo.advantage import advantages
+from paceline.algo.settings import AlgorithmSettings
+from paceline.errors import DataError
+from paceline.train.actor import Actor
+from paceline.train.critic import Critic
+from paceline.train.optimizer import TrainSettings
+from paceline.train.single import SingleDevice
+from paceline.types import Batch
+from tests.contract.test_train_engine import random_batch, tiny, weights_of
+
+FAST = TrainSettings(learning_rate=1e-2)
+
+
+def actor(algorithm: AlgorithmSettings, train: TrainSettings = FAST, total_steps: int = 10) -> Actor:
+    return Actor(SingleDevice(tiny("qwen2"), train), algorithm, train, total_steps)
+
+
+def on_policy(who: Actor) -> Batch:
+    batch = random_batch()
+    return replace(batch, logprobs=who.logprobs(batch))
+
+
+def test_an_on_policy_step_reports_a_ratio_of_one_and_no_gap() -> None:
+    who = actor(AlgorithmSettings())
+    metrics = who.update(on_policy(who), step=0)
+    assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-5) and metrics["ratio_max"] == pytest.approx(1, abs=1e-5)
+    assert metrics["clip_share"] == 0 and metrics["kl"] == pytest.approx(0, abs=1e-6) and metrics["logprob_gap_max"] < 1e-5
+    assert metrics["lr"] == 1e-2 and metrics["grad_norm"] > 0 and metrics["weights_changed"] == 1
+    assert 0 < metrics["entropy"] < math.log(37) + 1e-6 and metrics["tokens"] == random_batch().mask.sum()
+
+
+def test_epochs_and_mini_batches_make_that_many_updates_and_the_gap_is_of_the_first() -> None:
+    who = actor(AlgorithmSettings(epochs=2, mini_batches=3))
+    metrics = who.update(on_policy(who), step=0)
+    assert metrics["updates"] == 6 and metrics["updates_skipped"] == 0
+    assert metrics["logprob_gap_max"] < 1e-5 < metrics["ratio_max"] - 1
+
+
+def test_the_same_step_is_the_same_update() -> None:
+    results = []
+    for _ in range(2):
+        who = actor(AlgorithmSettings(epochs=2, mini_batches=2))
+        who.update(random_batch(), step=3)
+        results.append(weights_of(who.engine))
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+def test_a_rate_of_zero_is_reported_as_weights_that_did_not_change() -> None:
+    train = TrainSettings(learning_rate=0)
+    who = actor(AlgorithmSettings(), train)
+    before = weights_of(who.engine)
+    assert who.update(random_batch(), step=0)["weights_changed"] == 0
+    assert all(torch.equal(before[name], weight) for name, weight in who.engine.export_weights())
+
+
+def test_a_step_with_a_broken_gradient_is_reported_as_skipped() -> None:
+    who, batch = actor(AlgorithmSettings()), random_batch()
+    metrics = who.update(replace(batch, advantages=np.full(batch.num_tokens, np.float32(math.inf))), step=0)
+    assert metrics["updates_skipped"] == 1 and metrics["weights_changed"] == 0 and math.isnan(metrics["grad_norm"])
+
+
+def test_the_importance_cap_trains_from_the_trainers_own_policy_and_still_reports_the_gap() -> None:
+    who, batch = actor(AlgorithmSettings(importance_cap=2.0)), random_batch()
+    gap = np.abs(who.logprobs(batch) - batch.logprobs)[batch.mask]
+    metrics = who.update(batch, step=0)
+    assert metrics["ratio_max"] == pytest.approx(1, abs=1e-5)
+    assert metrics["logprob_gap_max"] == pytest.approx(float(gap.max()), rel=1e-5) and metrics["logprob_gap_max"] > 0.1
+
+
+def test_a_batch_without_advantages_is_refused() -> None:
+    with pytest.raises(DataError, match="advantages"):
+        actor(AlgorithmSettings()).update(replace(random_batch(), advantages=None), step=0)
+
+
+def bandit(who: Actor, rng: np.random.Generator, lever: int) -> Batch:
+    """One prompt, one token sampled from the policy; reward 1 for the right one."""
+    rows = 32
+    everything = np.stack([np.zeros(37), np.arange(37)], 1).astype(np.int32).ravel()
+    pairs = np.full(37, 2, np.int32)
+    mask = np.tile([False, True], 37)
+    zeros = np.zeros(74, np.float32)
+    every = Batch(everything, pairs, mask, zeros, np.zeros(74, np.int32), zeros[:37], pairs)
+    logprobs = who.logprobs(every)[1::2]
+    p = np.exp(logprobs.astype(np.float64))
+    drawn = rng.choice(37, rows, p=p / p.sum())
+    flat = np.stack([np.zeros(rows), drawn], 1).astype(np.int32).ravel()
+    sampled = np.stack([np.zeros(rows), logprobs[drawn]], 1).astype(np.float32).ravel()
+    rewards = (drawn == lever).astype(np.float32)
+    return Batch(
+        flat, np.full(rows, 2, np.int32), mask[: 2 * rows], sampled, np.zeros(2 * rows, np.int32), rewards, np.zeros(rows, np.int32)
+    )
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "ppo"])
+def test_the_token_that_pays_becomes_the_likely_one(name: str) -> None:
+    algorithm = AlgorithmSettings.model_validate({"name": name})
+    who, rng = actor(algorithm, total_steps=60), np.random.default_rng(0)
+    critic = Critic.build(tiny("qwen2"), algorithm, FAST, 60)
+    share = []
+    for step in range(60):
+        batch = bandit(who, rng, lever=7)
+        batch = advantages(batch, algorithm, critic.values(batch) if algorithm.needs_critic else None)
+        who.update(batch, step)
+        if algorithm.needs_critic:
+            critic.update(batch, step)
+        share.append(batch.rewards.mean())
+    assert np.mean(share[:5]) < 0.3 and np.mean(share[-5:]) > 0.9
+
+
+def test_a_critic_learns_the_reward_to_expect() -> None:
+    algorithm, batch = AlgorithmSettings(name="ppo"), random_batch()
+    critic = Critic.build(tiny("qwen2"), algorithm, FAST, 40)
+    first = last = 0.0
+    for step in range(40):
+        filled = advantages(batch, algorithm, critic.values(batch))
+        last = critic.update(filled, step)["value_error"]
+        first = first or last
+    assert last < first / 5
+
+
+def test_a_critic_without_returns_is_refused() -> None:
+    with pytest.raises(DataError, match="returns"):
+        Critic.build(tiny("qwen2"), AlgorithmSettings(name="ppo"), FAST, 1).update(replace(random_batch(), returns=None), 0)

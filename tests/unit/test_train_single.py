@@ -1,0 +1,168 @@
+"""The single-device engine's own promises: shared parameters, packed attention, models it cannot train."""
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
+from transformers.models.qwen2 import modeling_qwen2
+
+from paceline.errors import ModelError
+from paceline.train import attention, head
+from paceline.train.optimizer import TrainSettings
+from paceline.train.single import SingleDevice
+from tests.contract.test_train_engine import LOSS, TEMPERATURE, gradients, plain_logprobs, random_batch, tiny, weights_of
+from tests.unit.test_train_head import LargestTensor
+
+SETTINGS = TrainSettings()
+
+
+def fuse_qkv(model: PreTrainedModel) -> list[torch.Tensor]:
+    """What a rollout engine does to read the trainer's own weights with one product: q, k, v become views of one storage."""
+    storages = []
+    for layer in model.base_model.layers:
+        parts = [layer.self_attn.q_proj.weight, layer.self_attn.k_proj.weight, layer.self_attn.v_proj.weight]
+        storages.append(torch.cat([p.data for p in parts]))
+        start = 0
+        for part in parts:
+            part.data = storages[-1][start : start + len(part)]
+            start += len(part)
+    return storages
+
+
+@pytest.mark.parametrize("fused_first", [True, False])
+def test_training_changes_fused_views_in_place_and_keeps_every_parameter(fused_first: bool, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    model, plain = tiny("qwen2"), SingleDevice(tiny("qwen2"), SETTINGS)
+    identities = {name: id(p) for name, p in model.named_parameters()}
+    if fused_first:
+        storages = fuse_qkv(model)
+    engine = SingleDevice(model, SETTINGS)
+    if not fused_first:
+        storages = fuse_qkv(model)
+    for each in (engine, plain):
+        each.forward_backward(random_batch(), LOSS)
+        each.optimizer_step(1e-2)
+    assert {name: id(p) for name, p in engine.model.named_parameters()} == identities
+    for name, weight in weights_of(plain).items():
+        assert torch.equal(dict(engine.export_weights())[name], weight)
+    for layer, storage in zip(model.base_model.layers, storages, strict=True):
+        assert torch.equal(storage[:32], layer.self_attn.q_proj.weight) and storage.data_ptr() == layer.self_attn.q_proj.weight.data_ptr()
+    engine.save(tmp_path)
+    before = storages[0].clone()
+    storages[0].zero_()
+    engine.load(tmp_path)
+    assert torch.equal(storages[0], before)
+
+
+def test_the_module_stays_an_ordinary_transformers_model() -> None:
+    model, ids = tiny("qwen2"), torch.arange(12).view(2, 6)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    with torch.no_grad():
+        expected = model(input_ids=ids, attention_mask=mask).logits
+        engine = SingleDevice(model, SETTINGS)
+        assert torch.allclose(engine.model(input_ids=ids, attention_mask=mask).logits, expected, atol=1e-6)
+
+
+def test_two_threads_can_read_one_module_with_different_batches() -> None:
+    engine = SingleDevice(tiny("qwen2"), SETTINGS)
+    batches = [random_batch(seed=seed) for seed in range(4)]
+    expected = [engine.logprobs(batch) for batch in batches]
+    with ThreadPoolExecutor(2) as pool:
+        for found, right in zip(pool.map(engine.logprobs, batches * 3), expected * 3, strict=True):
+            assert (found == right).all()
+
+
+def test_rows_too_long_for_plain_products_go_through_sdpa_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, results = random_batch(), []
+    for longest in (attention.SHORT_ROW, 1):
+        monkeypatch.setattr(attention, "SHORT_ROW", longest)
+        model = tiny("qwen3")
+        SingleDevice(model, SETTINGS).forward_backward(batch, LOSS)
+        results.append(gradients(model))
+    for name in results[0]:
+        assert (results[0][name] - results[1][name]).abs().max() < 1e-6
+
+
+def test_a_sliding_window_is_kept() -> None:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=37, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        use_sliding_window=True, sliding_window=4, layer_types=["sliding_attention", "full_attention"], attn_implementation="eager",
+    )  # fmt: skip
+    model, batch = Qwen2ForCausalLM(config), random_batch()
+    with torch.no_grad():
+        expected, _ = plain_logprobs(model, batch)
+    found = SingleDevice(model, SETTINGS, temperature=TEMPERATURE).logprobs(batch)
+    assert np.abs(found[batch.mask] - expected.numpy()).max() < 1e-5
+
+
+def test_the_engine_never_holds_the_logits_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(head.CHUNK_LOGITS, "cpu", 8 * 37)
+    engine, batch = SingleDevice(tiny("qwen2"), SETTINGS), random_batch(rows=60)
+    vocabulary_wide = []
+
+    class Spy(LargestTensor):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            if isinstance(result, torch.Tensor) and result.ndim == 2 and result.shape[1] == 37:
+                vocabulary_wide.append(result.shape[0])
+            return result
+
+    with Spy():
+        engine.forward_backward(batch, LOSS)
+    assert max(n for n in vocabulary_wide if n != 32) <= 8  # [32, 37] is the output layer, transposed
+    assert batch.mask.sum() > 100
+
+
+def test_gradient_checkpointing_really_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    plain = modeling_qwen2.Qwen2MLP.forward
+    monkeypatch.setattr(modeling_qwen2.Qwen2MLP, "forward", lambda self, x: (calls.append(1), plain(self, x))[1])
+    for checkpointing, expected in ((False, 2), (True, 4)):
+        engine = SingleDevice(tiny("qwen2"), TrainSettings(gradient_checkpointing=checkpointing))
+        calls.clear()
+        engine.forward_backward(random_batch(), LOSS)
+        assert len(calls) == expected
+
+
+def test_dropout_is_removed_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny("llama")
+    for layer in model.base_model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    batch = random_batch()
+    with caplog.at_level(logging.WARNING):
+        engine = SingleDevice(model, TrainSettings(gradient_checkpointing=True))
+    assert "dropout" in caplog.text
+    metrics = SingleDevice(tiny("llama"), SETTINGS).forward_backward(batch, LOSS)
+    assert engine.forward_backward(batch, LOSS) == pytest.approx(metrics, abs=1e-6)
+
+
+def test_bfloat16_is_near_and_keeps_float32_parameters() -> None:
+    batch = random_batch()
+    exact = SingleDevice(tiny("qwen2"), SETTINGS).logprobs(batch)
+    model = tiny("qwen2")
+    engine = SingleDevice(model, TrainSettings(dtype="bfloat16"))
+    assert np.abs(engine.logprobs(batch) - exact).max() < 0.1
+    engine.forward_backward(batch, LOSS)
+    assert engine.optimizer_step(1e-3) > 0
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_model_with_capped_logits_is_refused() -> None:
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=37, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        final_logit_softcapping=0.5,
+    )  # fmt: skip
+    with pytest.raises(ModelError, match="Gemma2ForCausalLM cannot be trained packed"):
+        SingleDevice(Gemma2ForCausalLM(config), SETTINGS)
+
+
+def test_heads_answer_only_what_they_are_for() -> None:
+    with pytest.raises(ModelError, match="critic"):
+        SingleDevice(tiny("qwen2"), SETTINGS).values(random_batch())
+    with pytest.raises(ModelError, match="actor"):
+        SingleDevice(tiny("qwen2").base_model, SETTINGS, head="value").logprobs(random_batch())
