@@ -63,8 +63,8 @@ def test_a_large_vocabulary_with_a_flat_nucleus_is_sorted_beyond_the_first_look(
 def test_draws_of_neighbouring_positions_seeds_and_tokens_are_uncorrelated() -> None:
     n, vocabulary = 512, 512
     sampler = Sampler(vocabulary, CPU)
-    bits = torch.from_numpy(keys(n))
-    u = -sampler._negative_exponentials(bits.int().unsqueeze(1), (bits >> 32).int().bitwise_or_(1).unsqueeze(1)).double().expm1()
+    words = torch.from_numpy(keys(n)).view(torch.int32).view(n, 2)
+    u = -sampler._negative_exponentials(words[:, :1], words[:, 1:] | 1).double().expm1()
     assert u.min() > 0 and u.max() < 1
     counts = torch.histc(u, 64, 0, 1)
     assert ((counts - u.numel() / 64) ** 2 / (u.numel() / 64)).sum() < 63 + 5 * np.sqrt(126)

@@ -27,10 +27,13 @@ class Decoder:
             self.kv = torch.zeros(len(weights.layers), slots, self.kv_heads, 2, max_length, self.head_dim, device=device, dtype=dtype)
             angles = torch.arange(max_length, device=device).float()[:, None] * weights.inv_freq.to(device)
             cos, sin = angles.cos() * weights.rope_scale, angles.sin() * weights.rope_scale
-            self.cos = torch.cat((cos, cos), -1).to(dtype)
-            self.sin = torch.cat((-sin, sin), -1).to(dtype)  # with the sign of the rotated half
+            # for all heads of a fused q/k/v row: values are multiplied by 1
+            self.cos = torch.ones(max_length, self.heads + 2 * self.kv_heads, self.head_dim, device=device, dtype=dtype)
+            self.cos[:, : -self.kv_heads] = torch.cat((cos, cos), -1).unsqueeze(1)
+            self.sin = sin.to(dtype).unsqueeze(1)
             self.columns = torch.arange(max_length, device=device)
             self.rows = torch.arange(slots, device=device)
+        self._views: tuple[tuple[int, int], list[tuple[Tensor, Tensor]]] = (0, 0), []
 
     @torch.inference_mode()
     def decode(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
@@ -41,17 +44,16 @@ class Decoder:
         # [n * kv heads, 1, window]: 0 where a key may be seen
         hidden = self.columns[:window] > positions.repeat_interleave(self.kv_heads).unsqueeze(1)
         mask = torch.zeros(hidden.shape, device=tokens.device, dtype=self.kv.dtype).masked_fill_(hidden, -torch.inf).unsqueeze(1)
-        cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+        cos, sin, rows = self.cos[positions], self.sin[positions], self.rows[:n]
         x = self.weights.embedding[tokens]
-        for layer, kv in zip(self.weights.layers, self.kv, strict=True):
-            q, k, v = self._project(layer, x, cos, sin)
-            kv[self.rows[:n], :, :, positions] = torch.stack((k, v), 2)
-            keys, values = kv[:n].flatten(0, 1)[:, :, :window].unbind(1)
-            scores = torch.baddbmm(mask, q.reshape(n * self.kv_heads, -1, self.head_dim), keys.transpose(1, 2), alpha=self.scale)
+        for layer, kv, (keys, values) in zip(self.weights.layers, self.kv, self._keys_values(n, window), strict=True):
+            q, new = self._project(layer, x, cos, sin)
+            kv[rows, :, :, positions] = new
+            scores = torch.baddbmm(mask, q.reshape(n * self.kv_heads, -1, self.head_dim), keys, alpha=self.scale)
             attended = torch.bmm(torch.softmax(scores, -1), values)
             layer.out.add_to(x, attended.view(n, -1))
             self._mlp(layer, x)
-        return F.linear(self._norm(x, self.weights.norm), self.weights.head)
+        return torch.mm(self._norm(x, self.weights.norm), self.weights.head.t())
 
     @torch.inference_mode()
     def prefill(self, tokens: Tensor, start: int, slot: int) -> None:
@@ -59,17 +61,17 @@ class Decoder:
         are padded on the right: no real token sees the padding, and decoding overwrites it."""
         n, t = tokens.shape
         end = start + t
-        cos, sin = self.cos[start:end].repeat(n, 1).unsqueeze(1), self.sin[start:end].repeat(n, 1).unsqueeze(1)
+        cos, sin = self.cos[start:end].repeat(n, 1, 1), self.sin[start:end].repeat(n, 1, 1)
         mask = self.columns[:end] <= self.columns[start:end, None] if start else None
         x = self.weights.embedding[tokens.flatten()]
         last = len(self.weights.layers) - 1
         for index, (layer, kv) in enumerate(zip(self.weights.layers, self.kv[:, slot : slot + n], strict=True)):
-            q, k, v = self._project(layer, x, cos, sin)
-            kv[:, :, :, start:end] = torch.stack((k, v), 2).view(n, t, self.kv_heads, 2, self.head_dim).permute(0, 2, 3, 1, 4)
+            q, new = self._project(layer, x, cos, sin)
+            kv[:, :, :, start:end] = new.unflatten(0, (n, t)).permute(0, 2, 3, 1, 4)
             if index == last:
                 return  # only keys and values are wanted
             keys, values = kv[:, :, :, :end].unbind(2)
-            q = q.view(n, t, self.heads, self.head_dim).transpose(1, 2)
+            q = q.unflatten(0, (n, t)).transpose(1, 2)
             attended = F.scaled_dot_product_attention(q, keys, values, mask, is_causal=mask is None, scale=self.scale, enable_gqa=True)
             layer.out.add_to(x, attended.transpose(1, 2).reshape(n * t, -1))
             self._mlp(layer, x)
@@ -79,19 +81,26 @@ class Decoder:
         """Give the `count` slots from `target` on the first `length` positions of slot `source`."""
         self.kv[:, target : target + count, :, :, :length] = self.kv[:, source : source + 1, :, :, :length]
 
-    def _project(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [n, heads, head_dim], rotated keys and values [n, kv heads, head_dim]."""
+    def _keys_values(self, n: int, window: int) -> list[tuple[Tensor, Tensor]]:
+        """For each layer the keys [n * kv heads, head_dim, window] and values of the first n slots, as views: made anew only
+        when n or the window changes, as slicing costs as much as a small operation."""
+        if self._views[0] != (n, window):
+            visible = self.kv[:, :n].flatten(1, 2)[:, :, :, :window]
+            self._views = (n, window), [(kv[:, 0].transpose(1, 2), kv[:, 1]) for kv in visible]
+        return self._views[1]
+
+    def _project(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated queries [n, heads, head_dim]; rotated keys and the values, together [n, kv heads, 2, head_dim]."""
         qkv = layer.qkv(self._norm(x, layer.input_norm)).view(len(x), -1, self.head_dim)
-        qk, v = qkv[:, : -self.kv_heads], qkv[:, -self.kv_heads :]
+        turned, half = qkv.shape[1] - self.kv_heads, self.head_dim // 2
         if layer.q_norm is not None and layer.k_norm is not None:
-            qk = F.rms_norm(qk, (self.head_dim,), None, self.eps)
-            qk[:, : self.heads].mul_(layer.q_norm)
-            qk[:, self.heads :].mul_(layer.k_norm)
-        half = self.head_dim // 2
-        rotated = qk * cos
-        rotated[..., :half].addcmul_(qk[..., half:], sin[..., :half])
-        rotated[..., half:].addcmul_(qk[..., :half], sin[..., half:])
-        return rotated[:, : self.heads], rotated[:, self.heads :], v
+            normed = F.rms_norm(qkv[:, :turned], (self.head_dim,), None, self.eps)
+            torch.mul(normed[:, : self.heads], layer.q_norm, out=qkv[:, : self.heads])
+            torch.mul(normed[:, self.heads :], layer.k_norm, out=qkv[:, self.heads : turned])
+        rotated = qkv * cos
+        rotated[:, :turned, :half].addcmul_(qkv[:, :turned, half:], sin, value=-1)
+        rotated[:, :turned, half:].addcmul_(qkv[:, :turned, :half], sin)
+        return rotated[:, : self.heads], rotated[:, self.heads :].view(len(x), 2, self.kv_heads, -1).transpose(1, 2)
 
     def _mlp(self, layer: Layer, x: Tensor) -> None:
         gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, -1)

@@ -44,8 +44,8 @@ class Sampler:
         heat = np.where(greedy, np.float32(1), temperature)
         tokens = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
         logprobs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-        bits = torch.from_numpy(keys).to(logits.device)
-        multipliers, masks = (bits >> 32).int().bitwise_or_(1).unsqueeze(1), bits.int().unsqueeze(1)
+        words = keys.view(np.int32).reshape(-1, 2)
+        masks, multipliers = torch.from_numpy(words[:, :1]).to(logits.device), torch.from_numpy(words[:, 1:] | 1).to(logits.device)
         for start in range(0, len(logits), self.block):
             rows = slice(start, start + self.block)
             chosen, p = self._draw_block(
