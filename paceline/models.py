@@ -4,18 +4,24 @@ Whatever goes wrong is one ModelError that says what was looked for and where.
 """
 
 import hashlib
-import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from paceline.data.tiny import DEFAULT_TASK, Progress, tiny_model
-from paceline.errors import ModelError, PacelineError
-
-log = logging.getLogger(__name__)
+from paceline.data.tiny import DEFAULT_TASK, Progress, no_progress_bars, tiny_model
+from paceline.errors import ModelError
 
 WEIGHTS = ("*.safetensors", "*.gguf", "pytorch_model*.bin")
 SAMPLED = 1 << 20  # bytes read at the start, middle and end of a weight file for its fingerprint
@@ -68,6 +74,14 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def load_generation_config(name: str) -> GenerationConfig | None:
+    """How the model wants to be sampled, if it says so; its list of end tokens matters to us."""
+    try:
+        return GenerationConfig.from_pretrained(resolve_model(name))
+    except (OSError, ValueError):
+        return None
+
+
 def model_fingerprint(name: str) -> str:
     """Changes when the model does: config, and the size and sampled bytes of every weight file (all bytes of small ones)."""
     source = resolve_model(name)
@@ -109,19 +123,10 @@ def _gguf(source: str) -> dict[str, str]:
 
 def _load(source: str, load: Callable[[], Any]) -> Any:
     try:
-        return load()
-    except PacelineError:
-        raise
+        with no_progress_bars() if Path(source).is_dir() else nullcontext():
+            return load()
     except Exception as e:  # transformers, hub and file formats raise dozens of types; a user needs one sentence
         reason = next((line.strip() for line in str(e).splitlines() if line.strip()), type(e).__name__)
         if Path(source).is_dir():
             raise ModelError(f"cannot load the model in {source}: {reason}") from e
         raise ModelError(f"cannot get model {source!r} from the hub: {reason} Without network, give a local folder.") from e
-
-
-def load_generation_config(name: str) -> GenerationConfig | None:
-    """How the model wants to be sampled, if it says so; its list of end tokens matters to us."""
-    try:
-        return GenerationConfig.from_pretrained(resolve_model(name))
-    except (OSError, ValueError):
-        return None

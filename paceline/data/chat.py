@@ -1,9 +1,10 @@
 """Chat messages to text and tokens, and which tokens end an answer."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
 
@@ -11,11 +12,11 @@ Message = Mapping[str, Any]
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|end_of_turn|>", "<turn|>", "<|return|>")
 
 
-def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
+def has_template(tokenizer: "PreTrainedTokenizerBase") -> bool:
     return bool(tokenizer.chat_template)
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], system: str | None = None) -> str:
+def render(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], system: str | None = None) -> str:
     """The messages as the model wants to see them, up to where its answer begins. `system` goes first unless they bring their own."""
     turns = [dict(m) for m in messages]
     if system is not None and turns[0]["role"] != "system":
@@ -25,7 +26,7 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], syst
     return text
 
 
-def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig | None = None) -> tuple[int, ...]:
+def stop_token_ids(tokenizer: "PreTrainedTokenizerBase", generation: "GenerationConfig | None" = None) -> tuple[int, ...]:
     """Every token after which an answer is over: the tokenizer's eos, end-of-turn tokens of its vocabulary, and the model's eos list."""
     ids = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
     vocabulary = tokenizer.get_vocab()

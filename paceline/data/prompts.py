@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
 from pydantic import Field, field_validator, model_validator
-from transformers import PreTrainedTokenizerBase
 
 from paceline.data import chat
 from paceline.data.files import Read, find_files, read_files
@@ -24,6 +23,9 @@ from paceline.data.tasks import get_task
 from paceline.errors import ConfigError, DataError
 from paceline.settings import Settings
 from paceline.types import Prompt
+
+if TYPE_CHECKING:  # importing transformers takes seconds, and settings are read for --help too
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +80,7 @@ class PromptSource:
     fingerprint: str
     """Changes when any prompt or row does; a run is only resumed on the same data."""
 
-    def __init__(self, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+    def __init__(self, settings: DataSettings, tokenizer: "PreTrainedTokenizerBase", seed: int) -> None:
         self._settings, self._seed = settings, seed
         self._rows, self.bad_rows = _load(settings, tokenizer, seed)
         self.fingerprint = _fingerprint(self._rows)
@@ -113,7 +115,7 @@ class _Row:
     row: Mapping[str, Any]
 
 
-def _load(settings: DataSettings, tokenizer: PreTrainedTokenizerBase, seed: int) -> tuple[list[_Row], tuple[BadRow, ...]]:
+def _load(settings: DataSettings, tokenizer: "PreTrainedTokenizerBase", seed: int) -> tuple[list[_Row], tuple[BadRow, ...]]:
     use_chat = _use_chat(settings, tokenizer)
     origin, reads = _read(settings, seed)
     problems: dict[int, str] = {}
@@ -152,7 +154,7 @@ def _read(settings: DataSettings, seed: int) -> tuple[str, Sequence[Read]]:
     return ", ".join(map(str, files[:3])) + (", ..." if len(files) > 3 else ""), list(reads)
 
 
-def _use_chat(settings: DataSettings, tokenizer: PreTrainedTokenizerBase) -> bool:
+def _use_chat(settings: DataSettings, tokenizer: "PreTrainedTokenizerBase") -> bool:
     use_chat = chat.has_template(tokenizer) if settings.chat is None else settings.chat
     if use_chat and not chat.has_template(tokenizer):
         raise ConfigError("data.chat = true, but the model's tokenizer has no chat template; unset data.chat or use a chat model")
@@ -161,7 +163,7 @@ def _use_chat(settings: DataSettings, tokenizer: PreTrainedTokenizerBase) -> boo
     return use_chat
 
 
-def _text(read: Read, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, use_chat: bool) -> str:
+def _text(read: Read, settings: DataSettings, tokenizer: "PreTrainedTokenizerBase", use_chat: bool) -> str:
     """The prompt of a row as the model sees it."""
     key = settings.prompt_key
     if read.problem:

@@ -78,7 +78,6 @@ def _max(rng: random.Random, n: int) -> tuple[str, str]:
 
 
 def _count(rng: random.Random, n: int) -> tuple[str, str]:
-    """How often one letter occurs among n letters out of four."""
     s, wanted = _letters(rng, n, "abcd"), rng.choice("abcd")
     return f"{wanted} in {s}", str(s.count(wanted))
 
@@ -94,13 +93,11 @@ def _upper(rng: random.Random, n: int) -> tuple[str, str]:
 
 
 def _rotate(rng: random.Random, n: int) -> tuple[str, str]:
-    """The first letter moves to the end."""
     s = _letters(rng, n)
     return s, s[1:] + s[0]
 
 
 def _unique(rng: random.Random, n: int) -> tuple[str, str]:
-    """Each letter once, in the order of first appearance."""
     s = _letters(rng, n, "abcd")
     return s, "".join(dict.fromkeys(s))
 
@@ -112,6 +109,7 @@ def _vowels(rng: random.Random, n: int) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
+    what: str
     make: Make
     default: int
     hardest: int
@@ -119,19 +117,24 @@ class _Kind:
 
 
 _KINDS = {
-    "copy": _Kind(_copy, 5, 64),
-    "reverse": _Kind(_reverse, 5, 64),
-    "sort": _Kind(_sort, 5, 64),
-    "max": _Kind(_max, 5, 64, graded=False),
-    "count": _Kind(_count, 6, 64, graded=False),
-    "addition": _Kind(_addition, 1, 9),
-    "upper": _Kind(_upper, 5, 64),
-    "rotate": _Kind(_rotate, 5, 64),
-    "unique": _Kind(_unique, 5, 64),
-    "vowels": _Kind(_vowels, 6, 64, graded=False),
+    "copy": _Kind("n digits as they are", _copy, 5, 64),
+    "reverse": _Kind("n digits backwards", _reverse, 5, 64),
+    "sort": _Kind("n digits in order", _sort, 5, 64),
+    "max": _Kind("the largest of n digits", _max, 5, 64, graded=False),
+    "count": _Kind("how often a letter occurs among n", _count, 6, 64, graded=False),
+    "addition": _Kind("the sum of two numbers of up to n digits", _addition, 1, 9),
+    "upper": _Kind("n letters in capitals", _upper, 5, 64),
+    "rotate": _Kind("n letters, the first moved to the end", _rotate, 5, 64),
+    "unique": _Kind("n letters, each kept only where it first appears", _unique, 5, 64),
+    "vowels": _Kind("how many of n letters are vowels", _vowels, 6, 64, graded=False),
 }
 
 TASKS = tuple(_KINDS)
+
+
+def describe_tasks() -> list[tuple[str, str]]:
+    """Name and meaning of every task, with the difficulty it has when none is given."""
+    return [(name, f"{kind.what} (n = {kind.default})") for name, kind in _KINDS.items()]
 
 
 def get_task(spec: str) -> Task:

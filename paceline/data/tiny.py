@@ -11,8 +11,8 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging as hf_logging
 
 from paceline import __version__
 from paceline.data.tasks import Task, get_task
@@ -81,11 +82,25 @@ def _install(folder: Path, recipe: Recipe, progress: Progress | None) -> None:
     try:
         tokenizer = make_tokenizer()
         tokenizer.save_pretrained(temporary)
-        make_model(recipe, tokenizer, progress).save_pretrained(temporary)
+        model = make_model(recipe, tokenizer, progress)
+        with no_progress_bars():
+            model.save_pretrained(temporary)
         with suppress(OSError):  # another process was faster; its model has the same bits
             temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing bars for what takes no time."""
+    enabled = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            hf_logging.enable_progress_bar()
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

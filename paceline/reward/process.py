@@ -131,6 +131,8 @@ class ProcessReward:
             raise
 
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[float]:
+        if self._closed:
+            raise RewardError(f"reward {self._function!r}, prompt {prompt.uid!r}: closed")
         answers = [t.text for t in trajectories]
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._score, prompt, answers)
 

@@ -181,7 +181,7 @@ def test_the_fingerprint_follows_the_rows(tmp_path: Path) -> None:
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(ValidationError, match="task = 'sort:5' and path = 'a.jsonl' are both set"):
+    with pytest.raises(ValidationError, match=r"task = 'sort:5' and path = 'a\.jsonl' are both set"):
         DataSettings(task="sort", path="a.jsonl")
     with pytest.raises(ValidationError, match="did you mean 'sort'"):
         DataSettings(task="srt")

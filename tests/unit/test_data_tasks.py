@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.data.tasks import PARTIAL, TASKS, get_task
+from paceline.data.tasks import PARTIAL, TASKS, describe_tasks, get_task
 from paceline.errors import ConfigError
 
 
@@ -40,12 +40,13 @@ def test_partial_credit_is_the_share_of_characters_in_place() -> None:
     assert get_task("max").score("8", {"answer": "9"}) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("spec", "answer"),
-    [("reverse:3", "321"), ("copy:3", "123"), ("sort:3", "123")],
-)
-def test_difficulty_is_the_length(spec: str, answer: str) -> None:
-    assert len(get_task(spec).row(0, seed=0)["answer"]) == len(answer)
+@pytest.mark.parametrize("name", ["reverse", "copy", "sort", "upper", "rotate"])
+def test_difficulty_is_the_length(name: str) -> None:
+    assert [len(get_task(f"{name}:{n}").row(0, seed=0)["answer"]) for n in (1, 3, 9)] == [1, 3, 9]
+
+
+def test_every_task_is_described() -> None:
+    assert [name for name, _ in describe_tasks()] == list(TASKS)
 
 
 def test_the_answers_are_right() -> None:
