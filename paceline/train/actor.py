@@ -1,7 +1,6 @@
 """The actor: turns a batch with advantages into new weights. Knows the algorithm, not the back end."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 
@@ -68,4 +67,4 @@ def _mini_batches(batch: Batch, count: int, seed: tuple[int, int]) -> list[Batch
         return [batch]
     order = np.random.default_rng(seed).permutation(batch.num_rows)
     parts = [select_rows(batch, rows) for rows in np.array_split(order, count) if len(rows)]
-    return [part for part in parts if part.mask.any()] or [replace(batch)]
+    return [part for part in parts if part.mask.any()] or [batch]

@@ -51,10 +51,9 @@ def packed_attention(
 
 
 def _unpack(states: Tensor, layout: RowLayout) -> Tensor:
-    """[1, heads, T, size] packed -> [rows, heads, longest, size]; the tail of a short row is zeros, which no real query sees."""
+    """[1, heads, T, size] packed -> [rows, heads, longest, size]."""
     _, heads, _, size = states.shape
-    padded = states.new_zeros(layout.rows * layout.longest, heads, size).index_copy(0, layout.slots, states[0].transpose(0, 1))
-    return padded.view(layout.rows, layout.longest, heads, size).transpose(1, 2)
+    return states[0].transpose(0, 1).index_select(0, layout.spread).view(layout.rows, layout.longest, heads, size).transpose(1, 2)
 
 
 def _short_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

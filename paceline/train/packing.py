@@ -1,7 +1,8 @@
 """Rows laid end to end: what of a batch goes through the model, and how it is cut into micro-batches.
 
 Only tokens that lead to a trained token are fed: a row ends one token before its last trained one, since the hidden
-state at t - 1 speaks of token t. Linear layers see the packed tokens, so nothing is spent on padding.
+state at t - 1 speaks of token t. Linear layers see the packed tokens, so nothing is spent on padding; a prompt that several
+rows of a micro-batch start with goes through them once, and only attention sees it once per row.
 """
 
 from collections.abc import Iterator
@@ -21,11 +22,12 @@ PER_TOKEN = ("tokens", "mask", "logprobs", "versions", "advantages", "returns", 
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """Where packed tokens sit when their rows are laid out as a padded [rows, longest] rectangle."""
+    """How packed tokens and the padded [rows, longest] rectangle of their rows map to each other."""
 
     rows: int
     longest: int
-    slots: Tensor  # [T] row * longest + position
+    spread: Tensor  # [rows * longest] the packed token in each slot; past the end of a row any, since no real token looks there
+    slots: Tensor  # [T] row * longest + position, in the first row that has the token
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class MicroBatch:
     input_ids: Tensor  # [1, T]
     position_ids: Tensor  # [1, T] restart at each row
     layout: RowLayout
+    rows: Tensor  # [M] which row of the layout
     predict: Tensor  # [M] input positions whose hidden state speaks of a trained token
     targets: Tensor  # [M] that token
     flat: NDArray[np.int64]  # [M] where it sits in the batch
@@ -76,22 +79,37 @@ def micro_batches(batch: Batch, limit: int, device: torch.device) -> Iterator[Mi
 
 
 def _micro_batch(batch: Batch, rows: NDArray[np.int64], needed: NDArray[np.int64], device: torch.device) -> MicroBatch:
-    lengths, longest = needed[rows], int(needed[rows].max())
-    starts = np.cumsum(lengths) - lengths
-    position = np.arange(lengths.sum()) - np.repeat(starts, lengths)
-    flat = np.repeat(batch.offsets[rows], lengths) + position
-    predict = np.flatnonzero(batch.mask[flat + 1])  # flat + 1 stays inside the row: its last trained token is not fed
+    longest = int(needed[rows].max())
+    spread = np.zeros((len(rows), longest), np.int64)
+    fed: list[NDArray[np.int64]] = []  # where in the batch each packed token is, and where in the rectangle
+    slots: list[NDArray[np.int64]] = []
+    owner: dict[bytes, int] = {}  # the first row of the rectangle with this prompt
+    count = 0
+    for index, row in enumerate(rows):
+        start, length = batch.offsets[row], int(needed[row])
+        prompt = int(batch.mask[start : start + length + 1].argmax())
+        first = owner.setdefault(batch.tokens[start : start + prompt].tobytes(), index)
+        shared = prompt if first != index else 0
+        spread[index, :shared] = spread[first, :shared]
+        spread[index, shared:length] = np.arange(count, count + length - shared)
+        fed.append(np.arange(start + shared, start + length))
+        slots.append(np.arange(index * longest + shared, index * longest + length))
+        count += length - shared
+    flat, slot = np.concatenate(fed), np.concatenate(slots)
+    inside = np.arange(longest)[None, :] < needed[rows, None]
+    following = np.where(inside, batch.offsets[rows, None] + np.arange(1, longest + 1)[None, :], 0)
+    trained_row, trained_position = np.nonzero(inside & batch.mask[following])
+    trained = following[trained_row, trained_position]
 
     def to_device(array: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(array.astype(np.int64, copy=False)).to(device)
+        return torch.from_numpy(array).to(device)
 
-    layout = RowLayout(len(rows), longest, to_device(np.repeat(np.arange(len(rows)), lengths) * longest + position))
-    trained = flat[predict] + 1
     return MicroBatch(
         input_ids=to_device(batch.tokens[flat].astype(np.int64))[None],
-        position_ids=to_device(position)[None],
-        layout=layout,
-        predict=to_device(predict),
+        position_ids=to_device(slot % longest)[None],
+        layout=RowLayout(len(rows), longest, to_device(spread.ravel()), to_device(slot)),
+        rows=to_device(trained_row),
+        predict=to_device(spread[trained_row, trained_position]),
         targets=to_device(batch.tokens[trained].astype(np.int64)),
         flat=trained,
     )
@@ -107,7 +125,7 @@ def token_data(batch: Batch, micro: MicroBatch, weights: FloatArray) -> TokenDat
     logprobs, versions, weight = pick(batch.logprobs), pick(batch.versions), pick(weights)
     assert logprobs is not None and versions is not None and weight is not None
     return TokenData(
-        rows=micro.layout.slots[micro.predict] // micro.layout.longest,
+        rows=micro.rows,
         weights=weight,
         logprobs=logprobs,
         versions=versions,

@@ -4,7 +4,6 @@ Parameters are only ever changed in place, so a rollout engine may read the very
 """
 
 import contextlib
-import json
 import logging
 import math
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -136,13 +136,13 @@ class SingleDevice:
         weights = {name: p.detach().clone(memory_format=torch.contiguous_format) for name, p in self._parameters.items()}
         save_file(weights, folder / MODEL_FILE, metadata={"format": "pt"})
         save_file(optimizer_state(self._optimizer, self._parameters), folder / OPTIMIZER_FILE)
-        (folder / "config.json").write_text(json.dumps(self._model.config.to_dict(), indent=2, default=str) + "\n")
+        self._model.config.save_pretrained(folder)
 
     def load(self, folder: Path) -> None:
         try:
             weights = load_file(folder / MODEL_FILE)
             state = load_file(folder / OPTIMIZER_FILE)
-        except Exception as error:
+        except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot read the trained model in {folder}: {error}") from error
         own = {name: tuple(p.shape) for name, p in self._parameters.items()}
         saved = {name: tuple(tensor.shape) for name, tensor in weights.items()}

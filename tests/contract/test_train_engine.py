@@ -52,20 +52,26 @@ def tiny(name: str) -> PreTrainedModel:
 
 
 def random_batch(rows: int = 6, seed: int = 0) -> Batch:
-    """Rows of unlike lengths with masks of several turns, one with nothing to train on."""
+    """Rows of unlike lengths with masks of several turns; one has nothing to train on, two start with the same prompt."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(2, 20, rows).astype(np.int32)
     total = int(lengths.sum())
     mask = rng.random(total) < 0.6
     starts = np.cumsum(lengths) - lengths
     mask[starts] = False
-    mask[starts[1] : starts[1] + lengths[1]] = False
+
+    tokens = rng.integers(0, VOCABULARY, total).astype(np.int32)
+    empty, *_, one, other = np.argsort(lengths)
+    mask[starts[empty] : starts[empty] + lengths[empty]] = False
+    for row in (one, other):
+        mask[starts[row] : starts[row] + 5], mask[starts[row] + 5] = False, True
+        tokens[starts[row] : starts[row] + 5] = tokens[starts[one] : starts[one] + 5]
 
     def normal(scale: float) -> FloatArray:
         return np.where(mask, rng.standard_normal(total) * scale, 0).astype(np.float32)
 
     return Batch(
-        tokens=rng.integers(0, VOCABULARY, total).astype(np.int32),
+        tokens=tokens,
         lengths=lengths,
         mask=mask,
         logprobs=normal(0.3) - 3.5 * mask.astype(np.float32),
@@ -279,6 +285,10 @@ def test_weights_of_another_model_are_refused_and_nothing_changes(build: EngineF
     before = weights_of(engine)
     with pytest.raises(CheckpointError, match="another model"):
         engine.load(tmp_path / "llama")
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "model.safetensors").write_bytes(b"half a file")
+    with pytest.raises(CheckpointError, match="cut"):
+        engine.load(tmp_path / "cut")
     with pytest.raises(CheckpointError, match="nowhere"):
         engine.load(tmp_path / "nowhere")
     assert same_bits(before, weights_of(engine))

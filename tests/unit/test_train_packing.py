@@ -1,5 +1,7 @@
 """How a batch is cut up."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -38,7 +40,7 @@ def test_every_trained_token_is_predicted_once_from_the_token_before_it_in_its_r
         assert (before + 1 == micro.flat).all() and (micro.targets.numpy() == micro.flat).all()
         position = micro.flat - np.repeat(batch.offsets[:-1], batch.lengths)[micro.flat]
         assert (micro.position_ids[0][micro.predict].numpy() + 1 == position).all()
-        assert len(set(micro.layout.slots.tolist())) == micro.input_ids.shape[1]
+        assert micro.layout.spread[micro.layout.slots].tolist() == list(range(micro.input_ids.shape[1]))
         assert micro.layout.rows == 1 or micro.layout.rows * micro.layout.longest <= limit
         seen.extend(micro.flat.tolist())
     assert sorted(seen) == np.flatnonzero(batch.mask).tolist()
@@ -47,6 +49,18 @@ def test_every_trained_token_is_predicted_once_from_the_token_before_it_in_its_r
 def test_what_follows_the_last_trained_token_is_not_fed() -> None:
     (micro,) = micro_batches(batch_of([[False, True, True, False, False], [False, False]]), 100, CPU)
     assert micro.input_ids.tolist() == [[0, 1]]
+
+
+def test_a_prompt_that_rows_share_is_fed_once() -> None:
+    batch = batch_of([[False, False, True, True], [False, False, True, True], [False, True, True, True], [False, False, True, True]])
+    tokens = np.array([5, 6, 1, 2, 5, 6, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9], np.int32)  # the third starts alike, but its prompt is shorter
+    (micro,) = micro_batches(replace(batch, tokens=tokens), 100, CPU)
+    assert micro.input_ids.tolist() == [[5, 6, 1, 3, 5, 6, 7, 9, 9, 9]]
+    assert micro.position_ids.tolist() == [[0, 1, 2, 2, 0, 1, 2, 0, 1, 2]]
+    assert micro.layout.spread.view(4, 3).tolist() == [[0, 1, 2], [0, 1, 3], [4, 5, 6], [7, 8, 9]]
+    assert micro.rows.tolist() == [0, 0, 1, 1, 2, 2, 2, 3, 3]
+    assert micro.predict.tolist() == [1, 2, 1, 3, 4, 5, 6, 8, 9]
+    assert micro.targets.tolist() == [1, 2, 3, 4, 6, 7, 8, 9, 9]
 
 
 def test_a_trained_first_token_is_refused() -> None:
