@@ -22,7 +22,7 @@ from paceline.rollout.rollouter import RolloutSettings
 from paceline.schedule import ScheduleSettings
 from paceline.settings import Settings
 from paceline.sync.synchronizer import SyncSettings
-from paceline.train.optimizer import TrainSettings
+from paceline.train.settings import TrainSettings
 
 
 class RunConfig(Settings):

@@ -8,8 +8,8 @@ from paceline.algo.loss import LossFn, PolicyLoss, truncate_importance
 from paceline.algo.settings import AlgorithmSettings
 from paceline.errors import DataError
 from paceline.train.engine import TrainEngine
-from paceline.train.optimizer import TrainSettings
 from paceline.train.packing import select_rows
+from paceline.train.settings import TrainSettings
 from paceline.types import Batch, FloatArray
 
 

@@ -9,7 +9,7 @@ from paceline.algo.settings import AlgorithmSettings
 from paceline.errors import DataError
 from paceline.train.actor import train_on
 from paceline.train.engine import TrainEngine
-from paceline.train.optimizer import TrainSettings
+from paceline.train.settings import TrainSettings
 from paceline.train.single import SingleDevice
 from paceline.types import Batch, FloatArray
 

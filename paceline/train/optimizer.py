@@ -1,43 +1,12 @@
-"""AdamW as we use it: its settings, its learning rate as a pure function of the step, its state as plain tensors."""
-
-import math
-from typing import Literal
+"""AdamW as we use it: which parameters decay, clipping, its state as plain tensors."""
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from paceline.errors import CheckpointError
-from paceline.settings import Settings
+from paceline.train.settings import TrainSettings
 
 STATE = ("step", "exp_avg", "exp_avg_sq")
-
-
-class TrainSettings(Settings):
-    learning_rate: float = Field(1e-6, ge=0)
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate falls after the warm-up; linear and cosine reach 0 just after the last step."""
-    warmup_steps: int = Field(0, ge=0)
-    """The rate rises linearly over these steps; the first one already learns."""
-    weight_decay: float = Field(0.0, ge=0)
-    """Decoupled; on matrices only, never on norms and biases."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    max_grad_norm: float = Field(1.0, gt=0)
-    micro_batch_tokens: int = Field(4096, gt=0)
-    """Tokens per forward/backward pass. Changes memory and speed, not the gradient."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more work."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """What matrix products are computed in. Parameters and optimizer state stay float32."""
-
-    def learning_rate_at(self, step: int, total_steps: int) -> float:
-        """The rate of train step `step`, counted from 0."""
-        if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / self.warmup_steps
-        if self.lr_schedule == "constant":
-            return self.learning_rate
-        done = min(1.0, (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps))
-        return self.learning_rate * (1 - done if self.lr_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done)))
 
 
 def adamw(named: dict[str, nn.Parameter], settings: TrainSettings) -> torch.optim.AdamW:

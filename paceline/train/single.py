@@ -21,8 +21,9 @@ from paceline.algo.loss import LossFn, TokenOutputs
 from paceline.errors import CheckpointError, DataError, ModelError
 from paceline.train.attention import PACKED
 from paceline.train.head import PolicyHead, ValueHead
-from paceline.train.optimizer import TrainSettings, adamw, clip_gradients, load_optimizer_state, optimizer_state
+from paceline.train.optimizer import adamw, clip_gradients, load_optimizer_state, optimizer_state
 from paceline.train.packing import MicroBatch, micro_batches, token_data
+from paceline.train.settings import TrainSettings
 from paceline.types import Batch, FloatArray
 
 log = logging.getLogger(__name__)

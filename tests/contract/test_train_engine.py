@@ -17,7 +17,7 @@ from paceline.algo.loss import LossTerms, PolicyLoss, TokenData, TokenOutputs, V
 from paceline.algo.settings import AlgorithmSettings
 from paceline.errors import CheckpointError, DataError
 from paceline.train.engine import TrainEngine
-from paceline.train.optimizer import TrainSettings
+from paceline.train.settings import TrainSettings
 from paceline.train.single import SingleDevice
 from paceline.types import Batch, FloatArray
 

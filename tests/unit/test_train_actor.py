@@ -12,7 +12,7 @@ from paceline.algo.settings import AlgorithmSettings
 from paceline.errors import DataError
 from paceline.train.actor import Actor
 from paceline.train.critic import Critic
-from paceline.train.optimizer import TrainSettings
+from paceline.train.settings import TrainSettings
 from paceline.train.single import SingleDevice
 from paceline.types import Batch
 from tests.contract.test_train_engine import random_batch, tiny, weights_of

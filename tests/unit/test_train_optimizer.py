@@ -1,11 +1,14 @@
 """The learning rate, and which parameters decay."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 from torch import nn
 
-from paceline.train.optimizer import TrainSettings, adamw
+from paceline.train.optimizer import adamw
+from paceline.train.settings import TrainSettings
 
 
 def rates(total: int, **settings: object) -> list[float]:
@@ -44,3 +47,8 @@ def test_only_matrices_decay() -> None:
     named = dict(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2)).named_parameters())
     decay = {id(p): group["weight_decay"] for group in adamw(named, TrainSettings(weight_decay=0.1)).param_groups for p in group["params"]}
     assert {name: decay[id(p)] for name, p in named.items()} == {"0.weight": 0.1, "0.bias": 0.0, "1.weight": 0.0, "1.bias": 0.0}
+
+
+def test_settings_load_without_torch() -> None:
+    program = "import sys, paceline.algo.settings, paceline.train.settings; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0

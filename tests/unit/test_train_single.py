@@ -12,7 +12,7 @@ from transformers.models.qwen2 import modeling_qwen2
 
 from paceline.errors import ModelError
 from paceline.train import attention, head
-from paceline.train.optimizer import TrainSettings
+from paceline.train.settings import TrainSettings
 from paceline.train.single import SingleDevice
 from tests.contract.test_train_engine import LOSS, TEMPERATURE, gradients, plain_logprobs, random_batch, tiny, weights_of
 from tests.unit.test_train_head import LargestTensor
