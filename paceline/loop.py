@@ -13,7 +13,7 @@ All are children of one task group: whichever fails or is killed first ends the 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -102,9 +102,9 @@ class Loop:
         self._queue.set_version(first_step)
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                running = [self._start("feed", self._feed()), self._start("watch", self._watch())]
-                running += [self._start(f"guard of {name}", _wait_for(death)) for name, death in self._guards]
-                train = self._start("train", self._train())
+                running = [self._start("feed", self._feed), self._start("watch", self._watch)]
+                running += [self._start(f"guard of {name}", _wait_for, death) for name, death in self._guards]
+                train = self._start("train", self._train)
                 try:
                     await asyncio.wait({train})
                 finally:
@@ -125,7 +125,7 @@ class Loop:
             for _ in range(self._admission.free):
                 seq = self._ledger.issue()
                 self._admission.admit(seq)
-                task = self._start(f"rollout {seq}", self._rollout(seq))
+                task = self._start(f"rollout {seq}", self._rollout, seq)
                 self._rollouts.add(task)
                 task.add_done_callback(self._rollouts.discard)
 
@@ -236,12 +236,12 @@ class Loop:
 
     # --- supervision ---
 
-    def _start(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        return self._tasks.create_task(self._supervised(name, work), name=name)
+    def _start(self, name: str, work: Callable[..., Awaitable[None]], *args: Any) -> asyncio.Task[None]:
+        return self._tasks.create_task(self._supervised(name, work, *args), name=name)
 
-    async def _supervised(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+    async def _supervised(self, name: str, work: Callable[..., Awaitable[None]], *args: Any) -> None:
         try:
-            await work
+            await work(*args)
         except asyncio.CancelledError:
             if self._stopping:
                 raise

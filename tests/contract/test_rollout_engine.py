@@ -1,0 +1,284 @@
+"""What every rollout engine must do, whatever it is made of. Runs against each implementation in `ENGINES`."""
+
+import asyncio
+import copy
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from paceline.config import load_config
+from paceline.errors import RolloutError, SyncError
+from paceline.place.build import build_parts
+from paceline.place.local import ProcessWorker, ThreadWorker, Worker
+from paceline.rollout.client import EngineClient
+from paceline.rollout.engine import RolloutEngine
+from paceline.sync.transport import WeightBlock, block_size, layout_of
+from paceline.sync.weights import Weights
+from paceline.types import Completion, Finish, OnSync, Request, Role, Sampling
+from tests.models import random_model
+
+PROMPT = (5, 9, 13, 2, 7)
+ENGINES = ["native on a thread", "native in a process"]
+
+
+class Rig:
+    """An engine, a reference model with the same weights, and a way to change both."""
+
+    def __init__(self, engine: RolloutEngine, block: WeightBlock, model: PreTrainedModel) -> None:
+        self.engine, self.block, self.model = engine, block, model
+        self.version = 0
+        self._initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    async def reset(self) -> None:
+        self.model.load_state_dict(self._initial)
+        await self.engine.resume()
+        await self.engine.load_weights(self.publish())
+
+    def change_weights(self) -> Weights:
+        """Train the reference model a little; what is returned makes the engine follow."""
+        torch.manual_seed(self.version)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        return self.publish()
+
+    def publish(self) -> Weights:
+        self.version += 1
+        return Weights(self.version, self.block.write(self.model.state_dict().items()))
+
+
+@asynccontextmanager
+async def rig(kind: str, folder: str, tmp_path: Path) -> AsyncIterator[Rig]:
+    settings = [f"model={folder}", "rollout.slots=8", "data.max_prompt_length=64", "rollout.max_response_length=136", "data.task=copy:3"]
+    args = ((Role.ROLLOUT,), load_config(None, settings), folder, 1)
+    worker: Worker
+    if kind == "native on a thread":
+        worker = ThreadWorker("rollout", build_parts, args)
+    else:
+        worker = ProcessWorker("rollout", build_parts, args, cores=[], threads=1, log_path=tmp_path / "rollout.log")
+    await worker.ready()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    layout = layout_of(model.state_dict().items())
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(block_size(layout)))
+    await worker.call(Role.ROLLOUT, "attach_weights", str(path), layout)
+    engine = EngineClient(worker)
+    try:
+        yield Rig(engine, WeightBlock(str(path), layout), model)
+    finally:
+        await engine.close()
+
+
+Scenario = Callable[[Rig], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def with_rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Scenario], None]]:
+    folder = random_model(tmp_path_factory.mktemp("model"))
+    with asyncio.Runner() as runner:
+        stack = AsyncExitStack()
+        it = runner.run(stack.enter_async_context(rig(request.param, folder, tmp_path_factory.mktemp("rig"))))
+
+        async def limited(scenario: Scenario) -> None:
+            async with asyncio.timeout(60):
+                await it.reset()
+                await scenario(it)
+
+        yield lambda scenario: runner.run(limited(scenario))
+        runner.run(stack.aclose())
+    assert not psutil.Process().children(recursive=True), "a process was left behind"
+
+
+def ask(number: int = 0, *, tokens: int = 24, partial: Completion | None = None, **sampling: Any) -> Request:
+    return Request(f"r{number}-{tokens}-{partial is not None}", PROMPT, 100 + number, Sampling(tokens, **sampling), partial)
+
+
+@torch.no_grad()
+def reference(model: PreTrainedModel, completion: Completion, temperature: float = 1.0) -> np.ndarray:
+    """Log-probs of a plain forward pass over prompt and answer."""
+    ids = torch.tensor([[*PROMPT, *completion.tokens.tolist()]])
+    logprobs = torch.log_softmax(model(ids).logits[0].float() / temperature, -1)
+    rows = torch.arange(len(PROMPT) - 1, ids.shape[1] - 1)
+    return logprobs[rows, ids[0, len(PROMPT) :]].numpy()
+
+
+def test_log_probs_are_those_of_a_plain_forward_pass_at_the_sampling_temperature(with_rig: Any) -> None:
+    async def scenario(it: Rig) -> None:
+        for temperature in (1.0, 0.7):
+            for completion in await asyncio.gather(*(it.engine.generate(ask(n, temperature=temperature)) for n in range(12))):
+                assert len(completion) == 24 and completion.finish is Finish.LENGTH
+                assert np.abs(completion.logprobs - reference(it.model, completion, temperature)).max() < 1e-4
+
+    with_rig(scenario)
+
+
+def test_greedy_output_equals_transformers_generate(with_rig: Any) -> None:
+    async def scenario(it: Rig) -> None:
+        completion = await it.engine.generate(ask(temperature=0.0))
+        expected = it.model.generate(torch.tensor([PROMPT]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert completion.tokens.tolist() == expected[0, len(PROMPT) :].tolist()
+
+    with_rig(scenario)
+
+
+def test_an_answer_depends_on_its_seed_and_not_on_its_company(with_rig: Any) -> None:
+    async def scenario(it: Rig) -> None:
+        alone = await it.engine.generate(ask(3))
+        crowd = await asyncio.gather(*(it.engine.generate(ask(n)) for n in range(20)))
+        assert crowd[3].tokens.tolist() == alone.tokens.tolist()
+        assert len({tuple(completion.tokens.tolist()) for completion in crowd}) == 20
+
+    with_rig(scenario)
+
+
+def test_abort_returns_what_there_is_and_ignores_what_it_does_not_know(with_rig: Any) -> None:
+    async def scenario(it: Rig) -> None:
+        running = asyncio.create_task(it.engine.generate(ask(tokens=130)))
+        before = (await it.engine.stats()).tokens
+        while (await it.engine.stats()).tokens < before + 3:
+            await asyncio.sleep(0)
+        await it.engine.abort(["r0-130-False", "unknown"])
+        completion = await running
+        assert completion.finish is Finish.ABORT and 3 <= len(completion) < 130
+        assert (await it.engine.stats()).running == 0
+
+    with_rig(scenario)
+
+
+def test_an_interrupted_answer_resumes_as_if_nothing_had_happened(with_rig: Any) -> None:
+    async def scenario(it: Rig) -> None:
+        whole = await asyncio.gather(*(it.engine.generate(ask(n, tokens=120)) for n in range(12)))
+        before = (await it.engine.stats()).tokens
+        running = [asyncio.create_task(it.engine.generate(ask(n, tokens=120))) for n in range(12)]
+        while (await it.engine.stats()).tokens < before + 30:
+            await asyncio.sleep(0)
+        assert await it.engine.pause(OnSync.INTERRUPT) is True
+        parts = [await task for task in running]
+        assert all(part.finish is Finish.INTERRUPT for part in parts) and any(len(part) for part in parts)
+        waiting = [asyncio.create_task(it.engine.generate(ask(n, tokens=120, partial=part))) for n, part in enumerate(parts)]
+        await asyncio.sleep(0)
+        assert await it.engine.resume() is True
+        for uninterrupted, task in zip(whole, waiting, strict=True):
+            resumed = await task
+            assert resumed.tokens.tolist() == uninterrupted.tokens.tolist()
+            assert np.abs(resumed.logprobs - reference(it.model, resumed)).max() < 1e-4
+
+    with_rig(scenario)
+
+
+def test_drain_lets_running_answers_finish_and_holds_back_new_ones(with_rig: Any) -> None:
+    async def scenario(it: Rig) -> None:
+        running = asyncio.create_task(it.engine.generate(ask(tokens=40)))
+        await asyncio.sleep(0)
+        assert await it.engine.pause(OnSync.DRAIN) is True
+        assert (await running).finish is Finish.LENGTH
+        late = asyncio.create_task(it.engine.generate(ask(1)))
+        tokens = (await it.engine.stats()).tokens
+        assert (await it.engine.stats()).tokens == tokens and not late.done()
+        assert await it.engine.resume() and len(await late) == 24
+
+    with_rig(scenario)
+
+
+def test_after_new_weights_answers_are_those_of_the_new_weights_and_say_so(with_rig: Any) -> None:
+    async def scenario(it: Rig) -> None:
+        version = it.version
+        old = await it.engine.generate(ask())
+        await it.engine.load_weights(it.change_weights())
+        new = await it.engine.generate(ask())
+        assert set(old.versions) == {version} and set(new.versions) == {version + 1}
+        assert np.abs(new.logprobs - reference(it.model, new)).max() < 1e-4
+        assert np.abs(old.logprobs - reference(it.model, old)).max() > 1e-2
+
+    with_rig(scenario)
+
+
+def test_weights_swapped_in_flight_change_the_version_in_mid_answer(with_rig: Any) -> None:
+    async def scenario(it: Rig) -> None:
+        running = asyncio.create_task(it.engine.generate(ask(tokens=130)))
+        before = (await it.engine.stats()).tokens
+        while (await it.engine.stats()).tokens < before + 5:
+            await asyncio.sleep(0)
+        await it.engine.pause(OnSync.SWAP)
+        old, version = copy.deepcopy(it.model), it.version
+        await it.engine.load_weights(it.change_weights())
+        await it.engine.resume()
+        completion = await running
+        change = int(np.argmax(completion.versions == version + 1))
+        assert 5 <= change < 130 and completion.versions.tolist() == [version] * change + [version + 1] * (130 - change)
+        expected = _swapped(old, it.model, completion, change)
+        assert np.abs(completion.logprobs - expected).max() < 1e-4
+
+    with_rig(scenario)
+
+
+@torch.no_grad()
+def _swapped(old: PreTrainedModel, new: PreTrainedModel, completion: Completion, change: int) -> np.ndarray:
+    """Log-probs when the first `change` tokens come from the old weights and the rest from the new ones on the old KV cache."""
+    tokens = completion.tokens.tolist()
+    context = torch.tensor([[*PROMPT, *tokens[: change - 1]]])
+    first = old(context, use_cache=True)
+    before = torch.log_softmax(first.logits[0, len(PROMPT) - 1 :], -1)
+    found = before[torch.arange(change), torch.tensor(tokens[:change])].tolist()
+    cache = first.past_key_values
+    for position in range(change, len(tokens)):
+        step = new(torch.tensor([[tokens[position - 1]]]), past_key_values=cache, use_cache=True)
+        cache = step.past_key_values
+        found.append(float(torch.log_softmax(step.logits[0, -1], -1)[tokens[position]]))
+    return np.array(found)
+
+
+def test_damaged_weights_are_refused_and_the_old_ones_stay(with_rig: Any) -> None:
+    async def scenario(it: Rig) -> None:
+        old = await it.engine.generate(ask())
+        version, weights = it.version, it.change_weights()
+        next(iter(it.block.tensors.values())).view(torch.int32).flatten()[0] += 1
+        with pytest.raises(SyncError, match="arrived damaged"):
+            await it.engine.load_weights(weights)
+        assert (await it.engine.stats()).version == version
+        assert (await it.engine.generate(ask())).tokens.tolist() == old.tokens.tolist()
+
+    with_rig(scenario)
+
+
+def test_a_prompt_that_cannot_fit_is_refused_and_the_others_are_not(with_rig: Any) -> None:
+    async def scenario(it: Rig) -> None:
+        good = asyncio.create_task(it.engine.generate(ask()))
+        with pytest.raises(RolloutError):
+            await it.engine.generate(Request("long", (1,) * 5000, 0, Sampling(5)))
+        assert len(await good) == 24
+
+    with_rig(scenario)
+
+
+def test_stop_tokens_end_an_answer_and_stay_in_it(with_rig: Any) -> None:
+    async def scenario(it: Rig) -> None:
+        free = await it.engine.generate(ask())
+        stop = int(free.tokens[10])
+        stopped = await it.engine.generate(ask(stop_token_ids=(stop,)))
+        first = free.tokens.tolist().index(stop)
+        assert stopped.finish is Finish.STOP and stopped.tokens.tolist() == free.tokens[: first + 1].tolist()
+
+    with_rig(scenario)
+
+
+def test_a_cancelled_request_frees_its_place(with_rig: Any) -> None:
+    async def scenario(it: Rig) -> None:
+        running = [asyncio.create_task(it.engine.generate(ask(n, tokens=130))) for n in range(20)]
+        before = (await it.engine.stats()).tokens
+        while (await it.engine.stats()).tokens < before + 3:
+            await asyncio.sleep(0)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        stats = await it.engine.stats()
+        assert (stats.running, stats.waiting) == (0, 0)
+
+    with_rig(scenario)

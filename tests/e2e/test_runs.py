@@ -1,0 +1,194 @@
+"""Whole runs with real models, real processes and real shared memory, in every mode."""
+
+import asyncio
+import hashlib
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from paceline.config import RunConfig, load_config
+from paceline.errors import CheckpointError, WorkerDied
+from paceline.run import train
+from tests.models import random_model
+
+SEPARATE = ["placement.actor=train", "placement.rollout=rollout"]
+SMALL = [
+    "steps=4",
+    "groups_per_step=4",
+    "group_size=4",
+    "data.task=copy:3",
+    "rollout.max_response_length=8",
+    "placement.threads=1",
+    "train.learning_rate=1e-3",
+    "data.max_prompt_length=32",
+    f"reward.function={Path(__file__).parents[1]}/rewards.py:letters",
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return random_model(tmp_path_factory.mktemp("model"))
+
+
+def config(model: str, folder: Path, *settings: str) -> RunConfig:
+    return load_config(None, [f"model={model}", f"run_dir={folder}", *SMALL, *settings])
+
+
+def run(model: str, folder: Path, *settings: str) -> dict[str, Any]:
+    return asyncio.run(train(config(model, folder, *settings)))
+
+
+def weights(folder: Path, step: int, role: str = "actor") -> str:
+    """A digest of every file the role saved: weights and optimizer."""
+    files = sorted((folder / "checkpoints" / f"step_{step:08d}" / role).rglob("*.safetensors"))
+    assert files
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def test_max_staleness_0_through_separate_processes_equals_hybrid_sync_bit_for_bit(model: str, tmp_path: Path) -> None:
+    run(model, tmp_path / "hybrid", "steps=20")
+    run(model, tmp_path / "separate", "steps=20", *SEPARATE)
+    run(model, tmp_path / "other_seed", "steps=20", "seed=1")
+    assert weights(tmp_path / "hybrid", 20) == weights(tmp_path / "separate", 20)
+    assert weights(tmp_path / "hybrid", 20) != weights(tmp_path / "other_seed", 20)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    {
+        "hybrid": [],
+        "split": ["algorithm.name=ppo", "placement.critic=critic_pool"],
+        "one step off": [*SEPARATE, "schedule.max_staleness=1"],
+        "fully async, swap": [*SEPARATE, "schedule.max_staleness=2", "schedule.on_sync=swap"],
+        "fully async, interrupt": [*SEPARATE, "schedule.max_staleness=2", "schedule.on_sync=interrupt"],
+        "two engines": [*SEPARATE, "schedule.max_staleness=3", "schedule.on_sync=swap", "placement.rollout_workers=2"],
+        "one device, async": ["schedule.max_staleness=2", "schedule.on_sync=swap"],
+        "two steps per sync": [*SEPARATE, "schedule.max_staleness=1", "schedule.sync_every=2", "schedule.on_sync=swap"],
+    }.items(),
+)
+def test_every_mode_makes_its_steps_within_its_staleness_bound_and_its_books_add_up(
+    name: str, settings: list[str], model: str, tmp_path: Path
+) -> None:
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    summary = run(model, tmp_path, *settings)
+    chosen = config(model, tmp_path, *settings)
+    assert summary["steps"] == 4
+    assert 0 <= summary["staleness_max"] <= chosen.schedule.max_staleness
+    ledger = summary["ledger"]
+    assert ledger["trained"] == 16 and not ledger["dropped"]
+    assert ledger["issued"] == ledger["trained"] + ledger["outstanding"]
+    events = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    trained = [event["seq"] for event in events if event["event"] == "trained"]
+    assert trained == list(range(16)), "every prompt once, in order"
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert max(row["train/logprob_gap_max"] for row in rows if row["staleness/max"] == 0) < 1e-4
+    assert {process.pid for process in psutil.Process().children(recursive=True)} == before, "a process was left behind"
+
+
+def test_a_sync_run_that_is_stopped_and_continued_equals_one_that_never_stopped(model: str, tmp_path: Path) -> None:
+    for mode, settings in {"hybrid": [], "ppo": ["algorithm.name=ppo", "placement.critic=critic_pool"]}.items():
+        run(model, tmp_path / mode / "whole", "steps=6", "train.lr_schedule=constant", *settings)
+        run(model, tmp_path / mode / "parts", "steps=3", "train.lr_schedule=constant", *settings)
+        run(model, tmp_path / mode / "parts", "steps=6", "train.lr_schedule=constant", *settings)
+        assert weights(tmp_path / mode / "whole", 6) == weights(tmp_path / mode / "parts", 6)
+        whole, parts = (_rewards(tmp_path / mode / part) for part in ("whole", "parts"))
+        assert whole == parts
+        assert (tmp_path / mode / "whole" / "ledger.jsonl").read_text() == (tmp_path / mode / "parts" / "ledger.jsonl").read_text()
+
+
+def test_an_async_run_that_is_continued_trains_every_prompt_once(model: str, tmp_path: Path) -> None:
+    settings = [*SEPARATE, "schedule.max_staleness=2", "schedule.on_sync=swap"]
+    run(model, tmp_path, "steps=3", *settings)
+    summary = run(model, tmp_path, "steps=6", *settings)
+    events = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    assert [event["seq"] for event in events if event["event"] == "trained"] == list(range(24))
+    assert any(event["event"] == "reissued" for event in events)
+    assert summary["steps"] == 6 and summary["ledger"]["trained"] == 24
+
+
+def test_a_run_killed_between_checkpoints_continues_from_the_last_one(model: str, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run(model, whole, "steps=6")
+
+    class Stop(Exception):
+        pass
+
+    class Killer:
+        def step_done(self, step: int, *_: object) -> None:
+            if step == 5:
+                raise Stop
+
+        def looked(self, *_: object) -> None:
+            return
+
+    with pytest.raises(Stop):
+        asyncio.run(train(config(model, killed, "steps=6", "save_every=2"), lambda _: Killer()))
+    assert len((killed / "metrics.jsonl").read_text().splitlines()) == 5
+    run(model, killed, "steps=6", "save_every=2")
+    assert weights(whole, 6) == weights(killed, 6)
+    assert _rewards(whole) == _rewards(killed)
+    assert (whole / "ledger.jsonl").read_text() == (killed / "ledger.jsonl").read_text()
+
+
+def test_another_model_data_or_setting_is_refused_with_the_difference(model: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(model, folder, "steps=1")
+    with pytest.raises(CheckpointError, match=r"train\.learning_rate: was 0\.001, is now 0\.5"):
+        run(model, folder, "steps=2", "train.learning_rate=0.5")
+    with pytest.raises(CheckpointError, match=r"data\.task: was 'copy:3', is now 'reverse:3'"):
+        run(model, folder, "steps=2", "data.task=reverse:3")
+    other = random_model(tmp_path / "other", seed=5)
+    with pytest.raises(CheckpointError, match="model: was"):
+        run(other, folder, "steps=2")
+    random_model(tmp_path / "again", seed=1)
+    run(str(tmp_path / "again"), tmp_path / "run2", "steps=1")
+    random_model(tmp_path / "again", seed=2)
+    with pytest.raises(CheckpointError, match="model: its content changed"):
+        run(str(tmp_path / "again"), tmp_path / "run2", "steps=2")
+
+
+def test_a_run_folder_in_use_or_unusable_is_refused(model: str, tmp_path: Path) -> None:
+    from paceline.run import open_folder
+
+    chosen = config(model, tmp_path / "run")
+    with open_folder(chosen), pytest.raises(CheckpointError, match="in use by another run"):
+        asyncio.run(train(chosen))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be used"):
+        run(model, tmp_path / "file")
+
+
+@pytest.mark.parametrize("victim", ["train", "rollout"])
+def test_a_killed_worker_process_ends_the_run_with_its_name(victim: str, model: str, tmp_path: Path) -> None:
+    class Killer:
+        def step_done(self, step: int, *_: object) -> None:
+            if step == 2:
+                os.kill(_worker_pids(tmp_path)[victim], signal.SIGKILL)
+
+        def looked(self, *_: object) -> None:
+            return
+
+    chosen = config(model, tmp_path, "steps=1000", "save_every=1", *SEPARATE, "schedule.max_staleness=2", "schedule.on_sync=swap")
+    with pytest.raises(WorkerDied, match=f"worker '{victim}' died .killed by signal 9"):
+        asyncio.run(asyncio.wait_for(train(chosen, lambda _: Killer()), 60))
+    assert not psutil.Process().children(recursive=True)
+
+
+def _worker_pids(folder: Path) -> dict[str, int]:
+    """Workers write to their own log, so the open file tells who is who."""
+    found = {}
+    for process in psutil.Process().children():
+        for file in (folder / "logs").glob("*.log"):
+            if os.path.realpath(f"/proc/{process.pid}/fd/1") == str(file.resolve()):
+                found[file.stem] = process.pid
+    return found
+
+
+def _rewards(folder: Path) -> list[float]:
+    return [json.loads(line)["reward/mean"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
