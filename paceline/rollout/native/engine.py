@@ -78,10 +78,10 @@ class NativeEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue these; if one cannot be served, none is taken and RolloutError says why."""
-        known = {running.request.id for running in self._slots.live} | self._waiting.keys() | self._ended.keys()
+        taken = {running.request.id for running in self._slots.live}
         for request in requests:
-            self._check(request, known)
-            known.add(request.id)
+            self._check(request, taken)
+            taken.add(request.id)
         for request in requests:
             running = Running.of(request)
             finish = already_ended(request, self._slots.max_length, self._decode)
@@ -134,11 +134,11 @@ class NativeEngine:
         self._version = version
         self._epoch += 1
 
-    def _check(self, request: Request, known: set[str]) -> None:
+    def _check(self, request: Request, taken: set[str]) -> None:
         sampling, vocabulary, longest = request.sampling, len(self._weights.embedding), self._slots.max_length
         made = 0 if request.partial is None else len(request.partial)
         problem = None
-        if request.id in known:
+        if request.id in taken or request.id in self._waiting or request.id in self._ended:
             problem = "its id is already in use; ids must be unique among running and waiting requests"
         elif not request.prompt:
             problem = "its prompt is empty; at least one token is needed"
