@@ -93,6 +93,9 @@ def _train(config: "RunConfig") -> None:
         finally:
             if display:
                 display.__exit__(None, None, None)
+    if display is None:
+        done = f"{folder} has made {summary['steps']} of {config.steps} steps already; raise steps= to go on, or start over with --fresh"
+        console.print(done, highlight=False, soft_wrap=True)
     closing_table(console, summary, str(folder))
 
 
@@ -113,3 +116,7 @@ def _fail(error: PacelineError) -> None:
     message = "\n".join([str(error), *getattr(error, "__notes__", [])])
     Console(stderr=True).print("[bold red]error:[/]", escape(message), highlight=False, soft_wrap=True)
     raise typer.Exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    app()

@@ -116,6 +116,9 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
         stack.push_async_callback(reward.close)
         stack.enter_context(open_folder(config))
         start = find_start(config, inputs.identity)
+        if start.step >= config.steps and (folder / "summary.json").exists():
+            finished: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+            return finished
         (folder / "config.json").write_text(json.dumps(inputs.identity["config"], indent=1))
         ledger = Ledger(folder / "ledger.jsonl", start.ledger)
         stack.callback(ledger.close)

@@ -6,3 +6,26 @@ from typing import Any
 def letters(answer: str, row: dict[str, Any]) -> float:
     """Share of letters in the answer: even a random model gets some, so there is always something to learn."""
     return sum(c.isalpha() for c in answer) / 8
+
+
+def raises(answer: str, row: dict[str, Any]) -> float:
+    raise KeyError("no such column")
+
+
+def nothing(answer: str, row: dict[str, Any]) -> None:
+    return None
+
+
+def nan(answer: str, row: dict[str, Any]) -> float:
+    return float("nan")
+
+
+def hangs(answer: str, row: dict[str, Any]) -> float:
+    while True:
+        pass
+
+
+def sometimes_raises(answer: str, row: dict[str, Any]) -> float:
+    if row["prompt"].count("1"):
+        raise ValueError("I do not like ones")
+    return letters(answer, row)

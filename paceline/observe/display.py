@@ -60,6 +60,7 @@ class Display:
                 f" (max {metrics['staleness/max']:.0f})  queue {self._queue_use:.0%}  rollout busy {self._busy['rollout']:.0%}"
                 f"  train busy {self._busy['train']:.0%}  {self._tokens_per_s:,.0f} tokens/s",
                 highlight=False,
+                soft_wrap=True,
             )
 
     def looked(self, engines: Sequence[EngineStats], queue_utilisation: float) -> None:

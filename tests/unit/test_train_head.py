@@ -40,6 +40,18 @@ def test_gradients_match_finite_differences() -> None:
     assert torch.autograd.gradcheck(lambda h, w: chunked_logprobs(h, w, None, targets, 0.7, 2), (hidden, weight))
 
 
+def test_bfloat16_products_give_float32_answers_and_a_float32_weight_gradient() -> None:
+    hidden, weight, bias, targets = inputs(dtype=torch.float32)
+    narrow = hidden.detach().bfloat16().requires_grad_()
+    logprobs, entropy = chunked_logprobs(narrow, weight, bias, targets, 0.7, 2)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    found = torch.autograd.grad(logprobs.sum() + entropy.sum(), (narrow, weight, bias))
+    exact = torch.autograd.grad(sum(t.sum() for t in naive(hidden, weight, bias, targets, 0.7)), (hidden, weight, bias))
+    assert [g.dtype for g in found] == [torch.bfloat16, torch.float32, torch.float32]
+    for one, other in zip(found, exact, strict=True):
+        torch.testing.assert_close(one.float(), other, rtol=0.05, atol=0.05)
+
+
 class LargestTensor(TorchDispatchMode):
     """Remembers the largest tensor any operation made."""
 

@@ -1,0 +1,180 @@
+"""The command line as a user meets it: what goes wrong is said in one clear message, with the right exit code."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from paceline.cli import app
+from tests.models import random_model
+
+ROOT = Path(__file__).parents[2]
+REWARDS = ROOT / "tests" / "rewards.py"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return random_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def recipe(model: str, tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(
+        f'model = "{model}"\nsteps = 2\ngroups_per_step = 2\ngroup_size = 2\nrun_dir = "{tmp_path}/run"\n'
+        f'[data]\ntask = "copy:3"\nmax_prompt_length = 32\n[rollout]\nmax_response_length = 4\n[placement]\nthreads = 1\n'
+    )
+    return path
+
+
+def paceline(*args: object) -> Result:
+    return CliRunner().invoke(app, ["train", *(str(arg) for arg in args)])
+
+
+def refused(result: Result, code: int, *words: str) -> None:
+    said = " ".join(result.output.split())
+    assert result.exit_code == code, result.output
+    for word in words:
+        assert word in said, f"{word!r} is not in: {said}"
+    assert "Traceback" not in said
+    assert not psutil.Process().children(recursive=True), "a process was left behind"
+
+
+def test_a_run_leaves_a_summary_metrics_ledger_and_checkpoint(recipe: Path, tmp_path: Path) -> None:
+    result = paceline(recipe)
+    assert result.exit_code == 0, result.output
+    assert "The run in figures" in result.output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    for name in (
+        "steps reward_first reward_last samples_per_s tokens_per_s steps_per_s mean_sample_age_s staleness_mean staleness_max sync_latency_s"
+        " queue_utilisation rollout_busy_share train_busy_share memory_peak_bytes ledger"
+    ).split():
+        assert name in summary
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == summary["steps"] == 2
+    assert (tmp_path / "run" / "ledger.jsonl").exists() and (tmp_path / "run" / "checkpoints" / "step_00000002").is_dir()
+    again = paceline(recipe)
+    assert again.exit_code == 0 and "2 of 2 steps" in again.output, again.output
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("schedule.max_stalenes=3", ["unknown setting 'schedule.max_stalenes'", "did you mean 'max_staleness'"]),
+        ("stepps=3", ["unknown setting 'stepps'", "did you mean 'steps'"]),
+        ("steps=many", ["steps = 'many'", "integer"]),
+        ("steps=0", ["steps = 0", "greater than or equal to 1"]),
+        ("schedule.on_sync=wait", ["schedule.on_sync = 'wait'", "drain"]),
+        ("schedule.sync_every=4", ["schedule.sync_every = 4", "schedule.max_staleness = 0"]),
+        ("queue.max_queue_size=1", ["queue.max_queue_size = 1", "groups_per_step = 2"]),
+        ("group_size=1", ["group_size = 1", "algorithm.name = 'grpo'"]),
+        ("rollout.top_p=0.9", ["rollout.top_p = 0.9"]),
+        ("data.path=x.jsonl", ["task = 'copy:3'", "path = 'x.jsonl'"]),
+        ("data.task=sorrt:5", ["did you mean 'sort'"]),
+        ("nonsense", ["key=value"]),
+        ("model.size=3", ["'model' is a single setting"]),
+        ("reward.function=nowhere:score", ["nowhere"]),
+        ("reward.function=exactly", ["exact"]),
+    ],
+)
+def test_a_wrong_setting_is_named_with_what_to_do(setting: str, words: list[str], recipe: Path, tmp_path: Path) -> None:
+    refused(paceline(recipe, setting), 2, *words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_documents_names_are_accepted_and_win_over_the_recipe(recipe: Path) -> None:
+    result = paceline(recipe, "schedule.staleness_threshold=3", "total_training_steps=7", "train_batch_size=3", "--dry-run")
+    shown = json.loads(result.output)
+    assert (shown["schedule"]["max_staleness"], shown["steps"], shown["groups_per_step"]) == (3, 7, 3)
+
+
+def test_a_missing_or_broken_recipe_is_named(recipe: Path, tmp_path: Path) -> None:
+    refused(paceline(tmp_path / "recipee.toml"), 2, "does not exist", "did you mean", "recipe.toml")
+    recipe.write_text("steps = = 3")
+    refused(paceline(recipe), 2, "not valid TOML", "line 1")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", ["empty"]),
+        ('{"prompt": "a"}\n{"promt": "b"}\n', ["2", "prompt"]),
+        ('{"prompt": "a"}\nnot json\n', ["2", "JSON"]),
+        ('{"prompt": "a"}\n{"prompt": ""}\n', ["2", "empty"]),
+        ('{"prompt": "a"}\n{"prompt": 5}\n', ["2"]),
+        ('{"prompt": "' + "a" * 60 + '"}\n', ["1", "max_prompt_length = 32"]),
+    ],
+)
+def test_bad_data_is_named_by_row(content: str, words: list[str], recipe: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(content)
+    recipe.write_text(recipe.read_text().replace('task = "copy:3"', f'path = "{data}"'))
+    refused(paceline(recipe, "reward.function=exact"), 3, "data.jsonl", *words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_data_and_model_are_named(recipe: Path, tmp_path: Path) -> None:
+    refused(paceline(recipe, "model=./nowhere"), 4, "nowhere")
+    recipe.write_text(recipe.read_text().replace('task = "copy:3"', 'path = "gone.jsonl"'))
+    refused(paceline(recipe, "reward.function=exact"), 3, "gone.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("raises", ["raises", "KeyError", "no such column"]),
+        ("nothing", ["nothing", "None"]),
+        ("nan", ["nan"]),
+        ("hangs", ["hangs", "0.5 s"]),
+    ],
+)
+def test_a_reward_that_fails_ends_the_run_with_its_story_and_trains_nothing(
+    function: str, words: list[str], recipe: Path, tmp_path: Path
+) -> None:
+    result = paceline(recipe, f"reward.function={REWARDS}:{function}", "reward.timeout_s=0.5")
+    refused(result, 5, *words, "rollout.max_failed_groups = 0")
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    events = [json.loads(line) for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]
+    assert {event["event"] for event in events} == {"issued", "dropped"}
+
+
+def test_failed_groups_within_the_budget_are_dropped_by_name_and_never_trained(recipe: Path, tmp_path: Path) -> None:
+    result = paceline(recipe, f"reward.function={REWARDS}:sometimes_raises", "rollout.max_failed_groups=1000", "steps=6")
+    assert result.exit_code == 0, result.output
+    events = [json.loads(line) for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]
+    dropped = {event["seq"] for event in events if event["event"] == "dropped"}
+    trained = [event["seq"] for event in events if event["event"] == "trained"]
+    assert dropped and len(trained) == len(set(trained)) == 12 and not dropped & set(trained)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["ledger"]["dropped"] == {"reward_failed": len(dropped)}
+
+
+def test_help_and_wrong_settings_need_no_torch() -> None:
+    check = "import sys, paceline.cli, paceline.config; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", check]).returncode == 0
+
+
+def test_every_recipe_is_valid() -> None:
+    for path in sorted((ROOT / "recipes").glob("*.toml")):
+        result = paceline(path, "--dry-run")
+        assert result.exit_code == 0, f"{path}: {result.output}"
+
+
+def test_ctrl_c_stops_everything_and_says_how_to_go_on(recipe: Path, tmp_path: Path) -> None:
+    separate = ["placement.actor=train", "placement.rollout=rollout"]
+    command = [sys.executable, "-m", "paceline.cli", "train", str(recipe), "steps=100000", *separate]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        deadline = time.monotonic() + 60
+        while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert children
+        process.send_signal(2)
+        output = process.communicate(timeout=30)[0]
+    assert process.returncode == 130 and "the same command continues" in output and "Traceback" not in output, output
+    assert not any(child.is_running() for child in children)
