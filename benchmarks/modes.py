@@ -1,0 +1,142 @@
+"""Fully async against hybrid sync: the same model, the same batches, the same forced long-tailed answer lengths, two cores.
+
+    python benchmarks/modes.py [--quick]
+
+Lengths are lognormal with p99 = 8 x median, fixed per (prompt, attempt), so both modes generate and train exactly the same
+amount. Runs are interleaved and repeated; the figure is the ratio of medians of tokens trained per second in steady state.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import platform
+import random
+import statistics
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+import paceline.run
+from paceline.config import RunConfig, load_config
+from paceline.rollout.client import EngineClient
+from paceline.types import Completion, Request
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.models import bench_model
+
+RESULTS = Path(__file__).parent / "results" / "modes.json"
+MEDIAN, SIGMA, CAP = 40, math.log(8) / 2.326, 512  # p99 of a lognormal is median * exp(2.326 sigma)
+
+COMMON = [
+    "groups_per_step=16",
+    "group_size=8",
+    "data.task=sort:5",
+    "data.max_prompt_length=16",
+    f"rollout.max_response_length={CAP}",
+    "save_every=0",
+]
+MODES = {
+    "hybrid sync": ["schedule.max_staleness=0", "rollout.slots=128"],
+    "one step off": ["placement.actor=train", "placement.rollout=rollout", "schedule.max_staleness=1", "rollout.slots=128"],
+    "fully async": [
+        "placement.actor=train",
+        "placement.rollout=rollout",
+        "schedule.max_staleness=2",
+        "schedule.on_sync=swap",
+        "rollout.slots=256",
+    ],
+}
+
+
+def forced_length(request_id: str) -> int:
+    seq, attempt, _ = request_id.split(".")
+    return min(CAP, max(1, round(random.Random(f"{seq}.{attempt}").lognormvariate(math.log(MEDIAN), SIGMA))))
+
+
+class ForcedLengths(EngineClient):
+    """Every answer has the length drawn for it, whatever the model would say."""
+
+    async def generate(self, request: Request) -> Completion:
+        sampling = replace(request.sampling, max_new_tokens=forced_length(request.id), stop_token_ids=(), stop=())
+        return await super().generate(replace(request, sampling=sampling))
+
+
+def measure(config: RunConfig, warm_up: int) -> dict[str, float]:
+    summary = asyncio.run(paceline.run.train(config))
+    rows = [json.loads(line) for line in (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()]
+    steady = rows[warm_up:]
+    seconds = steady[-1]["wall_time_s"] - rows[warm_up - 1]["wall_time_s"]
+    return {
+        "tokens_per_s": sum(row["rollout/tokens"] for row in steady) / seconds,
+        "step_s": seconds / len(steady),
+        "train_busy": sum(row["train/busy_s"] for row in steady) / seconds,
+        "rollout_busy": summary["rollout_busy_share"],
+        "staleness_max": summary["staleness_max"],
+        "staleness_mean": summary["staleness_mean"],
+        "sync_ms": summary["sync_latency_s"] * 1000,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one short repetition, nothing written")
+    options = parser.parse_args()
+    repeats, steps, warm_up = (1, 8, 3) if options.quick else (3, 24, 6)
+    paceline.run.EngineClient = ForcedLengths  # type: ignore[misc]
+    runs: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
+    with tempfile.TemporaryDirectory() as scratch:
+        model = bench_model(Path(scratch) / "model")
+        for repeat in range(repeats):
+            for mode, settings in MODES.items():
+                folder = Path(scratch) / f"{mode}-{repeat}"
+                config = load_config(None, [f"model={model}", f"run_dir={folder}", f"steps={steps}", *COMMON, *settings])
+                runs[mode].append(measure(config, warm_up))
+    report = summarize(runs)
+    show(report)
+    if not options.quick:
+        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def summarize(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    modes = {mode: {name: statistics.median(run[name] for run in found) for name in found[0]} for mode, found in runs.items()}
+    base = modes["hybrid sync"]["tokens_per_s"]
+    for figures in modes.values():
+        figures["ratio"] = figures["tokens_per_s"] / base
+    return {
+        "command": "python benchmarks/modes.py",
+        "machine": f"{torch.get_num_threads()} cores, {platform.machine()}",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
+        "work": f"128 answers a step, lognormal lengths, median {MEDIAN}, p99 {MEDIAN * 8}, cap {CAP}; 0.8M-parameter Qwen2 shape",
+        "modes": modes,
+        "all_tokens_per_s": {mode: [round(run["tokens_per_s"]) for run in found] for mode, found in runs.items()},
+    }
+
+
+def show(report: dict[str, Any]) -> None:
+    table = Table(title=report["work"])
+    for column in ("mode", "tokens trained/s", "ratio", "step s", "rollout busy", "train busy", "staleness mean / max", "hand-over ms"):
+        table.add_column(column, justify="left" if column == "mode" else "right")
+    for mode, f in report["modes"].items():
+        table.add_row(
+            mode,
+            f"{f['tokens_per_s']:,.0f}",
+            f"{f['ratio']:.2f}x",
+            f"{f['step_s']:.2f}",
+            f"{f['rollout_busy']:.0%}",
+            f"{f['train_busy']:.0%}",
+            f"{f['staleness_mean']:.2f} / {f['staleness_max']:.0f}",
+            f"{f['sync_ms']:.1f}",
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
