@@ -125,8 +125,9 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
 
         workers = await start_workers(config, inputs.model_path, folder / "logs")
         stack.push_async_callback(close_workers, workers)
-        critic = workers[Role.CRITIC][0] if workers[Role.CRITIC] else None
-        trainer = Trainer(workers[Role.ACTOR][0], critic, config.algorithm, config.step_timeout_s)
+        actor, critic, ref = (next(iter(workers[role]), None) for role in (Role.ACTOR, Role.CRITIC, Role.REF))
+        assert actor is not None, "every run has an actor"
+        trainer = Trainer(actor, config.algorithm, config.step_timeout_s, critic, ref)
         if start.checkpoint:
             await trainer.load(start.checkpoint)
         changed = Pulse()

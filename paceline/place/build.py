@@ -20,6 +20,8 @@ def build_parts(roles: Sequence[Role], config: RunConfig, model_path: str, threa
         parts[Role.ACTOR], actor_model = _actor(config, model_path)
     if Role.CRITIC in roles:
         parts[Role.CRITIC] = _critic(config, model_path)
+    if Role.REF in roles:
+        parts[Role.REF] = _ref(config, model_path)
     if Role.ROLLOUT in roles:
         parts[Role.ROLLOUT] = _rollout(config, model_path, actor_model)
     return parts
@@ -42,6 +44,14 @@ def _critic(config: RunConfig, model_path: str) -> Any:
     from paceline.train.service import CriticService
 
     return CriticService(Critic.build(load_model(model_path, config.train.dtype), config.algorithm, config.train, config.steps))
+
+
+def _ref(config: RunConfig, model_path: str) -> Any:
+    from paceline.models import load_model
+    from paceline.train.service import RefService
+    from paceline.train.single import SingleDevice
+
+    return RefService(SingleDevice(load_model(model_path, config.train.dtype), config.train, temperature=config.rollout.temperature))
 
 
 def _rollout(config: RunConfig, model_path: str, actor_model: Any) -> Any:

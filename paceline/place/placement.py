@@ -11,8 +11,10 @@ class PlacementSettings(Settings):
     """Pool of the model that learns."""
     rollout: str = "main"
     """Pool of the engines that generate."""
-    critic: str = "main"
-    """Pool of the critic, when the algorithm has one."""
+    critic: str | None = None
+    """Pool of the critic, when the algorithm has one. Unset: the actor's."""
+    ref: str | None = None
+    """Pool of the frozen reference model, when the algorithm needs one. Unset: the actor's."""
     rollout_workers: int = Field(1, ge=1)
     """Engines in the rollout pool."""
     threads: int = Field(0, ge=0)
@@ -28,7 +30,7 @@ class PlacementSettings(Settings):
         return self
 
     def pool(self, role: Role) -> str:
-        return str(getattr(self, role.value))
+        return str(getattr(self, role.value) or self.actor)
 
     def shared(self, one: Role, other: Role) -> bool:
         return self.pool(one) == self.pool(other)

@@ -24,7 +24,9 @@ class PlannedWorker:
 
 def plan_workers(config: RunConfig) -> list[PlannedWorker]:
     """Who runs where. A pool that hosts several roles is one worker, so they take turns."""
-    used = [Role.ACTOR, Role.ROLLOUT] + ([Role.CRITIC] if config.algorithm.needs_critic else [])
+    used = [Role.ACTOR, Role.ROLLOUT]
+    used += [Role.CRITIC] if config.algorithm.needs_critic else []
+    used += [Role.REF] if config.algorithm.needs_reference else []
     pools: dict[str, list[Role]] = {}
     for role in used:
         pools.setdefault(config.placement.pool(role), []).append(role)

@@ -7,6 +7,7 @@ from paceline.place.host import BusyClock
 from paceline.sync.transport import Layout, WeightBlock, layout_of
 from paceline.train.actor import Actor
 from paceline.train.critic import Critic
+from paceline.train.engine import TrainEngine
 from paceline.types import Batch, FloatArray
 
 
@@ -25,6 +26,16 @@ class CriticService:
 
     def load(self, folder: str) -> None:
         self._critic.engine.load(Path(folder))
+
+
+class RefService:
+    """The frozen model the policy is kept close to."""
+
+    def __init__(self, engine: TrainEngine) -> None:
+        self._engine = engine
+
+    def logprobs(self, batch: Batch) -> FloatArray:
+        return self._engine.logprobs(batch)
 
 
 class ActorService:

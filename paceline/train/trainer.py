@@ -4,6 +4,7 @@ Knows the algorithm and who plays which role; knows nothing of back ends or sche
 """
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 from paceline.algo.advantage import advantages
@@ -14,9 +15,12 @@ from paceline.types import Batch, Role
 
 
 class Trainer:
-    def __init__(self, actor: Worker, critic: Worker | None, algorithm: AlgorithmSettings, step_timeout_s: float) -> None:
+    def __init__(
+        self, actor: Worker, algorithm: AlgorithmSettings, step_timeout_s: float, critic: Worker | None = None, ref: Worker | None = None
+    ) -> None:
         self._actor = actor
         self._critic = critic
+        self._ref = ref
         self._algorithm = algorithm
         self._timeout = step_timeout_s
 
@@ -29,8 +33,11 @@ class Trainer:
             raise StalledError(f"train step {step} took longer than step_timeout_s = {self._timeout:g} s") from None
 
     async def _step(self, batch: Batch, step: int) -> dict[str, float]:
-        values = await self._critic.call(Role.CRITIC, "values", batch) if self._critic else None
-        batch = advantages(batch, self._algorithm, values)
+        asked = [self._critic.call(Role.CRITIC, "values", batch)] if self._critic else []
+        asked += [self._ref.call(Role.REF, "logprobs", batch)] if self._ref else []
+        answers = await asyncio.gather(*asked)
+        batch = replace(batch, ref_logprobs=answers[-1] if self._ref else None)
+        batch = advantages(batch, self._algorithm, answers[0] if self._critic else None)
         updates = [self._actor.start_call(Role.ACTOR, "update", batch, step)]
         if self._critic:
             updates.append(self._critic.start_call(Role.CRITIC, "update", batch, step))

@@ -63,6 +63,7 @@ def test_max_staleness_0_through_separate_processes_equals_hybrid_sync_bit_for_b
     {
         "hybrid": [],
         "split": ["algorithm.name=ppo", "placement.critic=critic_pool"],
+        "with a reference": ["algorithm.kl_coef=0.1", "placement.ref=ref_pool"],
         "one step off": [*SEPARATE, "schedule.max_staleness=1"],
         "fully async, swap": [*SEPARATE, "schedule.max_staleness=2", "schedule.on_sync=swap"],
         "fully async, interrupt": [*SEPARATE, "schedule.max_staleness=2", "schedule.on_sync=interrupt"],
