@@ -16,7 +16,9 @@ CHUNK_LOGITS = {"cpu": 2**20, "cuda": 2**26}  # logits alive at once: about the 
 
 
 class ChunkedLogprobs(torch.autograd.Function):
-    """(hidden [M, D], weight [V, D], bias [V] | None, targets [M]) -> log-prob of the targets [M], entropy [M]."""
+    """(hidden [M, D], weight [V, D], bias [V] | None, targets [M]) -> log-prob of the targets [M], entropy [M].
+
+    Products are computed in the type of `hidden`; the gradient of the weight is kept in the weight's own."""
 
     @staticmethod
     def forward(
@@ -24,8 +26,9 @@ class ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs, entropy = (torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(2))
+        narrow = weight.to(hidden.dtype)
         for rows in _chunks(len(hidden), chunk):
-            log_p = _log_softmax(hidden[rows], weight, bias, temperature)
+            log_p = _log_softmax(hidden[rows], narrow, bias, temperature)
             logprobs[rows] = log_p.gather(1, targets[rows, None]).squeeze(1)
             entropy[rows] = -(log_p.exp() * log_p).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy)
@@ -40,18 +43,23 @@ class ChunkedLogprobs(torch.autograd.Function):
         by_entropy = bool(to_entropy.any())  # an entropy bonus is rare: skip its share of the work
         d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight)
         d_bias = None if bias is None else torch.zeros_like(bias)
+        narrow = weight.to(hidden.dtype)
         for rows in _chunks(len(hidden), ctx.chunk):
-            log_p = _log_softmax(hidden[rows], weight, bias, ctx.temperature)
+            log_p = _log_softmax(hidden[rows], narrow, bias, ctx.temperature)
             p = log_p.exp()
             d_logits = p * -to_logprobs[rows, None]
             d_logits.scatter_add_(1, targets[rows, None], to_logprobs[rows, None])
             if by_entropy:
                 d_logits -= p * (log_p + entropy[rows, None]) * to_entropy[rows, None]
-            d_logits = (d_logits / ctx.temperature).to(hidden.dtype)
-            torch.mm(d_logits, weight, out=d_hidden[rows])
-            d_weight.addmm_(d_logits.t(), hidden[rows])
+            d_logits /= ctx.temperature
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
+            d_logits = d_logits.to(hidden.dtype)
+            torch.mm(d_logits, narrow, out=d_hidden[rows])
+            if narrow is weight:
+                d_weight.addmm_(d_logits.t(), hidden[rows])
+            else:
+                d_weight += _wide_product(d_logits.t(), hidden[rows])
         return d_hidden, d_weight, d_bias, None, None, None
 
 
@@ -59,9 +67,17 @@ def _chunks(count: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """Matrix product with at least float32 coming out; bfloat16 logits would be off by some hundredths."""
+    if a.dtype == torch.bfloat16 and a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a, b).to(torch.promote_types(a.dtype, torch.float32))
+
+
 def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    logits = hidden @ weight.t() if bias is None else torch.addmm(bias, hidden, weight.t())
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = _wide_product(hidden, weight.t())
+    if bias is not None:
+        logits += bias
     return torch.log_softmax(logits / temperature if temperature != 1.0 else logits, dim=-1)
 
 
@@ -84,8 +100,7 @@ class PolicyHead(nn.Module):
         self.temperature = temperature
 
     def forward(self, hidden: Tensor, targets: Tensor) -> TokenOutputs:
-        weight, bias = self.output.weight.to(hidden.dtype), self.output.bias
-        logprobs, entropy = chunked_logprobs(hidden, weight, None if bias is None else bias.to(hidden.dtype), targets, self.temperature)
+        logprobs, entropy = chunked_logprobs(hidden, self.output.weight, self.output.bias, targets, self.temperature)
         return TokenOutputs(logprobs=logprobs, entropy=entropy)
 
 

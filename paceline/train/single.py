@@ -102,7 +102,8 @@ class SingleDevice:
                 use_cache=False,
                 row_layout=micro.layout,
             ).last_hidden_state[0]
-        outputs: TokenOutputs = self._head(hidden.index_select(0, micro.predict), micro.targets)
+        hidden = hidden.index_select(0, micro.predict).to(getattr(torch, self._settings.dtype))
+        outputs: TokenOutputs = self._head(hidden, micro.targets)
         return outputs
 
     @torch.no_grad()
