@@ -47,11 +47,11 @@ def test_making_it_leaves_the_callers_random_state_alone() -> None:
 def test_it_starts_with_a_fair_share_of_right_answers() -> None:
     """Warmed up until sampled answers are exact about one time in four, and small."""
     steps: list[tuple[int, int]] = []
-    recipe, tokenizer = tiny.Recipe("sort:5"), tiny.make_tokenizer()
+    recipe, tokenizer = tiny.Recipe(tiny.DEFAULT_TASK), tiny.make_tokenizer()
     model = tiny.make_model(recipe, tokenizer, lambda step, total: steps.append((step, total)))
     assert sum(p.numel() for p in model.parameters()) < 700_000
     assert steps == [(i + 1, recipe.max_steps) for i in range(len(steps))]
-    task = tiny.get_task("sort:5")
+    task = tiny.get_task(tiny.DEFAULT_TASK)
     rows = [task.row(i, seed=0) for i in range(256)]
     prompts = tokenizer([row["prompt"] for row in rows], return_tensors="pt")
     torch.manual_seed(0)
