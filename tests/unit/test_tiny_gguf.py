@@ -1,0 +1,77 @@
+"""A folder that holds nothing but one GGUF file is a model."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.data import tiny
+from paceline.errors import ModelError
+from paceline.models import load_model, load_tokenizer, model_fingerprint
+
+gguf = pytest.importorskip("gguf")
+
+NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "model.layers": "blk",
+}
+
+
+def write(file: Path, model: torch.nn.Module, tokenizer: "tiny.PreTrainedTokenizerFast") -> None:
+    config = model.config
+    writer = gguf.GGUFWriter(file, "qwen2")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    tokens = [*tokenizer.convert_ids_to_tokens(range(len(tokenizer))), "ab"]  # a file of this kind has at least one merge
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    for name, tensor in model.state_dict().items():
+        if name != "lm_head.weight":
+            for theirs, ours in NAMES.items():
+                name = name.replace(theirs, ours)
+            writer.add_tensor(name, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_gives_the_same_model(tmp_path: Path) -> None:
+    tokenizer = tiny.make_tokenizer()
+    model = tiny.make_model(replace(tiny.Recipe("sort:5"), max_steps=2, hidden=192), tokenizer)
+    write(tmp_path / "tiny.gguf", model, tokenizer)
+    loaded = load_model(str(tmp_path))
+    ids = torch.tensor([tokenizer("sort 31=").input_ids])
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+    assert load_tokenizer(str(tmp_path)).decode(ids[0].tolist(), skip_special_tokens=True) == "sort 31="
+    assert len(model_fingerprint(str(tmp_path))) == 64
+
+
+def test_two_gguf_files_are_one_too_many(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match="2 GGUF files; keep one"):
+        load_model(str(tmp_path))
