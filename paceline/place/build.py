@@ -33,7 +33,7 @@ def _actor(config: RunConfig, model_path: str) -> tuple[Any, Any]:
     from paceline.train.service import ActorService
     from paceline.train.single import SingleDevice
 
-    model = load_model(model_path, config.train.dtype)
+    model = load_model(model_path)  # float32 whatever train.dtype says: that is the type of the products, not of what is learned
     engine = SingleDevice(model, config.train, temperature=config.rollout.temperature)
     return ActorService(Actor(engine, config.algorithm, config.train, config.steps)), model
 
@@ -43,7 +43,7 @@ def _critic(config: RunConfig, model_path: str) -> Any:
     from paceline.train.critic import Critic
     from paceline.train.service import CriticService
 
-    return CriticService(Critic.build(load_model(model_path, config.train.dtype), config.algorithm, config.train, config.steps))
+    return CriticService(Critic.build(load_model(model_path), config.algorithm, config.train, config.steps))
 
 
 def _ref(config: RunConfig, model_path: str) -> Any:
@@ -51,7 +51,7 @@ def _ref(config: RunConfig, model_path: str) -> Any:
     from paceline.train.service import RefService
     from paceline.train.single import SingleDevice
 
-    return RefService(SingleDevice(load_model(model_path, config.train.dtype), config.train, temperature=config.rollout.temperature))
+    return RefService(SingleDevice(load_model(model_path), config.train, temperature=config.rollout.temperature))
 
 
 def _rollout(config: RunConfig, model_path: str, actor_model: Any) -> Any:

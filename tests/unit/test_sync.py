@@ -1,0 +1,43 @@
+"""Weights through shared memory: whole, checked, and nothing left behind."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.errors import SyncError
+from paceline.sync.transport import WeightBlock, block_size, layout_of
+from paceline.sync.weights import Weights
+
+TENSORS = [("a", torch.arange(12.0).view(3, 4)), ("b", torch.ones(5, dtype=torch.bfloat16)), ("c", torch.tensor(7.0))]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    file = tmp_path / "block"
+    file.write_bytes(bytes(block_size(layout_of(TENSORS))))
+    return str(file)
+
+
+def test_what_one_side_writes_the_other_side_reads_bit_for_bit(path: str) -> None:
+    writer, reader = WeightBlock(path, layout_of(TENSORS)), WeightBlock(path, layout_of(TENSORS))
+    weights = Weights(3, writer.write(TENSORS))
+    reader.verify(weights)
+    for name, tensor in TENSORS:
+        assert torch.equal(reader.tensors[name], tensor) and reader.tensors[name].dtype == tensor.dtype
+
+
+@pytest.mark.parametrize("position", [0, 47, 64, 130])
+def test_one_flipped_bit_anywhere_is_noticed(path: str, position: int) -> None:
+    block = WeightBlock(path, layout_of(TENSORS))
+    weights = Weights(3, block.write(TENSORS))
+    content = bytearray(Path(path).read_bytes())
+    content[position] ^= 1
+    Path(path).write_bytes(content)
+    with pytest.raises(SyncError, match="version 3 arrived damaged"):
+        WeightBlock(path, layout_of(TENSORS)).verify(weights)
+
+
+def test_an_incomplete_export_is_refused(path: str) -> None:
+    with pytest.raises(SyncError, match=r"did not export \['c'\]"):
+        WeightBlock(path, layout_of(TENSORS)).write(TENSORS[:2])
