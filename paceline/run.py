@@ -141,9 +141,13 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
         recorder = Recorder(folder, start.metrics_length, make_display(start.step) if make_display else None)
         stack.callback(recorder.close)
 
+        async def write(target: Path) -> None:
+            await trainer.save(target)
+            inputs.tokenizer.save_pretrained(target / Role.ACTOR)  # so that the folder is a model like any other
+
         async def save(step: int) -> None:
             state = {"step": step, "ledger": ledger.state().to_json(), "metrics_length": recorder.length, **inputs.identity}
-            await save_checkpoint(folder / "checkpoints", step, state, trainer.save, config.keep_checkpoints)
+            await save_checkpoint(folder / "checkpoints", step, state, write, config.keep_checkpoints)
 
         loop = Loop(
             _loop_settings(config),

@@ -10,6 +10,8 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paceline.config import RunConfig, load_config
 from paceline.errors import CheckpointError, WorkerDied
@@ -135,6 +137,16 @@ def test_a_run_killed_between_checkpoints_continues_from_the_last_one(model: str
     assert weights(whole, 6) == weights(killed, 6)
     assert _rewards(whole) == _rewards(killed)
     assert (whole / "ledger.jsonl").read_text() == (killed / "ledger.jsonl").read_text()
+
+
+def test_a_checkpoint_is_a_model_that_transformers_loads_and_another_run_starts_from(model: str, tmp_path: Path) -> None:
+    run(model, tmp_path / "first", "steps=2")
+    trained = tmp_path / "first" / "checkpoints" / "step_00000002" / "actor"
+    loaded = AutoModelForCausalLM.from_pretrained(trained)
+    assert AutoTokenizer.from_pretrained(trained).decode([5, 6])
+    before = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in loaded.state_dict().items())
+    assert run(str(trained), tmp_path / "second", "steps=1")["steps"] == 1
 
 
 def test_another_model_data_or_setting_is_refused_with_the_difference(model: str, tmp_path: Path) -> None:
