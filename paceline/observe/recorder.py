@@ -57,7 +57,7 @@ class Recorder:
         """The figures of this run (of this part of it, if it was continued; rewards are those of the whole)."""
         rows, wall = self.rows, max(time.perf_counter() - self._started, 1e-9)
         rewards = [row["reward/mean"] for row in [*self.earlier, *rows]]
-        edge = max(1, min(10, len(rewards) // 5))
+        last = max(1, len(rewards) // 10)
 
         def mean(name: str) -> float:
             return float(np.mean([row[name] for row in rows])) if rows else 0.0
@@ -69,8 +69,8 @@ class Recorder:
             "steps": len(rewards),
             "steps_this_run": len(rows),
             "wall_s": wall,
-            "reward_first": float(np.mean(rewards[:edge])) if rewards else None,
-            "reward_last": float(np.mean(rewards[-edge:])) if rewards else None,
+            "reward_first": rewards[0] if rewards else None,  # of the first step: the model as it came
+            "reward_last": float(np.mean(rewards[-last:])) if rewards else None,  # of the last tenth of all steps
             "samples_per_s": total("rollout/samples") / wall,
             "tokens_per_s": total("rollout/tokens") / wall,
             "steps_per_s": len(rows) / wall,
