@@ -100,6 +100,7 @@ class Turn:
 
     prompt: tuple[int, ...]
     completion: Completion
+    reward: float = 0.0  # for this turn alone, paid at its last token; the trajectory's own comes on top
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,7 @@ class Group:
     trajectories: tuple[Trajectory, ...]
     started_s: float
     finished_s: float
+    baseline: float | None = None  # reward of a greedy answer, when the algorithm asks for one
 
     @property
     def version_min(self) -> int:
@@ -160,6 +162,9 @@ class Batch:
     returns: FloatArray | None = None  # [T] targets of the critic
     values: FloatArray | None = None  # [T] the critic's values when the batch was taken
     ref_logprobs: FloatArray | None = None  # [T]
+    truncated: BoolArray | None = None  # [R] the answer was cut off at its longest allowed length
+    token_rewards: FloatArray | None = None  # [T] rewards paid at single tokens (turns); `rewards` come on top, at the last token
+    baselines: FloatArray | None = None  # [R] reward of the greedy answer to the same prompt
 
     @property
     def num_rows(self) -> int:

@@ -6,7 +6,7 @@ rows of a micro-batch start with goes through them once, and only attention sees
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from paceline.algo.loss import TokenData
 from paceline.errors import DataError
 from paceline.types import Batch, FloatArray
 
-PER_TOKEN = ("tokens", "mask", "logprobs", "versions", "advantages", "returns", "values", "ref_logprobs")
+PER_TOKEN = ("tokens", "mask", "logprobs", "versions", "advantages", "returns", "values", "ref_logprobs", "token_rewards")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,8 @@ def select_rows(batch: Batch, rows: NDArray[np.int64]) -> Batch:
     """The same batch with only these rows, in this order."""
     offsets = batch.offsets
     flat = np.concatenate([np.arange(offsets[r], offsets[r + 1]) for r in rows])
-    per_token = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name in PER_TOKEN}
-    taken = {name: value[flat] for name, value in per_token.items() if value is not None}
-    return replace(batch, lengths=batch.lengths[rows], rewards=batch.rewards[rows], groups=batch.groups[rows], **taken)
+    present = {f.name: value for f in fields(batch) if (value := getattr(batch, f.name)) is not None}
+    return Batch(**{name: value[flat if name in PER_TOKEN else rows] for name, value in present.items()})
 
 
 def trained_lengths(batch: Batch) -> NDArray[np.int64]:
