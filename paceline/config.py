@@ -67,6 +67,8 @@ class RunConfig(Settings):
                 f"group_size = 1 contradicts algorithm.name = {self.algorithm.name!r}: it compares attempts at one prompt, "
                 f"so one attempt teaches nothing; set group_size to 2 or more, or algorithm.name = 'ppo'"
             )
+        if (least := self.rollout.min_group_size) is not None and least > self.group_size:
+            raise ValueError(f"rollout.min_group_size = {least} contradicts group_size = {self.group_size}: it cannot be larger")
         if self.rollout.temperature == 0:
             raise ValueError("rollout.temperature = 0 (greedy) makes all attempts at a prompt equal; set it above 0 to learn")
         if self.rollout.top_p < 1 or self.rollout.top_k > 0:

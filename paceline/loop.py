@@ -13,6 +13,7 @@ All are children of one task group: whichever fails or is killed first ends the 
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
@@ -34,8 +35,13 @@ log = logging.getLogger(__name__)
 Metrics = dict[str, float]
 
 
+FILTERED_IN_A_ROW = 50  # batches' worth of groups that dynamic sampling may filter before the run is called hopeless
+
+
 class Source(Protocol):
     def __getitem__(self, seq: int) -> Prompt: ...
+
+    def observe(self, groups: Sequence[Group]) -> None: ...
 
 
 class StepTrainer(Protocol):
@@ -54,6 +60,7 @@ class LoopSettings(Settings):
     sync_every: int = 1
     save_every: int = 0
     max_failed_groups: int = 0
+    dynamic_sampling: bool = False
     stall_timeout_s: float = 300.0
 
 
@@ -91,6 +98,7 @@ class Loop:
         self._changed = queue.changed
         self._rollouts: set[asyncio.Task[None]] = set()
         self._failed = 0
+        self._equal: Counter[float] = Counter()  # rewards of groups filtered since the last step
         self._stopping = False
         queue.on_drop = self._dropped
         if not (admission.changed is rollouter.changed is queue.changed):
@@ -135,7 +143,10 @@ class Loop:
         except (RewardError, RolloutError) as error:
             self._group_failed(seq, error)
         else:
-            self._queue.put(group, group.version_min, key=seq)
+            if self._settings.dynamic_sampling and _all_equal(group):
+                self._filtered(group)
+            else:
+                self._queue.put(group, group.version_min, key=seq)
 
     async def _train(self) -> None:
         clock = asyncio.get_running_loop().time
@@ -150,6 +161,8 @@ class Loop:
             for group, stale in zip(groups, staleness, strict=True):
                 self._ledger.trained(group.seq, uid=group.prompt.uid, step=self.step, staleness=stale)
             self._admission.trained([group.seq for group in groups])
+            self._source.observe(groups)
+            self._equal.clear()
             self.step += 1
             self._queue.set_version(self.step)
             trained = clock()
@@ -212,6 +225,18 @@ class Loop:
             error.add_note(f"{self._failed} group(s) failed; rollout.max_failed_groups = {limit} are tolerated")
             raise error
 
+    def _filtered(self, group: Group) -> None:
+        """Dynamic sampling: a group whose attempts are all as good as each other teaches nothing; another takes its place."""
+        self._ledger.drop(group.seq, "equal_rewards")
+        self._admission.drop(group.seq)
+        self._equal[group.trajectories[0].reward or 0.0] += 1
+        if self._equal.total() > FILTERED_IN_A_ROW * self._settings.groups_per_step:
+            seen = ", ".join(f"{count} with reward {reward:g}" for reward, count in self._equal.most_common(5))
+            raise RolloutError(
+                f"{self._equal.total()} groups in a row had equal rewards in all attempts ({seen}), so dynamic sampling never fills step "
+                f"{self.step}: the task is too hard, too easy, or the reward does not tell answers apart"
+            )
+
     def _dropped(self, item: Item, reason: DropReason) -> None:
         if reason is DropReason.FUTURE:
             raise LedgerError(f"group {item.key} carries version {item.param_version}, newer than the trainer's {self.step}")
@@ -229,6 +254,7 @@ class Loop:
             "sample_age_s": float(np.mean([taken_s - group.started_s for group in groups])),
             "queue/utilisation": self._queue.utilisation,
             "queue/dropped": float(self._ledger.dropped.total()),
+            "reward/equal_share": sum(_all_equal(group) for group in groups) / len(groups),
             "rollout/samples": float(batch.num_rows),
             "rollout/tokens": float(tokens),
             "rollout/length_mean": tokens / batch.num_rows,
@@ -254,6 +280,10 @@ class Loop:
     def _stalled(self) -> StalledError:
         waits = "; ".join(f"{who} waits for {what}" for who, what in self.waits.items())
         return StalledError(f"nothing moved for {self._settings.stall_timeout_s:g} s (stall_timeout_s): {waits}")
+
+
+def _all_equal(group: Group) -> bool:
+    return len({trajectory.reward for trajectory in group.trajectories}) == 1
 
 
 async def _wait_for(death: asyncio.Future[None]) -> None:

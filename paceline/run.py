@@ -130,6 +130,7 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
         trainer = Trainer(actor, config.algorithm, config.step_timeout_s, critic, ref)
         if start.checkpoint:
             await trainer.load(start.checkpoint)
+            inputs.source.load_state(read_state(start.checkpoint)["source"])
         changed = Pulse()
         engines = [EngineClient(worker) for worker in workers[Role.ROLLOUT]]
         rollouter = _rollouter(config, inputs, engines, reward, changed)
@@ -147,6 +148,7 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
 
         async def save(step: int) -> None:
             state = {"step": step, "ledger": ledger.state().to_json(), "metrics_length": recorder.length, **inputs.identity}
+            state |= {"source": inputs.source.state()}
             await save_checkpoint(folder / "checkpoints", step, state, write, config.keep_checkpoints)
 
         loop = Loop(

@@ -107,6 +107,9 @@ class FakeSource:
     def __getitem__(self, seq: int) -> Prompt:
         return Prompt(f"p{seq}", (seq,), str(seq), {})
 
+    def observe(self, groups: Sequence[Group]) -> None:
+        return
+
 
 class FakeReward:
     def __init__(self, score: Callable[[Prompt], list[float] | None] | None = None) -> None:
@@ -115,7 +118,7 @@ class FakeReward:
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[float]:
         await asyncio.sleep(0.05)
         scores = self._score(prompt) if self._score else None
-        return scores if scores is not None else [1.0] * len(trajectories)
+        return scores[: len(trajectories)] if scores is not None else [1.0] * len(trajectories)
 
     async def close(self) -> None:
         return
@@ -164,6 +167,9 @@ class World:
     engine_s: float = 1.0
     train_s: float = 2.0
     max_failed_groups: int = 0
+    dynamic_sampling: bool = False
+    min_group_size: int | None = None
+    greedy_baseline: bool = False
     generation_timeout: float = 1e5
     stall_timeout_s: float = 1e4
     score: Callable[[Prompt], list[float] | None] | None = None
@@ -184,6 +190,8 @@ class World:
             FakeReward(self.score),
             Sampling(max_new_tokens=20),
             group_size=self.group_size,
+            min_group_size=self.min_group_size,
+            greedy_baseline=self.greedy_baseline,
             seed=self.seed,
             on_sync=self.schedule.on_sync,
             generation_timeout=self.generation_timeout,
@@ -201,6 +209,7 @@ class World:
                 groups_per_step=self.groups_per_step,
                 sync_every=self.schedule.sync_every,
                 max_failed_groups=self.max_failed_groups,
+                dynamic_sampling=self.dynamic_sampling,
                 stall_timeout_s=self.stall_timeout_s,
             ),
             source=FakeSource(),

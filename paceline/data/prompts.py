@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from pydantic import Field, field_validator, model_validator
 
 from paceline.data import chat
+from paceline.data.curriculum import load_curriculum
 from paceline.data.files import Read, find_files, read_files
 from paceline.data.tasks import get_task
 from paceline.errors import ConfigError, DataError
 from paceline.settings import Settings
-from paceline.types import Prompt
+from paceline.types import Group, Prompt
 
 if TYPE_CHECKING:  # importing transformers takes seconds, and settings are read for --help too
     from transformers import PreTrainedTokenizerBase
@@ -43,6 +44,8 @@ class DataSettings(Settings):
     """Tokens; a longer prompt is a bad row."""
     shuffle: bool = True
     """A new order in every epoch, each row once per epoch."""
+    curriculum: str | None = None
+    """Choose rows by what the model can do: "adaptive", or a class of your own as "file.py:Class". Unset: every row once per epoch."""
     limit: int | None = Field(default=None, ge=1)
     """Use only the first rows; for a task, the number of rows in an epoch."""
     chat: bool | None = None
@@ -84,6 +87,8 @@ class PromptSource:
         self._settings, self._seed = settings, seed
         self._rows, self.bad_rows = _load(settings, tokenizer, seed)
         self.fingerprint = _fingerprint(self._rows)
+        self._curriculum = load_curriculum(settings.curriculum, len(self._rows), seed) if settings.curriculum else None
+        self._number = {row.uid: number for number, row in enumerate(self._rows)}
         self._order = lru_cache(maxsize=4)(self._make_order)  # the epochs in flight; an async run straddles two
 
     def __len__(self) -> int:
@@ -92,9 +97,30 @@ class PromptSource:
     def __getitem__(self, seq: int) -> Prompt:
         if seq < 0:
             raise IndexError(f"prompt {seq}: positions start at 0")
-        epoch, place = divmod(seq, len(self._rows))
-        row = self._rows[int(self._order(epoch)[place]) if self._settings.shuffle else place]
+        row = self._rows[self._row_at(seq)]
         return Prompt(row.uid, tuple(row.tokens.tolist()), row.text, row.row)
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """These were trained on; a curriculum learns from how they went."""
+        if self._curriculum:
+            for group in groups:
+                self._curriculum.observe(self._number[group.prompt.uid], [trajectory.reward or 0.0 for trajectory in group.trajectories])
+
+    def state(self) -> dict[str, Any]:
+        return self._curriculum.state() if self._curriculum else {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        if self._curriculum:
+            self._curriculum.load_state(state)
+
+    def _row_at(self, seq: int) -> int:
+        if self._curriculum:
+            row = self._curriculum.pick(seq)
+            if not (isinstance(row, int) and 0 <= row < len(self._rows)):
+                raise DataError(f"data.curriculum = {self._settings.curriculum!r} picked row {row!r} of {len(self._rows)}")
+            return row
+        epoch, place = divmod(seq, len(self._rows))
+        return int(self._order(epoch)[place]) if self._settings.shuffle else place
 
     def _make_order(self, epoch: int) -> NDArray[np.intp]:
         # Raw PCG64 words are the same in every numpy; `Generator.permutation` does not promise that.

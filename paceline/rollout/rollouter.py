@@ -7,8 +7,10 @@ A group either comes back whole or raises; a failed attempt is never a sample wi
 import asyncio
 import hashlib
 import itertools
+import logging
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pydantic import AliasChoices, Field
 
@@ -19,6 +21,10 @@ from paceline.rollout.engine import RolloutEngine
 from paceline.rollout.environment import Environment, Generate
 from paceline.settings import Settings
 from paceline.types import Completion, Finish, Group, OnSync, Prompt, Request, Sampling, Trajectory
+
+log = logging.getLogger(__name__)
+
+GREEDY = -1  # the attempt index of the greedy answer that some algorithms compare with
 
 
 class RolloutSettings(Settings):
@@ -34,6 +40,8 @@ class RolloutSettings(Settings):
     """Sequences an engine decodes at the same time."""
     generation_timeout: float = Field(120.0, gt=0)
     """Seconds one answer may take, from request to last token."""
+    min_group_size: int | None = Field(None, ge=1)
+    """Attempts that must end in time for a group to count; the late ones are given up. Unset: all of them."""
     max_failed_groups: int = Field(0, ge=0)
     """Groups that may fail (counted, never trained) before the run ends."""
 
@@ -47,6 +55,8 @@ class Rollouter:
         sampling: Sampling,
         *,
         group_size: int,
+        min_group_size: int | None = None,
+        greedy_baseline: bool = False,
         seed: int,
         on_sync: OnSync,
         generation_timeout: float,
@@ -59,6 +69,8 @@ class Rollouter:
         self._reward = reward
         self._sampling = sampling
         self._group_size = group_size
+        self._may_fail = group_size - (min_group_size or group_size)
+        self._greedy_baseline = greedy_baseline
         self._seed = seed
         self._on_sync = on_sync
         self._timeout = generation_timeout
@@ -70,17 +82,27 @@ class Rollouter:
         clock = asyncio.get_running_loop().time
         started = clock()
         engine = self._engines[seq % len(self._engines)]
+        late: list[RolloutError] = []
         try:
-            async with asyncio.TaskGroup() as attempts:
-                tasks = [attempts.create_task(self._attempt(engine, seq, index, prompt)) for index in range(self._group_size)]
+            async with asyncio.TaskGroup() as tasks:
+                started_tasks = [
+                    tasks.create_task(self._attempt(engine, seq, index, prompt, late)) for index in range(self._group_size)
+                ]
+                if self._greedy_baseline:
+                    greedy = tasks.create_task(self._attempt(engine, seq, GREEDY, prompt, late))
         except BaseExceptionGroup as failed:
             raise first_error(failed) from None
-        trajectories = [task.result() for task in tasks]
+        trajectories = [trajectory for task in started_tasks if (trajectory := task.result()) is not None]
+        baseline = greedy.result() if self._greedy_baseline else None
+        rewards = await self._score(prompt, trajectories + ([baseline] if baseline else []))
+        scored = tuple(trajectory.scored(reward) for trajectory, reward in zip(trajectories, rewards, strict=False))
+        return Group(seq, prompt, scored, started, clock(), rewards[-1] if baseline else None)
+
+    async def _score(self, prompt: Prompt, trajectories: list[Trajectory]) -> list[float]:
         rewards = await self._reward.score(prompt, trajectories)
         if len(rewards) != len(trajectories) or not all(math.isfinite(reward) for reward in rewards):
             raise RewardError(f"the reward of prompt {prompt.uid} gave {rewards!r}; expected {len(trajectories)} finite numbers")
-        scored = tuple(trajectory.scored(reward) for trajectory, reward in zip(trajectories, rewards, strict=True))
-        return Group(seq, prompt, scored, started, clock())
+        return rewards
 
     async def pause_rollout(self) -> bool:
         """Admit nothing new and, by `on_sync`, let running generations finish, interrupt them or hold them. Idempotent."""
@@ -104,11 +126,22 @@ class Rollouter:
         self.changed.fire()
         return True
 
-    async def _attempt(self, engine: RolloutEngine, seq: int, index: int, prompt: Prompt) -> Trajectory:
-        return await self._environment.run(prompt, self._generate(engine, seq, index, prompt))
+    async def _attempt(
+        self, engine: RolloutEngine, seq: int, index: int, prompt: Prompt, late: list[RolloutError]
+    ) -> Trajectory | None:
+        """One attempt; None when it failed and the group may go on without it."""
+        try:
+            return await self._environment.run(prompt, self._generate(engine, seq, index, prompt))
+        except RolloutError as error:
+            late.append(error)
+            if len(late) > self._may_fail or index == GREEDY:
+                raise
+            log.warning("group %d goes on without one of its attempts: %s", seq, error)
+            return None
 
     def _generate(self, engine: RolloutEngine, seq: int, index: int, prompt: Prompt) -> Generate:
         turns = itertools.count()
+        sampling = replace(self._sampling, temperature=0.0) if index == GREEDY else self._sampling
 
         async def generate(context: tuple[int, ...]) -> Completion:
             seed = _seed(self._seed, seq, index, next(turns))
@@ -117,7 +150,7 @@ class Rollouter:
                 async with asyncio.timeout(None if self.paused else self._timeout) as deadline:
                     self._deadlines[deadline] = self._timeout
                     while completion is None or completion.finish is Finish.INTERRUPT:
-                        request = Request(f"{seq}.{index}.{next(self._ids)}", context, seed, self._sampling, completion)
+                        request = Request(f"{seq}.{index}.{next(self._ids)}", context, seed, sampling, completion)
                         completion = await engine.generate(request)
             except TimeoutError:
                 raise RolloutError(

@@ -1,0 +1,72 @@
+"""The difficulty hook: rows follow what the model can do, and a continued run remembers it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.data.curriculum import Adaptive
+from paceline.data.prompts import DataSettings, PromptSource
+from paceline.data.tiny import make_tokenizer
+from paceline.errors import ConfigError, DataError
+from paceline.types import Group, Trajectory
+
+OWN = """
+class Hardest:
+    def __init__(self, num_rows, seed):
+        self.worst = 0
+    def pick(self, seq):
+        return self.worst
+    def observe(self, row, rewards):
+        self.worst = row + 1
+    def state(self):
+        return {"worst": self.worst}
+    def load_state(self, state):
+        self.worst = state["worst"]
+
+class Broken(Hardest):
+    def pick(self, seq):
+        return "first"
+
+class Half:
+    def __init__(self, num_rows, seed): ...
+    def pick(self, seq): ...
+"""
+
+
+def make(tmp_path: Path, name: str) -> PromptSource:
+    (tmp_path / "own.py").write_text(OWN)
+    settings = DataSettings(task="copy:3", limit=20, curriculum=name.replace("OWN", str(tmp_path / "own.py")))
+    return PromptSource(settings, make_tokenizer(), 0)
+
+
+def group(source: PromptSource, seq: int, reward: float) -> Group:
+    return Group(seq, source[seq], (Trajectory((), "", reward),), 0.0, 0.0)
+
+
+def test_a_curriculum_of_ones_own_decides_and_its_state_survives(tmp_path: Path) -> None:
+    source = make(tmp_path, "OWN:Hardest")
+    first = source[0]
+    source.observe([group(source, 0, 1.0)])
+    assert source[0].uid != first.uid
+    state: dict[str, Any] = source.state()
+    again = make(tmp_path, "OWN:Hardest")
+    again.load_state(state)
+    assert again[0] == source[0]
+
+
+def test_adaptive_prefers_rows_that_are_sometimes_solved() -> None:
+    curriculum = Adaptive(10, seed=0)
+    for row in range(10):
+        curriculum.observe(row, [0.5, 0.5] if row == 7 else [1.0, 1.0])
+    picks = [curriculum.pick(seq) for seq in range(200)]
+    assert picks.count(7) > 50 and picks == [curriculum.pick(seq) for seq in range(200)]
+
+
+def test_what_is_not_a_curriculum_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="picked row 'first' of 20"):
+        make(tmp_path, "OWN:Broken")[0]
+    with pytest.raises(ConfigError, match="no method 'observe'"):
+        make(tmp_path, "OWN:Half")
+    with pytest.raises(ConfigError, match="use 'adaptive'"):
+        make(tmp_path, "easy")
