@@ -57,7 +57,7 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> "RunConfig":
-        if self.queue.max_queue_size < self.groups_per_step:
+        if self.max_queue_size < self.groups_per_step:
             raise ValueError(
                 f"queue.max_queue_size = {self.queue.max_queue_size} contradicts groups_per_step = {self.groups_per_step}: "
                 f"a queue smaller than one batch can never fill one; raise max_queue_size to at least {self.groups_per_step}"
@@ -77,6 +77,10 @@ class RunConfig(Settings):
                 f"distribution, so answers drawn from a part of it would be learned from with wrong ratios; use top_p = 1 and top_k = 0"
             )
         return self
+
+    @property
+    def max_queue_size(self) -> int:
+        return self.queue.max_queue_size or self.schedule.capacity(self.groups_per_step)
 
 
 # Settings that may differ when a run is continued: they change how long or how it is watched, not what is learned.

@@ -156,7 +156,7 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
             source=inputs.source,
             rollouter=rollouter,
             engines=engines,
-            queue=MessageQueue(config.queue.max_queue_size, config.schedule.max_staleness, changed=changed),
+            queue=MessageQueue(config.max_queue_size, config.schedule.max_staleness, changed=changed),
             admission=Admission(config.schedule.capacity(config.groups_per_step), changed),
             ledger=ledger,
             trainer=trainer,

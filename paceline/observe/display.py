@@ -52,8 +52,9 @@ class Display:
         self._progress.update(self._bar, completed=step)
         self._trained_s += metrics.get("train/busy_s", metrics["time/train_s"])
         self._share("train", self._trained_s)
-        best = groups[0].trajectories[0]
-        self._sample = f"{groups[0].prompt.text.strip()!r} → {best.text.strip()!r}  reward {best.reward:g}"
+        prompt, answer = groups[0].prompt, groups[0].trajectories[0]
+        asked = prompt.row.get("prompt", prompt.text)
+        self._sample = f"{asked!r} → {answer.text.strip()!r}  reward {answer.reward:g}"
         if not self._live and (step <= 3 or step % 10 == 0):
             self._console.print(
                 f"step {step:4d}  reward {metrics['reward/mean']:.3f}  staleness {metrics['staleness/mean']:.1f}"

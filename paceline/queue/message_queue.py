@@ -18,8 +18,8 @@ from paceline.settings import Settings
 
 
 class QueueSettings(Settings):
-    max_queue_size: int = Field(1000, ge=1)
-    """Groups the queue holds; when full, the oldest goes."""
+    max_queue_size: int | None = Field(None, ge=1)
+    """Groups the queue holds; when full, the oldest goes. Unset: all that may be under way, so that none ever has to go."""
 
 
 class DropReason(StrEnum):
