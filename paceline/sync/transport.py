@@ -84,7 +84,7 @@ class WeightBlock:
         return self.checksum()
 
     def checksum(self) -> int:
-        return zlib.crc32(self._bytes.numpy())
+        return zlib.crc32(self._bytes.numpy().data)
 
     def verify(self, weights: Weights) -> None:
         found = self.checksum()

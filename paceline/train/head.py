@@ -37,12 +37,13 @@ class ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, bias, targets, entropy = ctx.saved_tensors
         to_logprobs, to_entropy = upstream
         by_entropy = bool(to_entropy.any())  # an entropy bonus is rare: skip its share of the work
-        d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight)
-        d_bias = None if bias is None else torch.zeros_like(bias)
+        d_hidden = torch.empty_like(hidden)
+        d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None  # a frozen layer costs nothing here
+        d_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
         narrow = weight.to(hidden.dtype)
         for rows in _chunks(len(hidden), ctx.chunk):
             log_p = _log_softmax(hidden[rows], narrow, bias, ctx.temperature)
@@ -56,6 +57,8 @@ class ChunkedLogprobs(torch.autograd.Function):
                 d_bias += d_logits.sum(0)
             d_logits = d_logits.to(hidden.dtype)
             torch.mm(d_logits, narrow, out=d_hidden[rows])
+            if d_weight is None:
+                continue
             if narrow is weight:
                 d_weight.addmm_(d_logits.t(), hidden[rows])
             else:

@@ -8,6 +8,16 @@ from pydantic import Field
 from paceline.settings import Settings
 
 
+class LoraSettings(Settings):
+    """Train small adapters beside the frozen weights. They have no dropout: training must see the policy that sampled."""
+
+    rank: int = Field(16, ge=1)
+    alpha: int = Field(32, ge=1)
+    """What the adapters add to a weight is scaled by alpha / rank."""
+    targets: tuple[str, ...] = ()
+    """Linear layers that get an adapter, for example ["q_proj", "v_proj"]. Unset: all of attention and MLP."""
+
+
 class TrainSettings(Settings):
     learning_rate: float = Field(1e-6, ge=0)
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -24,6 +34,8 @@ class TrainSettings(Settings):
     """Recompute activations in the backward pass: less memory, about a third more work."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What matrix products are computed in. Parameters and optimizer state stay float32."""
+    lora: LoraSettings | None = None
+    """Train adapters only (the actor's; needs the extra "lora"). Unset: all weights. Adapters want a rate about 10 times as high."""
 
     def learning_rate_at(self, step: int, total_steps: int) -> float:
         """The rate of train step `step`, counted from 0."""

@@ -34,6 +34,8 @@ MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
 class SingleDevice:
     """A TrainEngine. `head` says what the model is for: "policy" reads its output layer, "value" adds one of its own."""
 
+    trained_file = MODEL_FILE  # where a checkpoint holds what is trained
+
     def __init__(
         self, model: PreTrainedModel, settings: TrainSettings, temperature: float = 1.0, head: Literal["policy", "value"] = "policy"
     ) -> None:
@@ -46,7 +48,7 @@ class SingleDevice:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self._head: PolicyHead | ValueHead = _policy_head(model, temperature) if head == "policy" else ValueHead(model.config.hidden_size)
         self._head.to(self._device)
-        self._parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self._parameters = self._trained_parameters()
         if isinstance(self._head, ValueHead):
             self._parameters |= {f"value_head.{name}": p for name, p in self._head.linear.named_parameters()}
         self._optimizer = adamw(self._parameters, settings)
@@ -55,6 +57,10 @@ class SingleDevice:
     @property
     def model(self) -> PreTrainedModel:
         return self._model
+
+    def _trained_parameters(self) -> dict[str, nn.Parameter]:
+        """What the optimizer changes, by the names a checkpoint has for it."""
+        return dict(self._model.named_parameters())
 
     # -- forward and backward
 
@@ -133,16 +139,16 @@ class SingleDevice:
             yield name, tensor.detach()
 
     def save(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        (folder / self.trained_file).parent.mkdir(parents=True, exist_ok=True)
         # Copies, because safetensors refuses tensors that share storage, as fused q/k/v views do.
         weights = {name: p.detach().clone(memory_format=torch.contiguous_format) for name, p in self._parameters.items()}
-        save_file(weights, folder / MODEL_FILE, metadata={"format": "pt"})
+        save_file(weights, folder / self.trained_file, metadata={"format": "pt"})
         save_file(optimizer_state(self._optimizer, self._parameters), folder / OPTIMIZER_FILE)
         self._model.config.save_pretrained(folder)
 
     def load(self, folder: Path) -> None:
         try:
-            weights = load_file(folder / MODEL_FILE)
+            weights = load_file(folder / self.trained_file)
             state = load_file(folder / OPTIMIZER_FILE)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot read the trained model in {folder}: {error}") from error
@@ -150,7 +156,9 @@ class SingleDevice:
         saved = {name: tuple(tensor.shape) for name, tensor in weights.items()}
         if own != saved:
             name = min(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
-            raise CheckpointError(f"{folder / MODEL_FILE} is of another model: {name} is {saved.get(name)} there and {own.get(name)} here")
+            raise CheckpointError(
+                f"{folder / self.trained_file} is of another model: {name} is {saved.get(name)} there and {own.get(name)} here"
+            )
         load_optimizer_state(self._optimizer, self._parameters, state)
         with torch.no_grad():
             for name, parameter in self._parameters.items():

@@ -3,7 +3,7 @@ step. Synchronous and driven from one thread; between two calls the weights may 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -124,7 +124,7 @@ class NativeEngine:
         self._waiting.clear()
         return finished + self._release(dict.fromkeys(range(self.running), Finish.INTERRUPT))
 
-    def load(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take over new weights, all or none (SyncError). Running sequences go on with the keys and values they have."""
         self._weights.load(tensors)
         self.set_version(version)

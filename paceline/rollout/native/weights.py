@@ -4,7 +4,7 @@ Nothing is derived from the weights ahead of time, so after an in-place update t
 module's own parameters become views of the fused storage: an optimizer that updates in place updates the engine too.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,23 +77,23 @@ class DecoderWeights:
             raise ModelError(f"{model.config.model_type}: heads rotated only in part are not supported by the native engine; {ELSE}")
         return cls(embedding, layers, norm, head, rotary.inv_freq.float(), float(rotary.attention_scaling), named)
 
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy new values in: all of them, or none if a name or a shape is wrong."""
-        incoming = dict(tensors)
-        tied = self.head is self.embedding
-        if tied:
-            incoming.pop("lm_head.weight", None)  # the embedding under its second name
-        missing, unknown = sorted(self.named.keys() - incoming.keys()), sorted(incoming.keys() - self.named.keys())
+    def load(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
+        """Copy new values in: all of them, or none if a name or a shape is wrong. Of a mapping one tensor at a time is held."""
+        incoming = tensors if isinstance(tensors, Mapping) else dict(tensors)
+        names = set(incoming)
+        if self.head is self.embedding:
+            names.discard("lm_head.weight")  # the embedding under its second name
+        missing, unknown = sorted(self.named.keys() - names), sorted(names - self.named.keys())
         if missing or unknown:
             raise SyncError(
                 f"new weights: {len(missing)} missing {missing[:4]}, {len(unknown)} unknown {unknown[:4]}; send all of the model's"
             )
-        for name, tensor in incoming.items():
-            if tensor.shape != self.named[name].shape:
-                raise SyncError(f"new weights: {name} has shape {tuple(tensor.shape)}, the model has {tuple(self.named[name].shape)}")
+        for name in names:
+            if (shape := incoming[name].shape) != self.named[name].shape:
+                raise SyncError(f"new weights: {name} has shape {tuple(shape)}, the model has {tuple(self.named[name].shape)}")
         with torch.no_grad():
-            for name, tensor in incoming.items():
-                self.named[name].copy_(tensor)
+            for name in names:
+                self.named[name].copy_(incoming[name])
 
 
 class _Taker:
