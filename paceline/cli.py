@@ -30,7 +30,9 @@ def main() -> None:
 @app.command()
 def train(
     recipe: Annotated[Path, typer.Argument(help="A recipe, for example recipes/fully_async.toml", show_default=False)],
-    settings: Annotated[list[str] | None, typer.Argument(help="key=value, for example steps=50 schedule.max_staleness=4", show_default=False)] = None,
+    settings: Annotated[
+        list[str] | None, typer.Argument(help="key=value, for example steps=50 schedule.max_staleness=4", show_default=False)
+    ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over: an existing run folder is moved aside.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the settings, print them all as JSON, and stop.")] = False,
 ) -> None:

@@ -73,7 +73,7 @@ class RunConfig(Settings):
             raise ValueError("rollout.temperature = 0 (greedy) makes all attempts at a prompt equal; set it above 0 to learn")
         if self.rollout.top_p < 1 or self.rollout.top_k > 0:
             raise ValueError(
-                f"rollout.top_p = {self.rollout.top_p:g}, rollout.top_k = {self.rollout.top_k}: the trainer's log-probs are those of the whole "
+                f"rollout.top_p = {self.rollout.top_p:g}, rollout.top_k = {self.rollout.top_k}: the trainer's log-probs are of the whole "
                 f"distribution, so answers drawn from a part of it would be learned from with wrong ratios; use top_p = 1 and top_k = 0"
             )
         return self
@@ -107,7 +107,9 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     except ValidationError as error:
         where = f" in {path}" if path is not None else ""
         lines = [_explain(problem) for problem in error.errors()]
-        raise ConfigError(f"{len(lines)} wrong setting{'s' if len(lines) > 1 else ''}{where}:\n" + "\n".join(f"  {x}" for x in lines)) from None
+        raise ConfigError(
+            f"{len(lines)} wrong setting{'s' if len(lines) > 1 else ''}{where}:\n" + "\n".join(f"  {x}" for x in lines)
+        ) from None
 
 
 def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
@@ -155,7 +157,12 @@ def _section(path: Sequence[str | int]) -> type[BaseModel]:
     model: type[BaseModel] = RunConfig
     for part in path:
         field = model.model_fields.get(str(part))
-        if field and isinstance(field.annotation, type) and get_origin(field.annotation) is None and issubclass(field.annotation, BaseModel):
+        if (
+            field
+            and isinstance(field.annotation, type)
+            and get_origin(field.annotation) is None
+            and issubclass(field.annotation, BaseModel)
+        ):
             model = field.annotation
     return model
 

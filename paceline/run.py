@@ -102,9 +102,7 @@ def load_inputs(config: RunConfig) -> Inputs:
     tokenizer = load_tokenizer(model_path)
     source = PromptSource(config.data, tokenizer, config.seed)
     settings = config.model_dump(mode="json")
-    return Inputs(
-        model_path, tokenizer, source, {"config": settings, "model": model_fingerprint(model_path), "data": source.fingerprint}
-    )
+    return Inputs(model_path, tokenizer, source, {"config": settings, "model": model_fingerprint(model_path), "data": source.fingerprint})
 
 
 async def train(config: RunConfig, make_display: Callable[[int], Observer] | None = None) -> dict[str, Any]:
@@ -134,9 +132,7 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
         changed = Pulse()
         engines = [EngineClient(worker) for worker in workers[Role.ROLLOUT]]
         rollouter = _rollouter(config, inputs, engines, reward, changed)
-        synchronizer = ParameterSynchronizer(
-            await _transport(config, workers), engines, rollouter, config.schedule.on_sync, config.sync
-        )
+        synchronizer = ParameterSynchronizer(await _transport(config, workers), engines, rollouter, config.schedule.on_sync, config.sync)
         await synchronizer.sync_weights(start.step)  # engines serve the checkpoint's weights, and the path is known to work
 
         recorder = Recorder(folder, start.metrics_length, make_display(start.step) if make_display else None)
@@ -168,9 +164,7 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
         await loop.run(start.step)
         recorder.looked([await engine.stats() for engine in engines], 0.0)
         peaks = [await worker.peak_memory() for worker in unique_workers(workers)]
-        summary = recorder.summary(
-            sync_s=synchronizer.seconds, ledger=ledger.counts(), memory_peak_bytes=peak_memory() + sum(peaks)
-        )
+        summary = recorder.summary(sync_s=synchronizer.seconds, ledger=ledger.counts(), memory_peak_bytes=peak_memory() + sum(peaks))
         write_json(folder / "summary.json", summary)
         return summary
 

@@ -5,7 +5,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console, Group as Stack
+from rich.console import Console
+from rich.console import Group as Stack
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -32,10 +33,17 @@ class Display:
         self._tokens_per_s = 0.0
         self._trained_s = 0.0
         self._progress = Progress(
-            TextColumn("step"), BarColumn(bar_width=40), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
+            TextColumn("step"),
+            BarColumn(bar_width=40),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
         )
         self._bar = self._progress.add_task("steps", total=steps, completed=first_step)
-        self._live = Live(get_renderable=self._panel, console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+        self._live = (
+            Live(get_renderable=self._panel, console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+        )
 
     def __enter__(self) -> "Display":
         if self._live:

@@ -4,6 +4,7 @@ A worker's death is an event: pending calls fail at once with WorkerDied, which 
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
@@ -201,10 +202,8 @@ class ProcessWorker(Worker):
 
     async def close(self) -> None:
         self._closing = True
-        try:
+        with contextlib.suppress(OSError):
             self._send(None)
-        except OSError:
-            pass
         try:
             await asyncio.to_thread(self.process.wait, 5)
         except subprocess.TimeoutExpired:

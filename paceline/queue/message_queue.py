@@ -87,7 +87,9 @@ class MessageQueue:
     def put(self, payload: Any, param_version: int, key: int | str | None = None) -> bool:
         """True if the item is in; False if the key was put before. A full queue makes room by dropping its oldest."""
         if self.version is not None and param_version > self.version:
-            raise FutureVersionError(f"sample {key!r} says version {param_version}, but the trainer has only reached version {self.version}")
+            raise FutureVersionError(
+                f"sample {key!r} says version {param_version}, but the trainer has only reached version {self.version}"
+            )
         if key is None:
             self._unnamed += 1
             key = f"unnamed-{self._unnamed}"

@@ -85,9 +85,7 @@ class Rollouter:
         late: list[RolloutError] = []
         try:
             async with asyncio.TaskGroup() as tasks:
-                started_tasks = [
-                    tasks.create_task(self._attempt(engine, seq, index, prompt, late)) for index in range(self._group_size)
-                ]
+                started_tasks = [tasks.create_task(self._attempt(engine, seq, index, prompt, late)) for index in range(self._group_size)]
                 if self._greedy_baseline:
                     greedy = tasks.create_task(self._attempt(engine, seq, GREEDY, prompt, late))
         except BaseExceptionGroup as failed:
@@ -126,9 +124,7 @@ class Rollouter:
         self.changed.fire()
         return True
 
-    async def _attempt(
-        self, engine: RolloutEngine, seq: int, index: int, prompt: Prompt, late: list[RolloutError]
-    ) -> Trajectory | None:
+    async def _attempt(self, engine: RolloutEngine, seq: int, index: int, prompt: Prompt, late: list[RolloutError]) -> Trajectory | None:
         """One attempt; None when it failed and the group may go on without it."""
         try:
             return await self._environment.run(prompt, self._generate(engine, seq, index, prompt))

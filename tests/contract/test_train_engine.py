@@ -154,10 +154,10 @@ def test_the_gradient_is_that_of_the_plain_loss_however_the_batch_is_cut(
         return torch.from_numpy(array[keep])
 
     data = TokenData(
-        torch.zeros(0),
+        torch.from_numpy(np.repeat(np.arange(batch.num_rows), batch.lengths)[keep]),
         pick(LOSS.weights(batch)),
         pick(batch.logprobs),
-        torch.zeros(0),
+        torch.from_numpy(batch.versions[keep]),
         pick(batch.advantages),
         ref_logprobs=pick(batch.ref_logprobs),
     )

@@ -32,7 +32,7 @@ def test_dynamic_sampling_fills_every_batch_exactly_with_groups_that_teach(mode:
 
 def test_when_no_group_ever_teaches_the_run_ends_and_shows_the_rewards() -> None:
     world = World(dynamic_sampling=True, score=lambda _: [0.0] * 5)
-    with pytest.raises(RolloutError, match="151 with reward 0.*too hard, too easy"):
+    with pytest.raises(RolloutError, match=r"151 with reward 0.*too hard, too easy"):
         run_virtual(world.build().run())
 
 

@@ -69,7 +69,7 @@ def test_a_version_from_the_future_is_refused() -> None:
     assert queue.get(1, current_param_version=5) is None
     assert dropped == [("future", DropReason.FUTURE)]
     queue.set_version(5)
-    with pytest.raises(FutureVersionError, match="version 6.*reached version 5"):
+    with pytest.raises(FutureVersionError, match=r"version 6.*reached version 5"):
         queue.put("again", param_version=6)
     with pytest.raises(FutureVersionError, match="went back from 5 to 4"):
         queue.set_version(4)
