@@ -18,6 +18,7 @@ from paceline.errors import DataError
 from paceline.types import Batch, FloatArray
 
 PER_TOKEN = ("tokens", "mask", "logprobs", "versions", "advantages", "returns", "values", "ref_logprobs", "token_rewards")
+LANE_TOKENS = 256  # fewer for each lane are done sooner by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +63,39 @@ def trained_lengths(batch: Batch) -> NDArray[np.int64]:
     return needed
 
 
-def micro_batches(batch: Batch, limit: int, device: torch.device) -> Iterator[MicroBatch]:
+def micro_batches(batch: Batch, limit: int, device: torch.device, lanes: int = 1) -> Iterator[MicroBatch]:
     """Cut a batch into micro-batches of at most `limit` tokens each; a longer row goes alone.
 
-    Rows of like length go together, so that the rectangle attention works on has little padding; padding counts.
+    Rows of like length go together, so that the rectangle attention works on has little padding; padding counts. All are about
+    the same size, and enough for `lanes` that work side by side, unless too small to be worth it.
     """
     needed = trained_lengths(batch)
     order = np.argsort(-needed, kind="stable")
     order = order[needed[order] > 0]
     start = 0
-    while start < len(order):
-        count = max(1, limit // int(needed[order[start]]))
+    for count in _balanced(needed[order].tolist(), limit, lanes):
         yield _micro_batch(batch, order[start : start + count], needed, device)
         start += count
+
+
+def _balanced(lengths: list[int], limit: int, lanes: int) -> list[int]:
+    """Rows per micro-batch: the smallest limit that still cuts `lengths` (longest first) into as few micro-batches, counted in
+    multiples of `lanes`."""
+    lanes = max(1, min(lanes, sum(lengths) // LANE_TOKENS))
+    most = -(-len(_cut(lengths, limit)) // lanes) * lanes
+    low, high = 0, limit  # `high` always does
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_cut(lengths, middle)) <= most else (middle, high)
+    return _cut(lengths, high)
+
+
+def _cut(lengths: list[int], limit: int) -> list[int]:
+    counts, start = [], 0
+    while start < len(lengths):
+        counts.append(min(len(lengths) - start, max(1, limit // lengths[start])))
+        start += counts[-1]
+    return counts
 
 
 def _micro_batch(batch: Batch, rows: NDArray[np.int64], needed: NDArray[np.int64], device: torch.device) -> MicroBatch:

@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from paceline.algo.loss import LossFn, TokenOutputs
+from paceline.algo.loss import LossFn, LossTerms, TokenOutputs
 from paceline.errors import CheckpointError, DataError, ModelError
 from paceline.train.attention import PACKED
 from paceline.train.head import PolicyHead, ValueHead
+from paceline.train.lanes import Lanes
 from paceline.train.optimizer import adamw, clip_gradients, load_optimizer_state, optimizer_state
 from paceline.train.packing import MicroBatch, micro_batches, token_data
 from paceline.train.settings import TrainSettings
@@ -52,6 +53,7 @@ class SingleDevice:
         if isinstance(self._head, ValueHead):
             self._parameters |= {f"value_head.{name}": p for name, p in self._head.linear.named_parameters()}
         self._optimizer = adamw(self._parameters, settings)
+        self._lanes = Lanes(torch.get_num_threads() if self._device.type == "cpu" else 1)
         self._check_model()
 
     @property
@@ -79,11 +81,16 @@ class SingleDevice:
         if trained == 0:
             raise DataError(f"a batch of {batch.num_rows} rows and {batch.num_tokens} tokens has no trained token: its mask is empty")
         weights = loss_fn.weights(batch)
+        parameters = list(self._parameters.values())
         sums: dict[str, float] = {"loss": 0.0}
         maxima: dict[str, float] = {}
-        for micro in self._micro_batches(batch):
+
+        def gradient(micro: MicroBatch) -> tuple[LossTerms, tuple[Tensor | None, ...]]:
             terms = loss_fn(self._forward(micro), token_data(batch, micro, weights))
-            terms.loss.backward()
+            return terms, torch.autograd.grad(terms.loss, parameters, allow_unused=True)
+
+        for terms, parts in self._lanes.map(gradient, self._micro_batches(batch)):
+            _add_gradient(parameters, parts)
             sums["loss"] += float(terms.loss.detach()) * trained
             for name, value in terms.sums.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
@@ -92,7 +99,7 @@ class SingleDevice:
         return {name: total / trained for name, total in sums.items()} | maxima
 
     def _micro_batches(self, batch: Batch) -> Iterator[MicroBatch]:
-        return micro_batches(batch, self._settings.micro_batch_tokens, self._device)
+        return micro_batches(batch, self._settings.micro_batch_tokens, self._device, self._lanes.count)
 
     def _forward(self, micro: MicroBatch) -> TokenOutputs:
         # transformers recomputes activations only in train mode; without dropout the two modes are the same function.
@@ -112,11 +119,14 @@ class SingleDevice:
         outputs: TokenOutputs = self._head(hidden, micro.targets)
         return outputs
 
-    @torch.no_grad()
     def _read(self, batch: Batch, name: Literal["logprobs", "values"]) -> FloatArray:
+        @torch.no_grad()
+        def read(micro: MicroBatch) -> tuple[MicroBatch, FloatArray]:
+            return micro, getattr(self._forward(micro), name).float().cpu().numpy()
+
         result = np.zeros(batch.num_tokens, np.float32)
-        for micro in self._micro_batches(batch):
-            result[micro.flat] = getattr(self._forward(micro), name).float().cpu().numpy()
+        for micro, values in self._lanes.map(read, self._micro_batches(batch)):
+            result[micro.flat] = values
         return result
 
     # -- update
@@ -190,6 +200,14 @@ class SingleDevice:
                 f"{type(self._model).__name__} cannot be trained packed: its log-probs differ by {gap:.2g} from its own plain forward. "
                 "Supported are plain decoders (Llama, Qwen2, Qwen3 and their like) without capped or scaled logits"
             )
+
+
+def _add_gradient(parameters: list[nn.Parameter], parts: tuple[Tensor | None, ...]) -> None:
+    for parameter, part in zip(parameters, parts, strict=True):
+        if part is not None and parameter.grad is None:
+            parameter.grad = part
+        elif part is not None and parameter.grad is not None:
+            parameter.grad.add_(part)
 
 
 _NO_MASK = torch.zeros(1, 1, 1, 1)  # a ready-made 4-d mask keeps transformers from building a [T, T] one; ours ignores it
