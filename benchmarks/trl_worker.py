@@ -1,0 +1,63 @@
+"""TRL's GRPOTrainer on CPU, started by vs_trl.py in TRL's own interpreter (see install_trl.sh): one JSON job on the command line,
+one JSON line out. `reward` is what both sides are scored with.
+
+Set up for speed: one batch of 64, no gradient checkpointing, float32 (bfloat16 is slower on CPU), SDPA attention, fused AdamW,
+no reference model, nothing logged, evaluated or saved.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+
+def reward(answer: str, row: Mapping[str, Any]) -> float:
+    """The share of digits: cheap, and different for every answer of a random model."""
+    return sum(character.isdigit() for character in answer) / max(1, len(answer))
+
+
+def train(job: dict[str, Any]) -> dict[str, Any]:
+    import torch
+    import transformers
+    import trl
+    from datasets import load_dataset, logging
+    from transformers import TrainerCallback
+
+    torch.set_num_threads(job["threads"])
+    logging.disable_progress_bar()
+    tokens: list[int] = []
+    ends: list[float] = []
+
+    def score(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        tokens.append(sum(len(ids) for ids in completion_ids))
+        return [reward(answer, {}) for answer in completions]
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            ends.append(time.perf_counter())
+
+    rows = job["groups"] * job["group_size"]
+    config = trl.GRPOConfig(
+        output_dir=job["folder"], max_steps=job["steps"], learning_rate=1e-6, lr_scheduler_type="constant", weight_decay=0.0, seed=0,
+        per_device_train_batch_size=rows, gradient_accumulation_steps=1, steps_per_generation=1, num_iterations=1,
+        num_generations=job["group_size"], max_completion_length=job["new_tokens"], temperature=1.0, top_p=1.0, top_k=0, beta=0.0,
+        max_grad_norm=1.0, optim="adamw_torch_fused", gradient_checkpointing=False, bf16=False, use_cpu=True, disable_dropout=True,
+        model_init_kwargs={"dtype": "float32", "attn_implementation": "sdpa"}, use_vllm=False, cache_implementation=job["cache"],
+        use_transformers_continuous_batching=job["continuous"], dataloader_num_workers=0, dataloader_pin_memory=False, report_to="none",
+        logging_strategy="no", save_strategy="no", eval_strategy="no", disable_tqdm=True, log_completions=False,
+    )  # fmt: skip
+    dataset = load_dataset("json", data_files=job["prompts"], split="train", cache_dir=job["folder"])
+    trainer = trl.GRPOTrainer(job["model"], reward_funcs=score, args=config, train_dataset=dataset, callbacks=[Clock()])
+    trainer.train()
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__}
+    seconds = [after - before for before, after in pairwise(ends)]
+    return {"versions": versions, "seconds": seconds, "tokens": tokens[1:]}
+
+
+if __name__ == "__main__":
+    answer = os.fdopen(os.dup(1), "w")  # the trainer prints to stdout: keep the real one for ourselves
+    os.dup2(2, 1)
+    print(json.dumps(train(json.loads(sys.argv[1]))), file=answer)

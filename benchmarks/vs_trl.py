@@ -1,0 +1,170 @@
+"""One GRPO step, 8 prompts x 8 answers of up to 64 tokens, 0.8M-parameter Qwen2 shape, 2 CPU threads: Paceline against TRL.
+
+    python benchmarks/vs_trl.py [--quick] [--trl-python .venv-trl/bin/python]
+
+The TRL interpreter is made by benchmarks/install_trl.sh. Both sides get the same weights, tokenizer, prompts, reward, token limit
+and end-of-answer token, float32, one optimizer update per batch, no extra pass for log-probs (TRL takes the training pass's own,
+Paceline the engine's), no reference model, no checkpoints between steps. Contenders take turns; the figure is the median over
+the rounds of the median step in steady state. Tokens generated per step are printed to show that the work is the same.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.models import bench_model  # noqa: E402
+from paceline.config import load_config  # noqa: E402
+from paceline.run import train  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "vs_trl.json"
+WORKER = ROOT / "benchmarks" / "trl_worker.py"
+GROUPS, GROUP_SIZE, NEW_TOKENS, THREADS, WARM_UP = 8, 8, 64, 2, 4
+MODES = {
+    "Paceline, hybrid sync": ["schedule.max_staleness=0"],
+    "Paceline, fully async": ["placement.actor=train", "placement.rollout=rollout", "schedule.max_staleness=2", "schedule.on_sync=swap"],
+}
+TRL = "TRL GRPOTrainer"
+Run = dict[str, Any]  # seconds and tokens of every step after the warm-up, and what else is known
+
+
+def write_prompts(path: Path) -> None:
+    """16 tokens each, one per character and one to begin."""
+    digits = random.Random(0)
+    rows = ["reverse " + "".join(digits.choices("0123456789", k=7)) for _ in range(1024)]
+    path.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
+
+
+def run_paceline(folder: Path, name: str, settings: list[str], steps: int) -> Run:
+    run_dir = folder / name
+    common = [
+        f"model={folder / 'model'}", f"run_dir={run_dir}", f"steps={steps}", f"groups_per_step={GROUPS}", f"group_size={GROUP_SIZE}",
+        f"data.path={folder / 'prompts.jsonl'}", "data.max_prompt_length=16", f"rollout.max_response_length={NEW_TOKENS}",
+        f"rollout.slots={GROUPS * GROUP_SIZE}", f"reward.function={WORKER}:reward", "train.learning_rate=1e-6", "save_every=0",
+    ]  # fmt: skip
+    summary = asyncio.run(train(load_config(None, [*common, *settings])))
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    ends = [row["wall_time_s"] for row in rows]
+    return {
+        "seconds": [after - before for before, after in pairwise(ends)][WARM_UP:],
+        "tokens": [row["rollout/tokens"] for row in rows][WARM_UP + 1 :],
+        "train_s": statistics.median(row["train/busy_s"] for row in rows[WARM_UP + 1 :]),
+        "staleness_max": summary["staleness_max"],
+    }
+
+
+def run_trl(python: Path, folder: Path, steps: int, cache: str | None = None, continuous: bool = False) -> Run:
+    job = {
+        "model": str(folder / "model"), "prompts": str(folder / "prompts.jsonl"), "folder": str(folder / "trl"), "steps": steps,
+        "groups": GROUPS, "group_size": GROUP_SIZE, "new_tokens": NEW_TOKENS, "threads": THREADS, "cache": cache, "continuous": continuous,
+    }  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS), "TOKENIZERS_PARALLELISM": "false"}
+    found = subprocess.run([str(python), str(WORKER), json.dumps(job)], capture_output=True, text=True, env=environment)
+    if found.returncode:
+        sys.exit(f"TRL ended with code {found.returncode}:\n{found.stderr[-2000:]}")
+    run: Run = json.loads(found.stdout)
+    return run | {"seconds": run["seconds"][WARM_UP:], "tokens": run["tokens"][WARM_UP:]}
+
+
+def settle(limit_s: float = 20.0) -> None:
+    """Wait, but not for ever, until the machine is quiet: two threads that take turns with others measure the others."""
+    ends = time.monotonic() + limit_s
+    while psutil.cpu_percent(0.5) > 15 and time.monotonic() < ends:
+        pass
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[Run]]:
+    runs: dict[str, list[Run]] = {}
+    steps = WARM_UP + (10 if options.quick else 30)
+    for turn in range(1 if options.quick else 5):
+        for name, settings in MODES.items():
+            settle()
+            runs.setdefault(name, []).append(run_paceline(folder, f"{name}-{turn}", settings, steps))
+        settle()
+        runs.setdefault(TRL, []).append(run_trl(options.trl_python, folder, steps))
+        settle()
+        runs.setdefault(f"{TRL}, static cache", []).append(run_trl(options.trl_python, folder, steps, cache="static"))
+    settle()
+    few = WARM_UP + 4  # it is several times slower, so a few steps say enough
+    runs[f"{TRL}, continuous batching"] = [run_trl(options.trl_python, folder, few, continuous=True)]
+    return runs
+
+
+def summarize(runs: dict[str, list[Run]], command: str) -> dict[str, Any]:
+    contenders = {
+        name: {
+            "step_s": statistics.median(statistics.median(run["seconds"]) for run in found),
+            "step_s_best_round": min(statistics.median(run["seconds"]) for run in found),
+            "tokens_per_step": statistics.mean(tokens for run in found for tokens in run["tokens"]),
+            "rounds_step_s": [round(statistics.median(run["seconds"]), 4) for run in found],
+        }
+        | {key: statistics.median(run[key] for run in found) for key in ("train_s", "staleness_max") if key in found[0]}
+        for name, found in runs.items()
+    }
+    best_trl = min(figures["step_s"] for name, figures in contenders.items() if name.startswith(TRL))
+    for figures in contenders.values():
+        figures["times_faster_than_best_trl"] = best_trl / figures["step_s"]
+    own = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
+    return {
+        "command": command,
+        "work": f"{GROUPS} prompts x {GROUP_SIZE} answers of up to {NEW_TOKENS} tokens, one update; 0.8M-parameter Qwen2 shape, float32",
+        "machine": f"{os.cpu_count()} cores, {THREADS} threads, {platform.machine()}, load at the end {os.getloadavg()[0]:.1f}",
+        "versions": {"paceline side": own, "trl side": runs[TRL][0]["versions"]},
+        "contenders": contenders,
+    }
+
+
+def show(report: dict[str, Any]) -> None:
+    table = Table(title=report["work"])
+    for column in ("contender", "step s", "steps/s", "against best TRL", "tokens/step", "best round s"):
+        table.add_column(column, justify="left" if column == "contender" else "right")
+    for name, f in report["contenders"].items():
+        table.add_row(
+            name, f"{f['step_s']:.3f}", f"{1 / f['step_s']:.2f}", f"{f['times_faster_than_best_trl']:.2f}x", f"{f['tokens_per_step']:.0f}",
+            f"{f['step_s_best_round']:.3f}",
+        )  # fmt: skip
+    Console(width=130).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one short round, nothing written")
+    parser.add_argument("--trl-python", type=Path, default=ROOT / ".venv-trl" / "bin" / "python")
+    options = parser.parse_args()
+    if not options.trl_python.exists():
+        sys.exit(f"{options.trl_python} does not exist: run benchmarks/install_trl.sh first, or pass --trl-python")
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(THREADS)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        bench_model(folder / "model")
+        write_prompts(folder / "prompts.jsonl")
+        runs = measure(options, folder)
+    report = summarize(runs, " ".join(["python", *sys.argv]))
+    show(report)
+    if not options.quick:
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
