@@ -4,13 +4,16 @@ A loss is `sum(weight * loss of token)`, with the weights computed once over the
 how the batch is cut into micro-batches or spread over ranks, and those parts can simply be added.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.algo.correction import importance_weights, interpolated, off_policy_measures
+from paceline.algo.kl import k3, kl_loss
+from paceline.algo.objective import objective
 from paceline.algo.settings import Aggregation, AlgorithmSettings
 from paceline.errors import ConfigError
 from paceline.types import Batch, FloatArray
@@ -66,30 +69,10 @@ def token_weights(batch: Batch, aggregation: Aggregation, constant_length: int |
     elif aggregation == "sequence":
         weight = 1.0 / (rows * np.maximum(per_row, 1)[row])
     else:
-        assert constant_length is not None  # AlgorithmSettings sees to it
+        if constant_length is None:
+            raise ConfigError("aggregation = 'constant' needs a length to divide by: set algorithm.constant_length")
         weight = np.full(batch.num_tokens, 1.0 / (rows * constant_length))
     return np.where(batch.mask, weight, 0.0).astype(np.float32)
-
-
-def clipped_objective(
-    log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
-) -> tuple[Tensor, Tensor]:
-    """PPO's loss of each token, and where the clip took its gradient away."""
-    ratio = log_ratio.exp()
-    plain = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss, cut = torch.maximum(plain, clipped), clipped > plain
-    if dual_clip is not None:
-        bound = -advantages * dual_clip
-        over = (advantages < 0) & (loss > bound)
-        loss, cut = torch.where(over, bound, loss), cut | over
-    return loss, cut
-
-
-def k3(logprobs: Tensor, other: Tensor) -> Tensor:
-    """Per-token estimate of KL(policy || other) from tokens the policy sampled: unbiased, never negative."""
-    difference = other - logprobs
-    return difference.exp() - 1 - difference
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
@@ -102,46 +85,54 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
     return torch.maximum(plain, clipped), clipped > plain
 
 
-def truncate_importance(batch: Batch, proximal: FloatArray, cap: float) -> Batch:
-    """The batch as if sampled by the trainer's own policy at the start of the step, each token weighted by
-    min(proximal / sampler, cap). The weight goes into the advantage: the clipped loss scales with it exactly."""
-    assert batch.advantages is not None
-    weight = np.minimum(np.exp(np.where(batch.mask, proximal - batch.logprobs, 0.0)), cap)
-    return replace(batch, logprobs=proximal, advantages=(batch.advantages * weight).astype(np.float32))
-
-
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """PPO-clip with optional KL to the reference and entropy bonus."""
+    """The policy objective with its off-policy correction, KL to the reference and entropy bonus."""
 
     settings: AlgorithmSettings
+    step: int = 0  # also the policy version of fresh tokens
+    kl_coef: float | None = None  # in place of the settings' when it is being adapted
+    max_length: int | None = None  # what the constant aggregation divides by when the settings do not say
+    corrected: bool = False  # log-probs are already the proximal policy's and advantages carry the weights
 
     def weights(self, batch: Batch) -> FloatArray:
-        return token_weights(batch, self.settings.aggregation, self.settings.constant_length)
+        return token_weights(batch, self.settings.aggregation, self.settings.constant_length or self.max_length)
 
     def __call__(self, outputs: TokenOutputs, data: TokenData) -> LossTerms:
         s = self.settings
         assert outputs.logprobs is not None and outputs.entropy is not None and data.advantages is not None
-        log_ratio = outputs.logprobs - data.logprobs
-        loss, cut = clipped_objective(log_ratio, data.advantages, s.clip_low, s.clip_high, s.dual_clip)
-        detached = log_ratio.detach()
-        ratio = detached.exp()
-        sums = {
+        current = outputs.logprobs.detach()
+        sums, maxima = ({}, {}) if self.corrected else off_policy_measures(current - data.logprobs, data.versions == self.step)
+        anchor, advantages = data.logprobs, data.advantages
+        if not self.corrected and s.proximal != "behaviour":
+            # With one update per step the policy at its start is the current one, so recomputing it costs nothing.
+            anchor = current if s.proximal == "recomputed" else interpolated(current, anchor, data.versions, self.step)
+            weights = importance_weights(anchor - data.logprobs, data.rows, s)
+            advantages = advantages * weights.values
+            sums |= {"masked_share": weights.masked.sum(), "truncated_share": weights.truncated.sum()}
+        loss, cut = objective(outputs.logprobs, anchor, advantages, data.rows, s)
+        ratio = (current - anchor).exp()
+        sums |= {
             "entropy": outputs.entropy.detach().sum(),
-            "kl": k3(torch.zeros_like(detached), detached).sum(),  # from the policy that sampled to this one
+            "kl": k3(anchor, current).sum(),  # how far this step has come
             "ratio_mean": ratio.sum(),
             "clip_share": cut.sum(),
-            "logprob_gap_mean": detached.abs().sum(),
         }
-        if s.kl_coef > 0:
-            if data.ref_logprobs is None:
-                raise ConfigError(f"kl_coef = {s.kl_coef} needs reference log-probs, but the batch has none: add a reference role")
-            to_reference = k3(outputs.logprobs, data.ref_logprobs)
-            loss = loss + s.kl_coef * to_reference
-            sums["kl_reference"] = to_reference.detach().sum()
+        loss = loss + self._kl_term(outputs.logprobs, data, sums)
         if s.entropy_coef != 0:
             loss = loss - s.entropy_coef * outputs.entropy
-        return LossTerms((loss * data.weights).sum(), sums, {"ratio_max": ratio.max(), "logprob_gap_max": detached.abs().max()})
+        return LossTerms((loss * data.weights).sum(), sums, maxima | {"ratio_max": ratio.max()})
+
+    def _kl_term(self, logprobs: Tensor, data: TokenData, sums: dict[str, Tensor]) -> Tensor | float:
+        """The reference's part of the loss; its distance is measured wherever the KL is placed."""
+        coefficient = self.settings.kl_coef if self.kl_coef is None else self.kl_coef
+        if data.ref_logprobs is not None:
+            sums["kl_reference"] = k3(logprobs.detach(), data.ref_logprobs).sum()
+        if coefficient == 0 or self.settings.kl_placement == "reward":
+            return 0.0
+        if data.ref_logprobs is None:
+            raise ConfigError(f"kl_coef = {coefficient} needs reference log-probs, but the batch has none: add a reference role")
+        return coefficient * kl_loss(logprobs, data.ref_logprobs, self.settings.kl_estimator)
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ class Recorder:
             return float(np.mean([row[name] for row in rows])) if rows else 0.0
 
         def total(name: str) -> float:
-            return sum(row[name] for row in rows)
+            return sum(row.get(name, 0.0) for row in rows)
 
         return {
             "steps": len(rewards),

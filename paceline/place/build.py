@@ -35,7 +35,7 @@ def _actor(config: RunConfig, model_path: str) -> tuple[Any, Any]:
 
     model = load_model(model_path)  # float32 whatever train.dtype says: that is the type of the products, not of what is learned
     engine = SingleDevice(model, config.train, temperature=config.rollout.temperature)
-    return ActorService(Actor(engine, config.algorithm, config.train, config.steps)), model
+    return ActorService(Actor(engine, config.algorithm, config.train, config.steps, config.rollout.max_response_length)), model
 
 
 def _critic(config: RunConfig, model_path: str) -> Any:

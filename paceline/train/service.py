@@ -43,10 +43,10 @@ class ActorService:
         self._actor = actor
         self._block: WeightBlock | None = None
 
-    def update(self, batch: Batch, step: int) -> dict[str, float]:
+    def update(self, batch: Batch, step: int, kl_coef: float | None = None) -> dict[str, float]:
         busy = BusyClock()
         with busy:
-            metrics = self._actor.update(batch, step)
+            metrics = self._actor.update(batch, step, kl_coef)
         return {f"train/{name}": value for name, value in metrics.items()} | {"train/busy_s": busy.seconds}
 
     def save(self, folder: str) -> None:

@@ -1,4 +1,4 @@
-"""One train step, seen from the controller: values, advantages, then actor and critic update at the same time.
+"""One train step, seen from the controller: values, rewards, advantages, then actor and critic update at the same time.
 
 Knows the algorithm and who plays which role; knows nothing of back ends or schedules.
 """
@@ -6,9 +6,15 @@ Knows the algorithm and who plays which role; knows nothing of back ends or sche
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from paceline.algo.advantage import advantages
+from paceline.algo.health import Health
+from paceline.algo.kl import adapted
 from paceline.algo.settings import AlgorithmSettings
+from paceline.algo.shaping import shape_rewards
 from paceline.errors import StalledError
 from paceline.place.local import Worker
 from paceline.types import Batch, Role
@@ -16,33 +22,61 @@ from paceline.types import Batch, Role
 
 class Trainer:
     def __init__(
-        self, actor: Worker, algorithm: AlgorithmSettings, step_timeout_s: float, critic: Worker | None = None, ref: Worker | None = None
+        self,
+        actor: Worker,
+        algorithm: AlgorithmSettings,
+        step_timeout_s: float,
+        critic: Worker | None = None,
+        ref: Worker | None = None,
+        max_length: int | None = None,
     ) -> None:
+        """`max_length` is the longest answer that can be generated."""
         self._actor = actor
         self._critic = critic
         self._ref = ref
         self._algorithm = algorithm
         self._timeout = step_timeout_s
+        self._max_length = max_length
+        self._kl_coef = algorithm.kl_coef
+        self._health = Health()
 
     async def step(self, batch: Batch, step: int) -> dict[str, float]:
         """Train on the batch; afterwards the actor's version is step + 1."""
         try:
             async with asyncio.timeout(self._timeout):
-                return await self._step(batch, step)
+                metrics = await self._step(batch, step)
         except TimeoutError:
             raise StalledError(f"train step {step} took longer than step_timeout_s = {self._timeout:g} s") from None
+        if self._algorithm.kl_coef > 0:
+            metrics["train/kl_coef"] = self._kl_coef
+        if self._algorithm.kl_target is not None and "train/kl_reference" in metrics:
+            self._kl_coef = adapted(self._kl_coef, metrics["train/kl_reference"], self._algorithm.kl_target)
+        self._health.look(metrics, step)
+        return metrics
 
     async def _step(self, batch: Batch, step: int) -> dict[str, float]:
         asked = [self._critic.call(Role.CRITIC, "values", batch)] if self._critic else []
         asked += [self._ref.call(Role.REF, "logprobs", batch)] if self._ref else []
         answers = await asyncio.gather(*asked)
         batch = replace(batch, ref_logprobs=answers[-1] if self._ref else None)
+        batch = shape_rewards(batch, self._algorithm, self._max_length, self._kl_coef)
         batch = advantages(batch, self._algorithm, answers[0] if self._critic else None)
-        updates = [self._actor.start_call(Role.ACTOR, "update", batch, step)]
-        if self._critic:
+        updates = []
+        if step >= self._algorithm.critic_warmup:
+            updates.append(self._actor.start_call(Role.ACTOR, "update", batch, step, self._kl_coef))
+        if self._critic and batch.mask.any():
             updates.append(self._critic.start_call(Role.CRITIC, "update", batch, step))
         results = await asyncio.gather(*updates)
-        return {name: value for metrics in results for name, value in metrics.items()}
+        return advantage_metrics(batch) | {name: value for metrics in results for name, value in metrics.items()}
+
+    # -- what a checkpoint keeps
+
+    def state(self) -> dict[str, Any]:
+        """What the trainer itself has learned, apart from the workers' weights."""
+        return {"kl_coef": self._kl_coef}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._kl_coef = float(state["kl_coef"])
 
     async def save(self, folder: Path) -> None:
         for role, worker in self._workers():
@@ -55,3 +89,16 @@ class Trainer:
 
     def _workers(self) -> list[tuple[Role, Worker]]:
         return [(Role.ACTOR, self._actor)] + ([(Role.CRITIC, self._critic)] if self._critic else [])
+
+
+def advantage_metrics(batch: Batch) -> dict[str, float]:
+    """Over trained tokens. Zero means too small to teach: rounding leaves near-zeros where rewards are equal."""
+    assert batch.advantages is not None
+    trained = batch.advantages[batch.mask].astype(np.float64)
+    if not len(trained):
+        return {}
+    return {
+        "train/advantage_mean": float(trained.mean()),
+        "train/advantage_std": float(trained.std()),
+        "train/advantage_zero_share": float((np.abs(trained) < 1e-6).mean()),
+    }

@@ -6,10 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
-from paceline.algo.loss import PolicyLoss, TokenData, TokenOutputs, ValueLoss, clipped_objective, token_weights, truncate_importance
+from paceline.algo.loss import PolicyLoss, TokenData, TokenOutputs, ValueLoss, token_weights
 from paceline.algo.settings import AlgorithmSettings
 from paceline.errors import ConfigError
 from paceline.types import Batch
@@ -43,15 +42,14 @@ def data(t: dict[str, Tensor]) -> TokenData:
     return TokenData(rows, t["weights"], t["old"], versions, t["advantages"], t["returns"], t["old_values"], t["ref"])
 
 
-def plain_policy_loss(t: dict[str, Tensor], s: AlgorithmSettings) -> float:
+def plain_policy_loss(t: dict[str, Tensor], s: AlgorithmSettings, kl_coef: float) -> float:
     total = 0.0
     for i in range(TOKENS):
         ratio, advantage = math.exp(t["new"][i] - t["old"][i]), float(t["advantages"][i])
         objective = min(ratio * advantage, min(max(ratio, 1 - s.clip_low), 1 + s.clip_high) * advantage)
-        if s.dual_clip is not None and advantage < 0:
-            objective = max(objective, s.dual_clip * advantage)
-        to_reference = math.exp(t["ref"][i] - t["new"][i]) - 1 - float(t["ref"][i] - t["new"][i])
-        total += float(t["weights"][i]) * (-objective + s.kl_coef * to_reference - s.entropy_coef * float(t["entropy"][i]))
+        d = float(t["new"][i] - t["ref"][i])
+        to_reference = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[s.kl_estimator]
+        total += float(t["weights"][i]) * (-objective + kl_coef * to_reference - s.entropy_coef * float(t["entropy"][i]))
     return total
 
 
@@ -59,15 +57,16 @@ def plain_policy_loss(t: dict[str, Tensor], s: AlgorithmSettings) -> float:
     "settings",
     [
         AlgorithmSettings(),
-        AlgorithmSettings(clip_low=0.2, clip_high=0.28),
-        AlgorithmSettings(dual_clip=3.0),
-        AlgorithmSettings(dual_clip=1.5, kl_coef=0.3, entropy_coef=0.05),
+        AlgorithmSettings(kl_coef=0.3, entropy_coef=0.05),
+        AlgorithmSettings(kl_coef=0.3, kl_estimator="k2"),
     ],
 )
-def test_the_policy_loss_is_the_clipped_objective_token_by_token(settings: AlgorithmSettings) -> None:
+def test_the_policy_loss_is_the_objective_plus_kl_minus_entropy_weighted_by_token(settings: AlgorithmSettings) -> None:
     t = tensors()
-    terms = PolicyLoss(settings)(TokenOutputs(logprobs=t["new"], entropy=t["entropy"]), data(t))
-    assert float(terms.loss) == pytest.approx(plain_policy_loss(t, settings), abs=1e-10)
+    outputs = TokenOutputs(logprobs=t["new"], entropy=t["entropy"])
+    assert float(PolicyLoss(settings)(outputs, data(t)).loss) == pytest.approx(plain_policy_loss(t, settings, settings.kl_coef), abs=1e-10)
+    adapted = PolicyLoss(settings, kl_coef=0.7)(outputs, data(t)).loss
+    assert float(adapted) == pytest.approx(plain_policy_loss(t, settings, 0.7), abs=1e-10)
 
     def loss(new: Tensor, entropy: Tensor) -> Tensor:
         return PolicyLoss(settings)(TokenOutputs(logprobs=new, entropy=entropy), data(t)).loss
@@ -75,9 +74,34 @@ def test_the_policy_loss_is_the_clipped_objective_token_by_token(settings: Algor
     assert torch.autograd.gradcheck(loss, (t["new"].requires_grad_(), t["entropy"].requires_grad_()))
 
 
+def test_kl_in_the_reward_is_not_in_the_loss_but_is_measured() -> None:
+    t = tensors()
+    settings = AlgorithmSettings(kl_coef=0.3, kl_placement="reward")
+    terms = PolicyLoss(settings)(TokenOutputs(logprobs=t["new"], entropy=t["entropy"]), data(t))
+    assert float(terms.loss) == pytest.approx(plain_policy_loss(t, settings, 0.0), abs=1e-10)
+    assert float(terms.sums["kl_reference"]) == pytest.approx(sum(math.exp(-d) - 1 + d for d in (t["new"] - t["ref"]).tolist()))
+
+
+@pytest.mark.parametrize("proximal", ["recomputed", "interpolated"])
+def test_a_decoupled_loss_weighs_by_proximal_over_sampler_and_clips_by_current_over_proximal(proximal: str) -> None:
+    t, step = tensors(), 3
+    settings = AlgorithmSettings.model_validate({"proximal": proximal, "correction_range": (0.0, 1.5), "clip_low": 0.05, "clip_high": 0.1})
+    versions = torch.arange(TOKENS, dtype=torch.int32) % 4
+    terms = PolicyLoss(settings, step)(TokenOutputs(t["new"], t["entropy"]), replace(data(t), versions=versions))
+    total = 0.0
+    for i in range(TOKENS):
+        staleness, new, old = step - int(versions[i]), float(t["new"][i]), float(t["old"][i])
+        anchor = new if proximal == "recomputed" else old + staleness / (staleness + 1) * (new - old)
+        ratio, advantage = math.exp(new - anchor), float(t["advantages"][i]) * min(math.exp(anchor - old), 1.5)
+        total -= float(t["weights"][i]) * min(ratio * advantage, min(max(ratio, 0.95), 1.1) * advantage)
+    assert float(terms.loss) == pytest.approx(total, abs=1e-10)
+    assert 0 < terms.sums["truncated_share"] < TOKENS and terms.sums["masked_share"] == 0
+
+
 def test_diagnostics_are_what_they_are_called() -> None:
     t = tensors()
-    terms = PolicyLoss(AlgorithmSettings(clip_low=0.2, clip_high=0.3))(TokenOutputs(logprobs=t["new"], entropy=t["entropy"]), data(t))
+    given = replace(data(t), versions=torch.arange(TOKENS) % 2)
+    terms = PolicyLoss(AlgorithmSettings(clip_high=0.3), step=1)(TokenOutputs(logprobs=t["new"], entropy=t["entropy"]), given)
     log_ratio = [float(a - b) for a, b in zip(t["new"], t["old"], strict=True)]
     ratio = [math.exp(x) for x in log_ratio]
     cut = [(r > 1.3 and a > 0) or (r < 0.8 and a < 0) for r, a in zip(ratio, t["advantages"], strict=True)]
@@ -87,20 +111,14 @@ def test_diagnostics_are_what_they_are_called() -> None:
         "kl": sum(math.exp(x) - 1 - x for x in log_ratio),
         "ratio_mean": sum(ratio),
         "clip_share": float(sum(cut)),
-        "logprob_gap_mean": sum(abs(x) for x in log_ratio),
+        "mismatch_share": TOKENS / 2,
+        "mismatch_ratio_mean": sum(ratio[1::2]),
+        "staleness_ratio_mean": sum(ratio[::2]),
+        "logprob_gap_mean": sum(abs(x) for x in log_ratio[1::2]),
     }
-    assert {name: float(value) for name, value in terms.sums.items()} == pytest.approx(expected)
-    assert {name: float(value) for name, value in terms.maxima.items()} == pytest.approx(
-        {"ratio_max": max(ratio), "logprob_gap_max": max(abs(x) for x in log_ratio)}
-    )
-
-
-def test_a_clipped_token_has_no_gradient() -> None:
-    log_ratio = torch.tensor([1.0, -1.0, 0.0], requires_grad=True)
-    loss, cut = clipped_objective(log_ratio, torch.tensor([1.0, -1.0, 1.0]), 0.2, 0.2)
-    loss.sum().backward()
-    assert cut.tolist() == [True, True, False]
-    assert log_ratio.grad is not None and log_ratio.grad.tolist() == [0.0, 0.0, -1.0]
+    assert {name: float(terms.sums[name]) for name in expected} == pytest.approx(expected)
+    assert float(terms.maxima["ratio_max"]) == pytest.approx(max(ratio))
+    assert float(terms.maxima["logprob_gap_max"]) == pytest.approx(max(abs(x) for x in log_ratio[1::2]))
 
 
 @pytest.mark.parametrize("clip", [None, 0.2, 1.0])
@@ -142,17 +160,10 @@ def test_token_weights_say_what_each_aggregation_divides_by() -> None:
     assert not token_weights(batch, "token")[~batch.mask].any()
 
 
-def test_constant_aggregation_and_its_length_come_together() -> None:
-    with pytest.raises(ValidationError, match="constant_length"):
-        AlgorithmSettings(aggregation="constant")
-    with pytest.raises(ValidationError, match="constant_length"):
-        AlgorithmSettings(constant_length=8)
-
-
-def test_importance_is_truncated_token_by_token() -> None:
-    batch = replace(small_batch(), advantages=np.full(10, -2.0, np.float32))
-    proximal = np.array([0, -0.5, -1.5, 0, 0, -1, 0.5, -3, 0, 0], np.float32)
-    moved = truncate_importance(batch, proximal, cap=2.0)
-    assert moved.logprobs is proximal and moved.advantages is not None
-    expected = [-2 * min(math.exp(p + 1), 2.0) for p in (-0.5, -1.5, -1, 0.5, -3)]
-    assert moved.advantages[batch.mask].tolist() == pytest.approx(expected, rel=1e-6)
+def test_the_constant_is_the_longest_answer_unless_set() -> None:
+    batch, settings = small_batch(), AlgorithmSettings(name="dr_grpo")
+    assert PolicyLoss(settings, max_length=20).weights(batch)[batch.mask].tolist() == pytest.approx([1 / 40] * 5)
+    own = AlgorithmSettings(name="dr_grpo", constant_length=5)
+    assert PolicyLoss(own, max_length=20).weights(batch)[batch.mask].tolist() == pytest.approx([1 / 10] * 5)
+    with pytest.raises(ConfigError, match="constant_length"):
+        PolicyLoss(settings).weights(batch)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from paceline.algo.advantage import advantages
+from paceline.algo.presets import PRESETS
 from paceline.algo.settings import AlgorithmSettings
 from paceline.errors import DataError
 from paceline.train.actor import Actor
@@ -21,7 +22,7 @@ FAST = TrainSettings(learning_rate=1e-2)
 
 
 def actor(algorithm: AlgorithmSettings, train: TrainSettings = FAST, total_steps: int = 10) -> Actor:
-    return Actor(SingleDevice(tiny("qwen2"), train), algorithm, train, total_steps)
+    return Actor(SingleDevice(tiny("qwen2"), train), algorithm, train, total_steps, max_length=1)
 
 
 def on_policy(who: Actor) -> Batch:
@@ -68,12 +69,50 @@ def test_a_step_with_a_broken_gradient_is_reported_as_skipped() -> None:
     assert metrics["updates_skipped"] == 1 and metrics["weights_changed"] == 0 and math.isnan(metrics["grad_norm"])
 
 
-def test_the_importance_cap_trains_from_the_trainers_own_policy_and_still_reports_the_gap() -> None:
-    who, batch = actor(AlgorithmSettings(importance_cap=2.0)), random_batch()
+def test_fresh_tokens_show_mismatch_and_older_ones_staleness() -> None:
+    who, batch = actor(AlgorithmSettings()), random_batch()
     gap = np.abs(who.logprobs(batch) - batch.logprobs)[batch.mask]
-    metrics = who.update(batch, step=0)
-    assert metrics["ratio_max"] == pytest.approx(1, abs=1e-5)
-    assert metrics["logprob_gap_max"] == pytest.approx(float(gap.max()), rel=1e-5) and metrics["logprob_gap_max"] > 0.1
+    fresh = who.update(batch, step=0)
+    assert fresh["logprob_gap_max"] == pytest.approx(float(gap.max()), rel=1e-5) and fresh["logprob_gap_max"] > 0.1
+    assert fresh["stale_share"] == 0 and not any(name.startswith("staleness") for name in fresh)
+    stale = who.update(batch, step=5)
+    assert stale["stale_share"] == 1 and stale["staleness_ratio_max"] > 1
+    assert not any(name.startswith(("mismatch", "logprob_gap")) for name in stale)
+
+
+def test_with_one_update_per_step_recomputing_costs_no_forward_pass_and_gives_the_same_step() -> None:
+    """With a learning rate of 0 for the second pass nothing moves, so two updates see what one sees."""
+    settings = {"correction": "truncate", "correction_range": (0.9, 1.1), "dual_clip": 3.0}
+    once, twice = actor(AlgorithmSettings.model_validate(settings)), actor(AlgorithmSettings.model_validate(settings | {"epochs": 2}))
+    calls = []
+    once.engine.logprobs = calls.append  # type: ignore[method-assign, assignment]
+    frozen = TrainSettings(learning_rate=0)
+    twice._train = frozen
+    one, other = once.update(random_batch(), step=1), twice.update(random_batch(), step=1)
+    assert not calls
+    for name in ("loss", "truncated_share", "masked_share", "ratio_max", "staleness_kl", "staleness_ratio_max", "stale_share"):
+        assert one[name] == pytest.approx(other[name], abs=1e-5), name
+    assert 0 < one["truncated_share"] < 1
+
+
+def test_m2po_masks_over_the_whole_batch() -> None:
+    who, batch = actor(AlgorithmSettings(correction="m2po", m2_threshold=0.04)), random_batch()
+    squares = sorted(np.square((who.logprobs(batch) - batch.logprobs)[batch.mask].astype(np.float64)))
+    kept = sum(np.mean(squares[: k + 1]) <= 0.04 for k in range(len(squares)))
+    assert who.update(batch, step=0)["masked_share"] == pytest.approx(1 - kept / len(squares)) and 0 < kept < len(squares)
+
+
+def test_a_batch_with_nothing_left_to_train_changes_nothing() -> None:
+    who, batch = actor(AlgorithmSettings(overlong="mask")), random_batch()
+    before = weights_of(who.engine)
+    metrics = who.update(replace(batch, mask=np.zeros_like(batch.mask)), step=0)
+    assert metrics["weights_changed"] == 0 and metrics["updates"] == 0
+    assert all(torch.equal(before[name], weight) for name, weight in who.engine.export_weights())
+
+
+def test_a_rate_lost_in_rounding_is_reported_as_weights_that_did_not_change() -> None:
+    metrics = actor(AlgorithmSettings(), TrainSettings(learning_rate=1e-30)).update(random_batch(), step=0)
+    assert metrics["grad_norm"] > 0 and metrics["weights_changed"] == 0
 
 
 def test_a_batch_without_advantages_is_refused() -> None:
@@ -100,20 +139,20 @@ def bandit(who: Actor, rng: np.random.Generator, lever: int) -> Batch:
     )
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "ppo"])
+@pytest.mark.parametrize("name", PRESETS)
 def test_the_token_that_pays_becomes_the_likely_one(name: str) -> None:
-    algorithm = AlgorithmSettings.model_validate({"name": name})
+    algorithm = AlgorithmSettings.model_validate({"name": name, "overlong": "keep"})
     who, rng = actor(algorithm, total_steps=60), np.random.default_rng(0)
     critic = Critic.build(tiny("qwen2"), algorithm, FAST, 60)
     share = []
     for step in range(60):
-        batch = bandit(who, rng, lever=7)
+        batch = replace(bandit(who, rng, lever=7), baselines=np.zeros(32, np.float32))
         batch = advantages(batch, algorithm, critic.values(batch) if algorithm.needs_critic else None)
         who.update(batch, step)
         if algorithm.needs_critic:
             critic.update(batch, step)
         share.append(batch.rewards.mean())
-    assert np.mean(share[:5]) < 0.3 and np.mean(share[-5:]) > 0.9
+    assert share[0] < 0.3 and np.mean(share[-5:]) > 0.9
 
 
 def test_a_critic_learns_the_reward_to_expect() -> None:

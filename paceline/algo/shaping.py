@@ -1,0 +1,61 @@
+"""What happens to rewards before they become advantages: over-long answers, and the KL to the reference taken off token by token."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.algo.kl import kl_estimate
+from paceline.algo.settings import AlgorithmSettings, Estimator
+from paceline.errors import ConfigError
+from paceline.types import Batch
+
+
+def last_turn_lengths(batch: Batch) -> NDArray[np.int64]:
+    """[R] trained tokens since the last untrained one before them: the length that the limit on an answer is about."""
+    offsets = batch.offsets
+    lengths = np.zeros(batch.num_rows, np.int64)
+    for row in range(batch.num_rows):
+        trained = np.flatnonzero(batch.mask[offsets[row] : offsets[row + 1]])
+        if len(trained):
+            breaks = np.flatnonzero(np.diff(trained) > 1)
+            lengths[row] = len(trained) - (breaks[-1] + 1 if len(breaks) else 0)
+    return lengths
+
+
+def overlong_penalty(lengths: NDArray[np.int64], max_length: int, buffer: int) -> NDArray[np.float64]:
+    """DAPO's soft punishment: 0 up to max_length - buffer, then falling linearly to -1 at max_length."""
+    return -np.clip((lengths - (max_length - buffer)) / buffer, 0.0, 1.0)
+
+
+def without_truncated(batch: Batch) -> Batch:
+    """The batch with nothing to learn in answers that were cut off. Their rewards stay in their group's mean."""
+    if batch.truncated is None:
+        return batch
+    return replace(batch, mask=batch.mask & ~np.repeat(batch.truncated, batch.lengths))
+
+
+def with_kl_in_reward(batch: Batch, coefficient: float, estimator: Estimator) -> Batch:
+    """The batch with coefficient * KL of each trained token taken off that token's reward."""
+    if batch.ref_logprobs is None:
+        raise ConfigError("kl_placement = 'reward' needs reference log-probs, but the batch has none: add a reference role")
+    distance = kl_estimate(torch.from_numpy(batch.logprobs), torch.from_numpy(batch.ref_logprobs), estimator).numpy()
+    paid = np.zeros(batch.num_tokens, np.float32) if batch.token_rewards is None else batch.token_rewards
+    return replace(batch, token_rewards=np.where(batch.mask, paid - coefficient * distance, paid).astype(np.float32))
+
+
+def shape_rewards(batch: Batch, s: AlgorithmSettings, max_length: int | None = None, kl_coef: float | None = None) -> Batch:
+    """All of it, as the settings say. `kl_coef` stands in for that of the settings when it is being adapted."""
+    if s.overlong == "penalty":
+        if max_length is None:
+            raise ConfigError("overlong = 'penalty' needs to know the longest answer allowed, but max_length was not given")
+        buffer = min(max_length, s.overlong_buffer or max(1, max_length // 5))
+        penalty = overlong_penalty(last_turn_lengths(batch), max_length, buffer)
+        batch = replace(batch, rewards=(batch.rewards + penalty).astype(np.float32))
+    if s.overlong == "mask":
+        batch = without_truncated(batch)
+    coefficient = s.kl_coef if kl_coef is None else kl_coef
+    if s.kl_placement == "reward" and coefficient > 0:
+        batch = with_kl_in_reward(batch, coefficient, s.kl_estimator)
+    return batch

@@ -1,0 +1,23 @@
+"""A run that does not learn says so, but not at every step."""
+
+import logging
+
+import pytest
+
+from paceline.algo.health import ALARMS, Health
+
+
+@pytest.mark.parametrize(("metric", "wrong"), [(name, wrong) for name, wrong, _ in ALARMS])
+def test_what_is_wrong_is_said_at_the_first_tenth_and_hundredth_step(metric: str, wrong: float, caplog: pytest.LogCaptureFixture) -> None:
+    health = Health()
+    for step in range(120):
+        health.look({metric: wrong}, step)
+    assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == [0, 9, 99]
+    assert all(record.levelno == logging.WARNING and metric in record.getMessage() for record in caplog.records)
+
+
+def test_a_run_that_learns_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = {"train/lr": 1e-6, "train/weights_changed": 1.0, "train/advantage_zero_share": 0.9, "train/masked_share": 0.0}
+    Health().look(metrics, 0)
+    Health().look({}, 0)
+    assert not caplog.records

@@ -1,0 +1,62 @@
+"""KL estimators: their numbers, which KL their gradients belong to, and the steered coefficient."""
+
+import math
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.algo.kl import adapted, kl_estimate, kl_loss
+from paceline.algo.settings import Estimator
+
+ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
+
+
+def distributions() -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, generator=g, dtype=torch.float64, requires_grad=True)
+    return logits, torch.randn(6, generator=g, dtype=torch.float64).log_softmax(0)
+
+
+def gradient(value: Tensor, logits: Tensor) -> list[float]:
+    (found,) = torch.autograd.grad(value, logits)
+    return found.tolist()
+
+
+def test_estimates_are_schulmans_formulas() -> None:
+    new, ref = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -0.5, -0.5])
+    plain = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}
+    for estimator in ESTIMATORS:
+        expected = [plain[estimator](float(a - b)) for a, b in zip(new, ref, strict=True)]
+        assert kl_estimate(new, ref, estimator).tolist() == pytest.approx(expected)
+        assert kl_loss(new, ref, estimator).tolist() == pytest.approx(expected)
+
+
+def test_k1_and_k3_are_the_kl_on_average() -> None:
+    logits, ref = distributions()
+    logp = logits.log_softmax(0).detach()
+    exact = float((logp.exp() * (logp - ref)).sum())
+    for estimator in ("k1", "k3"):
+        assert float((logp.exp() * kl_estimate(logp, ref, estimator)).sum()) == pytest.approx(exact)
+
+
+def test_in_the_loss_k1_and_k2_have_the_gradient_of_the_kl_and_k3_that_of_the_other_direction() -> None:
+    """Tokens are drawn from the policy, so the average of a token's gradient is weighted by the policy as a constant."""
+    logits, ref = distributions()
+    logp = logits.log_softmax(0)
+    probability = logp.exp().detach()
+    towards = gradient((logp.exp() * (logp - ref)).sum(), logits)
+    away = gradient((ref.exp() * (ref - logits.log_softmax(0))).sum(), logits)
+    for estimator, expected in zip(ESTIMATORS, (towards, towards, away), strict=True):
+        found = gradient((probability * kl_loss(logits.log_softmax(0), ref, estimator)).sum(), logits)
+        assert found == pytest.approx(expected), estimator
+    naive = gradient((probability * kl_estimate(logits.log_softmax(0), ref, "k1")).sum(), logits)
+    assert naive == pytest.approx([0.0] * 6), "why k1 needs a gradient of its own"
+
+
+def test_the_coefficient_follows_the_kl_slowly() -> None:
+    assert adapted(0.1, kl=0.5, target=0.5) == 0.1
+    assert adapted(0.1, kl=0.55, target=0.5) == pytest.approx(0.1 * 1.01)
+    assert adapted(0.1, kl=50.0, target=0.5) == pytest.approx(0.1 * 1.02)
+    assert adapted(0.1, kl=0.0, target=0.5) == pytest.approx(0.1 * 0.98)

@@ -1,0 +1,114 @@
+"""Policy objectives against their papers' formulas in plain Python, and their gradients against finite differences."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.algo.loss import PolicyLoss, TokenData, TokenOutputs
+from paceline.algo.objective import cispo, clipped_objective, objective
+from paceline.algo.settings import AlgorithmSettings
+
+TOKENS = 40
+ROWS = torch.arange(TOKENS) // 7  # six rows, the last one short
+
+
+def tensors(seed: int = 0) -> dict[str, Tensor]:
+    """Ratios from far below to far above every clip, advantages of both signs."""
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(scale: float) -> Tensor:
+        return torch.randn(TOKENS, generator=g, dtype=torch.float64) * scale
+
+    old = -normal(1).abs() - 0.5
+    return {"old": old, "new": old + normal(0.7), "advantages": normal(1)}
+
+
+def clip(ratio: float, s: AlgorithmSettings) -> float:
+    return min(max(ratio, 1 - s.clip_low), 1 + s.clip_high)
+
+
+def plain_objective(t: dict[str, Tensor], s: AlgorithmSettings, i: int) -> float:
+    """What is maximised, of one token."""
+    new, old, advantage = (t[name].tolist() for name in ("new", "old", "advantages"))
+    ratio, a = math.exp(new[i] - old[i]), advantage[i]
+    if s.loss == "clip":
+        result = min(ratio * a, clip(ratio, s) * a)
+        return max(result, s.dual_clip * a) if s.dual_clip is not None and a < 0 else result
+    if s.loss == "sequence_clip":
+        row = [j for j in range(TOKENS) if ROWS[j] == ROWS[i]]
+        likelihoods = [math.exp(sum(part[j] for j in row)) for part in (new, old)]
+        ratio = (likelihoods[0] / likelihoods[1]) ** (1 / len(row))
+        return min(ratio * a, clip(ratio, s) * a)
+    if s.loss == "cispo":
+        return clip(ratio, s) * a * new[i]
+    if s.loss == "sapo":
+        temperature = s.sapo_temperatures[0] if a > 0 else s.sapo_temperatures[1]
+        return 1 / (1 + math.exp(-temperature * (ratio - 1))) * 4 / temperature * a
+    return a * new[i]
+
+
+OBJECTIVES = [
+    AlgorithmSettings(),
+    AlgorithmSettings(name="dapo"),
+    AlgorithmSettings(dual_clip=3.0),
+    AlgorithmSettings(dual_clip=1.5, clip_high=0.3),
+    AlgorithmSettings(name="gspo", clip_low=0.1, clip_high=0.2),
+    AlgorithmSettings(name="cispo"),
+    AlgorithmSettings(name="cispo", clip_low=0.3, clip_high=0.5),
+    AlgorithmSettings(name="sapo"),
+    AlgorithmSettings(name="sapo", sapo_temperatures=(0.5, 2.0)),
+    AlgorithmSettings(name="pg"),
+]
+
+
+@pytest.mark.parametrize("settings", OBJECTIVES, ids=lambda s: f"{s.name}-{s.loss}")
+@pytest.mark.parametrize("seed", range(3))
+def test_the_loss_of_each_token_is_minus_the_papers_objective(settings: AlgorithmSettings, seed: int) -> None:
+    t = tensors(seed)
+    loss, _ = objective(t["new"], t["old"], t["advantages"], ROWS, settings)
+    assert loss.tolist() == pytest.approx([-plain_objective(t, settings, i) for i in range(TOKENS)], rel=1e-9)
+
+
+@pytest.mark.parametrize("settings", [s for s in OBJECTIVES if s.loss != "cispo"], ids=lambda s: f"{s.name}-{s.loss}")
+def test_its_gradient_is_that_of_finite_differences(settings: AlgorithmSettings) -> None:
+    t = tensors()
+    weights = torch.linspace(0.1, 1, TOKENS, dtype=torch.float64)
+
+    def loss(new: Tensor) -> Tensor:
+        data = TokenData(ROWS, weights, t["old"], torch.zeros(TOKENS), t["advantages"])
+        return PolicyLoss(settings)(TokenOutputs(new, torch.zeros(TOKENS)), data).loss
+
+    assert torch.autograd.gradcheck(loss, (t["new"].requires_grad_(),))
+
+
+def test_cispo_gives_every_token_the_gradient_of_its_log_prob_times_the_clipped_ratio() -> None:
+    t = tensors()
+    new = t["new"].requires_grad_()
+    loss, cut = cispo(new, t["old"], t["advantages"], 0.3, 0.5)
+    loss.sum().backward()
+    ratio = (t["new"] - t["old"]).exp().tolist()
+    expected = [-a * min(max(r, 0.7), 1.5) for a, r in zip(t["advantages"].tolist(), ratio, strict=True)]
+    assert new.grad is not None and new.grad.tolist() == pytest.approx(expected)
+    assert cut.tolist() == [not 0.7 <= r <= 1.5 for r in ratio] and 0 < sum(cut) < TOKENS
+
+
+def test_on_fresh_tokens_every_objective_has_the_plain_policy_gradient() -> None:
+    t = tensors()
+    for settings in OBJECTIVES:
+        new = t["old"].clone().requires_grad_()
+        loss, cut = objective(new, t["old"], t["advantages"], ROWS, settings)
+        loss.sum().backward()
+        expected = -t["advantages"]
+        if settings.loss == "sequence_clip":  # one ratio per row spreads the gradient evenly over the row
+            expected = torch.stack([expected[row == ROWS].mean() for row in ROWS])
+        assert new.grad is not None and torch.allclose(new.grad, expected) and not cut.any(), settings.loss
+
+
+def test_a_clipped_token_has_no_gradient() -> None:
+    log_ratio = torch.tensor([1.0, -1.0, 0.0], requires_grad=True)
+    loss, cut = clipped_objective(log_ratio, torch.tensor([1.0, -1.0, 1.0]), 0.2, 0.2)
+    loss.sum().backward()
+    assert cut.tolist() == [True, True, False]
+    assert log_ratio.grad is not None and log_ratio.grad.tolist() == [0.0, 0.0, -1.0]

@@ -1,0 +1,85 @@
+"""Presets and what contradicts them."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from paceline.algo.presets import PRESETS
+from paceline.algo.settings import AlgorithmSettings
+
+
+def settings(**values: Any) -> AlgorithmSettings:
+    return AlgorithmSettings.model_validate(values)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_gives_what_is_not_set_and_what_is_set_wins(name: str) -> None:
+    preset = settings(name=name)
+    assert {field: getattr(preset, field) for field in PRESETS[name]} == PRESETS[name]
+    changed = settings(name=name, aggregation="sequence", normalize="batch", entropy_coef=0.5)
+    assert (changed.aggregation, changed.normalize, changed.entropy_coef) == ("sequence", "batch", 0.5)
+    assert changed.loss == preset.loss and changed.advantage == preset.advantage
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_settings_written_down_in_full_are_read_back_the_same(name: str) -> None:
+    preset = settings(name=name)
+    assert settings(**preset.model_dump(mode="json")) == preset
+
+
+def test_every_preset_is_a_name_and_every_name_a_preset() -> None:
+    assert set(AlgorithmSettings.model_json_schema()["properties"]["name"]["enum"]) == set(PRESETS)
+
+
+def test_a_correction_brings_its_proximal_policy_and_bounds() -> None:
+    assert (settings().proximal, settings().correction) == ("behaviour", "none")
+    one_line = settings(correction="truncate")
+    assert (one_line.proximal, one_line.correction_range) == ("recomputed", (0.0, 2.0))
+    assert settings(proximal="interpolated").correction == "truncate"
+    assert settings(proximal="recomputed", correction="none").correction == "none"
+    assert settings(correction="icepop").correction_range == (0.5, 5.0)
+    assert settings(correction="mask", correction_range=[0.1, 9]).correction_range == (0.1, 9.0)
+    assert settings(reject_range=(0.9, 1.1)).proximal == "recomputed"
+
+
+def test_roles_that_an_algorithm_needs() -> None:
+    assert [name for name in PRESETS if settings(name=name).needs_critic] == ["ppo"]
+    assert [name for name in PRESETS if settings(name=name).needs_greedy_baseline] == ["remax"]
+    assert not any(settings(name=name).needs_reference for name in PRESETS) and settings(kl_coef=0.1).needs_reference
+    assert [name for name in PRESETS if not settings(name=name).compares_attempts] == ["ppo", "reinforce++", "remax"]
+    assert settings(name="grpo", advantage="gae", normalize="batch").needs_critic
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"correction": "truncate", "proximal": "behaviour"}, ["correction = 'truncate'", "proximal = 'behaviour'"]),
+        ({"correction": "m2po", "proximal": "interpolated"}, ["correction = 'm2po'", "proximal = 'interpolated'"]),
+        ({"correction": "icepop", "correction_level": "sequence"}, ["'icepop'", "correction_level"]),
+        ({"name": "ppo", "normalize": "group"}, ["normalize = 'group'", "advantage = 'gae'"]),
+        ({"kl_target": 0.1}, ["kl_target", "kl_coef = 0.0"]),
+        ({"constant_length": 8}, ["constant_length = 8", "aggregation = 'sequence'"]),
+        ({"name": "sapo", "dual_clip": 3.0}, ["dual_clip = 3.0", "loss = 'sapo'"]),
+        ({"name": "pg", "clip_high": 0.3}, ["clip_high = 0.3", "loss = 'pg'"]),
+        ({"sapo_temperatures": (1, 2)}, ["sapo_temperatures", "loss = 'clip'"]),
+        ({"correction_range": (0.5, 2)}, ["correction_range", "correction = 'none'"]),
+        ({"critic_warmup": 3}, ["critic_warmup = 3", "advantage = 'group'"]),
+        ({"lam": 0.9}, ["lam = 0.9", "advantage = 'group'"]),
+        ({"overlong_buffer": 8}, ["overlong_buffer = 8", "overlong = 'keep'"]),
+        ({"correction": "mask", "correction_range": (2, 1)}, ["correction_range = (2.0, 1.0)"]),
+        ({"name": "sapo", "sapo_temperatures": (0, 1)}, ["sapo_temperatures", "above 0"]),
+        ({"name": "gpro"}, ["name"]),
+    ],
+)
+def test_contradictions_are_refused_naming_both(values: dict[str, Any], named: list[str]) -> None:
+    with pytest.raises(ValidationError) as refused:
+        settings(**values)
+    assert all(text in str(refused.value) for text in named), str(refused.value)
+
+
+def test_settings_load_without_torch() -> None:
+    check = "import sys, paceline.algo.settings; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check]).returncode == 0
