@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-bench lint format clean
 
 demo: $(READY)  ## fully async training on two CPU cores, under three minutes
 	$(BIN)/paceline train recipes/fully_async.toml run_dir=runs/demo --fresh
 
 test: $(READY)  ## everything
 	$(BIN)/python -m pytest
+
+test-bench: .venv-trl/.ready  ## our formulas against TRL's own code, in TRL's interpreter
+	OMP_NUM_THREADS=1 .venv-trl/bin/python -m pytest tests/bench
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -26,6 +29,11 @@ $(READY): pyproject.toml constraints.txt
 		echo "Paceline needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+.venv-trl/.ready: benchmarks/install_trl.sh
+	PYTHON=$(PYTHON) bash benchmarks/install_trl.sh
+	.venv-trl/bin/pip install --quiet --disable-pip-version-check pytest pytest-timeout pydantic typer rich
 	@touch $@
 
 clean:

@@ -125,7 +125,7 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
         stack.push_async_callback(close_workers, workers)
         actor, critic, ref = (next(iter(workers[role]), None) for role in (Role.ACTOR, Role.CRITIC, Role.REF))
         assert actor is not None, "every run has an actor"
-        trainer = Trainer(actor, config.algorithm, config.step_timeout_s, critic, ref)
+        trainer = Trainer(actor, config.algorithm, config.step_timeout_s, critic, ref, config.rollout.max_response_length)
         if start.checkpoint:
             await trainer.load(start.checkpoint)
             inputs.source.load_state(read_state(start.checkpoint)["source"])

@@ -1,0 +1,178 @@
+"""Our losses, gradients and advantages against TRL's, by calling TRL's own code on the same random numbers.
+
+Runs in TRL's interpreter (`make test-bench`), not with the other tests.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+from paceline.algo.advantage import advantages
+from paceline.algo.loss import PolicyLoss, TokenData, TokenOutputs
+from paceline.algo.settings import AlgorithmSettings
+from paceline.types import Batch
+
+ROWS, LENGTH = 6, 9
+
+
+class Numbers:
+    """Random log-probs and advantages of answers of unlike length, one of them with a tool's words in the middle."""
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        lengths = rng.integers(2, LENGTH + 1, ROWS)
+        self.mask = np.arange(LENGTH)[None, :] < lengths[:, None]
+        self.mask[0, :LENGTH] = True
+        self.mask[0, 3:5] = False
+        self.old = -rng.random((ROWS, LENGTH)) * 2 - 0.2
+        self.new = self.old + rng.standard_normal((ROWS, LENGTH)) * 0.5
+        self.ref = self.old + rng.standard_normal((ROWS, LENGTH)) * 0.3
+        self.advantages = rng.standard_normal(ROWS)
+
+    def trl(self, compute: Callable[..., Tensor], **settings: Any) -> tuple[float, np.ndarray]:
+        """Loss and its gradient by log-prob, from the trainer's method on a stand-in that has only what it reads."""
+        new = torch.from_numpy(self.new).requires_grad_()
+        own = {"delta": None, "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "use_bias_correction_kl": False}
+        args = SimpleNamespace(steps_per_generation=1, **own | {name: settings.pop(name) for name in list(settings) if name in own})
+        same = SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x)
+        values = {
+            "loss_type": "grpo", "importance_sampling_level": "token", "epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.0,
+            "max_completion_length": LENGTH, "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "use_vllm": False,
+            "aux_loss_enabled": False, "current_gradient_accumulation_steps": 1, "_entropy_bonus_enabled": False,
+        }  # fmt: skip
+        trainer = SimpleNamespace(
+            args=args,
+            accelerator=same,
+            model=SimpleNamespace(training=True),
+            _metrics={"train": defaultdict(list)},
+            _get_per_token_logps_and_entropies=lambda *_, **__: (new, torch.zeros_like(new), None),
+            **values | settings,
+        )
+        mask = torch.from_numpy(self.mask).double()
+        old = torch.from_numpy(self.old)
+        nothing = torch.zeros(ROWS, 0, dtype=torch.long)
+        inputs = {
+            "prompt_ids": nothing, "prompt_mask": nothing, "completion_ids": torch.zeros(ROWS, LENGTH, dtype=torch.long),
+            "completion_mask": mask, "advantages": torch.from_numpy(self.advantages), "old_per_token_logps": old,
+            "old_logps": (old * mask).sum(1), "ref_per_token_logps": torch.from_numpy(self.ref), "num_items_in_batch": mask.sum(),
+        }  # fmt: skip
+        loss = compute(trainer, None, inputs)
+        loss.backward()
+        assert new.grad is not None
+        return float(loss.detach()), new.grad.numpy()
+
+    def ours(self, **algorithm: Any) -> tuple[float, np.ndarray]:
+        flat, row = self.mask.ravel(), np.repeat(np.arange(ROWS), LENGTH)
+        zeros = np.zeros(ROWS * LENGTH, np.float32)
+        tokens, lengths = zeros.astype(np.int32), np.full(ROWS, LENGTH, np.int32)
+        batch = Batch(tokens, lengths, flat, zeros, tokens, zeros[:ROWS], lengths)
+        loss = PolicyLoss(AlgorithmSettings.model_validate(algorithm), max_length=LENGTH)
+        weights = torch.from_numpy(loss.weights(batch)[flat]).double()
+
+        def pick(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(values.ravel()[flat])
+
+        new, advantage = pick(self.new).requires_grad_(), torch.from_numpy(self.advantages[row][flat])
+        data = TokenData(
+            torch.from_numpy(row[flat]), weights, pick(self.old), torch.zeros(len(new)), advantage, ref_logprobs=pick(self.ref)
+        )
+        total = loss(TokenOutputs(new, torch.zeros_like(new)), data).loss
+        total.backward()
+        assert new.grad is not None
+        gradient = np.zeros(ROWS * LENGTH)
+        gradient[flat] = new.grad.numpy()
+        return float(total.detach()), gradient.reshape(ROWS, LENGTH)
+
+
+PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "GRPO": ({}, {"name": "grpo"}),
+    "GRPO with KL": ({"beta": 0.04}, {"name": "grpo", "kl_coef": 0.04}),
+    "two-sided clip": ({"delta": 1.4}, {"name": "grpo", "dual_clip": 1.4}),
+    "Dr.GRPO": ({"loss_type": "dr_grpo"}, {"name": "dr_grpo"}),
+    "DAPO": ({"loss_type": "dapo", "epsilon_high": 0.28}, {"name": "dapo"}),
+    "BNPO": ({"loss_type": "bnpo"}, {"name": "grpo", "aggregation": "token"}),
+    "GSPO": (
+        {"importance_sampling_level": "sequence", "epsilon_low": 0.03, "epsilon_high": 0.04},
+        {"name": "gspo", "clip_low": 0.03, "clip_high": 0.04},
+    ),
+    "CISPO": ({"loss_type": "cispo", "epsilon_high": 1.2}, {"name": "cispo", "clip_high": 0.2}),
+    "SAPO": ({"loss_type": "sapo"}, {"name": "sapo"}),
+    "SAPO, sharper": ({"loss_type": "sapo", "sapo_temperature_neg": 2.0}, {"name": "sapo", "sapo_temperatures": (1.0, 2.0)}),
+}
+
+
+@pytest.mark.parametrize("case", PAIRS)
+@pytest.mark.parametrize("seed", range(4))
+def test_loss_and_gradient_are_trls(case: str, seed: int) -> None:
+    theirs, ours = PAIRS[case]
+    numbers = Numbers(seed)
+    (expected, slope), (found, own_slope) = numbers.trl(GRPOTrainer._compute_loss, **theirs), numbers.ours(**ours)
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-7)  # our weights and TRL's SAPO temperatures are float32
+    assert np.abs(own_slope - slope).max() < 1e-7 and np.abs(slope).max() > 1e-3
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_on_fresh_answers_our_rloo_step_is_trls(seed: int) -> None:
+    """TRL clips the ratio of the whole answer and we that of each token: the same where it is 1."""
+    numbers = Numbers(seed)
+    numbers.mask[0] = True  # TRL's RLOO knows no tool words
+    numbers.new = numbers.old.copy()
+    _, slope = numbers.trl(RLOOTrainer._compute_loss)
+    _, own_slope = numbers.ours(name="rloo", constant_length=1)
+    assert np.abs(own_slope - slope).max() < 1e-7 and np.abs(slope).max() > 1e-3
+
+
+def trl_advantages(kind: str, folder: Path, rewards: list[float], group_size: int, **settings: Any) -> list[float]:
+    """A whole TRL trainer on a toy model scores the answers it generates with these rewards."""
+    words = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1, "go": 2}, unk_token="<pad>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+    shape = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = Qwen2ForCausalLM(Qwen2Config(**shape, num_key_value_heads=2, pad_token_id=0, eos_token_id=1))
+    trainer_type, config_type = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}[kind]
+    config = config_type(
+        output_dir=str(folder), per_device_train_batch_size=len(rewards), num_generations=group_size, max_completion_length=4, beta=0.0,
+        use_cpu=True, bf16=False, report_to="none", steps_per_generation=1, gradient_accumulation_steps=1, **settings,
+    )  # fmt: skip
+    prompts = Dataset.from_list([{"prompt": "go"}] * len(rewards))
+    trainer = trainer_type(model, lambda **_: rewards, args=config, train_dataset=prompts, processing_class=tokenizer)
+    trainer.model.train()
+    result: list[float] = trainer._generate_and_score_completions([{"prompt": "go"}] * len(rewards))["advantages"].tolist()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "ours"),
+    [
+        ("grpo", {"scale_rewards": "group"}, {"name": "grpo"}),
+        ("grpo", {"scale_rewards": "none"}, {"name": "dr_grpo"}),
+        ("rloo", {}, {"name": "rloo"}),
+        ("rloo", {"normalize_advantages": True}, {"name": "rloo", "normalize": "batch"}),
+    ],
+)
+def test_advantages_are_trls(kind: str, settings: dict[str, Any], ours: dict[str, Any], tmp_path: Path) -> None:
+    size, rng = 4, np.random.default_rng(0)
+    rewards = rng.standard_normal(3 * size).astype(np.float32)
+    expected = trl_advantages(kind, tmp_path, rewards.tolist(), size, **settings)
+    rows = len(rewards)
+    mask, flat = np.tile([False, True], rows), np.zeros(2 * rows, np.float32)
+    groups = np.repeat(np.arange(3, dtype=np.int32), size)
+    batch = Batch(flat.astype(np.int32), np.full(rows, 2, np.int32), mask, flat, flat.astype(np.int32), rewards, groups)
+    found = advantages(batch, AlgorithmSettings.model_validate(ours)).advantages
+    assert found is not None
+    # TRL adds 1e-4 to a deviation and we 1e-6; over the batch it divides by the sample deviation and we by the population's.
+    scale = np.sqrt((rows - 1) / rows) if ours.get("normalize") == "batch" else 1.0
+    assert (found[mask] * scale).tolist() == pytest.approx(expected, rel=1e-3, abs=1e-6)
