@@ -7,12 +7,13 @@ lock while it computes, so threads are enough. Results come in order, so sums do
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
 
 
 class Lanes:
@@ -28,3 +29,7 @@ class Lanes:
                 yield from map(function, wave)
             else:
                 yield from self._pool.map(function, wave)
+
+    def alone(self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        """Run what is too small to be divided on one core: on a busy machine, threads that wait for each other wait long."""
+        return function(*args, **kwargs) if self._pool is None else self._pool.submit(function, *args, **kwargs).result()

@@ -29,6 +29,7 @@ from paceline.types import Batch, FloatArray
 
 log = logging.getLogger(__name__)
 
+LANE_PARAMETERS = 2**26  # in the gradients of all lanes together
 MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
 
 
@@ -53,7 +54,7 @@ class SingleDevice:
         if isinstance(self._head, ValueHead):
             self._parameters |= {f"value_head.{name}": p for name, p in self._head.linear.named_parameters()}
         self._optimizer = adamw(self._parameters, settings)
-        self._lanes = Lanes(torch.get_num_threads() if self._device.type == "cpu" else 1)
+        self._lanes = Lanes(_lane_count(self._parameters, self._device))
         self._check_model()
 
     @property
@@ -90,7 +91,7 @@ class SingleDevice:
             return terms, torch.autograd.grad(terms.loss, parameters, allow_unused=True)
 
         for terms, parts in self._lanes.map(gradient, self._micro_batches(batch)):
-            _add_gradient(parameters, parts)
+            self._lanes.alone(_add_gradient, parameters, parts)
             sums["loss"] += float(terms.loss.detach()) * trained
             for name, value in terms.sums.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
@@ -132,6 +133,9 @@ class SingleDevice:
     # -- update
 
     def optimizer_step(self, lr: float) -> float:
+        return self._lanes.alone(self._step, lr)
+
+    def _step(self, lr: float) -> float:
         norm = clip_gradients(list(self._parameters.values()), self._settings.max_grad_norm)
         if math.isfinite(norm):
             for group in self._optimizer.param_groups:
@@ -200,6 +204,13 @@ class SingleDevice:
                 f"{type(self._model).__name__} cannot be trained packed: its log-probs differ by {gap:.2g} from its own plain forward. "
                 "Supported are plain decoders (Llama, Qwen2, Qwen3 and their like) without capped or scaled logits"
             )
+
+
+def _lane_count(parameters: dict[str, nn.Parameter], device: torch.device) -> int:
+    """One for each thread, if the model is small: every lane has a gradient of its own, and what large models compute divides well."""
+    threads = torch.get_num_threads()
+    small = threads * sum(p.numel() for p in parameters.values()) <= LANE_PARAMETERS
+    return threads if device.type == "cpu" and small else 1
 
 
 def _add_gradient(parameters: list[nn.Parameter], parts: tuple[Tensor | None, ...]) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.train import packing
+from paceline.train import packing, single
 from paceline.train.lanes import Lanes
 from paceline.train.packing import micro_batches
 from paceline.train.settings import TrainSettings
@@ -81,3 +81,10 @@ def test_an_error_in_a_lane_reaches_the_caller_and_lanes_still_work() -> None:
 def test_a_lane_does_not_change_how_many_threads_its_caller_has(two_threads: None) -> None:
     assert list(Lanes(2).map(lambda _: torch.get_num_threads(), range(2))) == [1, 1]
     assert torch.get_num_threads() == 2
+
+
+def test_a_model_too_large_for_a_gradient_per_lane_gets_one_lane(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = sum(p.numel() for p in tiny("qwen2").parameters())
+    for limit, lanes in ((2 * size, 2), (2 * size - 1, 1)):
+        monkeypatch.setattr(single, "LANE_PARAMETERS", limit)
+        assert SingleDevice(tiny("qwen2"), TrainSettings())._lanes.count == lanes
