@@ -7,7 +7,7 @@ import difflib
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, get_args
 
 from pydantic import AliasChoices, BaseModel, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -157,13 +157,8 @@ def _section(path: Sequence[str | int]) -> type[BaseModel]:
     model: type[BaseModel] = RunConfig
     for part in path:
         field = model.model_fields.get(str(part))
-        if (
-            field
-            and isinstance(field.annotation, type)
-            and get_origin(field.annotation) is None
-            and issubclass(field.annotation, BaseModel)
-        ):
-            model = field.annotation
+        kinds = get_args(field.annotation) or (field.annotation,) if field else ()  # a section may be optional: LoraSettings | None
+        model = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), model)
     return model
 
 

@@ -40,15 +40,15 @@ def resolve_model(name: str, task: str | None = None, progress: Progress | None 
     return name
 
 
-def load_model(name: str, dtype: str = "float32") -> PreTrainedModel:
-    """The model with its weights, in evaluation mode, every dropout off."""
+def load_model(name: str, dtype: str = "float32", kind: Any = AutoModelForCausalLM) -> PreTrainedModel:
+    """The model with its weights, in evaluation mode, every dropout off. `kind`: which of transformers' auto classes."""
     source = resolve_model(name)
     config = load_config(source)
-    kind = getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
+    number = getattr(torch, dtype, None)
+    if not isinstance(number, torch.dtype) or not number.is_floating_point:
         raise ModelError(f"model dtype {dtype!r} is not a floating point type of torch; use 'float32' or 'bfloat16'")
-    options = {"config": config, "dtype": kind, "output_loading_info": True, **_gguf(source)}
-    model, info = _load(source, lambda: AutoModelForCausalLM.from_pretrained(source, **options))
+    options = {"config": config, "dtype": number, "output_loading_info": True, **_gguf(source)}
+    model, info = _load(source, lambda: kind.from_pretrained(source, **options))
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise ModelError(f"{source}: {len(missing)} weights are missing, for example {missing[0]!r}; the download may be incomplete")
@@ -69,6 +69,8 @@ def load_config(name: str) -> PretrainedConfig:
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     source = resolve_model(name)
     tokenizer: PreTrainedTokenizerBase = _load(source, lambda: AutoTokenizer.from_pretrained(source, **_gguf(source)))
+    if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):  # what transformers makes up when the files are not there
+        raise ModelError(f"{source} has no tokenizer; save the model's own beside it (tokenizer.json, tokenizer_config.json)")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -28,6 +28,7 @@ from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger, LedgerState
 from paceline.queue.message_queue import MessageQueue
 from paceline.queue.pulse import Pulse
+from paceline.reward.model import ModelReward, check_reward_model
 from paceline.reward.reward import Reward, open_reward
 from paceline.rollout.client import EngineClient
 from paceline.rollout.environment import SingleTurn
@@ -72,7 +73,7 @@ def find_start(config: RunConfig, identity: dict[str, Any]) -> Start:
         return Start(None, 0, None, 0)
     state = read_state(checkpoint)
     found = differences(state["config"], identity["config"])
-    found += [f"{name}: its content changed" for name in ("model", "data") if state[name] != identity[name] and not found]
+    found += [f"{name}: its content changed" for name in identity if name != "config" and state.get(name) != identity[name] and not found]
     if found:
         raise CheckpointError(
             f"run folder {config.run_dir} holds a run with other settings and cannot be continued with these:\n  "
@@ -101,8 +102,11 @@ def load_inputs(config: RunConfig) -> Inputs:
     model_path = resolve_model(config.model, config.data.task)
     tokenizer = load_tokenizer(model_path)
     source = PromptSource(config.data, tokenizer, config.seed)
-    settings = config.model_dump(mode="json")
-    return Inputs(model_path, tokenizer, source, {"config": settings, "model": model_fingerprint(model_path), "data": source.fingerprint})
+    identity = {"config": config.model_dump(mode="json"), "model": model_fingerprint(model_path), "data": source.fingerprint}
+    if config.reward.model:
+        check_reward_model(config.reward.model)
+        identity["reward model"] = model_fingerprint(config.reward.model)
+    return Inputs(model_path, tokenizer, source, identity)
 
 
 async def train(config: RunConfig, make_display: Callable[[int], Observer] | None = None) -> dict[str, Any]:
@@ -110,8 +114,9 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
     inputs = load_inputs(config)
     folder = Path(config.run_dir)
     async with AsyncExitStack() as stack:
-        reward = await open_reward(config.reward, config.data.task)
-        stack.push_async_callback(reward.close)
+        judge = None if config.reward.model else await open_reward(config.reward, config.data.task)
+        if judge:
+            stack.push_async_callback(judge.close)
         stack.enter_context(open_folder(config))
         start = find_start(config, inputs.identity)
         if start.step >= config.steps and (folder / "summary.json").exists():
@@ -123,6 +128,7 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
 
         workers = await start_workers(config, inputs.model_path, folder / "logs")
         stack.push_async_callback(close_workers, workers)
+        reward = judge or ModelReward(workers[Role.REWARD][0], config.data.prompt_key, config.data.system)
         actor, critic, ref = (next(iter(workers[role]), None) for role in (Role.ACTOR, Role.CRITIC, Role.REF))
         assert actor is not None, "every run has an actor"
         trainer = Trainer(actor, config.algorithm, config.step_timeout_s, critic, ref, config.rollout.max_response_length)

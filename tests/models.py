@@ -3,14 +3,26 @@
 from pathlib import Path
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 from paceline.data.tiny import make_tokenizer
 
 
 def random_model(folder: Path, *, hidden: int = 32, layers: int = 2, seed: int = 0) -> str:
     """A Qwen2-shape model with our character tokenizer, saved where `model = "<folder>"` finds it."""
+    return _save(Qwen2ForCausalLM, make_tokenizer(), folder, hidden, layers, seed)
+
+
+def random_reward_model(folder: Path, *, labels: int = 1, seed: int = 0, chat_template: str | None = None) -> str:
+    """The same shape with a number per label for its output."""
     tokenizer = make_tokenizer()
+    tokenizer.chat_template = chat_template
+    return _save(Qwen2ForSequenceClassification, tokenizer, folder, 32, 2, seed, num_labels=labels)
+
+
+def _save(
+    kind: type[PreTrainedModel], tokenizer: PreTrainedTokenizerBase, folder: Path, hidden: int, layers: int, seed: int, **more: int
+) -> str:
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -19,14 +31,15 @@ def random_model(folder: Path, *, hidden: int = 32, layers: int = 2, seed: int =
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
-        tie_word_embeddings=True,
+        tie_word_embeddings=kind is Qwen2ForCausalLM,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **more,
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(config)
+        model = kind(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)

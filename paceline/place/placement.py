@@ -15,6 +15,8 @@ class PlacementSettings(Settings):
     """Pool of the critic, when the algorithm has one. Unset: the actor's."""
     ref: str | None = None
     """Pool of the frozen reference model, when the algorithm needs one. Unset: the actor's."""
+    reward: str | None = None
+    """Pool of the reward model, when there is one. Unset: the actor's, where it waits while the actor trains."""
     rollout_workers: int = Field(1, ge=1)
     """Engines in the rollout pool."""
     threads: int = Field(0, ge=0)

@@ -27,6 +27,7 @@ def plan_workers(config: RunConfig) -> list[PlannedWorker]:
     used = [Role.ACTOR, Role.ROLLOUT]
     used += [Role.CRITIC] if config.algorithm.needs_critic else []
     used += [Role.REF] if config.algorithm.needs_reference else []
+    used += [Role.REWARD] if config.reward.model else []
     pools: dict[str, list[Role]] = {}
     for role in used:
         pools.setdefault(config.placement.pool(role), []).append(role)

@@ -8,9 +8,9 @@ import asyncio
 import difflib
 from collections.abc import Sequence
 from importlib.metadata import entry_points
-from typing import Protocol
+from typing import Protocol, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from paceline.data.tasks import get_task
 from paceline.errors import ConfigError, RewardError
@@ -27,10 +27,18 @@ class RewardSettings(Settings):
     function: str | None = None
     """reward(answer, row) -> number as "module:function", "file.py:function" or an entry point of the group paceline.rewards; or a
     verifier: exact, last_number, boxed, tagged, regex. Unset: the task's own."""
+    model: str | None = None
+    """Score with a reward model instead: a folder or hub id of a sequence-classification model with one label."""
     timeout_s: float = Field(default=10.0, gt=0)
     """A user's function that takes longer for one answer is killed, and the answer's group fails."""
     workers: int = Field(default=1, ge=1)
     """Processes for a user's function."""
+
+    @model_validator(mode="after")
+    def _one_judge(self) -> Self:
+        if self.function is not None and self.model is not None:
+            raise ValueError(f"reward.function = {self.function!r} and reward.model = {self.model!r} are both set; keep one of them")
+        return self
 
 
 class Reward(Protocol):
@@ -62,7 +70,9 @@ async def open_reward(settings: RewardSettings, task: str | None) -> Reward:
     name = settings.function
     if name is None:
         if task is None:
-            raise ConfigError("prompts from data.path need reward.function: 'module:function', 'file.py:function' or a verifier")
+            raise ConfigError(
+                "prompts from data.path need reward.function: 'module:function', 'file.py:function' or a verifier; or reward.model"
+            )
         chosen = get_task(task)
         return TrustedReward(chosen.spec, chosen.score)
     if name in verify.IN_PROCESS:

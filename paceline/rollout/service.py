@@ -1,6 +1,8 @@
 """The worker's end of an engine: drives a NativeEngine step by step between calls."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
 
 from paceline.errors import RolloutError, SyncError
 from paceline.place.host import BusyClock
@@ -14,8 +16,10 @@ Finished = list[tuple[str, Completion]]
 
 
 class RolloutService:
-    def __init__(self, engine: NativeEngine) -> None:
+    def __init__(self, engine: NativeEngine, trainer_weights: Callable[[], Mapping[str, Tensor]] | None = None) -> None:
+        """`trainer_weights`: where to copy from when the trainer is in the same worker but has its weights in another form."""
         self._engine = engine
+        self._trainer_weights = trainer_weights
         self._held = False
         self._block: WeightBlock | None = None
         self._busy = BusyClock()
@@ -55,7 +59,10 @@ class RolloutService:
 
     def load_weights(self, weights: Weights) -> None:
         if weights.checksum is None:
-            self._engine.set_version(weights.version)
+            if self._trainer_weights is None:
+                self._engine.set_version(weights.version)
+            else:
+                self._engine.load(self._trainer_weights(), weights.version)
             return
         if self._block is None:
             raise SyncError(f"weights of version {weights.version} were announced before the shared memory was attached")

@@ -24,7 +24,8 @@ class WeightTransport(Protocol):
 
 
 class InPlace:
-    """The engine reads the trainer's own parameters: nothing moves, only the version does."""
+    """The engine is in the trainer's worker and reads its parameters, where they are or (LoRA) merged into a copy: nothing travels,
+    only the version does."""
 
     async def publish(self, version: int) -> Weights:
         return Weights(version)

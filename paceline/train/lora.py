@@ -29,10 +29,8 @@ class LoraDevice(SingleDevice):
 
     trained_file = f"{FOLDER}/adapter_model.safetensors"
 
-    def __init__(
-        self, model: PreTrainedModel, settings: TrainSettings, lora: LoraSettings, temperature: float = 1.0, seed: int = 0
-    ) -> None:
-        self._config = add_adapters(model, lora, seed)
+    def __init__(self, model: PreTrainedModel, settings: TrainSettings, temperature: float = 1.0, seed: int = 0) -> None:
+        self._config = add_adapters(model, settings.lora or LoraSettings(), seed)
         super().__init__(model, settings, temperature)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:

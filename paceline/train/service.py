@@ -1,5 +1,7 @@
 """The worker's end of training: an Actor or Critic, plus what the weight transport needs of it."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from paceline.errors import SyncError
@@ -29,13 +31,14 @@ class CriticService:
 
 
 class RefService:
-    """The frozen model the policy is kept close to."""
+    """The frozen model the policy is kept close to: one of its own, or the actor's while `as_reference` holds."""
 
-    def __init__(self, engine: TrainEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: TrainEngine, as_reference: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self._engine, self._as_reference = engine, as_reference
 
     def logprobs(self, batch: Batch) -> FloatArray:
-        return self._engine.logprobs(batch)
+        with self._as_reference():
+            return self._engine.logprobs(batch)
 
 
 class ActorService:

@@ -23,8 +23,7 @@ SETTINGS = TrainSettings(lora=LoraSettings(rank=4, alpha=8))
 
 
 def lora(name: str = "qwen2-tied", settings: TrainSettings = SETTINGS, seed: int = 0) -> LoraDevice:
-    assert settings.lora
-    return LoraDevice(tiny(name), settings, settings.lora, TEMPERATURE, seed)
+    return LoraDevice(tiny(name), settings, TEMPERATURE, seed)
 
 
 def trained(name: str = "qwen2-tied", settings: TrainSettings = SETTINGS, steps: int = 2) -> LoraDevice:
@@ -62,7 +61,6 @@ def test_merged_weights_in_a_plain_model_give_the_log_probs_of_the_trained_one(n
 
 def test_the_gradient_of_the_adapters_is_that_of_peft_itself() -> None:
     engine, batch = trained(steps=1), random_batch(seed=3)
-    assert SETTINGS.lora
     reference = peft.get_peft_model(tiny("qwen2-tied"), peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
     wrapped = dict(reference.named_parameters())
     with torch.no_grad():
@@ -158,7 +156,7 @@ def test_adapters_are_the_same_for_the_same_seed_and_leave_the_global_random_num
     torch.manual_seed(3)
     model = copy.deepcopy(tiny("llama"))
     torch.manual_seed(3)
-    one = LoraDevice(model, SETTINGS, SETTINGS.lora or LoraSettings())
+    one = LoraDevice(model, SETTINGS)
     assert torch.rand(1) == expected
     layer = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
     assert torch.equal(one._parameters[layer], lora("llama")._parameters[layer])
