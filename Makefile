@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-bench lint format clean
+.PHONY: demo test test-slow test-bench lint format clean
 
 demo: $(READY)  ## fully async training on two CPU cores, under three minutes
 	$(BIN)/paceline train recipes/fully_async.toml run_dir=runs/demo --fresh
 
-test: $(READY)  ## everything
+test: $(READY)  ## what the README promises: a few minutes
 	$(BIN)/python -m pytest
+
+test-slow: $(READY)  ## every algorithm preset learns, three seeds each: about ten minutes
+	$(BIN)/python -m pytest -m slow
 
 test-bench: .venv-trl/.ready  ## our formulas against TRL's own code, in TRL's interpreter
 	OMP_NUM_THREADS=1 .venv-trl/bin/python -m pytest tests/bench

@@ -134,7 +134,9 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
         trainer = Trainer(actor, config.algorithm, config.step_timeout_s, critic, ref, config.rollout.max_response_length)
         if start.checkpoint:
             await trainer.load(start.checkpoint)
-            inputs.source.load_state(read_state(start.checkpoint)["source"])
+            state = read_state(start.checkpoint)
+            inputs.source.load_state(state["source"])
+            trainer.load_state(state["trainer"])
         changed = Pulse()
         engines = [EngineClient(worker) for worker in workers[Role.ROLLOUT]]
         rollouter = _rollouter(config, inputs, engines, reward, changed)
@@ -150,7 +152,7 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
 
         async def save(step: int) -> None:
             state = {"step": step, "ledger": ledger.state().to_json(), "metrics_length": recorder.length, **inputs.identity}
-            state |= {"source": inputs.source.state()}
+            state |= {"source": inputs.source.state(), "trainer": trainer.state()}
             await save_checkpoint(folder / "checkpoints", step, state, write, config.keep_checkpoints)
 
         loop = Loop(
@@ -191,6 +193,8 @@ def _rollouter(config: RunConfig, inputs: Inputs, engines: list[EngineClient], r
         reward,
         sampling,
         group_size=config.group_size,
+        min_group_size=settings.min_group_size,
+        greedy_baseline=config.algorithm.needs_greedy_baseline,
         seed=config.seed,
         on_sync=config.schedule.on_sync,
         generation_timeout=settings.generation_timeout,
@@ -211,5 +215,6 @@ def _loop_settings(config: RunConfig) -> LoopSettings:
         sync_every=config.schedule.sync_every,
         save_every=config.save_every,
         max_failed_groups=config.rollout.max_failed_groups,
+        dynamic_sampling=config.algorithm.dynamic_sampling,
         stall_timeout_s=config.stall_timeout_s,
     )

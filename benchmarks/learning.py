@@ -1,0 +1,141 @@
+"""Does async learn what sync learns? The same task, several seeds, every staleness with and without correction.
+
+    python benchmarks/learning.py [--quick]
+
+Writes benchmarks/results/learning.json and the plot docs/images/learning.svg: reward by step (is anything lost to staleness?)
+and reward by wall time (what is gained?). Needs matplotlib (extra `bench`).
+"""
+
+import argparse
+import asyncio
+import json
+import platform
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from paceline.config import load_config
+from paceline.run import train
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, PLOT = ROOT / "benchmarks" / "results" / "learning.json", ROOT / "docs" / "images" / "learning.svg"
+
+COMMON = [
+    "data.task=reverse:5",
+    "data.max_prompt_length=32",
+    "rollout.max_response_length=8",
+    "rollout.slots=256",
+    "train.learning_rate=4e-4",
+    "save_every=0",
+]
+ASYNC = ["placement.actor=train", "placement.rollout=rollout", "schedule.on_sync=swap"]
+CORRECTED = ["algorithm.correction=truncate"]
+CASES = {
+    "hybrid sync": [],
+    "async, staleness 3, corrected": [*ASYNC, "schedule.max_staleness=3", *CORRECTED],
+    "async, staleness 8": [*ASYNC, "schedule.max_staleness=8"],
+    "async, staleness 8, corrected": [*ASYNC, "schedule.max_staleness=8", *CORRECTED],
+    "async, staleness 16": [*ASYNC, "schedule.max_staleness=16"],
+    "async, staleness 16, corrected": [*ASYNC, "schedule.max_staleness=16", *CORRECTED],
+}
+
+
+def learn(case: str, seed: int, steps: int, folder: Path) -> list[tuple[float, float]]:
+    """(seconds since the first step began, mean reward) for every step."""
+    settings = [*COMMON, *CASES[case], f"seed={seed}", f"steps={steps}", f"run_dir={folder}"]
+    asyncio.run(train(load_config(None, settings)))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    begin = rows[0]["wall_time_s"] - rows[0]["time/wait_s"] - rows[0]["time/train_s"] - rows[0]["time/sync_s"]
+    return [(row["wall_time_s"] - begin, row["reward/mean"]) for row in rows]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one seed, few steps, nothing written")
+    options = parser.parse_args()
+    seeds, steps = (range(1), 15) if options.quick else (range(5), 80)
+    curves: dict[str, list[list[tuple[float, float]]]] = {case: [] for case in CASES}
+    with tempfile.TemporaryDirectory() as scratch:
+        for seed in seeds:
+            for case in CASES:
+                curves[case].append(learn(case, seed, steps, Path(scratch) / f"{seed}-{len(case)}-{case}"))
+    report = summarize(curves, steps)
+    show(report)
+    if not options.quick:
+        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+        plot(curves)
+
+
+def summarize(curves: dict[str, list[list[tuple[float, float]]]], steps: int) -> dict[str, Any]:
+    sync_s = statistics.median(run[-1][0] for run in curves["hybrid sync"])
+    cases = {}
+    for case, runs in curves.items():
+        final = [statistics.fmean(reward for _, reward in run[-10:]) for run in runs]
+        half = [statistics.fmean([reward for second, reward in run if second <= sync_s / 2][-5:]) for run in runs]
+        cases[case] = {
+            "final_mean": statistics.fmean(final),
+            "final_sd": statistics.stdev(final) if len(final) > 1 else 0.0,
+            "finals": final,
+            "reward_at_half_of_sync_time": statistics.fmean(half),
+            "seconds": statistics.median(run[-1][0] for run in runs),
+            "seconds_to_0.9": statistics.median(_reaches(run, 0.9) for run in runs),
+        }
+    return {
+        "command": "python benchmarks/learning.py",
+        "machine": f"{torch.get_num_threads()} cores, {platform.machine()}; torch {torch.__version__}",
+        "work": f"GRPO on reverse:5, 16 prompts x 8 answers a step, {steps} steps, {len(next(iter(curves.values())))} seeds",
+        "cases": cases,
+    }
+
+
+def _reaches(run: list[tuple[float, float]], level: float) -> float:
+    """Seconds until the mean of five steps is at the level; the whole run if never."""
+    for index in range(4, len(run)):
+        if statistics.fmean(reward for _, reward in run[index - 4 : index + 1]) >= level:
+            return run[index][0]
+    return run[-1][0]
+
+
+def show(report: dict[str, Any]) -> None:
+    table = Table(title=report["work"])
+    for column in ("case", "final reward", "sd over seeds", "at half of sync's time", "seconds to 0.9", "seconds in all"):
+        table.add_column(column, justify="left" if column == "case" else "right")
+    for case, f in report["cases"].items():
+        figures = (f["final_mean"], f["final_sd"], f["reward_at_half_of_sync_time"])
+        table.add_row(case, *(f"{figure:.3f}" for figure in figures), f"{f['seconds_to_0.9']:.1f}", f"{f['seconds']:.1f}")
+    Console(width=130).print(table)
+
+
+def plot(curves: dict[str, list[list[tuple[float, float]]]]) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "paceline"
+    from matplotlib import pyplot
+
+    figure, (by_step, by_time) = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True)
+    for case, runs in curves.items():
+        steps = range(1, len(runs[0]) + 1)
+        mean = _smooth([statistics.fmean(run[i][1] for run in runs) for i in range(len(runs[0]))])
+        seconds = [statistics.fmean(run[i][0] for run in runs) for i in range(len(runs[0]))]
+        style = {"label": case, "linestyle": "-" if "corrected" in case or "sync" in case else ":", "linewidth": 1.6}
+        by_step.plot(steps, mean, **style)
+        by_time.plot(seconds, mean, **style)
+    by_step.set(xlabel="train step", ylabel="mean reward (all seeds, five steps)", title="at equal steps")
+    by_time.set(xlabel="seconds", title="at equal wall time")
+    by_step.legend(fontsize=8, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(PLOT, metadata={"Date": None})
+
+
+def _smooth(values: list[float]) -> list[float]:
+    return [statistics.fmean(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
+
+
+if __name__ == "__main__":
+    main()
