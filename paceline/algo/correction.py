@@ -34,8 +34,8 @@ def interpolated(current: Tensor, sampler: Tensor, versions: Tensor, step: int) 
     """A guess at the proximal log-probs without a forward pass: on the line from the sampler (version v) to the policy this step
     is making (version step + 1), where version `step` lies. Fresh tokens get the sampler's own.
 
-    (A-3PO: Accelerating Asynchronous LLM Training with Staleness-aware Proximal Policy Approximation. Li et al., 2025,
-    arXiv:2512.06547, whose weight of the sampler is 1 / d with d counted to the policy being made.)
+    After A-3PO: Accelerating Asynchronous LLM Training with Staleness-aware Proximal Policy Approximation. Li et al., 2025,
+    arXiv:2512.06547.
     """
     staleness = (step - versions).clamp(min=0).to(sampler.dtype)
     return sampler + staleness / (staleness + 1) * (current.detach() - sampler)
