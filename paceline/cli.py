@@ -102,8 +102,9 @@ def _train(config: "RunConfig") -> None:
 
 
 def _log_to_console() -> None:
-    handler = RichHandler(console=console, show_path=False, show_time=False, level=logging.WARNING)
-    logging.basicConfig(level=logging.INFO, handlers=[handler], format="%(message)s")
+    """Our own warnings are for the user; other libraries' are not."""
+    logger = logging.getLogger("paceline")
+    logger.handlers = [RichHandler(console=console, show_path=False, show_time=False, level=logging.WARNING)]
 
 
 def _move_aside(folder: Path) -> None:

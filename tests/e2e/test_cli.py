@@ -166,6 +166,12 @@ def test_failed_groups_within_the_budget_are_dropped_by_name_and_never_trained(r
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["ledger"]["dropped"] == {"reward_failed": len(dropped)}
 
 
+def test_a_run_that_cannot_learn_says_so_loudly(recipe: Path) -> None:
+    result = paceline(recipe, f"reward.function={REWARDS}:always_one")
+    said = " ".join(result.output.split())
+    assert result.exit_code == 0 and "every token has advantage 0" in said and "the step changed no weight" in said, said
+
+
 def test_help_and_wrong_settings_need_no_torch() -> None:
     check = "import sys, paceline.cli, paceline.config; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
