@@ -197,8 +197,12 @@ class ProcessWorker(Worker):
     def _last_words(self) -> str:
         code = self.process.returncode
         how = f" (killed by signal {-code})" if code is not None and code < 0 else f" (exit code {code})"
+        return how + self.last_lines()
+
+    def last_lines(self) -> str:
+        """The end of its log, to be added to a message."""
         lines = self._log_path.read_text(errors="replace").splitlines()[-8:] if self._log_path.exists() else []
-        return how + (f"; last lines of {self._log_path}:\n  " + "\n  ".join(lines) if lines else "")
+        return f"; last lines of {self._log_path}:\n  " + "\n  ".join(lines) if lines else ""
 
     async def close(self) -> None:
         self._closing = True

@@ -72,25 +72,25 @@ def micro_batches(batch: Batch, limit: int, device: torch.device, lanes: int = 1
     needed = trained_lengths(batch)
     order = np.argsort(-needed, kind="stable")
     order = order[needed[order] > 0]
+    lengths = needed[order].tolist()
+    lanes = max(1, min(lanes, sum(lengths) // LANE_TOKENS))
     start = 0
-    for count in _balanced(needed[order].tolist(), limit, lanes):
-        yield _micro_batch(batch, order[start : start + count], needed, device)
+    for count in cut_evenly(lengths, limit, -(-len(cut_rows(lengths, limit)) // lanes) * lanes):
+        yield micro_batch(batch, order[start : start + count], needed, device)
         start += count
 
 
-def _balanced(lengths: list[int], limit: int, lanes: int) -> list[int]:
-    """Rows per micro-batch: the smallest limit that still cuts `lengths` (longest first) into as few micro-batches, counted in
-    multiples of `lanes`."""
-    lanes = max(1, min(lanes, sum(lengths) // LANE_TOKENS))
-    most = -(-len(_cut(lengths, limit)) // lanes) * lanes
+def cut_evenly(lengths: list[int], limit: int, most: int) -> list[int]:
+    """Rows per micro-batch: the smallest limit that still cuts `lengths` (longest first) into at most `most` micro-batches."""
     low, high = 0, limit  # `high` always does
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if len(_cut(lengths, middle)) <= most else (middle, high)
-    return _cut(lengths, high)
+        low, high = (low, middle) if len(cut_rows(lengths, middle)) <= most else (middle, high)
+    return cut_rows(lengths, high)
 
 
-def _cut(lengths: list[int], limit: int) -> list[int]:
+def cut_rows(lengths: list[int], limit: int) -> list[int]:
+    """Rows per micro-batch of at most `limit` tokens, padding counted; a longer row goes alone."""
     counts, start = [], 0
     while start < len(lengths):
         counts.append(min(len(lengths) - start, max(1, limit // lengths[start])))
@@ -98,7 +98,8 @@ def _cut(lengths: list[int], limit: int) -> list[int]:
     return counts
 
 
-def _micro_batch(batch: Batch, rows: NDArray[np.int64], needed: NDArray[np.int64], device: torch.device) -> MicroBatch:
+def micro_batch(batch: Batch, rows: NDArray[np.int64], needed: NDArray[np.int64], device: torch.device) -> MicroBatch:
+    """These rows, of which `needed` tokens each are fed, as one forward pass."""
     longest = int(needed[rows].max())
     spread = np.zeros((len(rows), longest), np.int64)
     fed: list[NDArray[np.int64]] = []  # where in the batch each packed token is, and where in the rectangle

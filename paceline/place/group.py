@@ -1,0 +1,153 @@
+"""Several processes that hold one model together. Each is a rank; all get every call, in the same order.
+
+The first rank answers for all, once all have answered. A rank that dies or fails alone takes the group with it: the others
+may be waiting for it inside a collective operation, where they can hear nobody.
+"""
+
+import asyncio
+import atexit
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import WorkerDied
+from paceline.place.local import Build, ProcessWorker, Worker
+
+GRACE_S = 5.0  # for the other ranks to say what became of a call that failed on one
+
+
+class WorkerGroup(Worker):
+    """A Worker of several ranks. Roles in `first_only` live on the first rank alone."""
+
+    def __init__(
+        self,
+        name: str,
+        build: Build,
+        args: tuple[Any, ...],
+        *,
+        ranks: int,
+        threads: int,
+        log_folder: Path,
+        cores: Sequence[int] = (),
+        first_only: Collection[str] = (),
+    ) -> None:
+        super().__init__(name)
+        self._pending.clear()
+        self._first_only = first_only
+        self._folder = tempfile.mkdtemp(prefix="paceline-group-")
+        self.ranks: list[ProcessWorker] = []
+        for rank in range(ranks):
+            worker = ProcessWorker(
+                f"{name} rank {rank}",
+                start_rank,
+                (rank, ranks, f"{self._folder}/store", build, args),
+                cores=list(cores[rank * threads : (rank + 1) * threads]),
+                threads=threads,
+                log_path=log_folder / f"{name}.{rank}.log",
+            )
+            worker.died.add_done_callback(self._rank_died)
+            self.ranks.append(worker)
+
+    def listen(self, role: str, listener: Callable[[Any], None]) -> None:
+        self.ranks[0].listen(role, listener)
+
+    def start_call(self, role: str, method: str, *args: Any) -> asyncio.Future[Any]:
+        if self.died.done():
+            self.died.result()
+        if role in self._first_only:
+            return self.ranks[0].start_call(role, method, *args)
+        answers = [rank.start_call(role, method, *args) for rank in self.ranks]
+        for answer in answers:
+            answer.add_done_callback(_seen)
+        return asyncio.ensure_future(self._together(f"{role}.{method}", answers))
+
+    async def ready(self) -> None:
+        starting = [asyncio.ensure_future(rank.ready()) for rank in self.ranks]
+        await asyncio.wait(starting, return_when=asyncio.FIRST_EXCEPTION)
+        for start in starting:
+            if start.done() and (error := start.exception()) is not None:
+                self._kill()
+                await asyncio.gather(*starting, return_exceptions=True)
+                raise error
+
+    def waiting_for(self) -> list[str]:
+        return [f"{rank.name}: {what}" for rank in self.ranks for what in rank.waiting_for()]
+
+    async def peak_memory(self) -> int:
+        return sum(await asyncio.gather(*(rank.peak_memory() for rank in self.ranks)))
+
+    async def close(self) -> None:
+        self._closing = True
+        await asyncio.gather(*(rank.close() for rank in self.ranks))
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _together(self, what: str, answers: list[asyncio.Future[Any]]) -> Any:
+        """The first rank's answer. An error that all ranks agree on is the call's; one that only some meet ends the group."""
+        _, waiting = await asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)
+        if waiting:
+            _, waiting = await asyncio.wait(answers, timeout=GRACE_S)
+        if self.died.done():
+            self.died.result()
+        errors = {rank: answer.exception() for rank, answer in enumerate(answers) if answer.done() and answer.exception() is not None}
+        if errors and (waiting or len(errors) < len(answers)):
+            rank, error = next(iter(errors.items()))
+            self._fail(
+                WorkerDied(
+                    f"{self.ranks[rank].name!r} failed in {what} while other ranks did not: {type(error).__name__}: {error}"
+                    + self.ranks[rank].last_lines()
+                )
+            )
+            self.died.result()
+        return answers[0].result()
+
+    def _rank_died(self, died: asyncio.Future[None]) -> None:
+        error = None if died.cancelled() else died.exception()
+        if isinstance(error, WorkerDied):
+            self._fail(error)
+
+    def _fail(self, error: WorkerDied) -> None:
+        if self._closing or self.died.done():
+            return
+        self.died.set_exception(error)
+        self.died.exception()  # mark as seen: those who wait get it anyway
+        self._kill()
+
+    def _kill(self) -> None:
+        for rank in self.ranks:
+            rank.process.kill()
+
+    def _send(self, message: Any) -> None:
+        for rank in self.ranks:
+            rank._send(message)
+
+
+def _seen(answer: asyncio.Future[Any]) -> None:
+    """Errors are read by those who wait; when nobody does any more there is nothing to complain of."""
+    if not answer.cancelled():
+        answer.exception()
+
+
+def start_rank(rank: int, count: int, store: str, build: Build, args: tuple[Any, ...]) -> Mapping[str, Any]:
+    """In the rank's process: meet the other ranks, then build the parts."""
+    import torch
+    import torch.distributed as dist
+
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine, whose own name may not resolve
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=count)
+    atexit.register(dist.destroy_process_group)
+    return build(*args)
+
+
+def is_first_rank() -> bool:
+    """Whether this process answers for its group; true outside of one."""
+    import torch.distributed as dist
+
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
