@@ -1,8 +1,8 @@
 """TRL's GRPOTrainer on CPU, started by vs_trl.py in TRL's own interpreter (see install_trl.sh): one JSON job on the command line,
 one JSON line out. `reward` is what both sides are scored with.
 
-Set up for speed: one batch of 64, no gradient checkpointing, float32 (bfloat16 is slower on CPU), SDPA attention, fused AdamW,
-no reference model, nothing logged, evaluated or saved. Its continuous batching is left off: on CPU it made a step six times slower.
+Set up for speed: one batch of 64, no gradient checkpointing, float32 as on the other side, SDPA attention, fused AdamW,
+no reference model, nothing logged, evaluated or saved. Its continuous batching is left off: tried once on CPU, it took 4 s a step instead of 0.6.
 """
 
 import json
