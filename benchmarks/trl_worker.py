@@ -2,7 +2,7 @@
 one JSON line out. `reward` is what both sides are scored with.
 
 Set up for speed: one batch of 64, no gradient checkpointing, float32 as on the other side, SDPA attention, fused AdamW,
-no reference model, nothing logged, evaluated or saved. Its continuous batching is left off: tried once on CPU, it took 4 s a step instead of 0.6.
+no reference model, nothing logged, evaluated or saved. Its continuous batching is left off: tried once on CPU, it took 4 s a step, not 0.6.
 """
 
 import json
