@@ -71,6 +71,8 @@ def _reward(config: RunConfig) -> Any:
 
 
 def _rollout(config: RunConfig, model_path: str, actor: Any) -> Any:
+    import torch
+
     from paceline.models import load_model, load_tokenizer
     from paceline.rollout.native.engine import NativeEngine
     from paceline.rollout.native.weights import DecoderWeights
@@ -80,7 +82,7 @@ def _rollout(config: RunConfig, model_path: str, actor: Any) -> Any:
     decode: Callable[[list[int]], str] | None = load_tokenizer(model_path).decode if config.rollout.stop else None
     merged = actor.merged_weights if isinstance(actor, LoraDevice) else None
     share = actor is not None and merged is None
-    model = actor.model if share else load_model(model_path, config.train.dtype)
+    model = actor.model if share else load_model(model_path, config.train.dtype).to("cuda" if torch.cuda.is_available() else "cpu")
     weights = DecoderWeights.from_module(model, share=share)
     engine = NativeEngine(
         model.config,
@@ -88,5 +90,6 @@ def _rollout(config: RunConfig, model_path: str, actor: Any) -> Any:
         slots=config.rollout.slots,
         max_length=config.data.max_prompt_length + config.rollout.max_response_length,
         decode=decode,
+        kv_memory_fraction=config.rollout.kv_memory_fraction,
     )
     return RolloutService(engine, merged)

@@ -38,6 +38,8 @@ class RolloutSettings(Settings):
     """Strings that end an answer, besides the tokenizer's end tokens."""
     slots: int = Field(64, ge=1)
     """Sequences an engine decodes at the same time."""
+    kv_memory_fraction: float = Field(0.5, gt=0, le=1)
+    """Share of a GPU's free memory that keys and values may take; no more is taken than `slots` can use."""
     generation_timeout: float = Field(120.0, gt=0)
     """Seconds one answer may take, from request to last token."""
     min_group_size: int | None = Field(None, ge=1)

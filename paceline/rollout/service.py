@@ -50,6 +50,7 @@ class RolloutService:
 
     def hold(self) -> None:
         self._held = True
+        self._engine.settle()  # nothing reads the weights from here on
 
     def go_on(self) -> None:
         self._held = False

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from paceline.errors import RolloutError
-from paceline.rollout.native import engine as native
+from paceline.rollout.native import backend
 from paceline.rollout.native.engine import NativeEngine
 from paceline.rollout.native.weights import DecoderWeights
 from paceline.types import Completion, Finish, Request, Sampling
@@ -151,7 +151,7 @@ def test_a_prefill_is_not_shared_across_a_change_of_weights() -> None:
 
 
 def test_long_prompts_are_prefilled_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "PREFILL_TOKENS", 16)
+    monkeypatch.setattr(backend, "PREFILL_TOKENS", 16)
     module = build()
     random = np.random.default_rng(3)
     wanted = [Request(f"r{n}", tuple(random.integers(0, 60, n).tolist()), n, Sampling(8)) for n in (1, 2, 5, 6, 7, 16, 17, 18, 33, 100)]

@@ -22,9 +22,9 @@ class Decoder:
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim, self.eps = head_dim(config), config.rms_norm_eps
         self.scale = self.head_dim**-0.5
+        self.cache_shape = (len(weights.layers), slots, self.kv_heads, 2, max_length, self.head_dim)
         device, dtype = weights.embedding.device, weights.embedding.dtype
         with torch.inference_mode():
-            self.kv = torch.zeros(len(weights.layers), slots, self.kv_heads, 2, max_length, self.head_dim, device=device, dtype=dtype)
             angles = torch.arange(max_length, device=device).float()[:, None] * weights.inv_freq.to(device)
             cos, sin = angles.cos() * weights.rope_scale, angles.sin() * weights.rope_scale
             # for all heads of a fused q/k/v row: values are multiplied by 1
@@ -33,7 +33,17 @@ class Decoder:
             self.sin = sin.to(dtype).unsqueeze(1)
             self.columns = torch.arange(max_length, device=device)
             self.rows = torch.arange(slots, device=device)
+        self.make_cache()
+
+    @torch.inference_mode()
+    def make_cache(self) -> None:
+        self.kv = torch.zeros(self.cache_shape, device=self.cos.device, dtype=self.cos.dtype)
         self._views: tuple[tuple[int, int], list[tuple[Tensor, Tensor]]] = (0, 0), []
+
+    @torch.inference_mode()
+    def drop_cache(self) -> None:
+        self.kv = self.kv.new_empty(0)
+        self._views = (0, 0), []
 
     @torch.inference_mode()
     def decode(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:

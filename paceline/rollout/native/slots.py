@@ -4,7 +4,7 @@ Arrays over slots, live ones dense at the front: one step reads and writes slice
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ NO_TOKEN = -1
 TAIL = 8  # tokens decoded beyond the length of a stop string, since a token may decode to nothing
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
     """A request on its way. `context`: the prompt and what was generated before."""
 
@@ -23,6 +23,8 @@ class Sequence:
     context: tuple[int, ...]
     key: int  # hash of the context: sequences with the same one share their prefill
     epoch: int = -1  # which weights made its prefill
+    arrival: int = -1  # the how manieth to get a slot
+    pages: list[int] = field(default_factory=list)  # where a paged cache keeps it
 
     @classmethod
     def of(cls, request: Request) -> "Sequence":
@@ -41,6 +43,7 @@ class Slots:
         self.count, self.max_length = count, max_length
         self.live: list[Sequence] = []
         self.position = np.zeros(count, np.int64)  # of the last token
+        self.ahead = np.zeros(count, np.int64)  # tokens being made that have not been read yet
         self.limit = np.zeros(count, np.int64)  # position of the last token allowed
         self.seed = np.zeros(count, np.uint64)
         self.temperature = np.ones(count, np.float32)
@@ -57,6 +60,7 @@ class Slots:
         sampling = request.sampling
         self.live.append(sequence)
         self.position[row] = len(sequence.context) - 1
+        self.ahead[row] = 0
         self.last[row] = sequence.context[-1]
         self.limit[row] = min(len(request.prompt) + sampling.max_new_tokens, self.max_length) - 1
         self.seed[row] = request.seed % 2**64
@@ -73,21 +77,20 @@ class Slots:
             self.logprobs[row, made] = request.partial.logprobs
             self.versions[row, made] = request.partial.versions
 
-    def record(self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32], version: int) -> None:
-        """One new token for every live sequence."""
-        n = len(self.live)
-        self.position[:n] += 1
-        self.last[:n] = tokens
-        at = (np.arange(n), self.position[:n])
+    def record(self, rows: NDArray[np.int64], tokens: NDArray[np.int32], logprobs: NDArray[np.float32], version: int) -> None:
+        """One new token for each of these rows."""
+        self.position[rows] += 1
+        self.last[rows] = tokens
+        at = (rows, self.position[rows])
         self.tokens[at], self.logprobs[at], self.versions[at] = tokens, logprobs, version
 
-    def ended(self, decode: Callable[[list[int]], str] | None) -> dict[int, Finish]:
-        """Rows whose sequence is complete, and why."""
-        n = len(self.live)
-        ended = dict.fromkeys(np.flatnonzero(self.position[:n] >= self.limit[:n]).tolist(), Finish.LENGTH)
-        stopped = (self.stops[:n] == self.last[:n, None]).any(1)
-        ended.update(dict.fromkeys(np.flatnonzero(stopped).tolist(), Finish.STOP))
-        for row, sequence in enumerate(self.live):
+    def ended(self, rows: NDArray[np.int64], decode: Callable[[list[int]], str] | None) -> dict[int, Finish]:
+        """Those of these rows whose sequence is complete, and why."""
+        ended = dict.fromkeys(rows[self.position[rows] >= self.limit[rows]].tolist(), Finish.LENGTH)
+        stopped = (self.stops[rows] == self.last[rows, None]).any(1)
+        ended.update(dict.fromkeys(rows[stopped].tolist(), Finish.STOP))
+        for row in rows.tolist() if decode is not None else ():
+            sequence = self.live[row]
             if decode is not None and sequence.request.sampling.stop:
                 made = self.tokens[row, len(sequence.request.prompt) : self.position[row] + 1]
                 if ends_in_stop(made, sequence.request.sampling.stop, decode):
@@ -104,7 +107,7 @@ class Slots:
         gone = set(rows)
         targets = sorted(row for row in gone if row < kept)
         sources = [row for row in range(kept, len(self.live)) if row not in gone]
-        for array in (self.position, self.limit, self.seed, self.temperature, self.top_k, self.top_p, self.stops, self.last):
+        for array in (self.position, self.ahead, self.limit, self.seed, self.temperature, self.top_k, self.top_p, self.stops, self.last):
             array[targets] = array[sources]
         for source, target in zip(sources, targets, strict=True):
             self.live[target] = self.live[source]

@@ -1,0 +1,254 @@
+"""How fast does the native engine decode on one GPU, how near is that to what memory and arithmetic allow, and are its
+log-probabilities right? Random weights in the shapes of Qwen2.5-0.5B and 1.5B, 128-token prompts, 512 new tokens, log-probs on.
+
+    python benchmarks/gpu_engine.py [--quick] [--profile] [--out benchmarks/results/gpu_engine.json]
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+import triton
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from paceline.rollout.native.engine import NativeEngine  # noqa: E402
+from paceline.rollout.native.weights import DecoderWeights  # noqa: E402
+from paceline.types import Completion, Request, Sampling  # noqa: E402
+
+PROMPT, NEW, LONGEST = 128, 512, 4096
+SIGMA = np.log(8) / 2.3263  # of a lognormal whose 99th percentile is 8 times its median
+TAIL_MEDIAN, TAIL_SLOTS, TAIL_PROMPTS = 400, 256, 512
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2},
+    "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2},
+}
+VLLM = {"0.5B": {64: 11e3, 256: 20e3, 512: 24e3}, "1.5B": {256: 22e3}}  # tokens/s of vLLM 0.24, log-probs on, same GPU and load
+TARGETS = {"0.5B": {64: 35e3, 256: 100e3, 512: 150e3}, "1.5B": {256: 55e3}}
+
+
+def make_model(shape: str, dtype: torch.dtype = torch.bfloat16) -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    with torch.device("cuda"):
+        config = Qwen2Config(
+            **SHAPES[shape], vocab_size=151936, tie_word_embeddings=True, max_position_embeddings=32768,
+            bos_token_id=None, eos_token_id=None, pad_token_id=None,
+        )  # fmt: skip
+        model = Qwen2ForCausalLM(config).eval()
+    torch.set_default_dtype(torch.float32)
+    return model
+
+
+def make_requests(lengths: list[int], round: int, **sampling: Any) -> list[Request]:
+    prompts = np.random.default_rng(round).integers(0, 151936, (len(lengths), PROMPT)).tolist()
+    return [Request(f"{round}-{i}", tuple(p), i, Sampling(n, **sampling)) for i, (p, n) in enumerate(zip(prompts, lengths, strict=True))]
+
+
+def generate(engine: NativeEngine, requests: list[Request]) -> tuple[dict[str, Completion], float]:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    engine.submit(requests)
+    done: dict[str, Completion] = {}
+    while engine.has_work:
+        done |= dict(engine.step())
+    return done, time.perf_counter() - start
+
+
+def bandwidth() -> float:
+    """Bytes a second of a large copy, read and written."""
+    a = torch.empty(2**32, dtype=torch.uint8, device="cuda").random_()
+    b = torch.empty_like(a)
+    return 2 * a.numel() / timed(lambda: b.copy_(a))
+
+
+def matrix_rate() -> float:
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * 8192**3 / timed(lambda: a @ b)
+
+
+def timed(work: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(8):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times[2:])
+
+
+def limit(shape: str, n: int, context: float, bytes_per_s: float, flops_per_s: float) -> float:
+    """Tokens a second if every weight and every live key and value were read once a step and all products ran at full rate."""
+    s = SHAPES[shape]
+    dim = s["hidden_size"] // s["num_attention_heads"]
+    kv_width = s["num_key_value_heads"] * dim
+    layer = s["hidden_size"] * (2 * s["hidden_size"] + 2 * kv_width + 3 * s["intermediate_size"])
+    weights = s["num_hidden_layers"] * layer + s["hidden_size"] * 151936
+    moved = 2 * weights + n * context * s["num_hidden_layers"] * 2 * kv_width * 2
+    return n / max(moved / bytes_per_s, 2 * weights * n / flops_per_s)
+
+
+def throughput(shape: str, sizes: tuple[int, ...], rounds: int, ceilings: tuple[float, float]) -> list[dict[str, Any]]:
+    model = make_model(shape)
+    weights = DecoderWeights.from_module(model, share=True)
+    rows = []
+    for n in sizes:
+        engine = NativeEngine(model.config, weights, slots=n, max_length=PROMPT + NEW)
+        generate(engine, make_requests([24] * n, 99))
+        times = [generate(engine, make_requests([NEW] * n, round))[1] for round in range(rounds)]
+        rate = n * NEW / statistics.median(times)
+        steady = steady_rate(engine, n, NEW)
+        vllm = VLLM[shape].get(n)
+        rows.append({
+            "shape": shape, "sequences": n, "tokens_per_s": round(rate), "decode_only_tokens_per_s": round(steady),
+            "limit_tokens_per_s": round(limit(shape, n, PROMPT + NEW / 2, *ceilings)), "target": TARGETS[shape].get(n),
+            "vllm": vllm, "times_vllm": vllm and round(rate / vllm, 2), "seconds": [round(t, 3) for t in times],
+        })  # fmt: skip
+        print(rows[-1], flush=True)
+        engine.sleep()
+    return rows
+
+
+def steady_rate(engine: NativeEngine, n: int, new: int) -> float:
+    """With all slots live, prefill left out."""
+    engine.submit(make_requests([new] * n, 77))
+    for _ in range(4):
+        engine.step()
+    engine.settle()
+    start, before = time.perf_counter(), engine.tokens_sampled
+    while len(engine._slots.live) == n:
+        engine.step()
+    rate = (engine.tokens_sampled - before) / (time.perf_counter() - start)
+    while engine.has_work:
+        engine.step()
+    return rate
+
+
+def long_tail(shape: str, ceilings: tuple[float, float]) -> dict[str, Any]:
+    """512 prompts through 256 slots. Compared with 256 slots always full, at the same mean length of context."""
+    model = make_model(shape)
+    random = np.random.default_rng(0)
+    lengths = np.clip(random.lognormal(np.log(TAIL_MEDIAN), SIGMA, TAIL_PROMPTS), 1, LONGEST).astype(int)
+    engine = NativeEngine(
+        model.config, DecoderWeights.from_module(model, share=True), slots=TAIL_SLOTS, max_length=PROMPT + LONGEST, kv_memory_fraction=0.8
+    )
+    for size in (2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256):  # captures the graphs
+        generate(engine, make_requests([16] * size, 1000 + size))
+    generate(engine, make_requests([300] * 16, 98))
+    times = [generate(engine, make_requests(lengths.tolist(), round))[1] for round in range(3)]
+    rate = int(lengths.sum()) / statistics.median(times)
+    context = float((lengths * (PROMPT + lengths / 2)).sum() / lengths.sum())  # mean over tokens
+    steady = steady_rate(engine, TAIL_SLOTS, max(32, int(2 * (context - PROMPT))))
+    return {
+        "shape": shape, "prompts": TAIL_PROMPTS, "slots": TAIL_SLOTS, "tokens": int(lengths.sum()), "longest": int(lengths.max()),
+        "tokens_per_s": round(rate), "steady_tokens_per_s": round(steady), "share_of_steady": round(rate / steady, 3),
+        "mean_context": round(context), "limit_tokens_per_s": round(limit(shape, TAIL_SLOTS, context, *ceilings)),
+        "seconds": [round(t, 3) for t in times],
+    }  # fmt: skip
+
+
+@torch.inference_mode()
+def accuracy(shape: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Log-probs against a float32 forward pass over the same tokens."""
+    model = make_model(shape, dtype)
+    engine = NativeEngine(model.config, DecoderWeights.from_module(model, share=False), slots=32, max_length=PROMPT + NEW)
+    requests = make_requests([NEW] * 32, 5)
+    done, _ = generate(engine, requests)
+    engine.sleep()
+    exact, worst, total, count = model.float(), 0.0, 0.0, 0
+    for request in requests:
+        completion = done[request.id]
+        ids = torch.tensor([[*request.prompt, *completion.tokens.tolist()]], device="cuda")
+        logits = exact(ids).logits[0, PROMPT - 1 : -1].log_softmax(-1)
+        off = (logits.gather(1, ids[0, PROMPT:, None])[:, 0] - torch.from_numpy(completion.logprobs).cuda()).abs()
+        worst, total, count = max(worst, float(off.max())), total + float(off.sum()), count + len(off)
+    return {"shape": shape, "dtype": str(dtype).removeprefix("torch."), "tokens": count, "mean_error": total / count, "worst_error": worst}
+
+
+def memory_growth(admissions: int) -> dict[str, Any]:
+    """Memory after 10 % and after all of many short answers."""
+    model = make_model("0.5B")
+    engine = NativeEngine(model.config, DecoderWeights.from_module(model, share=True), slots=128, max_length=256)
+    random = np.random.default_rng(1)
+    generate(engine, make_requests(random.integers(1, 100, admissions // 10).tolist(), 1))
+    before = torch.cuda.memory_reserved()
+    generate(engine, make_requests(random.integers(1, 100, admissions).tolist(), 2))
+    pages = engine._backend.pages  # type: ignore[attr-defined]
+    return {
+        "admissions": admissions,
+        "grown_bytes": torch.cuda.memory_reserved() - before,
+        "pages_held": len(pages._holders) - 1 - pages.free,
+    }
+
+
+def profile(shape: str, n: int) -> dict[str, Any]:
+    """Where the time of a decode step goes, by kernel, in microseconds."""
+    model = make_model(shape)
+    engine = NativeEngine(model.config, DecoderWeights.from_module(model, share=True), slots=n, max_length=PROMPT + NEW)
+    generate(engine, make_requests([24] * n, 99))
+    engine.submit(make_requests([NEW] * n, 3))
+    while engine.tokens_sampled < n * (NEW // 2):
+        engine.step()
+    engine.settle()
+    before = engine.tokens_sampled
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        for _ in range(4):
+            engine.step()
+        engine.settle()
+    steps = (engine.tokens_sampled - before) / n
+    events = sorted(trace.key_averages(), key=lambda event: -event.self_device_time_total)
+    table = {event.key[:90]: [round(event.self_device_time_total / steps, 1), round(event.count / steps, 1)] for event in events[:24]}
+    return {"shape": shape, "sequences": n, "steps": steps, "us_and_calls_per_step": table}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, only the 0.5B shape")
+    parser.add_argument("--profile", action="store_true", help="only where the time goes")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_engine.json")
+    options = parser.parse_args()
+    ceilings = bandwidth(), matrix_rate()
+    torch.cuda.empty_cache()
+    results: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(), "command": "python " + " ".join(sys.argv), "python": platform.python_version(),
+        "torch": torch.__version__, "cuda": torch.version.cuda, "triton": triton.__version__, "transformers": transformers.__version__,
+        "bandwidth_TB_s": round(ceilings[0] / 1e12, 2), "matrix_TFLOP_s": round(ceilings[1] / 1e12),
+        "load": f"{PROMPT}-token prompts, {NEW} new tokens, log-probs on, bfloat16, random weights; medians, prefill counted in",
+    }  # fmt: skip
+
+    def note(name: str, work: Callable[[], Any]) -> None:
+        start = time.perf_counter()
+        results[name] = work()
+        print(f"{name} ({time.perf_counter() - start:.0f} s):", json.dumps(results[name], indent=1), flush=True)
+        torch.cuda.empty_cache()
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
+
+    if options.profile:
+        note("profile", lambda: [profile("0.5B", 64), profile("0.5B", 512)])
+        return
+    rounds = 1 if options.quick else 3
+    note("0.5B", lambda: throughput("0.5B", (64, 256, 512), rounds, ceilings))
+    note("accuracy", lambda: [accuracy("0.5B", torch.bfloat16), accuracy("0.5B", torch.float32)])
+    note("long_tail", lambda: long_tail("0.5B", ceilings))
+    if not options.quick:
+        note("1.5B", lambda: throughput("1.5B", (256,), rounds, ceilings))
+        note("memory", lambda: memory_growth(2000))
+    note("profile", lambda: [profile("0.5B", 64), profile("0.5B", 512)])
+
+
+if __name__ == "__main__":
+    main()

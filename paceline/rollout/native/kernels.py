@@ -1,0 +1,350 @@
+"""Triton kernels of the native engine on a GPU: norms, rotary positions and cache writes, attention over pages, sampling.
+
+The KV cache of a layer is [page, kv head, k or v, PAGE positions, head_dim]; page 0 belongs to nobody and takes the writes of rows
+that have nothing to do. What a row of the batch is doing stands in the `state` matrix [field, row] of 32-bit words (see `State`).
+"""
+
+# mypy: ignore-errors
+# (kernels are written in the language of Triton, of which only the syntax is Python's)
+
+from enum import IntEnum
+
+import triton
+import triton.language as tl
+
+PAGE = 64  # positions per page of the KV cache
+SPLITS = 16  # parts of the vocabulary that are sampled in parallel
+
+
+class State(IntEnum):
+    """Rows of the state matrix."""
+
+    POSITION = 0  # of the last token
+    LAST = 1  # the last token
+    LIMIT = 2  # position of the last token allowed; at it a row stands still
+    SEED_LOW = 3
+    SEED_HIGH = 4
+    TEMPERATURE = 5  # bits of a float32
+    TOP_K = 6
+    TOP_P = 7  # bits of a float32
+
+
+POSITION, LAST, LIMIT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+SEED_LOW, SEED_HIGH, TEMPERATURE, TOP_K, TOP_P = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
+_PAGE = tl.constexpr(PAGE)
+_SPLITS = tl.constexpr(SPLITS)
+LOG2_E = tl.constexpr(1.4426950408889634)
+U_STEP = tl.constexpr(2.0**-31 * (1 - 2.0**-20))  # as in sampling.py
+LOWEST = tl.constexpr(-(2**31))
+
+
+@triton.jit
+def norm(x, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < WIDTH
+    value = tl.load(x + row * WIDTH + at, mask=inside, other=0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
+    value = value * scale * tl.load(weight + at, mask=inside, other=0).to(tl.float32)
+    tl.store(out + row * WIDTH + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def silu_mul(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < WIDTH
+    gate = tl.load(gate_up + row * 2 * WIDTH + at, mask=inside, other=0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + at, mask=inside, other=0).to(tl.float32)
+    tl.store(out + row * WIDTH + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rotate_and_cache(
+    qkv, cos, sin, positions, places, cache, q_norm, k_norm, eps,
+    HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, NORMED: tl.constexpr,
+):  # fmt: skip
+    """Queries are rotated where they are; rotated keys and the values go to their place in the cache."""
+    token = tl.program_id(0).to(tl.int64)
+    HALF: tl.constexpr = DIM // 2
+    head, at = tl.arange(0, ROWS)[:, None], tl.arange(0, HALF)[None, :]
+    inside, turned = head < HEADS + 2 * KV, head < HEADS + KV
+    here = qkv + token * ((HEADS + 2 * KV) * DIM) + head * DIM + at
+    a = tl.load(here, mask=inside, other=0).to(tl.float32)
+    b = tl.load(here + HALF, mask=inside, other=0).to(tl.float32)
+    if NORMED:
+        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DIM + eps)[:, None]
+        first = tl.where(head < HEADS, tl.load(q_norm + at), tl.load(k_norm + at)).to(tl.float32)
+        second = tl.where(head < HEADS, tl.load(q_norm + HALF + at), tl.load(k_norm + HALF + at)).to(tl.float32)
+        a = tl.where(turned, a * scale * first, a)
+        b = tl.where(turned, b * scale * second, b)
+    position = tl.load(positions + token)
+    c, s = tl.load(cos + position * HALF + at), tl.load(sin + position * HALF + at)
+    x = tl.where(turned, a * c - b * s, a).to(qkv.dtype.element_ty)
+    y = tl.where(turned, b * c + a * s, b).to(qkv.dtype.element_ty)
+    tl.store(here, x, mask=head < HEADS)
+    tl.store(here + HALF, y, mask=head < HEADS)
+    place = tl.load(places + token).to(tl.int64)
+    other = tl.maximum(head - HEADS, 0)  # keys, then values
+    part = ((place // _PAGE) * KV + other % KV) * 2 + other // KV
+    there = cache + part * (_PAGE * DIM) + (place % _PAGE) * DIM + at
+    tl.store(there, x, mask=(head >= HEADS) & inside)
+    tl.store(there + HALF, y, mask=(head >= HEADS) & inside)
+
+
+@triton.jit
+def plan(state, table, tick, places, lengths, counts, firsts, items, totals, stride, width, SHARE: tl.constexpr, ROWS: tl.constexpr,
+         BLOCK: tl.constexpr):  # fmt: skip
+    """Before a step: where each row's new key goes, and which pieces of which rows attention works on. Pieces are of one
+    size, chosen so that there are at most SHARE more than rows: few long rows are split, many are not."""
+    row = tl.arange(0, BLOCK)
+    inside = row < ROWS
+    position = tl.load(state + POSITION * stride + row, mask=inside, other=0)
+    limit = tl.load(state + LIMIT * stride + row, mask=inside, other=0)
+    moving = inside & (position < limit)
+    page = tl.load(table + row.to(tl.int64) * width + position // _PAGE, mask=moving, other=0)
+    tl.store(places + row, tl.where(moving, page * _PAGE + position % _PAGE, 0), mask=inside)
+    length = tl.where(moving, position + 1, 1)
+    total = tl.sum(tl.where(inside, length, 0), 0)
+    piece = tl.maximum(((total + SHARE - 1) // SHARE + _PAGE - 1) // _PAGE * _PAGE, 2 * _PAGE)
+    count = tl.where(inside, (length + piece - 1) // piece, 0)
+    first = tl.cumsum(count, 0) - count
+    tl.store(lengths + row, length, mask=inside)
+    tl.store(counts + row, count, mask=inside)
+    tl.store(firsts + row, first, mask=inside)
+    for i in range(tl.max(count, 0)):
+        tl.store(items + (first + i) * 2, row, mask=i < count)
+        tl.store(items + (first + i) * 2 + 1, tl.zeros_like(row) + i, mask=i < count)
+    tl.store(totals, tl.sum(count, 0))
+    tl.store(totals + 1, piece)
+    tl.store(tick, tl.load(tick) + 1)
+
+
+@triton.jit
+def _attend(q, base, table_row, start, stop, seen, scale, KV: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr):
+    """Online softmax over positions start..stop; row i of q sees those up to seen[i]. Returns weighted values, sum and maximum."""
+    d, o = tl.arange(0, DIM), tl.arange(0, _PAGE)
+    most = tl.full([ROWS], -1e30, tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    values = tl.zeros([ROWS, DIM], tl.float32)
+    for n in range(start, stop, _PAGE):
+        page = tl.load(table_row + n // _PAGE).to(tl.int64)
+        here = base + page * (KV * 2 * _PAGE * DIM)
+        k = tl.load(here + o[:, None] * DIM + d[None, :])
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where((n + o)[None, :] <= seen[:, None], scores, -1e30)
+        higher = tl.maximum(most, tl.max(scores, 1))
+        weight = tl.exp2(scores - higher[:, None])
+        fade = tl.exp2(most - higher)
+        # what lies behind the end may be anything, and 0 * nan is not 0
+        v = tl.load(here + _PAGE * DIM + o[:, None] * DIM + d[None, :], mask=(n + o)[:, None] < stop, other=0)
+        values = values * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+        mass = mass * fade + tl.sum(weight, 1)
+        most = higher
+    return values, mass, most
+
+
+@triton.jit
+def attend_decode(
+    qkv, cache, table, lengths, counts, items, totals, out, part, part_log, scale, width,
+    HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One piece of one row for the queries of one kv head."""
+    item, kv = tl.program_id(0), tl.program_id(1)
+    if item >= tl.load(totals):
+        return
+    GROUP: tl.constexpr = HEADS // KV
+    row, index = tl.load(items + item * 2).to(tl.int64), tl.load(items + item * 2 + 1)
+    piece = tl.load(totals + 1)
+    start = index * piece
+    stop = tl.minimum(start + piece, tl.load(lengths + row))
+    g, d = tl.arange(0, ROWS), tl.arange(0, DIM)
+    mine = (g < GROUP)[:, None]
+    q = tl.load(qkv + row * ((HEADS + 2 * KV) * DIM) + (kv * GROUP + g)[:, None] * DIM + d[None, :], mask=mine, other=0)
+    seen = tl.zeros([ROWS], tl.int32) + (stop - 1)
+    values, mass, most = _attend(q, cache + kv * (2 * _PAGE * DIM), table + row * width, start, stop, seen, scale, KV, DIM, ROWS)
+    values = values / mass[:, None]
+    if tl.load(counts + row) == 1:
+        tl.store(out + row * (HEADS * DIM) + (kv * GROUP + g)[:, None] * DIM + d[None, :], values.to(out.dtype.element_ty), mask=mine)
+    else:
+        at = (item * KV + kv).to(tl.int64) * ROWS + g
+        tl.store(part + at[:, None] * DIM + d[None, :], values)
+        tl.store(part_log + at, most + tl.log2(mass))
+
+
+@triton.jit
+def join_pieces(
+    part, part_log, counts, firsts, out, HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    row, kv = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    count = tl.load(counts + row)
+    if count == 1:
+        return
+    GROUP: tl.constexpr = HEADS // KV
+    first = tl.load(firsts + row)
+    g, d = tl.arange(0, ROWS), tl.arange(0, DIM)
+    most = tl.full([ROWS], -1e30, tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    values = tl.zeros([ROWS, DIM], tl.float32)
+    for i in range(count):
+        at = ((first + i) * KV + kv).to(tl.int64) * ROWS + g
+        log = tl.load(part_log + at)
+        higher = tl.maximum(most, log)
+        fade, weight = tl.exp2(most - higher), tl.exp2(log - higher)
+        values = values * fade[:, None] + tl.load(part + at[:, None] * DIM + d[None, :]) * weight[:, None]
+        mass = mass * fade + weight
+        most = higher
+    values = (values / mass[:, None]).to(out.dtype.element_ty)
+    tl.store(out + row * (HEADS * DIM) + (kv * GROUP + g)[:, None] * DIM + d[None, :], values, mask=(g < GROUP)[:, None])
+
+
+@triton.jit
+def attend_prefill(
+    qkv, cache, table, tiles, out, scale, width, HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """A tile is `count` tokens of one sequence, from row `offset` of the batch and from `start` in the sequence."""
+    tile, head = tl.program_id(0), tl.program_id(1)
+    sequence, offset = tl.load(tiles + tile * 4).to(tl.int64), tl.load(tiles + tile * 4 + 1).to(tl.int64)
+    count, start = tl.load(tiles + tile * 4 + 2), tl.load(tiles + tile * 4 + 3)
+    kv = head // (HEADS // KV)
+    i, d = tl.arange(0, ROWS), tl.arange(0, DIM)
+    inside = (i < count)[:, None]
+    q = tl.load(qkv + (offset + i)[:, None] * ((HEADS + 2 * KV) * DIM) + head * DIM + d[None, :], mask=inside, other=0)
+    base = cache + kv * (2 * _PAGE * DIM)
+    values, mass, _ = _attend(q, base, table + sequence * width, 0, start + count, start + i, scale, KV, DIM, ROWS)
+    values = (values / mass[:, None]).to(out.dtype.element_ty)
+    tl.store(out + (offset + i)[:, None] * (HEADS * DIM) + head * DIM + d[None, :], values, mask=inside)
+
+
+@triton.jit
+def _ordered(x):
+    """Integers in the order of the floats."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def truncate(logits, state, floors, stride, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr):
+    """The lowest logit that top-k, then top-p keep in a row, as an ordered integer; found by bisection, so exact, ties kept."""
+    row = tl.program_id(0)
+    k = tl.load(state + TOP_K * stride + row)
+    p = tl.load(state + TOP_P * stride + row).to(tl.float32, bitcast=True)
+    floor = tl.full([], LOWEST, tl.int32)
+    tl.store(floors + row, floor)
+    if (k <= 0) & (p >= 1.0):
+        return
+    heat = tl.load(state + TEMPERATURE * stride + row).to(tl.float32, bitcast=True)
+    heat = tl.where(heat == 0, 1.0, heat)
+    here = logits + row.to(tl.int64) * VOCABULARY
+    at = tl.arange(0, BLOCK)
+    highs = tl.full([BLOCK], -float("inf"), tl.float32)
+    for n in range(0, VOCABULARY, BLOCK):
+        highs = tl.maximum(highs, tl.load(here + n + at, mask=n + at < VOCABULARY, other=-float("inf")))
+    top = tl.max(highs, 0)
+    ceiling = _ordered(top)
+    if (k > 0) & (k < VOCABULARY):
+        high = ceiling
+        while floor < high:  # the highest value that at least k logits reach
+            middle = (floor | high) - ((floor ^ high) >> 1)  # rounded up; a sum could overflow
+            found = tl.zeros([BLOCK], tl.int32)
+            for n in range(0, VOCABULARY, BLOCK):
+                value = _ordered(tl.load(here + n + at, mask=n + at < VOCABULARY, other=-float("inf")))
+                found += ((value >= middle) & (n + at < VOCABULARY)).to(tl.int32)
+            enough = tl.sum(found, 0) >= k
+            floor = tl.where(enough, middle, floor)
+            high = tl.where(enough, high, middle - 1)
+    if p < 1.0:
+        kept = tl.zeros([BLOCK], tl.float32)
+        for n in range(0, VOCABULARY, BLOCK):
+            logit = tl.load(here + n + at, mask=n + at < VOCABULARY, other=-float("inf"))
+            kept += tl.where(_ordered(logit) >= floor, tl.exp((logit - top) / heat), 0.0)
+        wanted = p * tl.sum(kept, 0)
+        high = ceiling
+        while floor < high:  # the lowest value above which there is less than p
+            middle = (floor & high) + ((floor ^ high) >> 1)
+            above = tl.zeros([BLOCK], tl.float32)
+            for n in range(0, VOCABULARY, BLOCK):
+                logit = tl.load(here + n + at, mask=n + at < VOCABULARY, other=-float("inf"))
+                above += tl.where(_ordered(logit) > middle, tl.exp((logit - top) / heat), 0.0)
+            less = tl.sum(above, 0) < wanted
+            high = tl.where(less, middle, high)
+            floor = tl.where(less, floor, middle + 1)
+    tl.store(floors + row, floor)
+
+
+@triton.jit
+def _row_key(low, high, position):
+    """splitmix64 of a seed and a position, as `sampling.row_keys`."""
+    seed = (high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | low.to(tl.uint32, bitcast=True).to(tl.uint64)
+    x = seed + (position.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def draw(
+    logits, hashes, state, floors, maxima, masses, scores, winners, stride,
+    VOCABULARY: tl.constexpr, BLOCK: tl.constexpr, TRUNCATED: tl.constexpr,
+):  # fmt: skip
+    """One part of the vocabulary of one row: its softmax maximum and sum, and the winner of the exponential race in it, with
+    the random numbers of `sampling.Sampler`. In logarithms: the largest logit - log E wins."""
+    row, split = tl.program_id(0), tl.program_id(1)
+    heat = tl.load(state + TEMPERATURE * stride + row).to(tl.float32, bitcast=True)
+    greedy = heat == 0
+    scale = tl.where(greedy, 1.0, 1.0 / heat)
+    low, high = tl.load(state + SEED_LOW * stride + row), tl.load(state + SEED_HIGH * stride + row)
+    key = _row_key(low, high, tl.load(state + POSITION * stride + row) + 1)
+    mask, multiplier = key.to(tl.uint32).to(tl.int32, bitcast=True), ((key >> 32).to(tl.uint32) | 1).to(tl.int32, bitcast=True)
+    PART: tl.constexpr = (VOCABULARY + _SPLITS - 1) // _SPLITS
+    at = tl.arange(0, BLOCK)
+    most = tl.full([BLOCK], -1e30, tl.float32)
+    mass = tl.zeros([BLOCK], tl.float32)
+    best = tl.full([BLOCK], -float("inf"), tl.float32)
+    winner = tl.zeros([BLOCK], tl.int32)
+    here = logits + row.to(tl.int64) * VOCABULARY
+    end = tl.minimum((split + 1) * PART, VOCABULARY)
+    for n in range(split * PART, end, BLOCK):
+        inside = n + at < end
+        logit = tl.load(here + n + at, mask=inside, other=-float("inf"))
+        if TRUNCATED:
+            logit = tl.where(_ordered(logit) >= tl.load(floors + row), logit, -float("inf"))
+        logit = logit * scale
+        higher = tl.maximum(most, logit)
+        mass = mass * tl.exp2((most - higher) * LOG2_E) + tl.exp2((logit - higher) * LOG2_E)
+        most = higher
+        x = (tl.load(hashes + n + at, mask=inside, other=0) ^ mask) * multiplier
+        x = (x ^ (x >> 15)) * 0x2C1B3C6D
+        u = (x & 0x7FFFFFFF).to(tl.float32) * U_STEP + U_STEP / 4
+        series = u * (1 + u * (0.5 + u * (0.3333333333 + u * 0.25)))  # -log(1 - u) near 0, where the race is decided
+        exponential = tl.where(u < 0.015625, series, -tl.log(1 - u))
+        score = logit - tl.where(greedy, 0.0, tl.log(exponential))
+        winner = tl.where(score > best, n + at, winner)
+        best = tl.maximum(best, score)
+    top, score = tl.max(most, 0), tl.max(best, 0)
+    to = row * _SPLITS + split
+    tl.store(maxima + to, top)
+    tl.store(masses + to, tl.sum(mass * tl.exp2((most - top) * LOG2_E), 0))
+    tl.store(scores + to, score)
+    tl.store(winners + to, tl.min(tl.where(best == score, winner, VOCABULARY - 1), 0))
+
+
+@triton.jit
+def advance(logits, state, maxima, masses, scores, winners, tick, out, stride, VOCABULARY: tl.constexpr):
+    """The winner of a row, its log-probability, and the row's next state, unless it stands still. out: [step, 2, row]."""
+    row = tl.program_id(0)
+    at = tl.arange(0, _SPLITS)
+    most, mass = tl.load(maxima + row * _SPLITS + at), tl.load(masses + row * _SPLITS + at)
+    score, winner = tl.load(scores + row * _SPLITS + at), tl.load(winners + row * _SPLITS + at)
+    token = tl.min(tl.where(score == tl.max(score, 0), winner, VOCABULARY - 1), 0)
+    heat = tl.load(state + TEMPERATURE * stride + row).to(tl.float32, bitcast=True)
+    logit = tl.load(logits + row.to(tl.int64) * VOCABULARY + token) / tl.where(heat == 0, 1.0, heat)
+    top = tl.max(most, 0)
+    logprob = logit - top - tl.log(tl.sum(mass * tl.exp2((most - top) * LOG2_E), 0))
+    position = tl.load(state + POSITION * stride + row)
+    to = out + (tl.load(tick) - 1) * 2 * stride + row
+    tl.store(to, token)
+    tl.store(to + stride, logprob.to(tl.int32, bitcast=True))
+    if position < tl.load(state + LIMIT * stride + row):
+        tl.store(state + LAST * stride + row, token)
+        tl.store(state + POSITION * stride + row, position + 1)

@@ -1,0 +1,33 @@
+"""Who holds which page of a KV cache. Pages of a common prefix are held by several sequences; page 0 is never given out."""
+
+import numpy as np
+
+
+class Pages:
+    def __init__(self, count: int, size: int) -> None:
+        self.size = size
+        self._free = list(range(count - 1, 0, -1))
+        self._holders = np.zeros(count, np.int32)
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def needed(self, tokens: int) -> int:
+        return -(-tokens // self.size)
+
+    def take(self, count: int) -> list[int] | None:
+        """New pages, or None if there are not that many."""
+        if count > len(self._free):
+            return None
+        taken = self._free[len(self._free) - count :]
+        del self._free[len(self._free) - count :]
+        self._holders[taken] = 1
+        return taken
+
+    def share(self, pages: list[int]) -> None:
+        self._holders[pages] += 1
+
+    def give_back(self, pages: list[int]) -> None:
+        self._holders[pages] -= 1
+        self._free += [page for page in pages if self._holders[page] == 0]
