@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paceline.errors import ConfigError, ModelError
+from paceline.train.saved import MODEL_FILE
 from paceline.train.settings import LoraSettings, TrainSettings
-from paceline.train.single import MODEL_FILE, SingleDevice
+from paceline.train.single import SingleDevice
 
 ADAPTER = "default"  # peft's own name for the one adapter a layer has
 FOLDER = "adapter"  # not beside the merged weights: transformers would take the whole folder for an adapter
