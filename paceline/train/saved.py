@@ -29,7 +29,8 @@ Layout = list[tuple[str, Shape, torch.dtype]]
 
 def whole(tensor: Tensor) -> Tensor:
     """A sharded tensor gathered from all ranks, which must all ask for it; any other as it is."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    with torch.no_grad():
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def save_training(folder: Path, trained_file: str, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:

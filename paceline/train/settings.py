@@ -3,7 +3,7 @@
 import math
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from paceline.settings import Settings
 
@@ -19,6 +19,14 @@ class LoraSettings(Settings):
 
 
 class TrainSettings(Settings):
+    backend: Literal["single", "fsdp", "megatron"] = "single"
+    """What holds the model: one device, or `placement.train_ranks` of them with FSDP2 or megatron-core."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Ranks that share each layer's matrices."""
+    pipeline_parallel: int = Field(1, ge=1)
+    """Ranks that each have some of the layers (megatron)."""
+    offload: bool = False
+    """Keep what only the trainer needs in host memory while it does not train. For devices it shares with others."""
     learning_rate: float = Field(1e-6, ge=0)
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the rate falls after the warm-up; linear and cosine reach 0 just after the last step."""
@@ -36,6 +44,21 @@ class TrainSettings(Settings):
     """What matrix products are computed in. Parameters and optimizer state stay float32."""
     lora: LoraSettings | None = None
     """Train adapters only (the actor's; needs the extra "lora"). Unset: all weights. Adapters want a rate about 10 times as high."""
+
+    @model_validator(mode="after")
+    def _fits_the_backend(self) -> "TrainSettings":
+        if self.backend == "single" and self.tensor_parallel > 1:
+            raise ValueError(
+                f"train.tensor_parallel = {self.tensor_parallel} contradicts train.backend = 'single', which is one device; "
+                "use 'fsdp' or 'megatron'"
+            )
+        if self.backend != "megatron" and self.pipeline_parallel > 1:
+            raise ValueError(
+                f"train.pipeline_parallel = {self.pipeline_parallel} contradicts train.backend = {self.backend!r}: use 'megatron'"
+            )
+        if self.backend != "single" and self.lora is not None:
+            raise ValueError(f"train.lora contradicts train.backend = {self.backend!r}: adapters are trained on one device; use 'single'")
+        return self
 
     def learning_rate_at(self, step: int, total_steps: int) -> float:
         """The rate of train step `step`, counted from 0."""

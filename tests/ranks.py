@@ -1,0 +1,150 @@
+"""Train engines that live in ranks of their own, to be tested like local ones: every call goes to all ranks, the first answers."""
+
+import asyncio
+import pickle
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from paceline.algo.loss import LossFn
+from paceline.place.group import WorkerGroup
+from paceline.train.engine import TrainEngine
+from paceline.train.offload import Moved
+from paceline.train.settings import TrainSettings
+from paceline.types import Batch, FloatArray
+
+Make = Callable[..., TrainEngine]  # (model, settings, temperature=, head=), in each rank
+Arrays = dict[str, NDArray[Any]]
+
+
+class EngineService:
+    """In a rank: the engines that tests have made. Tensors cross as arrays, models pickled."""
+
+    def __init__(self, make: Make) -> None:
+        self._make = make
+        self._engines: dict[int, TrainEngine] = {}
+
+    def make(self, key: int, model: bytes, settings: TrainSettings, options: dict[str, Any]) -> None:
+        self._engines = {}  # one at a time
+        self._engines[key] = self._make(pickle.loads(model), settings, **options)
+
+    def ask(self, key: int, method: str, *args: Any) -> Any:
+        return getattr(self._engines[key], method)(*args)
+
+    def weights(self, key: int) -> Arrays:
+        return {name: tensor.clone().cpu().numpy() for name, tensor in self._engines[key].export_weights()}
+
+    def gradients(self, key: int) -> Arrays:
+        from paceline.train.saved import whole
+
+        engine: Any = self._engines[key]
+        return {name: whole(p.grad).cpu().numpy() for name, p in engine._parameters.items() if p.grad is not None}
+
+    def held(self, key: int) -> dict[str, int]:
+        """Bytes of parameters, gradients and optimizer state on this rank."""
+        from tests.ranks import held_bytes
+
+        return held_bytes(self._engines[key])
+
+
+def held_bytes(engine: Any) -> dict[str, int]:
+    def local(tensor: Any) -> Tensor:
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+    def total(tensors: Any) -> int:
+        return sum(local(tensor).numel() * tensor.element_size() for tensor in tensors)
+
+    parameters = list(engine._parameters.values())
+    state = [tensor for states in engine._optimizer.state.values() for tensor in states.values() if tensor.ndim]
+    return {
+        "parameters": total(parameters),
+        "gradients": total(p.grad for p in parameters if p.grad is not None),
+        "optimizer": total(state),
+    }
+
+
+def build_service(make: Make) -> Mapping[str, Any]:
+    torch.set_num_threads(1)
+    return {"engine": EngineService(make)}
+
+
+class Ranks:
+    """A group of ranks behind plain blocking calls."""
+
+    def __init__(self, make: Make, count: int, folder: Path) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._made = 0
+
+        async def start() -> WorkerGroup:
+            group = WorkerGroup("test", build_service, (make,), ranks=count, threads=1, log_folder=folder)
+            await group.ready()
+            return group
+
+        self.group = self._wait(start())
+
+    def __call__(self, model: PreTrainedModel, settings: TrainSettings, **options: Any) -> "RemoteEngine":
+        """Make an engine; those made before are gone."""
+        self._made += 1
+        self.call("make", self._made, pickle.dumps(model), settings, options)
+        return RemoteEngine(self, self._made)
+
+    def call(self, method: str, *args: Any) -> Any:
+        return self._wait(self.group.call("engine", method, *args))
+
+    def close(self) -> None:
+        self._wait(self.group.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _wait(self, what: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(what, self._loop).result(120)
+
+
+class RemoteEngine:
+    """A TrainEngine whose ranks are elsewhere."""
+
+    def __init__(self, ranks: Ranks, key: int) -> None:
+        self._ranks, self._key = ranks, key
+
+    def logprobs(self, batch: Batch) -> FloatArray:
+        return self._ask("logprobs", batch)
+
+    def values(self, batch: Batch) -> FloatArray:
+        return self._ask("values", batch)
+
+    def forward_backward(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]:
+        return self._ask("forward_backward", batch, loss_fn)
+
+    def optimizer_step(self, lr: float) -> float:
+        return self._ask("optimizer_step", lr)
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, array in self._ranks.call("weights", self._key).items():
+            yield name, torch.from_numpy(array.copy())
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: torch.from_numpy(array.copy()) for name, array in self._ranks.call("gradients", self._key).items()}
+
+    def held(self) -> dict[str, int]:
+        return self._ranks.call("held", self._key)
+
+    def save(self, folder: Path) -> None:
+        self._ask("save", folder)
+
+    def load(self, folder: Path) -> None:
+        self._ask("load", folder)
+
+    def place(self, where: Literal["device", "host"]) -> Moved:
+        return self._ask("place", where)
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        return self._ranks.call("ask", self._key, method, *args)
