@@ -138,26 +138,49 @@ def steady_rate(engine: NativeEngine, n: int, new: int) -> float:
 
 
 def long_tail(shape: str, ceilings: tuple[float, float]) -> dict[str, Any]:
-    """512 prompts through 256 slots. Compared with 256 slots always full, at the same mean length of context."""
+    """Prompts of very different lengths through 256 slots, compared with 256 slots always full at the same mean context. A batch
+    of 512 cannot end before its longest answer, which alone takes `longest_alone_s`; while prompts wait, slots can be full."""
     model = make_model(shape)
     random = np.random.default_rng(0)
-    lengths = np.clip(random.lognormal(np.log(TAIL_MEDIAN), SIGMA, TAIL_PROMPTS), 1, LONGEST).astype(int)
+    lengths = np.clip(random.lognormal(np.log(TAIL_MEDIAN), SIGMA, 4 * TAIL_PROMPTS), 1, LONGEST).astype(int)
     engine = NativeEngine(
         model.config, DecoderWeights.from_module(model, share=True), slots=TAIL_SLOTS, max_length=PROMPT + LONGEST, kv_memory_fraction=0.8
     )
-    for size in (2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256):  # captures the graphs
+    for size in (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256):  # captures the graphs
         generate(engine, make_requests([16] * size, 1000 + size))
-    generate(engine, make_requests([300] * 16, 98))
-    times = [generate(engine, make_requests(lengths.tolist(), round))[1] for round in range(3)]
-    rate = int(lengths.sum()) / statistics.median(times)
+    batch = lengths[:TAIL_PROMPTS]
+    times = [generate(engine, make_requests(batch.tolist(), round))[1] for round in range(3)]
+    rate = int(batch.sum()) / statistics.median(times)
     context = float((lengths * (PROMPT + lengths / 2)).sum() / lengths.sum())  # mean over tokens
-    steady = steady_rate(engine, TAIL_SLOTS, max(32, int(2 * (context - PROMPT))))
+    steady = steady_rate(engine, TAIL_SLOTS, int(2 * (context - PROMPT)))
+    alone = generate(engine, make_requests([int(batch.max())], 55))[1]
+    stream, waiting = stream_rates(engine, lengths.tolist())
     return {
-        "shape": shape, "prompts": TAIL_PROMPTS, "slots": TAIL_SLOTS, "tokens": int(lengths.sum()), "longest": int(lengths.max()),
-        "tokens_per_s": round(rate), "steady_tokens_per_s": round(steady), "share_of_steady": round(rate / steady, 3),
-        "mean_context": round(context), "limit_tokens_per_s": round(limit(shape, TAIL_SLOTS, context, *ceilings)),
-        "seconds": [round(t, 3) for t in times],
+        "shape": shape, "slots": TAIL_SLOTS, "mean_context": round(context), "steady_tokens_per_s": round(steady),
+        "limit_tokens_per_s": round(limit(shape, TAIL_SLOTS, context, *ceilings)),
+        "512_prompts": {
+            "tokens": int(batch.sum()), "longest": int(batch.max()), "tokens_per_s": round(rate),
+            "share_of_steady": round(rate / steady, 3), "seconds": [round(t, 3) for t in times], "longest_alone_s": round(alone, 3),
+            "seconds_at_steady_rate": round(int(batch.sum()) / steady, 3),
+        },
+        "2048_prompts": {
+            "tokens": int(lengths.sum()), "tokens_per_s": round(stream), "share_of_steady": round(stream / steady, 3),
+            "while_prompts_wait": round(waiting), "while_prompts_wait_share_of_steady": round(waiting / steady, 3),
+        },
     }  # fmt: skip
+
+
+def stream_rates(engine: NativeEngine, lengths: list[int]) -> tuple[float, float]:
+    """Tokens a second over all, and until the last prompt has found a slot."""
+    torch.cuda.synchronize()
+    start, before = time.perf_counter(), engine.tokens_sampled
+    engine.submit(make_requests(lengths, 66))
+    while engine.waiting:
+        engine.step()
+    waiting = (engine.tokens_sampled - before) / (time.perf_counter() - start)
+    while engine.has_work:
+        engine.step()
+    return (engine.tokens_sampled - before) / (time.perf_counter() - start), waiting
 
 
 @torch.inference_mode()
@@ -176,6 +199,32 @@ def accuracy(shape: str, dtype: torch.dtype) -> dict[str, Any]:
         off = (logits.gather(1, ids[0, PROMPT:, None])[:, 0] - torch.from_numpy(completion.logprobs).cuda()).abs()
         worst, total, count = max(worst, float(off.max())), total + float(off.sum()), count + len(off)
     return {"shape": shape, "dtype": str(dtype).removeprefix("torch."), "tokens": count, "mean_error": total / count, "worst_error": worst}
+
+
+def step_times(shape: str) -> dict[int, float]:
+    """Milliseconds a decode step takes, by sequences."""
+    model = make_model(shape)
+    engine = NativeEngine(model.config, DecoderWeights.from_module(model, share=True), slots=512, max_length=PROMPT + NEW)
+    times = {}
+    for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
+        generate(engine, make_requests([24] * n, 99))
+        times[n] = round(1e3 * n / steady_rate(engine, n, 200), 3)
+    return times
+
+
+def hand_over(shape: str) -> dict[str, float]:
+    """Milliseconds to give a bfloat16 engine the weights of a float32 model on the same GPU."""
+    model = make_model(shape, torch.float32)
+    weights = DecoderWeights.from_module(model, share=False, dtype=torch.bfloat16)
+    engine = NativeEngine(model.config, weights, slots=8, max_length=PROMPT + NEW)
+    times = []
+    for version in range(6):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        engine.load(dict(model.named_parameters()), version)
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    return {"milliseconds": round(statistics.median(times[1:]), 2)}
 
 
 def memory_growth(admissions: int) -> dict[str, Any]:
@@ -247,7 +296,9 @@ def main() -> None:
     if not options.quick:
         note("1.5B", lambda: throughput("1.5B", (256,), rounds, ceilings))
         note("memory", lambda: memory_growth(2000))
-    note("profile", lambda: [profile("0.5B", 64), profile("0.5B", 512)])
+        note("hand_over", lambda: hand_over("0.5B"))
+        note("step_ms", lambda: step_times("0.5B"))
+    note("profile", lambda: [profile("0.5B", 1), profile("0.5B", 64), profile("0.5B", 512)])
 
 
 if __name__ == "__main__":

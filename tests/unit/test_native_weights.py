@@ -130,3 +130,14 @@ def test_a_sliding_window_shorter_than_the_sequences_is_refused() -> None:
     NativeEngine(module.config, weights, slots=1, max_length=16)
     with pytest.raises(ModelError, match="16 tokens"):
         NativeEngine(module.config, weights, slots=1, max_length=17)
+
+
+def test_a_copy_in_another_type_follows_the_module_when_loaded() -> None:
+    module = model()
+    weights = DecoderWeights.from_module(module, share=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(1)
+    weights.load(dict(module.named_parameters()))
+    assert {tensor.dtype for tensor in weights.named.values()} == {torch.bfloat16}
+    assert all(torch.equal(weights.named[name], parameter.bfloat16()) for name, parameter in module.named_parameters())

@@ -201,6 +201,7 @@ class CudaBackend:
         self._after_others()
         with self._here():
             yield
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)  # the source must not change before it has been read
 
     @contextmanager
     def _here(self) -> Iterator[None]:

@@ -35,18 +35,16 @@ class Forward:
     def step(self, cache: "Cache", state: Tensor, out: Tensor, rows: int, truncated: bool) -> None:
         """One token for each of the first `rows` rows."""
         kernels.plan[(1,)](
-            state, cache.table, cache.tick, cache.places, cache.lengths, cache.counts, cache.firsts, cache.items, cache.totals,
-            state.stride(0), self.pages_each, SHARE=self.share, ROWS=rows, BLOCK=_power(rows), num_warps=8 if rows > 256 else 4,
+            state, cache.table, cache.tick, cache.places, cache.pieces, state.stride(0), self.pages_each,
+            SHARE=self.share, ROWS=rows, BLOCK=_power(rows), num_warps=8 if rows > 256 else 4,
         )  # fmt: skip
 
         def attend(qkv: Tensor, kv: Tensor) -> Tensor:
             attended = torch.empty(rows, self.heads * self.dim, device=qkv.device, dtype=qkv.dtype)
-            shape = {"HEADS": self.heads, "KV": self.kv_heads, "DIM": self.dim, "ROWS": self.group_rows}
             kernels.attend_decode[(rows + self.share, self.kv_heads)](
-                qkv, kv, cache.table, cache.lengths, cache.counts, cache.items, cache.totals, attended, cache.part, cache.part_log,
-                self.scale, self.pages_each, **shape, num_warps=DECODE_WARPS, num_stages=DECODE_STAGES if kv.element_size() == 2 else 2,
+                qkv, kv, cache.table, cache.pieces, attended, cache.part, cache.part_log, cache.arrivals, self.scale, self.pages_each,
+                HEADS=self.heads, KV=self.kv_heads, DIM=self.dim, ROWS=self.group_rows, num_warps=2, num_stages=2,
             )  # fmt: skip
-            kernels.join_pieces[(rows, self.kv_heads)](cache.part, cache.part_log, cache.counts, cache.firsts, attended, **shape)
             return attended
 
         x = torch.nn.functional.embedding(state[kernels.State.LAST, :rows], self.weights.embedding)
@@ -106,9 +104,6 @@ class Forward:
         return out
 
 
-DECODE_WARPS, DECODE_STAGES = 4, 3
-
-
 @dataclass(frozen=True, slots=True)
 class Cache:
     """What a forward pass leaves behind: keys and values by page, and the working arrays of a decode step."""
@@ -117,13 +112,10 @@ class Cache:
     table: Tensor  # [row, page of the sequence]
     tick: Tensor  # steps made in this burst
     places: Tensor  # [row] where the next key goes: page * PAGE + offset
-    lengths: Tensor  # [row] positions attended to
-    counts: Tensor  # [row] pieces attention is done in
-    firsts: Tensor  # [row] the first of them
-    items: Tensor  # [piece, 2] row and number of the piece in it
-    totals: Tensor  # pieces in all, positions in a piece
+    pieces: Tensor  # [piece, 8] what attention is done in, see `kernels.plan`
     part: Tensor  # results of the pieces
     part_log: Tensor
+    arrivals: Tensor  # [row, kv head] pieces that are done; 0 between steps
     floors: Tensor  # [row] the lowest logit kept, as an ordered integer
     partial: tuple[Tensor, ...]  # [row, split] softmax maximum and sum, best score of the race and whose it is
 
@@ -143,10 +135,11 @@ class Cache:
             kv=torch.zeros(shape, dtype=weights.embedding.dtype, device=device),
             table=ints(slots, forward.pages_each),
             tick=ints(1),
-            places=ints(slots), lengths=ints(slots), counts=ints(slots), firsts=ints(slots),
-            items=ints(pieces, 2), totals=ints(2),
+            places=ints(slots),
+            pieces=ints(pieces, 8),
             part=floats(pieces, forward.kv_heads, forward.group_rows, forward.dim),
             part_log=floats(pieces, forward.kv_heads, forward.group_rows),
+            arrivals=ints(slots, forward.kv_heads),
             floors=ints(slots),
             partial=(floats(slots, SPLITS), floats(slots, SPLITS), floats(slots, SPLITS), ints(slots, SPLITS)),
         )  # fmt: skip

@@ -93,10 +93,10 @@ def rotate_and_cache(
 
 
 @triton.jit
-def plan(state, table, tick, places, lengths, counts, firsts, items, totals, stride, width, SHARE: tl.constexpr, ROWS: tl.constexpr,
-         BLOCK: tl.constexpr):  # fmt: skip
-    """Before a step: where each row's new key goes, and which pieces of which rows attention works on. Pieces are of one
-    size, chosen so that there are at most SHARE more than rows: few long rows are split, many are not."""
+def plan(state, table, tick, places, pieces, stride, width, SHARE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Before a step: where each row's new key goes, and which pieces of which rows attention works on: for each piece its row,
+    start and stop in it, how many pieces the row has and which is its first. Pieces are of one size, chosen so that there are at
+    most SHARE more than rows: few long rows are split, many are not. What is left of the list has row -1."""
     row = tl.arange(0, BLOCK)
     inside = row < ROWS
     position = tl.load(state + POSITION * stride + row, mask=inside, other=0)
@@ -106,17 +106,18 @@ def plan(state, table, tick, places, lengths, counts, firsts, items, totals, str
     tl.store(places + row, tl.where(moving, page * _PAGE + position % _PAGE, 0), mask=inside)
     length = tl.where(moving, position + 1, 1)
     total = tl.sum(tl.where(inside, length, 0), 0)
-    piece = tl.maximum(((total + SHARE - 1) // SHARE + _PAGE - 1) // _PAGE * _PAGE, 2 * _PAGE)
-    count = tl.where(inside, (length + piece - 1) // piece, 0)
+    size = tl.maximum(((total + SHARE - 1) // SHARE + _PAGE - 1) // _PAGE * _PAGE, 2 * _PAGE)
+    count = tl.where(inside, (length + size - 1) // size, 0)
     first = tl.cumsum(count, 0) - count
-    tl.store(lengths + row, length, mask=inside)
-    tl.store(counts + row, count, mask=inside)
-    tl.store(firsts + row, first, mask=inside)
     for i in range(tl.max(count, 0)):
-        tl.store(items + (first + i) * 2, row, mask=i < count)
-        tl.store(items + (first + i) * 2 + 1, tl.zeros_like(row) + i, mask=i < count)
-    tl.store(totals, tl.sum(count, 0))
-    tl.store(totals + 1, piece)
+        to = pieces + (first + i) * 8
+        tl.store(to, row, mask=i < count)
+        tl.store(to + 1, tl.zeros_like(row) + i * size, mask=i < count)
+        tl.store(to + 2, tl.minimum((i + 1) * size, length), mask=i < count)
+        tl.store(to + 3, count, mask=i < count)
+        tl.store(to + 4, first, mask=i < count)
+    for i in range(tl.sum(count, 0), ROWS + SHARE, BLOCK):
+        tl.store(pieces + (i + row) * 8, tl.full([BLOCK], -1, tl.int32), mask=i + row < ROWS + SHARE)
     tl.store(tick, tl.load(tick) + 1)
 
 
@@ -127,17 +128,18 @@ def _attend(q, base, table_row, start, stop, seen, scale, KV: tl.constexpr, DIM:
     most = tl.full([ROWS], -1e30, tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     values = tl.zeros([ROWS, DIM], tl.float32)
+    page = tl.load(table_row + start // _PAGE).to(tl.int64)
     for n in range(start, stop, _PAGE):
-        page = tl.load(table_row + n // _PAGE).to(tl.int64)
-        here = base + page * (KV * 2 * _PAGE * DIM)
-        k = tl.load(here + o[:, None] * DIM + d[None, :])
+        here = base + page * (KV * 2 * _PAGE * DIM) + (o[:, None] * DIM + d[None, :])
+        k = tl.load(here)
+        # what lies behind the end may be anything, and 0 * nan is not 0
+        v = tl.load(here + _PAGE * DIM, mask=(n + o)[:, None] < stop, other=0)
+        page = tl.load(table_row + (n // _PAGE + 1), mask=n + _PAGE < stop, other=0).to(tl.int64)  # early, so that loads can overlap
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         scores = tl.where((n + o)[None, :] <= seen[:, None], scores, -1e30)
         higher = tl.maximum(most, tl.max(scores, 1))
         weight = tl.exp2(scores - higher[:, None])
         fade = tl.exp2(most - higher)
-        # what lies behind the end may be anything, and 0 * nan is not 0
-        v = tl.load(here + _PAGE * DIM + o[:, None] * DIM + d[None, :], mask=(n + o)[:, None] < stop, other=0)
         values = values * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
         mass = mass * fade + tl.sum(weight, 1)
         most = higher
@@ -146,56 +148,45 @@ def _attend(q, base, table_row, start, stop, seen, scale, KV: tl.constexpr, DIM:
 
 @triton.jit
 def attend_decode(
-    qkv, cache, table, lengths, counts, items, totals, out, part, part_log, scale, width,
+    qkv, cache, table, pieces, out, part, part_log, arrivals, scale, width,
     HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One piece of one row for the queries of one kv head."""
-    item, kv = tl.program_id(0), tl.program_id(1)
-    if item >= tl.load(totals):
+    """One piece of one row for the queries of one kv head; whoever does the last piece of a row joins them."""
+    piece, kv = tl.program_id(0), tl.program_id(1)
+    entry = pieces + piece * 8
+    row, start, stop = tl.load(entry).to(tl.int64), tl.load(entry + 1), tl.load(entry + 2)
+    count, first = tl.load(entry + 3), tl.load(entry + 4)
+    if row < 0:
         return
     GROUP: tl.constexpr = HEADS // KV
-    row, index = tl.load(items + item * 2).to(tl.int64), tl.load(items + item * 2 + 1)
-    piece = tl.load(totals + 1)
-    start = index * piece
-    stop = tl.minimum(start + piece, tl.load(lengths + row))
     g, d = tl.arange(0, ROWS), tl.arange(0, DIM)
     mine = (g < GROUP)[:, None]
     q = tl.load(qkv + row * ((HEADS + 2 * KV) * DIM) + (kv * GROUP + g)[:, None] * DIM + d[None, :], mask=mine, other=0)
     seen = tl.zeros([ROWS], tl.int32) + (stop - 1)
     values, mass, most = _attend(q, cache + kv * (2 * _PAGE * DIM), table + row * width, start, stop, seen, scale, KV, DIM, ROWS)
     values = values / mass[:, None]
-    if tl.load(counts + row) == 1:
-        tl.store(out + row * (HEADS * DIM) + (kv * GROUP + g)[:, None] * DIM + d[None, :], values.to(out.dtype.element_ty), mask=mine)
-    else:
-        at = (item * KV + kv).to(tl.int64) * ROWS + g
-        tl.store(part + at[:, None] * DIM + d[None, :], values)
-        tl.store(part_log + at, most + tl.log2(mass))
-
-
-@triton.jit
-def join_pieces(
-    part, part_log, counts, firsts, out, HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
-    row, kv = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    count = tl.load(counts + row)
+    there = out + row * (HEADS * DIM) + (kv * GROUP + g)[:, None] * DIM + d[None, :]
     if count == 1:
+        tl.store(there, values.to(out.dtype.element_ty), mask=mine)
         return
-    GROUP: tl.constexpr = HEADS // KV
-    first = tl.load(firsts + row)
-    g, d = tl.arange(0, ROWS), tl.arange(0, DIM)
-    most = tl.full([ROWS], -1e30, tl.float32)
-    mass = tl.zeros([ROWS], tl.float32)
-    values = tl.zeros([ROWS, DIM], tl.float32)
-    for i in range(count):
-        at = ((first + i) * KV + kv).to(tl.int64) * ROWS + g
-        log = tl.load(part_log + at)
-        higher = tl.maximum(most, log)
-        fade, weight = tl.exp2(most - higher), tl.exp2(log - higher)
-        values = values * fade[:, None] + tl.load(part + at[:, None] * DIM + d[None, :]) * weight[:, None]
-        mass = mass * fade + weight
-        most = higher
-    values = (values / mass[:, None]).to(out.dtype.element_ty)
-    tl.store(out + row * (HEADS * DIM) + (kv * GROUP + g)[:, None] * DIM + d[None, :], values, mask=(g < GROUP)[:, None])
+    at = (piece * KV + kv) * ROWS + g
+    tl.store(part + at[:, None] * DIM + d[None, :], values)
+    tl.store(part_log + at, most + tl.log2(mass))
+    tl.debug_barrier()  # all of it is written before this program is counted
+    if tl.atomic_add(arrivals + row * KV + kv, 1, sem="acq_rel") == count - 1:
+        most = tl.full([ROWS], -1e30, tl.float32)
+        mass = tl.zeros([ROWS], tl.float32)
+        values = tl.zeros([ROWS, DIM], tl.float32)
+        for i in range(count):
+            at = ((first + i) * KV + kv) * ROWS + g
+            log = tl.load(part_log + at, cache_modifier=".cg")
+            higher = tl.maximum(most, log)
+            fade, weight = tl.exp2(most - higher), tl.exp2(log - higher)
+            values = values * fade[:, None] + tl.load(part + at[:, None] * DIM + d[None, :], cache_modifier=".cg") * weight[:, None]
+            mass = mass * fade + weight
+            most = higher
+        tl.store(there, (values / mass[:, None]).to(out.dtype.element_ty), mask=mine)
+        tl.store(arrivals + row * KV + kv, 0)
 
 
 @triton.jit
@@ -283,50 +274,61 @@ def _row_key(low, high, position):
 
 
 @triton.jit
+def _exponential(hash, mask, multiplier):
+    """An exponential random number, up to a constant factor: as `Sampler._negative_exponentials`."""
+    x = (hash ^ mask) * multiplier
+    x = (x ^ (x >> 15)) * 0x2C1B3C6D
+    u = (x & 0x7FFFFFFF).to(tl.float32) * U_STEP + U_STEP / 4
+    series = u * (LOG2_E + u * (0.5 * LOG2_E + u * (LOG2_E / 3)))  # -log2(1 - u) near 0, where the race is decided
+    return tl.where(u < 0.0078125, series, -tl.log2(1 - u))
+
+
+@triton.jit
 def draw(
     logits, hashes, state, floors, maxima, masses, scores, winners, stride,
     VOCABULARY: tl.constexpr, BLOCK: tl.constexpr, TRUNCATED: tl.constexpr,
 ):  # fmt: skip
     """One part of the vocabulary of one row: its softmax maximum and sum, and the winner of the exponential race in it, with
-    the random numbers of `sampling.Sampler`. In logarithms: the largest logit - log E wins."""
+    the random numbers of `sampling.Sampler`. Each lane keeps its best p / E as a pair, so that no quotient is needed; in
+    logarithms to base 2 lanes are compared at the end."""
     row, split = tl.program_id(0), tl.program_id(1)
     heat = tl.load(state + TEMPERATURE * stride + row).to(tl.float32, bitcast=True)
     greedy = heat == 0
-    scale = tl.where(greedy, 1.0, 1.0 / heat)
+    scale = LOG2_E * tl.where(greedy, 1.0, 1.0 / heat)
     low, high = tl.load(state + SEED_LOW * stride + row), tl.load(state + SEED_HIGH * stride + row)
     key = _row_key(low, high, tl.load(state + POSITION * stride + row) + 1)
     mask, multiplier = key.to(tl.uint32).to(tl.int32, bitcast=True), ((key >> 32).to(tl.uint32) | 1).to(tl.int32, bitcast=True)
     PART: tl.constexpr = (VOCABULARY + _SPLITS - 1) // _SPLITS
-    at = tl.arange(0, BLOCK)
     most = tl.full([BLOCK], -1e30, tl.float32)
     mass = tl.zeros([BLOCK], tl.float32)
-    best = tl.full([BLOCK], -float("inf"), tl.float32)
+    best = tl.zeros([BLOCK], tl.float32)  # p of the winner so far, relative to the lane's maximum
+    time = tl.full([BLOCK], 1.0, tl.float32)  # E of the winner
     winner = tl.zeros([BLOCK], tl.int32)
     here = logits + row.to(tl.int64) * VOCABULARY
     end = tl.minimum((split + 1) * PART, VOCABULARY)
     for n in range(split * PART, end, BLOCK):
-        inside = n + at < end
-        logit = tl.load(here + n + at, mask=inside, other=-float("inf"))
+        at = n + tl.arange(0, BLOCK)
+        logit = tl.load(here + at, mask=at < end, other=-float("inf"))
         if TRUNCATED:
             logit = tl.where(_ordered(logit) >= tl.load(floors + row), logit, -float("inf"))
         logit = logit * scale
         higher = tl.maximum(most, logit)
-        mass = mass * tl.exp2((most - higher) * LOG2_E) + tl.exp2((logit - higher) * LOG2_E)
+        fade, p = tl.exp2(most - higher), tl.exp2(logit - higher)
         most = higher
-        x = (tl.load(hashes + n + at, mask=inside, other=0) ^ mask) * multiplier
-        x = (x ^ (x >> 15)) * 0x2C1B3C6D
-        u = (x & 0x7FFFFFFF).to(tl.float32) * U_STEP + U_STEP / 4
-        series = u * (1 + u * (0.5 + u * (0.3333333333 + u * 0.25)))  # -log(1 - u) near 0, where the race is decided
-        exponential = tl.where(u < 0.015625, series, -tl.log(1 - u))
-        score = logit - tl.where(greedy, 0.0, tl.log(exponential))
-        winner = tl.where(score > best, n + at, winner)
-        best = tl.maximum(best, score)
-    top, score = tl.max(most, 0), tl.max(best, 0)
+        mass = mass * fade + p
+        best = best * fade
+        e = _exponential(tl.load(hashes + at, mask=at < end, other=0), mask, multiplier)
+        e = tl.where(greedy, 1.0, e)
+        wins = p * time > best * e
+        best, time, winner = tl.where(wins, p, best), tl.where(wins, e, time), tl.where(wins, at, winner)
+    top = tl.max(most, 0)
+    score = tl.where(best > 0, most + tl.log2(best) - tl.log2(time), -float("inf"))
+    highest = tl.max(score, 0)
     to = row * _SPLITS + split
     tl.store(maxima + to, top)
-    tl.store(masses + to, tl.sum(mass * tl.exp2((most - top) * LOG2_E), 0))
-    tl.store(scores + to, score)
-    tl.store(winners + to, tl.min(tl.where(best == score, winner, VOCABULARY - 1), 0))
+    tl.store(masses + to, tl.sum(mass * tl.exp2(most - top), 0))
+    tl.store(scores + to, highest)
+    tl.store(winners + to, tl.min(tl.where(score == highest, winner, VOCABULARY - 1), 0))
 
 
 @triton.jit
@@ -340,7 +342,7 @@ def advance(logits, state, maxima, masses, scores, winners, tick, out, stride, V
     heat = tl.load(state + TEMPERATURE * stride + row).to(tl.float32, bitcast=True)
     logit = tl.load(logits + row.to(tl.int64) * VOCABULARY + token) / tl.where(heat == 0, 1.0, heat)
     top = tl.max(most, 0)
-    logprob = logit - top - tl.log(tl.sum(mass * tl.exp2((most - top) * LOG2_E), 0))
+    logprob = logit - top / LOG2_E - tl.log(tl.sum(mass * tl.exp2(most - top), 0))
     position = tl.load(state + POSITION * stride + row)
     to = out + (tl.load(tick) - 1) * 2 * stride + row
     tl.store(to, token)

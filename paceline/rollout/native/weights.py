@@ -57,13 +57,14 @@ class DecoderWeights:
     named: dict[str, Tensor] = field(repr=False)  # by Hugging Face name: the same memory as above
 
     @classmethod
-    def from_module(cls, model: PreTrainedModel, share: bool) -> "DecoderWeights":
+    def from_module(cls, model: PreTrainedModel, share: bool, dtype: torch.dtype | None = None) -> "DecoderWeights":
         """`share`: re-point the module's q/k/v and gate/up parameters to views of one storage (the Parameter objects stay)
-        and read all others where they are. After that the parameters may only be changed in place. Otherwise: a copy."""
+        and read all others where they are. After that the parameters may only be changed in place. Otherwise: a copy, in
+        `dtype` if one is given, as when the trainer keeps float32 and generation is to be fast."""
         check_supported(model.config)
         body: Any = model.model
         named: dict[str, Tensor] = {}
-        take = _Taker(model, share, named)
+        take = _Taker(model, share, None if share else dtype, named)
         layers = tuple(take.layer(f"model.layers.{i}", layer) for i, layer in enumerate(body.layers))
         embedding = take.single("model.embed_tokens.weight")
         tied = model.lm_head.weight is body.embed_tokens.weight
@@ -99,14 +100,15 @@ class DecoderWeights:
 class _Taker:
     """Reads tensors out of a module, fusing some, and notes under which name each is found."""
 
-    def __init__(self, model: PreTrainedModel, share: bool, named: dict[str, Tensor]) -> None:
+    def __init__(self, model: PreTrainedModel, share: bool, dtype: torch.dtype | None, named: dict[str, Tensor]) -> None:
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self.share = share
+        self.dtype = dtype
         self.named = named
 
     def single(self, name: str) -> Tensor:
         tensor = self.parameters[name].detach()
-        self.named[name] = tensor if self.share else tensor.clone()
+        self.named[name] = tensor if self.share else tensor.to(self.dtype or tensor.dtype, copy=True)
         return self.named[name]
 
     def optional(self, name: str) -> Tensor | None:
@@ -115,6 +117,7 @@ class _Taker:
     def fused(self, names: list[str]) -> Tensor:
         """One tensor holding all of these, one after the other along the first dimension."""
         storage = torch.cat([self.parameters[name].detach() for name in names])
+        storage = storage.to(self.dtype or storage.dtype)
         for name, view in zip(names, storage.split([len(self.parameters[name]) for name in names]), strict=True):
             self.named[name] = view
             if self.share:

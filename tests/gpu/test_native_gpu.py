@@ -1,0 +1,229 @@
+"""The native engine on a GPU gives the answers it gives on a CPU, with log-probabilities of plain transformers, in little memory too."""
+
+import dataclasses
+import gc
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from paceline.errors import RolloutError
+from paceline.rollout.native.engine import NativeEngine
+from paceline.rollout.native.weights import DecoderWeights
+from paceline.types import Completion, Finish, Request, Sampling
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+VOCABULARY, LENGTH = 1000, 512
+SHAPE = {
+    "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3, "vocab_size": VOCABULARY, "max_position_embeddings": 4096,
+    "initializer_range": 0.1,
+}  # fmt: skip
+MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
+    "llama, head dim 64, biases": (
+        LlamaForCausalLM,
+        LlamaConfig(**SHAPE, num_attention_heads=4, num_key_value_heads=2, head_dim=64, attention_bias=True, mlp_bias=True),
+    ),
+    "qwen2, 7 heads to a kv head, tied": (
+        Qwen2ForCausalLM,
+        Qwen2Config(
+            **{**SHAPE, "hidden_size": 14 * 64, "initializer_range": 0.03},
+            num_attention_heads=14,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "qwen3, head dim 128": (Qwen3ForCausalLM, Qwen3Config(**SHAPE, num_attention_heads=4, num_key_value_heads=1, head_dim=128)),
+    "llama, head dim 32": (LlamaForCausalLM, LlamaConfig(**SHAPE, num_attention_heads=4, num_key_value_heads=4)),
+}
+
+
+def build(name: str = "qwen3, head dim 128", seed: int = 0) -> PreTrainedModel:
+    kind, config = MODELS[name]
+    torch.manual_seed(seed)
+    module = kind(config).eval()
+    for parameter in module.parameters():  # biases and norms start at 0 and 1, where a bug would not show
+        if parameter.ndim == 1:
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.2)
+    return module
+
+
+def engine_of(module: PreTrainedModel, device: str = "cuda", slots: int = 16, **options) -> NativeEngine:
+    weights = DecoderWeights.from_module(module.to(device), share=False)
+    return NativeEngine(module.config, weights, slots=slots, max_length=LENGTH, **options)
+
+
+def run(engine: NativeEngine, wanted: list[Request], steps: int = 100_000) -> dict[str, Completion]:
+    engine.submit(wanted)
+    done: dict[str, Completion] = {}
+    while engine.has_work and steps:
+        done |= dict(engine.step())
+        steps -= 1
+    return done
+
+
+def mixed() -> list[Request]:
+    """All ways to sample, long and short prompts, some the same, some stopped early."""
+    random = np.random.default_rng(0)
+    ways = [
+        {}, {"temperature": 0.7}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.8}, {"top_k": 20, "top_p": 0.9, "temperature": 1.3},
+        {"stop_token_ids": tuple(range(0, VOCABULARY, 20))},
+    ]  # fmt: skip
+    wanted = []
+    for i in range(42):
+        prompt = tuple(random.integers(0, VOCABULARY, int(random.choice([1, 2, 30, 63, 64, 65, 130, 300]))).tolist())
+        wanted += [Request(f"r{i}-{j}", prompt, 10 * i + j, Sampling(int(random.integers(1, 90)), **ways[i % 7])) for j in range(1 + i % 3)]
+    return wanted
+
+
+@torch.no_grad()
+def off(module: PreTrainedModel, request: Request, completion: Completion) -> np.ndarray:
+    """How far log-probs are from a float32 forward pass; only for answers drawn from all tokens."""
+    tokens = torch.tensor([[*request.prompt, *completion.tokens.tolist()]], device="cuda")
+    logits = module(tokens).logits[0, len(request.prompt) - 1 : -1].float() / (request.sampling.temperature or 1.0)
+    expected = logits.log_softmax(-1).gather(1, tokens[0, len(request.prompt) :, None])[:, 0]
+    return np.abs(completion.logprobs - expected.cpu().numpy())
+
+
+def whole(request: Request) -> bool:
+    return request.sampling.top_k == 0 and request.sampling.top_p == 1.0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_are_those_of_the_cpu_and_logprobs_those_of_transformers(name: str) -> None:
+    expected = run(engine_of(build(name), "cpu"), mixed())
+    module = build(name)
+    engine = engine_of(module)
+    done = run(engine, mixed())
+    assert set(done) == set(expected)
+    for request in mixed():
+        a, b = done[request.id], expected[request.id]
+        assert a.tokens.tolist() == b.tokens.tolist() and a.finish == b.finish, request.id
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
+        if whole(request):
+            assert off(module, request, a).max() < 1e-4
+
+
+def test_bfloat16_stays_near_float32() -> None:
+    module = build("qwen2, 7 heads to a kv head, tied", seed=2).cuda().bfloat16()
+    done = run(engine_of(module), mixed())
+    exact = module.float()
+    errors = np.concatenate([off(exact, request, done[request.id]) for request in mixed() if whole(request)])
+    assert errors.mean() < 0.02 and errors.max() < 0.2
+
+
+def test_few_long_sequences_are_split_and_joined_right() -> None:
+    module = build()
+    random = np.random.default_rng(1)
+    wanted = [Request(f"r{i}", tuple(random.integers(0, VOCABULARY, 100 + 150 * i).tolist()), i, Sampling(60)) for i in range(3)]
+    done = run(engine_of(module, slots=3), wanted)
+    assert max(off(module, request, done[request.id]).max() for request in wanted) < 1e-4
+
+
+def test_samples_of_one_prompt_share_one_prefill() -> None:
+    module = build()
+    prompt = tuple(range(150))
+    wanted = [Request(f"g{i}", prompt, i, Sampling(40)) for i in range(20)]
+    engine = engine_of(module)
+    done = run(engine, wanted)
+    assert engine.tokens_prefilled <= 2 * 149
+    assert max(off(module, request, done[request.id]).max() for request in wanted) < 1e-4
+
+
+def test_new_weights_are_used_by_the_graphs_there_are_and_tokens_say_which_made_them() -> None:
+    old, new = build(seed=0), build(seed=1)
+    engine = engine_of(old, version=4)
+    wanted = Request("r", (1, 2, 3), 0, Sampling(100))
+    run(engine, [wanted], steps=3)
+    graphs = dict(engine._backend._graphs)  # type: ignore[attr-defined]
+    engine.load(new.cuda().state_dict().items(), 5)
+    completion = run(engine, [])["r"]
+    assert engine._backend._graphs == graphs  # type: ignore[attr-defined]
+    change = int((completion.versions == 4).sum())
+    assert change == 24 and completion.versions.tolist() == [4] * change + [5] * (100 - change)
+    first = dataclasses.replace(completion, tokens=completion.tokens[:change], logprobs=completion.logprobs[:change])
+    assert off(old, wanted, first).max() < 1e-4
+    late = Request("late", (1, 2, 3), 0, Sampling(20))
+    assert off(new, late, run(engine, [late])["late"]).max() < 1e-4
+
+
+def test_with_little_memory_sequences_wait_or_are_preempted_and_answers_stay_the_same() -> None:
+    module = build()
+    expected = run(engine_of(module), mixed())
+    page = 3 * 2 * 64 * 128 * 4
+    fraction = 12.5 * page / torch.cuda.mem_get_info()[0]
+    engine = engine_of(module, kv_memory_fraction=fraction)
+    pages = engine._backend.pages  # type: ignore[attr-defined]
+    assert 8 <= pages.free < 40
+    before, done = pages.free, run(engine, mixed())
+    assert pages.free == before
+    for id, completion in expected.items():
+        assert done[id].tokens.tolist() == completion.tokens.tolist() and done[id].finish == completion.finish
+
+
+def test_memory_for_less_than_one_sequence_is_refused() -> None:
+    with pytest.raises(RolloutError, match="kv_memory_fraction"):
+        engine_of(build(), kv_memory_fraction=1e-9)
+
+
+def test_sleep_gives_memory_back_and_answers_go_on_after_it() -> None:
+    module = build()
+    expected = run(engine_of(module), mixed())
+    engine = engine_of(module, slots=64)
+    done = run(engine, mixed(), steps=3)
+    awake = torch.cuda.memory_allocated()
+    engine.sleep()
+    assert awake - torch.cuda.memory_allocated() > 64 * 512 * 3 * 2 * 128 * 4 * 0.9
+    done |= run(engine, [])
+    for id, completion in expected.items():
+        assert done[id].tokens.tolist() == completion.tokens.tolist()
+
+
+def test_an_interrupted_and_resumed_answer_is_the_uninterrupted_one() -> None:
+    module = build()
+    expected, engine = run(engine_of(module), mixed()), engine_of(module)
+    done = run(engine, mixed(), steps=4)
+    stopped = dict(engine.interrupt())
+    finished = {id for id, completion in stopped.items() if completion.finish is not Finish.INTERRUPT}
+    done |= {id: stopped[id] for id in finished}
+    done |= run(engine, [dataclasses.replace(r, partial=stopped[r.id]) for r in mixed() if r.id in stopped and r.id not in finished])
+    for id, completion in expected.items():
+        assert done[id].tokens.tolist() == completion.tokens.tolist() and done[id].finish == completion.finish
+
+
+def test_diverged_weights_are_an_error_and_do_not_spoil_what_comes_after() -> None:
+    module = build()
+    engine = engine_of(module)
+    engine.load(((name, tensor * torch.nan) for name, tensor in module.state_dict().items()), 1)
+    with pytest.raises(RolloutError, match="version 1"):
+        run(engine, [Request("r", (1, 2, 3), 0, Sampling(20))])
+    engine.abort(["r"])
+    engine.load(module.state_dict().items(), 2)
+    late = Request("late", (1, 2, 3, 4), 0, Sampling(20))
+    assert off(module, late, run(engine, [late])["late"]).max() < 1e-4
+
+
+def test_memory_does_not_grow_over_2000_admissions() -> None:
+    engine = engine_of(build(), slots=64)
+    random = np.random.default_rng(0)
+
+    def work(n: int, name: str) -> None:
+        lengths = random.integers(1, 30, (n, 2)).tolist()
+        run(engine, [Request(f"{name}{i}", tuple(range(a)), i, Sampling(b)) for i, (a, b) in enumerate(lengths)])
+
+    work(200, "warm")
+    gc.collect()
+    before, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    work(2000, "r")
+    assert torch.cuda.memory_allocated() == before
+    assert torch.cuda.memory_reserved() - reserved < 16 * 2**20  # a graph of another size may have been captured

@@ -1,0 +1,228 @@
+"""The engine with a device that runs ahead of the host, keeps its own state and has little memory gives the same answers.
+
+The device here is the CPU, with everything that makes a GPU different: bursts of steps that are read one burst late, prompts that
+go in piece by piece, and pages that run out.
+"""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from transformers import DynamicCache, PreTrainedModel
+
+from paceline.rollout.native.backend import Piece, Ready, SimpleBackend
+from paceline.rollout.native.engine import NativeEngine
+from paceline.rollout.native.pages import Pages
+from paceline.rollout.native.slots import Sequence, Slots
+from paceline.rollout.native.weights import DecoderWeights
+from paceline.types import Completion, Finish, Request, Sampling
+from tests.unit.test_native_engine import build, check_logprobs, engine_of, requests, run, same
+
+LENGTH = 128
+PAGE = 8
+
+
+class AheadBackend(SimpleBackend):
+    """What a row is doing lives here, and goes on without the host."""
+
+    ahead = 1
+    prefill_tokens = 16
+    admit_share = 4
+
+    def __init__(self, module: PreTrainedModel, weights: DecoderWeights, slots: int, burst: int, pages: int) -> None:
+        super().__init__(module.config, weights, slots, LENGTH)
+        self.burst, self.pages = burst, Pages(pages + 1, PAGE)
+        self.device = Slots(slots, LENGTH)
+
+    def steps(self, rows: int) -> int:
+        return self.burst
+
+    def room_for(self, sequence: Sequence, source: Sequence | None) -> bool:
+        shared = source.pages[: (len(sequence.context) - 1) // PAGE] if source else []
+        taken = self.pages.take(self.pages.needed(len(sequence.context)) - len(shared))
+        if taken is None:
+            return False
+        self.pages.share(shared)
+        sequence.pages = shared + taken
+        return True
+
+    def grow(self, slots: Slots, positions: NDArray[np.int64]) -> bool:
+        for running, position in zip(slots.live, positions.tolist(), strict=True):
+            taken = self.pages.take(max(0, self.pages.needed(position) - len(running.pages)))
+            if taken is None:
+                return False
+            running.pages += taken
+        return True
+
+    def free(self, sequence: Sequence) -> None:
+        self.pages.give_back(sequence.pages)
+        sequence.pages = []
+
+    def prefill(self, pieces: list[Piece], row: int) -> None:
+        whole = [piece for piece in pieces if piece.stop == len(piece.sequence.context) - 1]
+        for index, piece in enumerate(whole):
+            super().prefill([Piece(piece.sequence, 0, piece.stop)], row + index)
+
+    def place(self, slots: Slots, row: int) -> None:
+        for running in slots.live[row:]:
+            self.device.add(running)
+
+    def move(self, slots: Slots, moves: list[tuple[int, int]]) -> None:
+        gone = [row for row, running in enumerate(self.device.live) if running not in slots.live]
+        assert self.device.remove(gone) == moves
+        super().move(self.device, moves)
+
+    def decode(self, slots: Slots, steps: int) -> Ready:
+        device, n = self.device, len(slots.live)
+        assert device.live == slots.live
+        tokens, logprobs = np.zeros((steps, n), np.int32), np.zeros((steps, n), np.float32)
+        for step in range(steps):
+            drawn = super().decode(device, 1)
+            going = np.flatnonzero(device.position[:n] < device.limit[:n])
+            tokens[step], logprobs[step] = drawn.tokens[0], drawn.logprobs[0]
+            device.record(going, tokens[step, going], logprobs[step, going], 0)
+        return Ready(tokens, logprobs)
+
+
+def ahead_of(module: PreTrainedModel, slots: int = 4, burst: int = 3, pages: int = 1000, **options) -> NativeEngine:
+    weights = DecoderWeights.from_module(module, share=False)
+    backend = AheadBackend(module, weights, slots, burst, pages)
+    return NativeEngine(module.config, weights, slots=slots, max_length=LENGTH, backend=backend, **options)
+
+
+def pages_held(engine: NativeEngine) -> int:
+    pages = engine._backend.pages  # type: ignore[attr-defined]
+    return len(pages._holders) - 1 - pages.free
+
+
+def mixed() -> list[Request]:
+    """Long and short, stopped and not, some with the same prompt."""
+    stopped = requests(10, new=40, stop_token_ids=(3, 17, 40))
+    group = [Request(f"g{i}", tuple(range(1, 30)), i, Sampling(5 + 7 * i, top_k=10)) for i in range(5)]
+    long = [Request(f"l{i}", tuple(range(60)), i, Sampling(1 + 20 * i, temperature=0.7)) for i in range(4)]
+    return [*stopped, *group, *long, Request("one", (5,), 1, Sampling(1))]
+
+
+@pytest.mark.parametrize("burst", [1, 3, 8])
+@pytest.mark.parametrize("slots", [1, 4, 30])
+def test_answers_are_those_of_the_engine_that_looks_at_every_token(burst: int, slots: int) -> None:
+    module = build()
+    expected, engine = run(engine_of(module), mixed()), ahead_of(module, slots, burst)
+    done = run(engine, mixed())
+    assert set(done) == set(expected)
+    for id, completion in done.items():
+        same(completion, expected[id])
+    assert engine.tokens_sampled == sum(map(len, done.values())) and pages_held(engine) == 0
+
+
+@pytest.mark.parametrize("pages", [16, 20, 40])
+def test_when_memory_runs_out_sequences_wait_and_their_answers_stay_the_same(pages: int) -> None:
+    module = build()
+    expected, engine = run(engine_of(module), mixed()), ahead_of(module, slots=8, pages=pages)
+    done = run(engine, mixed())
+    assert set(done) == set(expected) and pages_held(engine) == 0
+    for id, completion in done.items():
+        same(completion, expected[id])
+
+
+def test_sequences_are_preempted_when_they_outgrow_the_memory() -> None:
+    engine = ahead_of(build(), slots=4, pages=17)
+    wanted = [Request(f"r{i}", (1, 2, 3), i, Sampling(100)) for i in range(4)]
+    done = run(engine, wanted)
+    assert {len(completion) for completion in done.values()} == {100}
+    assert engine.tokens_prefilled > 20  # parts of answers were prefilled again
+
+
+def test_long_prompts_go_in_piece_by_piece_while_others_are_decoded() -> None:
+    engine = ahead_of(build(), slots=2)
+    run(engine, [Request("first", (1, 2), 0, Sampling(60))], steps=1)
+    engine.submit([Request("long", tuple(range(60)), 1, Sampling(5))])
+    while engine.tokens_prefilled < 60:
+        before = engine.tokens_prefilled
+        engine.step()
+        assert engine.tokens_prefilled - before <= AheadBackend.prefill_tokens and engine.running == 2
+    check_logprobs(build(), Request("long", tuple(range(60)), 1, Sampling(5)), run(engine)["long"])
+
+
+def test_tokens_under_way_when_weights_change_carry_the_old_version() -> None:
+    old, new = build(seed=0), build(seed=1)
+    engine = ahead_of(old, version=4)
+    wanted = Request("r", (4, 5, 6), 1, Sampling(40))
+    run(engine, [wanted], steps=4)  # 4 bursts of 3 started
+    engine.load(new.state_dict().items(), 5)
+    completion = run(engine)["r"]
+    assert completion.versions.tolist() == [4] * 12 + [5] * 28
+    tokens = torch.tensor([[*wanted.prompt, *completion.tokens.tolist()]])
+    with torch.no_grad():
+        cache = DynamicCache(config=old.config)
+        before = old(tokens[:, :14], past_key_values=cache).logits[0, 2:]
+        after = new(tokens[:, 14:-1], past_key_values=cache).logits[0]
+    expected = torch.cat((before, after)).log_softmax(-1).gather(1, tokens[0, 3:, None])[:, 0]
+    np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=1e-4)
+
+
+def test_settled_engines_have_nothing_under_way_and_lose_nothing() -> None:
+    module = build()
+    engine, wanted = ahead_of(module), requests(6)
+    done = run(engine, wanted, steps=2)
+    engine.settle()
+    assert engine.tokens_sampled == 4 * 3 * 2  # two bursts, both read
+    done |= run(engine)
+    for id, completion in run(engine_of(module), wanted).items():
+        same(done[id], completion)
+
+
+def test_sleep_gives_everything_back_and_answers_go_on_after_it() -> None:
+    module = build()
+    for engine in (ahead_of(module), engine_of(module, slots=4)):
+        done = run(engine, mixed(), steps=4)
+        engine.sleep()
+        assert engine.running == 0 and engine.waiting > 0
+        if isinstance(engine._backend, AheadBackend):
+            assert pages_held(engine) == 0
+        done |= run(engine)
+        for id, completion in run(engine_of(module), mixed()).items():
+            same(done[id], completion)
+
+
+MODULE = build()
+WHOLE = run(engine_of(MODULE), mixed())
+ACTION = st.tuples(st.sampled_from(["submit", "step", "abort", "interrupt", "sleep", "settle"]), st.integers(0, 6))
+
+
+@given(st.lists(ACTION, max_size=25), st.integers(1, 6), st.integers(1, 4), st.integers(16, 60))
+@settings(max_examples=40, deadline=None)
+def test_every_request_comes_back_once_and_right_whatever_is_done_to_it(actions: list, slots: int, burst: int, pages: int) -> None:
+    engine = ahead_of(MODULE, slots, burst, pages)
+    coming = {request.id: request for request in mixed()}
+    inside: dict[str, Request] = {}
+    done: dict[str, Completion] = {}
+
+    def take(results: list[tuple[str, Completion]]) -> None:
+        for id, completion in results:
+            request = inside.pop(id)
+            if completion.finish is Finish.INTERRUPT:
+                coming[id] = Request(id, request.prompt, request.seed, request.sampling, completion)
+            else:
+                done[id] = completion
+
+    for kind, number in [*actions, ("submit", 99), ("step", 10_000)]:
+        if kind == "submit":
+            chosen = [coming.pop(id) for id in list(coming)[:number]]
+            inside |= {request.id: request for request in chosen}
+            engine.submit(chosen)
+        elif kind == "step":
+            while number and engine.has_work:
+                take(engine.step())
+                number -= 1
+        elif kind in ("sleep", "settle"):
+            getattr(engine, kind)()
+        else:
+            take(engine.interrupt() if kind == "interrupt" else engine.abort(list(inside)[number : number + 1]))
+        assert engine.running + engine.waiting == len(inside) and engine.running <= slots
+    assert set(done) == set(WHOLE) and not inside and pages_held(engine) == 0
+    for id, completion in done.items():
+        assert completion.tokens.tolist() == WHOLE[id].tokens[: len(completion)].tolist()
+        assert completion.finish is Finish.ABORT or len(completion) == len(WHOLE[id])
