@@ -1,0 +1,220 @@
+"""A decoder of Megatron's parallel layers that computes what the Hugging Face model of the same config does.
+
+Megatron brings the layers, split over tensor-parallel ranks and pipeline stages. What it would need Transformer Engine for is
+ours: rows packed end to end (the same micro-batches as on one device), norms under sequence parallelism, and the head.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from paceline.algo.loss import TokenOutputs
+from paceline.errors import ConfigError, ModelError
+from paceline.train.attention import packed_attention
+from paceline.train.head import CHUNK_LOGITS, ValueHead
+from paceline.train.megatron_head import vocabulary_parallel_logprobs
+from paceline.train.megatron_weights import head_size, padded_vocabulary
+from paceline.train.packed import Head
+from paceline.train.packing import MicroBatch, RowLayout
+from paceline.train.settings import TrainSettings
+
+SUPPORTED = ("llama", "qwen2", "qwen3")
+
+
+def transformer_config(
+    config: PretrainedConfig, settings: TrainSettings, tensor: int, pipeline: int, sequence_parallel: bool
+) -> TransformerConfig:
+    _check_supported(config)
+    _check_divisible(config, tensor, pipeline)
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.intermediate_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_key_value_heads,
+        kv_channels=head_size(config),
+        normalization="RMSNorm",
+        layernorm_epsilon=config.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=config.model_type == "qwen2",
+        qk_layernorm=config.model_type == "qwen3",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        sequence_parallel=sequence_parallel,
+        params_dtype=torch.float32,
+        pipeline_dtype=torch.float32,
+        use_cpu_initialization=True,
+        perform_initialization=False,  # weights are loaded right after
+        calculate_per_token_loss=True,  # gradients of micro-batches and ranks are added: our loss weights are of the whole batch
+        gradient_accumulation_fusion=False,  # needs Apex
+        bias_activation_fusion=torch.cuda.is_available(),
+        batch_p2p_comm=False,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # there are no experts, but variable lengths are refused without it
+        **(recompute if settings.gradient_checkpointing else {}),
+    )
+
+
+def _check_supported(config: PretrainedConfig) -> None:
+    wrong = [
+        (config.model_type not in SUPPORTED, f"is a {config.model_type}"),
+        (getattr(config, "attention_bias", False) and config.model_type != "qwen2", "has attention biases"),
+        (getattr(config, "mlp_bias", False), "has MLP biases"),
+        (getattr(config, "hidden_act", "silu") != "silu", f"uses {getattr(config, 'hidden_act', None)}"),
+        (set(getattr(config, "layer_types", None) or ()) - {"full_attention"}, "has other than full attention"),
+    ]
+    for is_so, what in wrong:
+        if is_so:
+            raise ModelError(f"this model {what}; train.backend = 'megatron' knows plain {', '.join(SUPPORTED)}: take 'fsdp' instead")
+
+
+def _check_divisible(config: PretrainedConfig, tensor: int, pipeline: int) -> None:
+    for name, count, ranks, setting in (
+        ("num_key_value_heads", config.num_key_value_heads, tensor, "tensor_parallel"),
+        ("intermediate_size", config.intermediate_size, tensor, "tensor_parallel"),
+        ("num_hidden_layers", config.num_hidden_layers, pipeline, "pipeline_parallel"),
+    ):
+        if count % ranks:
+            raise ConfigError(f"train.{setting} = {ranks} does not divide the model's {name} = {count}: choose one that does")
+
+
+class RmsNorm(nn.Module):
+    """Megatron's own without Transformer Engine refuses sequence parallelism, where each rank norms a part of the tokens."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # Megatron adds up gradients by this
+        self._eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps))).to(x.dtype)
+
+
+class PackedAttention(nn.Module):
+    """In place of Megatron's core attention: rows are packed, the mask says how."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **_: Any) -> Tensor:
+        q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))  # [T, 1, heads, size] -> [1, heads, T, size]
+        out = packed_attention(self, q, k, v, None, row_layout=layout_of(mask, len(query)))[0]
+        return out.transpose(0, 1).flatten(2)
+
+
+def mask_of(layout: RowLayout) -> Tensor:
+    """[2, rows, longest]: `spread`, and `slots` filled up. One tensor, because recomputation hands nothing else through."""
+    slots = F.pad(layout.slots, (0, layout.rows * layout.longest - len(layout.slots)))
+    return torch.stack([layout.spread, slots]).view(2, layout.rows, layout.longest)
+
+
+def layout_of(mask: Tensor, tokens: int) -> RowLayout:
+    _, rows, longest = mask.shape
+    spread, slots = mask.flatten(1)
+    # Padding for sequence parallelism may exceed the rectangle; its tokens get any attention, since nobody looks at them.
+    return RowLayout(rows, longest, spread, F.pad(slots, (0, tokens - len(slots))))
+
+
+class Decoder(GPTModel):  # type: ignore[misc]
+    """One pipeline stage. Answers with hidden states, on the last stage with what its head says of the trained tokens."""
+
+    def __init__(
+        self,
+        parallel: TransformerConfig,
+        config: PretrainedConfig,
+        settings: TrainSettings,
+        temperature: float,
+        head: Head,
+    ) -> None:
+        spec = get_gpt_layer_local_spec(qk_layernorm=parallel.qk_layernorm, normalization="RMSNorm")
+        attention = spec.submodules.self_attention.submodules
+        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RmsNorm
+        attention.core_attention = PackedAttention
+        if parallel.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RmsNorm
+        layers = parallel.num_layers // parallel.pipeline_model_parallel_size
+        ranks = parallel.tensor_model_parallel_size
+        super().__init__(
+            parallel,
+            TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RmsNorm),
+            vocab_size=padded_vocabulary(config.vocab_size, ranks),
+            max_sequence_length=config.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=head == "policy" and config.tie_word_embeddings,
+            position_embedding_type="none",  # rotary angles are computed here, since positions restart at every row
+        )
+        if head == "value" and self.post_process:
+            del self.output_layer
+            self.value_head = ValueHead(config.hidden_size)
+        self._rotary, self._temperature = _rotary(config), temperature
+        self._shard = self.vocab_size // ranks
+        self._first = self._shard * parallel_state.get_tensor_model_parallel_rank()
+        self._valid = min(self._shard, config.vocab_size - self._first)
+        self._dtype = getattr(torch, settings.dtype)
+
+    def use_autocast(self, device: torch.device) -> None:
+        """Layer by layer, so that recomputation does the same; the residual stream between layers stays float32."""
+        for layer in self.decoder.layers:
+            layer.forward = torch.autocast(device.type, dtype=self._dtype)(layer.forward)
+
+    def forward(self, micro: MicroBatch) -> Tensor | TokenOutputs:
+        ranks = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        padding = (0, -micro.input_ids.shape[1] % ranks)
+        hidden = self.embedding(F.pad(micro.input_ids, padding), None) if self.pre_process else None
+        angles = F.pad(micro.position_ids[0], padding)[:, None].float() * self._rotary
+        hidden = self.decoder(
+            hidden_states=hidden,
+            attention_mask=mask_of(micro.layout),
+            rotary_pos_emb=torch.cat([angles, angles], -1)[:, None, None, :],
+        )
+        return self._head(hidden, micro) if self.post_process else hidden
+
+    def _head(self, hidden: Tensor, micro: MicroBatch) -> TokenOutputs:
+        """Every rank gets the hidden states of all trained tokens; those of a policy then look at their part of the vocabulary."""
+        split = not hasattr(self, "value_head")  # ranks' gradients of the hidden states are parts to add up, not copies
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=split)
+        elif split:
+            hidden = copy_to_tensor_model_parallel_region(hidden)
+        hidden = hidden[:, 0].index_select(0, micro.predict)
+        if not split:
+            outputs: TokenOutputs = self.value_head(hidden, micro.targets)
+            return outputs
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        logprobs, entropy = vocabulary_parallel_logprobs(
+            hidden.to(self._dtype),
+            weight[: self._valid],
+            micro.targets,
+            self._first,
+            self._temperature,
+            parallel_state.get_tensor_model_parallel_group(),
+            max(1, CHUNK_LOGITS[hidden.device.type] // self._shard),
+        )
+        return TokenOutputs(logprobs=logprobs, entropy=entropy)
+
+
+def _rotary(config: PretrainedConfig) -> Tensor:
+    """Hugging Face's own frequencies, scaled or not. Only what stays the same at every length can be used."""
+    module = LlamaRotaryEmbedding(config)
+    if module.attention_scaling != 1.0 or "dynamic" in module.rope_type or module.rope_type == "longrope":
+        raise ModelError(f"rope_type = {module.rope_type!r} is unknown to train.backend = 'megatron': take 'fsdp' instead")
+    frequencies: Tensor = module.inv_freq
+    return frequencies
