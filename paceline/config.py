@@ -23,6 +23,7 @@ from paceline.schedule import ScheduleSettings
 from paceline.settings import Settings
 from paceline.sync.synchronizer import SyncSettings
 from paceline.train.settings import TrainSettings
+from paceline.types import Role
 
 
 class RunConfig(Settings):
@@ -76,15 +77,31 @@ class RunConfig(Settings):
                 f"rollout.top_p = {self.rollout.top_p:g}, rollout.top_k = {self.rollout.top_k}: the trainer's log-probs are of the whole "
                 f"distribution, so answers drawn from a part of it would be learned from with wrong ratios; use top_p = 1 and top_k = 0"
             )
+        ranks, parts = self.placement.train_ranks, self.train.tensor_parallel * self.train.pipeline_parallel
+        if ranks > 1 and self.train.backend == "single":
+            raise ValueError(
+                f"placement.train_ranks = {ranks} contradicts train.backend = 'single', which is one process; use 'fsdp' or 'megatron'"
+            )
+        if ranks % parts:
+            raise ValueError(
+                f"placement.train_ranks = {ranks} contradicts train.tensor_parallel x train.pipeline_parallel = {parts}: "
+                f"a model needs that many ranks; set train_ranks to a multiple of {parts}"
+            )
         return self
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the engine reads the trainer's own parameters, so that new weights need not travel."""
+        return self.train.backend == "single" and self.placement.shared(Role.ACTOR, Role.ROLLOUT)
 
     @property
     def max_queue_size(self) -> int:
         return self.queue.max_queue_size or self.schedule.capacity(self.groups_per_step)
 
 
-# Settings that may differ when a run is continued: they change how long or how it is watched, not what is learned.
+# Settings that may differ when a run is continued: they change how long, on what or how it is watched, not what is learned.
 MAY_CHANGE = {"run_dir", "steps", "save_every", "keep_checkpoints", "step_timeout_s", "stall_timeout_s", "sync"}
+MAY_CHANGE |= {"train.backend", "train.tensor_parallel", "train.pipeline_parallel", "train.offload", "placement.train_ranks"}
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -116,7 +133,7 @@ def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -
     """Settings that are not the same in two configurations, apart from those that may change."""
     found = []
     for key in sorted(before.keys() | now.keys()):
-        if not prefix and key in MAY_CHANGE:
+        if f"{prefix}{key}" in MAY_CHANGE:
             continue
         old, new = before.get(key), now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):

@@ -203,7 +203,7 @@ def _rollouter(config: RunConfig, inputs: Inputs, engines: list[EngineClient], r
 
 
 async def _transport(config: RunConfig, workers: dict[Role, list[Worker]]) -> WeightTransport:
-    if config.placement.shared(Role.ACTOR, Role.ROLLOUT):
+    if config.in_place:
         return InPlace()
     return await SharedMemory.connect(workers[Role.ACTOR][0], workers[Role.ROLLOUT])
 

@@ -1,11 +1,12 @@
 """Builds the parts of a worker, inside that worker: which roles it plays decides what it loads.
 
 Actor and rollout in one worker share memory: the engine's weights are the trainer's parameters. Under LoRA the two differ, so
-the engine has a copy of its own, but the reference model is the actor's with its adapters off.
+the engine has a copy of its own, but the reference model is the actor's with its adapters off. In a group of ranks the engine, or
+a reward model, lives on the first; its copy of the weights comes through shared memory, as in a worker of its own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from paceline.config import RunConfig
 from paceline.types import Role
@@ -13,6 +14,8 @@ from paceline.types import Role
 
 def build_parts(roles: Sequence[Role], config: RunConfig, model_path: str, threads: int) -> Mapping[str, Any]:
     import torch
+
+    from paceline.place.group import is_first_rank
 
     torch.set_num_threads(threads)
     parts: dict[str, Any] = {}
@@ -23,11 +26,31 @@ def build_parts(roles: Sequence[Role], config: RunConfig, model_path: str, threa
         parts[Role.CRITIC] = _critic(config, model_path)
     if Role.REF in roles:
         parts[Role.REF] = _ref(config, model_path, engine)
-    if Role.REWARD in roles:
+    if Role.REWARD in roles and is_first_rank():
         parts[Role.REWARD] = _reward(config)
-    if Role.ROLLOUT in roles:
+    if Role.ROLLOUT in roles and is_first_rank():
         parts[Role.ROLLOUT] = _rollout(config, model_path, engine)
     return parts
+
+
+def _engine(config: RunConfig, model_path: str, head: Literal["policy", "value"] = "policy") -> Any:
+    """The back end the run asks for, with this model in it; a critic is one without its output layer."""
+    from paceline.models import load_model
+
+    model = load_model(model_path)  # float32 whatever train.dtype says: that is the type of the products, not of what is learned
+    settings, temperature = config.train, config.rollout.temperature
+    if settings.backend == "megatron":
+        from paceline.train.megatron import Megatron
+
+        tensor, pipeline = settings.tensor_parallel, settings.pipeline_parallel
+        return Megatron(model.config, model.state_dict(), settings, temperature, head, tensor=tensor, pipeline=pipeline)
+    if settings.backend == "fsdp":
+        from paceline.train.fsdp import Fsdp
+
+        return Fsdp(model if head == "policy" else model.base_model, settings, temperature, head)
+    from paceline.train.single import SingleDevice
+
+    return SingleDevice(model if head == "policy" else model.base_model, settings, temperature, head)
 
 
 def _actor(config: RunConfig, model_path: str) -> tuple[Any, Any]:
@@ -35,32 +58,30 @@ def _actor(config: RunConfig, model_path: str) -> tuple[Any, Any]:
     from paceline.train.actor import Actor
     from paceline.train.lora import LoraDevice
     from paceline.train.service import ActorService
-    from paceline.train.single import SingleDevice
 
-    model = load_model(model_path)  # float32 whatever train.dtype says: that is the type of the products, not of what is learned
-    temperature = config.rollout.temperature
-    lora = config.train.lora is not None
-    engine = LoraDevice(model, config.train, temperature, config.seed) if lora else SingleDevice(model, config.train, temperature)
-    return ActorService(Actor(engine, config.algorithm, config.train, config.steps, config.rollout.max_response_length)), engine
+    if config.train.lora:
+        engine: Any = LoraDevice(load_model(model_path), config.train, config.rollout.temperature, config.seed)
+    else:
+        engine = _engine(config, model_path)
+    actor = Actor(engine, config.algorithm, config.train, config.steps, config.rollout.max_response_length)
+    return ActorService(actor, config.train.offload), engine
 
 
 def _critic(config: RunConfig, model_path: str) -> Any:
-    from paceline.models import load_model
     from paceline.train.critic import Critic
     from paceline.train.service import CriticService
 
-    return CriticService(Critic.build(load_model(model_path), config.algorithm, config.train, config.steps))
+    critic = Critic(_engine(config, model_path, "value"), config.algorithm, config.train, config.steps)
+    return CriticService(critic, config.train.offload)
 
 
 def _ref(config: RunConfig, model_path: str, actor: Any) -> Any:
-    from paceline.models import load_model
     from paceline.train.lora import LoraDevice
     from paceline.train.service import RefService
-    from paceline.train.single import SingleDevice
 
     if isinstance(actor, LoraDevice):
-        return RefService(actor, actor.adapters_off)
-    return RefService(SingleDevice(load_model(model_path), config.train, temperature=config.rollout.temperature))
+        return RefService(actor, config.train.offload, actor.adapters_off)
+    return RefService(_engine(config, model_path), config.train.offload)
 
 
 def _reward(config: RunConfig) -> Any:
@@ -78,11 +99,14 @@ def _rollout(config: RunConfig, model_path: str, actor: Any) -> Any:
     from paceline.rollout.native.weights import DecoderWeights
     from paceline.rollout.service import RolloutService
     from paceline.train.lora import LoraDevice
+    from paceline.train.single import SingleDevice
 
     decode: Callable[[list[int]], str] | None = load_tokenizer(model_path).decode if config.rollout.stop else None
+    lent = actor.lend_model() if isinstance(actor, SingleDevice) else None
     merged = actor.merged_weights if isinstance(actor, LoraDevice) else None
-    share = actor is not None and merged is None
-    model = actor.model if share else load_model(model_path, config.train.dtype).to("cuda" if torch.cuda.is_available() else "cpu")
+    share = lent is not None and merged is None
+    model = lent if share else load_model(model_path, config.train.dtype).to("cuda" if torch.cuda.is_available() else "cpu")
+    assert model is not None
     weights = DecoderWeights.from_module(model, share=share)
     engine = NativeEngine(
         model.config,

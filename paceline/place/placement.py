@@ -19,6 +19,8 @@ class PlacementSettings(Settings):
     """Pool of the reward model, when there is one. Unset: the actor's, where it waits while the actor trains."""
     rollout_workers: int = Field(1, ge=1)
     """Engines in the rollout pool."""
+    train_ranks: int = Field(1, ge=1)
+    """Processes in each pool that trains, or holds the reference model, when train.backend has several."""
     threads: int = Field(0, ge=0)
     """CPU threads per worker; 0 = the machine's cores divided among the workers."""
 

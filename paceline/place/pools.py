@@ -1,16 +1,23 @@
-"""From placement to workers: one worker per pool (more for several engines), each with its share of the cores."""
+"""From placement to workers: one worker per pool (more for several engines), each with its share of the cores.
+
+A pool that trains with a back end of several ranks is a group of processes; the engine or reward model in it lives on the first.
+"""
 
 import asyncio
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.config import RunConfig
 from paceline.errors import PacelineError, WorkerDied
 from paceline.place.build import build_parts
+from paceline.place.group import WorkerGroup
 from paceline.place.local import ProcessWorker, ThreadWorker, Worker
 from paceline.types import Role
 
+IN_RANKS = {Role.ACTOR, Role.CRITIC, Role.REF}
 START_TIMEOUT_S = 300.0  # a cold import of torch on a slow disk takes its time
 
 
@@ -18,8 +25,9 @@ START_TIMEOUT_S = 300.0  # a cold import of torch on a slow disk takes its time
 class PlannedWorker:
     name: str
     roles: tuple[Role, ...]
-    threads: int
-    cores: tuple[int, ...]  # empty = not pinned
+    ranks: int  # 0 = not a group
+    threads: int  # of each rank
+    cores: tuple[int, ...]  # of all its ranks; empty = not pinned
 
 
 def plan_workers(config: RunConfig) -> list[PlannedWorker]:
@@ -34,13 +42,16 @@ def plan_workers(config: RunConfig) -> list[PlannedWorker]:
     names = [(pool, tuple(roles)) for pool, roles in pools.items()]
     rollout_pool = config.placement.pool(Role.ROLLOUT)
     names += [(f"{rollout_pool}-{number}", (Role.ROLLOUT,)) for number in range(1, config.placement.rollout_workers)]
+    ranks = [_ranks(config, roles) for _, roles in names]
+    processes = sum(max(1, count) for count in ranks)
     cores = _available_cores()
-    threads = config.placement.threads or max(1, len(cores) // len(names))
-    pinned = len(names) > 1 and threads * len(names) <= len(cores)
-    return [
-        PlannedWorker(name, roles, threads, tuple(cores[i * threads : (i + 1) * threads]) if pinned else ())
-        for i, (name, roles) in enumerate(names)
-    ]
+    threads = config.placement.threads or max(1, len(cores) // processes)
+    pinned = processes > 1 and threads * processes <= len(cores)
+    plans = []
+    for (name, roles), count in zip(names, ranks, strict=True):
+        own, cores = cores[: threads * max(1, count)], cores[threads * max(1, count) :]
+        plans.append(PlannedWorker(name, roles, count, threads, tuple(own) if pinned else ()))
+    return plans
 
 
 async def start_workers(config: RunConfig, model_path: str, log_folder: Path) -> dict[Role, list[Worker]]:
@@ -51,13 +62,7 @@ async def start_workers(config: RunConfig, model_path: str, log_folder: Path) ->
     by_role: dict[Role, list[Worker]] = {role: [] for role in Role}
     try:
         for plan in plans:
-            args = (plan.roles, config, model_path, plan.threads)
-            worker: Worker
-            if len(plans) == 1:
-                worker = ThreadWorker(plan.name, build_parts, args)
-            else:
-                log_path = log_folder / f"{plan.name}.log"
-                worker = ProcessWorker(plan.name, build_parts, args, cores=list(plan.cores), threads=plan.threads, log_path=log_path)
+            worker = _start(plan, (plan.roles, config, model_path, plan.threads), len(plans) == 1, log_folder)
             workers.append(worker)
             for role in plan.roles:
                 by_role[role].append(worker)
@@ -69,6 +74,28 @@ async def start_workers(config: RunConfig, model_path: str, log_folder: Path) ->
             raise WorkerDied(f"not all workers were ready within {START_TIMEOUT_S:g} s: {[w.name for w in workers]}") from None
         raise
     return by_role
+
+
+def _ranks(config: RunConfig, roles: Sequence[Role]) -> int:
+    return config.placement.train_ranks if config.train.backend != "single" and IN_RANKS & set(roles) else 0
+
+
+def _start(plan: PlannedWorker, args: tuple[Any, ...], alone: bool, log_folder: Path) -> Worker:
+    if plan.ranks:
+        return WorkerGroup(
+            plan.name,
+            build_parts,
+            args,
+            ranks=plan.ranks,
+            threads=plan.threads,
+            log_folder=log_folder,
+            cores=plan.cores,
+            first_only=set(plan.roles) - IN_RANKS,
+        )
+    if alone:
+        return ThreadWorker(plan.name, build_parts, args)
+    log_path = log_folder / f"{plan.name}.log"
+    return ProcessWorker(plan.name, build_parts, args, cores=list(plan.cores), threads=plan.threads, log_path=log_path)
 
 
 async def close_workers(by_role: dict[Role, list[Worker]]) -> None:

@@ -1,28 +1,20 @@
 """The critic: says how much reward to expect from a state, and learns it from returns."""
 
-from typing import Self
-
-from transformers import PreTrainedModel
-
 from paceline.algo.loss import ValueLoss
 from paceline.algo.settings import AlgorithmSettings
 from paceline.errors import DataError
 from paceline.train.actor import train_on
 from paceline.train.engine import TrainEngine
 from paceline.train.settings import TrainSettings
-from paceline.train.single import SingleDevice
 from paceline.types import Batch, FloatArray
 
 
 class Critic:
+    """On an engine with a value head."""
+
     def __init__(self, engine: TrainEngine, algorithm: AlgorithmSettings, train: TrainSettings, total_steps: int) -> None:
         self.engine = engine
         self._algorithm, self._train, self._total_steps = algorithm, train, total_steps
-
-    @classmethod
-    def build(cls, model: PreTrainedModel, algorithm: AlgorithmSettings, train: TrainSettings, total_steps: int) -> Self:
-        """A critic on the backbone of a language model; its output layer is left behind."""
-        return cls(SingleDevice(model.base_model, train, head="value"), algorithm, train, total_steps)
 
     def values(self, batch: Batch) -> FloatArray:
         """[T] value of the state each trained token was sampled in; 0 where not mask."""

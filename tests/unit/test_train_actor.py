@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from paceline.algo.advantage import advantages
 from paceline.algo.presets import PRESETS
@@ -28,6 +29,10 @@ def actor(algorithm: AlgorithmSettings, train: TrainSettings = FAST, total_steps
 def on_policy(who: Actor) -> Batch:
     batch = random_batch()
     return replace(batch, logprobs=who.logprobs(batch))
+
+
+def critic_of(model: PreTrainedModel, algorithm: AlgorithmSettings, steps: int) -> Critic:
+    return Critic(SingleDevice(model.base_model, FAST, head="value"), algorithm, FAST, steps)
 
 
 def test_an_on_policy_step_reports_a_ratio_of_one_and_no_gap() -> None:
@@ -143,7 +148,7 @@ def bandit(who: Actor, rng: np.random.Generator, lever: int) -> Batch:
 def test_the_token_that_pays_becomes_the_likely_one(name: str) -> None:
     algorithm = AlgorithmSettings.model_validate({"name": name, "overlong": "keep"})
     who, rng = actor(algorithm, total_steps=60), np.random.default_rng(0)
-    critic = Critic.build(tiny("qwen2"), algorithm, FAST, 60)
+    critic = critic_of(tiny("qwen2"), algorithm, 60)
     share = []
     for step in range(60):
         batch = replace(bandit(who, rng, lever=7), baselines=np.zeros(32, np.float32))
@@ -157,7 +162,7 @@ def test_the_token_that_pays_becomes_the_likely_one(name: str) -> None:
 
 def test_a_critic_learns_the_reward_to_expect() -> None:
     algorithm, batch = AlgorithmSettings(name="ppo"), random_batch()
-    critic = Critic.build(tiny("qwen2"), algorithm, FAST, 40)
+    critic = critic_of(tiny("qwen2"), algorithm, 40)
     first = last = 0.0
     for step in range(40):
         filled = advantages(batch, algorithm, critic.values(batch))
@@ -168,4 +173,4 @@ def test_a_critic_learns_the_reward_to_expect() -> None:
 
 def test_a_critic_without_returns_is_refused() -> None:
     with pytest.raises(DataError, match="returns"):
-        Critic.build(tiny("qwen2"), AlgorithmSettings(name="ppo"), FAST, 1).update(replace(random_batch(), returns=None), 0)
+        critic_of(tiny("qwen2"), AlgorithmSettings(name="ppo"), 1).update(replace(random_batch(), returns=None), 0)
