@@ -58,7 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one seed, few steps, nothing written")
     options = parser.parse_args()
-    seeds, steps = (range(1), 15) if options.quick else (range(5), 80)
+    seeds, steps = (range(1), 15) if options.quick else (range(5), 60)
     curves: dict[str, list[list[tuple[float, float]]]] = {case: [] for case in CASES}
     with tempfile.TemporaryDirectory() as scratch:
         for seed in seeds:
