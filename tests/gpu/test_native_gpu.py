@@ -1,7 +1,6 @@
 """The native engine on a GPU gives the answers it gives on a CPU, with log-probabilities of plain transformers, in little memory too."""
 
 import dataclasses
-import gc
 
 import numpy as np
 import pytest
@@ -221,9 +220,9 @@ def test_memory_does_not_grow_over_2000_admissions() -> None:
         lengths = random.integers(1, 30, (n, 2)).tolist()
         run(engine, [Request(f"{name}{i}", tuple(range(a)), i, Sampling(b)) for i, (a, b) in enumerate(lengths)])
 
+    for n in (1, 2, 4, 8, 16, 32, 48, 64):  # so that no graph is captured later
+        run(engine, [Request(f"{n}-{i}", (1, 2), i, Sampling(9)) for i in range(n)])
     work(200, "warm")
-    gc.collect()
-    before, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     work(2000, "r")
-    assert torch.cuda.memory_allocated() == before
-    assert torch.cuda.memory_reserved() - reserved < 16 * 2**20  # a graph of another size may have been captured
+    assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
