@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow test-bench lint format clean
+.PHONY: demo test test-slow test-megatron test-bench lint format clean
 
 demo: $(READY)  ## fully async training on two CPU cores, under three minutes
 	$(BIN)/paceline train recipes/fully_async.toml run_dir=runs/demo --fresh
@@ -14,6 +14,9 @@ test: $(READY)  ## what the README promises: a few minutes
 
 test-slow: $(READY)  ## every algorithm preset learns, three seeds each: about ten minutes
 	$(BIN)/python -m pytest -m slow
+
+test-megatron: $(VENV)/.megatron  ## the Megatron engine against one device: real ranks on CPU, a few minutes
+	$(BIN)/python -m pytest tests/megatron
 
 test-bench: .venv-trl/.ready  ## our formulas against TRL's own code, in TRL's interpreter
 	OMP_NUM_THREADS=1 .venv-trl/bin/python -m pytest tests/bench
@@ -32,6 +35,10 @@ $(READY): pyproject.toml constraints.txt
 		echo "Paceline needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+$(VENV)/.megatron: $(READY)  # without its dependencies: torch, numpy and packaging are here already
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps "megatron-core==0.16.1"
 	@touch $@
 
 .venv-trl/.ready: benchmarks/install_trl.sh

@@ -6,9 +6,11 @@ a reward model, lives on the first; its copy of the weights comes through shared
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from paceline.config import RunConfig
+from paceline.errors import ConfigError
 from paceline.types import Role
 
 
@@ -37,13 +39,10 @@ def _engine(config: RunConfig, model_path: str, head: Literal["policy", "value"]
     """The back end the run asks for, with this model in it; a critic is one without its output layer."""
     from paceline.models import load_model
 
-    model = load_model(model_path)  # float32 whatever train.dtype says: that is the type of the products, not of what is learned
     settings, temperature = config.train, config.rollout.temperature
     if settings.backend == "megatron":
-        from paceline.train.megatron import Megatron
-
-        tensor, pipeline = settings.tensor_parallel, settings.pipeline_parallel
-        return Megatron(model.config, model.state_dict(), settings, temperature, head, tensor=tensor, pipeline=pipeline)
+        return _megatron(config, model_path, head)
+    model = load_model(model_path)  # float32 whatever train.dtype says: that is the type of the products, not of what is learned
     if settings.backend == "fsdp":
         from paceline.train.fsdp import Fsdp
 
@@ -51,6 +50,20 @@ def _engine(config: RunConfig, model_path: str, head: Literal["policy", "value"]
     from paceline.train.single import SingleDevice
 
     return SingleDevice(model if head == "policy" else model.base_model, settings, temperature, head)
+
+
+def _megatron(config: RunConfig, model_path: str, head: Literal["policy", "value"]) -> Any:
+    """Each rank reads its own part of the weights; only what is not in safetensors is loaded whole."""
+    from paceline.models import load_config, load_model
+    from paceline.train.tensor_file import TensorFiles
+
+    try:
+        from paceline.train.megatron import Megatron
+    except ImportError as error:
+        raise ConfigError(f"train.backend = 'megatron' needs megatron-core ({error}): pip install 'paceline[megatron]'") from error
+    files = sorted(Path(model_path).glob("*.safetensors"))
+    weights: Mapping[str, Any] = TensorFiles(files) if files else load_model(model_path).state_dict()
+    return Megatron(load_config(model_path), weights, config.train, config.rollout.temperature, head)
 
 
 def _actor(config: RunConfig, model_path: str) -> tuple[Any, Any]:

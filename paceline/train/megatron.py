@@ -45,7 +45,8 @@ Finish = Callable[[MicroBatch, TokenOutputs], Tensor]
 
 
 class Megatron:
-    """A TrainEngine on every rank of a process group. `weights` are those of the causal language model, by Hugging Face name."""
+    """A TrainEngine on every rank of a process group. `weights` are those of the causal language model, by Hugging Face name.
+    Sequence parallelism comes with tensor parallelism unless told otherwise."""
 
     def __init__(
         self,
@@ -54,16 +55,14 @@ class Megatron:
         settings: TrainSettings,
         temperature: float = 1.0,
         head: Head = "policy",
-        *,
-        tensor: int = 1,
-        pipeline: int = 1,
         sequence_parallel: bool | None = None,
     ) -> None:
+        tensor, pipeline = settings.tensor_parallel, settings.pipeline_parallel
         join_group(tensor, pipeline)
         self._config, self._settings, self._head = config, settings, head
-        parallel = transformer_config(config, settings, tensor, pipeline, tensor > 1 if sequence_parallel is None else sequence_parallel)
+        parallel = transformer_config(config, settings, tensor > 1 if sequence_parallel is None else sequence_parallel)
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        self._model = Decoder(parallel, config, settings, temperature or 1.0, head)  # greedy (0) reads log-probs at 1
+        self._model = Decoder(parallel, config, temperature or 1.0, head)  # greedy (0) reads log-probs at 1
         if settings.dtype != "float32":
             self._model.use_autocast(self._device)
         self._shards = Shards(self._model, config, head)
@@ -295,7 +294,10 @@ def join_group(tensor: int, pipeline: int) -> None:
             raise ConfigError(f"models in one worker group share its layout: tensor x pipeline is {found} here, not {(tensor, pipeline)}")
         return
     parallel_state.initialize_model_parallel(tensor, pipeline, create_gloo_process_groups=False)
-    model_parallel_cuda_manual_seed(0)  # nothing here is random, but Megatron wants its generators set
+    try:
+        model_parallel_cuda_manual_seed(0)  # nothing here is random, but Megatron wants its generators set
+    except (AssertionError, RuntimeError) as error:
+        raise ConfigError(f"train.backend = 'megatron' needs a CUDA device ({error}); use 'single' or 'fsdp' here") from error
 
 
 def _only(outputs: TokenOutputs) -> Tensor:

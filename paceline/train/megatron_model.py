@@ -4,6 +4,7 @@ Megatron brings the layers, split over tensor-parallel ranks and pipeline stages
 ours: rows packed end to end (the same micro-batches as on one device), norms under sequence parallelism, and the head.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,9 +32,8 @@ from paceline.train.settings import TrainSettings
 SUPPORTED = ("llama", "qwen2", "qwen3")
 
 
-def transformer_config(
-    config: PretrainedConfig, settings: TrainSettings, tensor: int, pipeline: int, sequence_parallel: bool
-) -> TransformerConfig:
+def transformer_config(config: PretrainedConfig, settings: TrainSettings, sequence_parallel: bool) -> TransformerConfig:
+    tensor, pipeline = settings.tensor_parallel, settings.pipeline_parallel
     _check_supported(config)
     _check_divisible(config, tensor, pipeline)
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -58,6 +58,7 @@ def transformer_config(
         sequence_parallel=sequence_parallel,
         params_dtype=torch.float32,
         pipeline_dtype=torch.float32,
+        autocast_dtype=getattr(torch, settings.dtype),
         use_cpu_initialization=True,
         perform_initialization=False,  # weights are loaded right after
         calculate_per_token_loss=True,  # gradients of micro-batches and ranks are added: our loss weights are of the whole batch
@@ -100,11 +101,17 @@ class RmsNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden_size))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # Megatron adds up gradients by this
-        self._eps = eps
+        self._eps, self._dtype = eps, config.autocast_dtype
 
     def forward(self, x: Tensor) -> Tensor:
+        """In the type of the products that follow, since Megatron's linear layers exchange their input as it comes."""
         wide = x.float()
-        return (self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps))).to(x.dtype)
+        return (self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps))).to(self._dtype)
+
+
+def add_residual(training: bool, fused: bool) -> Callable[..., Tensor]:
+    """Megatron's own would round the residual stream to the type of what is added; here it stays float32, as on one device."""
+    return lambda x_and_bias, residual, dropout: residual + x_and_bias[0]
 
 
 class PackedAttention(nn.Module):
@@ -139,13 +146,13 @@ class Decoder(GPTModel):  # type: ignore[misc]
         self,
         parallel: TransformerConfig,
         config: PretrainedConfig,
-        settings: TrainSettings,
         temperature: float,
         head: Head,
     ) -> None:
         spec = get_gpt_layer_local_spec(qk_layernorm=parallel.qk_layernorm, normalization="RMSNorm")
         attention = spec.submodules.self_attention.submodules
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RmsNorm
+        spec.submodules.self_attn_bda = spec.submodules.mlp_bda = add_residual
         attention.core_attention = PackedAttention
         if parallel.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RmsNorm
@@ -168,12 +175,11 @@ class Decoder(GPTModel):  # type: ignore[misc]
         self._shard = self.vocab_size // ranks
         self._first = self._shard * parallel_state.get_tensor_model_parallel_rank()
         self._valid = min(self._shard, config.vocab_size - self._first)
-        self._dtype = getattr(torch, settings.dtype)
 
     def use_autocast(self, device: torch.device) -> None:
         """Layer by layer, so that recomputation does the same; the residual stream between layers stays float32."""
         for layer in self.decoder.layers:
-            layer.forward = torch.autocast(device.type, dtype=self._dtype)(layer.forward)
+            layer.forward = torch.autocast(device.type, dtype=self.config.autocast_dtype)(layer.forward)
 
     def forward(self, micro: MicroBatch) -> Tensor | TokenOutputs:
         ranks = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
@@ -200,7 +206,7 @@ class Decoder(GPTModel):  # type: ignore[misc]
             return outputs
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
         logprobs, entropy = vocabulary_parallel_logprobs(
-            hidden.to(self._dtype),
+            hidden.to(self.config.autocast_dtype),
             weight[: self._valid],
             micro.targets,
             self._first,

@@ -17,6 +17,8 @@ def install() -> None:
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
     torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    for name in ("custom_fwd", "custom_bwd"):  # so that Megatron's layers see autocast in the backward pass
+        setattr(torch.amp, name, _for_cpu(getattr(torch.amp, name)))
     for name in ("zeros", "tensor", "empty", "ones"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
@@ -39,3 +41,7 @@ def _on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
         return make(*args, **kwargs)
 
     return made
+
+
+def _for_cpu(decorator: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, device_type, **kwargs: decorator(*args, device_type="cpu", **kwargs)

@@ -1,0 +1,60 @@
+"""Whole runs whose trainer is a group of Megatron ranks: fully async, with every role, continued on one device."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from paceline.config import load_config
+from paceline.errors import PacelineError
+from paceline.run import train
+from tests.models import random_model
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["groups_per_step=4", "group_size=4", "data.task=copy:3", "placement.threads=1", "data.max_prompt_length=32"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return random_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers started from now on answer Megatron's calls to CUDA for the CPU."""
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent / 'workers'}:{ROOT}")
+
+
+def run(model: str, folder: Path, *settings: str) -> dict[str, Any]:
+    reward = f"reward.function={ROOT}/tests/rewards.py:letters"
+    chosen = load_config(ROOT / "recipes" / "megatron_async.toml", [f"model={model}", f"run_dir={folder}", reward, *SMALL, *settings])
+    summary = asyncio.run(train(chosen))
+    assert not psutil.Process().children(recursive=True)
+    return summary
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_recipe_runs_on_two_ranks_and_goes_on_on_one_device(on_cpu: None, model: str, tmp_path: Path) -> None:
+    summary = run(model, tmp_path, "steps=3")
+    assert summary["steps"] == 3 and summary["ledger"]["trained"] == 12
+    assert summary["staleness_max"] <= 2
+    assert all(row["train/logprob_gap_max"] < 1e-3 for row in steps_of(tmp_path) if row["train/mismatch_share"] == 1)
+    one = ["train.backend=single", "train.tensor_parallel=1", "placement.train_ranks=1"]
+    assert run(model, tmp_path, "steps=4", *one)["steps"] == 4
+
+
+def test_actor_critic_and_reference_in_one_pipeline(on_cpu: None, model: str, tmp_path: Path) -> None:
+    roles = ["algorithm.name=ppo", "algorithm.kl_coef=0.1", "train.tensor_parallel=1", "train.pipeline_parallel=2"]
+    assert run(model, tmp_path, "steps=2", *roles)["steps"] == 2
+    assert all(row["critic/loss"] > 0 and "train/kl_reference" in row for row in steps_of(tmp_path))
+
+
+def test_without_a_gpu_the_run_says_what_is_missing(model: str, tmp_path: Path) -> None:
+    with pytest.raises(PacelineError, match=r"train.backend = 'megatron' needs a CUDA device"):
+        run(model, tmp_path, "steps=1")
