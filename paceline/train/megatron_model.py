@@ -171,7 +171,8 @@ class Decoder(GPTModel):  # type: ignore[misc]
         if head == "value" and self.post_process:
             del self.output_layer
             self.value_head = ValueHead(config.hidden_size)
-        self._rotary, self._temperature = _rotary(config), temperature
+        self.register_buffer("_rotary", _rotary(config), persistent=False)
+        self._temperature = temperature
         self._shard = self.vocab_size // ranks
         self._first = self._shard * parallel_state.get_tensor_model_parallel_rank()
         self._valid = min(self._shard, config.vocab_size - self._first)
