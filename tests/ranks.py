@@ -21,6 +21,7 @@ from paceline.types import Batch, FloatArray
 
 Make = Callable[..., TrainEngine]  # (model, settings, temperature=, head=), in each rank
 Arrays = dict[str, NDArray[Any]]
+KEPT = 3  # engines a test may use at the same time
 
 
 class EngineService:
@@ -30,9 +31,9 @@ class EngineService:
         self._make = make
         self._engines: dict[int, TrainEngine] = {}
 
-    def make(self, key: int, model: bytes, settings: TrainSettings, options: dict[str, Any]) -> None:
-        self._engines = {}  # one at a time
-        self._engines[key] = self._make(pickle.loads(model), settings, **options)
+    def make(self, key: int, model: bytes, settings: TrainSettings, options: dict[str, Any], make: Make | None) -> None:
+        self._engines = {other: engine for other, engine in self._engines.items() if other > key - KEPT}
+        self._engines[key] = (make or self._make)(pickle.loads(model), settings, **options)
 
     def ask(self, key: int, method: str, *args: Any) -> Any:
         return getattr(self._engines[key], method)(*args)
@@ -48,8 +49,6 @@ class EngineService:
 
     def held(self, key: int) -> dict[str, int]:
         """Bytes of parameters, gradients and optimizer state on this rank."""
-        from tests.ranks import held_bytes
-
         return held_bytes(self._engines[key])
 
 
@@ -77,7 +76,9 @@ def build_service(make: Make) -> Mapping[str, Any]:
 class Ranks:
     """A group of ranks behind plain blocking calls."""
 
-    def __init__(self, make: Make, count: int, folder: Path) -> None:
+    def __init__(self, make: Make, count: int, folder: Path, **settings: Any) -> None:
+        """`settings` replace those an engine is asked for with."""
+        self._settings = settings
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -90,10 +91,11 @@ class Ranks:
 
         self.group = self._wait(start())
 
-    def __call__(self, model: PreTrainedModel, settings: TrainSettings, **options: Any) -> "RemoteEngine":
-        """Make an engine; those made before are gone."""
+    def __call__(self, model: PreTrainedModel, settings: TrainSettings, *, make: Make | None = None, **options: Any) -> "RemoteEngine":
+        """Make an engine, by `make` instead of the usual way if given; only the last few are kept."""
         self._made += 1
-        self.call("make", self._made, pickle.dumps(model), settings, options)
+        settings = settings.model_copy(update=self._settings)
+        self.call("make", self._made, pickle.dumps(model), settings, options, make)
         return RemoteEngine(self, self._made)
 
     def call(self, method: str, *args: Any) -> Any:

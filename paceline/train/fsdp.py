@@ -7,6 +7,7 @@ averaged: the loss weights are those of the whole batch already.
 import logging
 import math
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Literal, cast
 
@@ -171,6 +172,7 @@ class Fsdp:
         yield from (tensor for state in self._optimizer.state.values() for tensor in state.values())
 
 
+@cache  # roles that live together share it
 def _mesh(device: torch.device, tensor: int) -> DeviceMesh:
     ranks = dist.get_world_size()
     if ranks % tensor:

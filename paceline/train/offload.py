@@ -35,9 +35,10 @@ class HostShelf:
             self._away.append((storage, host))
         if storages:
             torch.cuda.synchronize()
+        moved = sum(storage.nbytes() for storage in storages.values())
         for storage in storages.values():
             storage.resize_(0)
-        return Moved(sum(host.numel() for _, host in self._away), time.perf_counter() - started)
+        return Moved(moved, time.perf_counter() - started)
 
     def bring_back(self) -> Moved:
         """Fill the same tensors again."""

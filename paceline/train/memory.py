@@ -1,0 +1,75 @@
+"""How much memory training takes on each rank, from a model's configuration alone: for planning, before anything is loaded.
+
+Parameters, gradients and optimizer state are counted exactly as the back ends shard them (megatron: in equal parts). Activations are
+an upper bound for one micro-batch of rows that fill it.
+"""
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from paceline.train.head import CHUNK_LOGITS
+from paceline.train.settings import TrainSettings
+
+FLOAT = 4  # bytes; everything that is learned is float32
+SPLIT_FIRST, SPLIT_SECOND = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")  # by tensor parallel
+
+
+def memory_estimate(config: PretrainedConfig, settings: TrainSettings, ranks: int = 1) -> dict[str, int]:
+    """Bytes on the rank that holds the most: parameters, gradients, optimizer, activations (at most), and gathered: what FSDP has whole
+    for a moment."""
+    with torch.device("meta"):
+        parameters = dict(AutoModelForCausalLM.from_config(config).named_parameters())  # tied ones once
+    tensor, pipeline = settings.tensor_parallel, settings.pipeline_parallel
+    data = ranks // (tensor * pipeline)
+    split = {name: _split(name, p, tensor) for name, p in parameters.items()}  # what one tensor-parallel rank has of it
+    gathered = 0
+    if settings.backend == "single":
+        held = state = sum(_numel(shape) for shape in split.values())
+    elif settings.backend == "fsdp":
+        held = state = sum(-(-shape[0] // data) * _numel(shape[1:]) for shape in split.values())
+        layers = [sum(_numel(s) for name, s in split.items() if f".layers.{i}." in name) for i in range(config.num_hidden_layers)]
+        root = sum(_numel(s) for name, s in split.items() if ".layers." not in name)
+        gathered = 2 * (root + 2 * max(layers)) * FLOAT if data > 1 else 0  # weights and gradients, of a layer and the one fetched ahead
+    else:
+        held = -(-sum(p.numel() for p in parameters.values()) // (tensor * pipeline))
+        state = -(-held // data)
+    return {
+        "parameters": held * FLOAT,
+        "gradients": held * FLOAT,
+        "optimizer": 2 * state * FLOAT,
+        "activations": activation_bound(config, settings),
+        "gathered": gathered,
+    }
+
+
+def activation_bound(config: PretrainedConfig, settings: TrainSettings) -> int:
+    """Bytes kept from forward to backward for one micro-batch, and what the output layer needs at once."""
+    tokens, hidden, wide = settings.micro_batch_tokens, config.hidden_size, config.intermediate_size
+    size = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+    query, key = config.num_attention_heads * size, config.num_key_value_heads * size
+    # Two norms of about four tensors each, the residual twice, queries, keys and values before and after rotation and unpacking, the
+    # output of attention twice, and five tensors of the MLP; the last part of attention is its scores on a CPU, for rows of 256.
+    layer = 10 * hidden + 8 * (query + 2 * key) + 2 * query + 5 * wide
+    layer //= settings.tensor_parallel
+    if not torch.cuda.is_available():
+        layer += 3 * 256 * config.num_attention_heads // settings.tensor_parallel
+    layers = -(-config.num_hidden_layers // settings.pipeline_parallel)
+    kept = (layers * hidden + layer) if settings.gradient_checkpointing else layers * layer
+    logits = 3 * min(CHUNK_LOGITS["cuda" if torch.cuda.is_available() else "cpu"], tokens * config.vocab_size)
+    return (tokens * (kept + 8 * hidden) + logits) * FLOAT
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _split(name: str, parameter: nn.Parameter, ranks: int) -> tuple[int, ...]:
+    """The shape of a rank's part under FSDP's tensor parallel; a vector or an embedding is whole on each."""
+    shape = list(parameter.shape)
+    owner = name.rsplit(".", 1)[0]
+    if ranks > 1 and owner.endswith(SPLIT_FIRST):
+        shape[0] = -(-shape[0] // ranks)
+    elif ranks > 1 and owner.endswith(SPLIT_SECOND) and len(shape) > 1:
+        shape[1] = -(-shape[1] // ranks)
+    return tuple(shape)

@@ -1,0 +1,65 @@
+"""Train engines on a GPU: FSDP agrees with a single device, and what is put away frees the device."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.train.fsdp import Fsdp
+from paceline.train.settings import TrainSettings
+from paceline.train.single import SingleDevice
+from tests.contract.test_train_engine import LOSS, random_batch, same_bits, tiny, weights_of
+from tests.ranks import Ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    made = Ranks(Fsdp, 1, tmp_path_factory.mktemp("ranks"), backend="fsdp")
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_fsdp_rank_learns_what_a_single_device_does(ranks: Ranks, dtype: str, tmp_path: Path) -> None:
+    settings, batch = TrainSettings(dtype=dtype, gradient_checkpointing=True), random_batch()
+    single, sharded = SingleDevice(tiny("qwen3").cuda(), settings), ranks(tiny("qwen3"), settings)
+    one, two = (engine.forward_backward(batch, LOSS)["loss"] for engine in (single, sharded))
+    near = 1e-4 if dtype == "float32" else 0.05
+    assert two == pytest.approx(one, abs=near)
+    assert sharded.optimizer_step(1e-4) == pytest.approx(single.optimizer_step(1e-4), rel=10 * near)
+    sharded.save(tmp_path)
+    single.load(tmp_path)
+    assert same_bits({name: weight.cpu() for name, weight in weights_of(single).items()}, weights_of(sharded))
+
+
+def test_what_is_put_away_frees_the_device_and_comes_back_the_same(ranks: Ranks) -> None:
+    model = tiny("qwen2").cuda()
+    single, sharded = SingleDevice(model, TrainSettings()), ranks(tiny("qwen2"), TrainSettings())
+    for engine in (single, sharded):
+        engine.forward_backward(random_batch(), LOSS)
+        engine.optimizer_step(1e-3)
+        engine.forward_backward(random_batch(), LOSS)  # so that there are gradients, too
+    views = [model.lm_head.weight.view(-1), model.lm_head.weight[3:5]]
+    before, seen = weights_of(single), [view.clone() for view in views]
+    held, used = 4 * sum(p.numel() for p in model.parameters()), torch.cuda.memory_allocated()
+    away = single.place("host")
+    assert away.bytes >= 4 * held and used - torch.cuda.memory_allocated() >= 4 * held
+    assert single.place("device").bytes == away.bytes
+    assert same_bits(before, weights_of(single)) and all(torch.equal(*pair) for pair in zip(views, seen, strict=True))
+    assert sharded.place("host").bytes >= 4 * held and sharded.place("device").bytes >= 4 * held
+    assert sharded.optimizer_step(1e-3) == pytest.approx(single.optimizer_step(1e-3), rel=1e-3)
+
+
+def test_parameters_that_are_lent_stay_where_they_are() -> None:
+    model = tiny("qwen2").cuda()
+    engine = SingleDevice(model, TrainSettings())
+    engine.forward_backward(random_batch(), LOSS)
+    engine.lend_model()
+    held = 4 * sum(p.numel() for p in model.parameters())
+    assert held <= engine.place("host").bytes < 2 * held
+    assert model.lm_head.weight.abs().sum() > 0
+    engine.place("device")
+    assert engine.optimizer_step(1e-3) > 0
