@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -23,6 +22,7 @@ from paceline.sync.transport import WeightBlock, block_size, layout_of
 from paceline.sync.weights import Weights
 from paceline.types import Completion, Finish, OnSync, Request, Role, Sampling
 from tests.models import random_model
+from tests.processes import children
 
 PROMPT = (5, 9, 13, 2, 7)
 ENGINES = ["native on a thread", "native in a process"]
@@ -93,7 +93,7 @@ def with_rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
         yield lambda scenario: runner.run(limited(scenario))
         runner.run(stack.aclose())
-    assert not psutil.Process().children(recursive=True), "a process was left behind"
+    assert not children(), "a process was left behind"
 
 
 def ask(number: int = 0, *, tokens: int = 24, partial: Completion | None = None, **sampling: Any) -> Request:

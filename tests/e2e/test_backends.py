@@ -18,6 +18,7 @@ from paceline.errors import ConfigError, WorkerDied
 from paceline.run import train
 from tests.e2e.test_runs import SEPARATE, config, run
 from tests.models import random_model
+from tests.processes import children
 
 FSDP = ["train.backend=fsdp", "placement.train_ranks=2"]
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -61,7 +62,7 @@ def test_a_recipe_runs_on_two_ranks_and_leaves_nobody_behind(recipe: str, model:
     summary = asyncio.run(train(chosen))
     assert summary["steps"] == 3 and summary["ledger"]["trained"] == 12
     assert 0 <= summary["staleness_max"] <= chosen.schedule.max_staleness
-    assert not psutil.Process().children(recursive=True)
+    assert not children()
 
 
 def test_actor_critic_and_reference_in_ranks_of_their_own_pools(model: str, tmp_path: Path) -> None:
@@ -89,7 +90,7 @@ def test_a_killed_rank_ends_the_run_with_its_name(model: str, tmp_path: Path) ->
     with pytest.raises(WorkerDied, match=r"worker 'train rank 1' died .killed by signal 9"):
         asyncio.run(asyncio.wait_for(train(chosen, lambda _: Killer()), 60))
     assert time.monotonic() - killed_s[0] < 30
-    assert not psutil.Process().children(recursive=True)
+    assert not children()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from paceline.cli import app
 from tests.models import random_model
+from tests.processes import children
 
 ROOT = Path(__file__).parents[2]
 REWARDS = ROOT / "tests" / "rewards.py"
@@ -43,7 +44,7 @@ def refused(result: Result, code: int, *words: str) -> None:
     for word in words:
         assert word in said, f"{word!r} is not in: {said}"
     assert "Traceback" not in said
-    assert not psutil.Process().children(recursive=True), "a process was left behind"
+    assert not children(), "a process was left behind"
 
 
 def test_a_run_leaves_a_summary_metrics_ledger_and_checkpoint(recipe: Path, tmp_path: Path) -> None:

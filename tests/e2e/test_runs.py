@@ -17,6 +17,7 @@ from paceline.config import RunConfig, load_config
 from paceline.errors import CheckpointError, WorkerDied
 from paceline.run import train
 from tests.models import random_model
+from tests.processes import children
 
 SEPARATE = ["placement.actor=train", "placement.rollout=rollout"]
 SMALL = [
@@ -77,7 +78,7 @@ def test_max_staleness_0_through_separate_processes_equals_hybrid_sync_bit_for_b
 def test_every_mode_makes_its_steps_within_its_staleness_bound_and_its_books_add_up(
     name: str, settings: list[str], model: str, tmp_path: Path
 ) -> None:
-    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    before = children()
     summary = run(model, tmp_path, *settings)
     chosen = config(model, tmp_path, *settings)
     assert summary["steps"] == 4
@@ -91,7 +92,7 @@ def test_every_mode_makes_its_steps_within_its_staleness_bound_and_its_books_add
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert max(row["train/logprob_gap_max"] for row in rows if row["staleness/max"] == 0) < 1e-4
-    assert {process.pid for process in psutil.Process().children(recursive=True)} == before, "a process was left behind"
+    assert children() == before, "a process was left behind"
 
 
 def test_a_sync_run_that_is_stopped_and_continued_equals_one_that_never_stopped(model: str, tmp_path: Path) -> None:
@@ -190,7 +191,7 @@ def test_a_killed_worker_process_ends_the_run_with_its_name(victim: str, model: 
     chosen = config(model, tmp_path, "steps=1000", "save_every=1", *SEPARATE, "schedule.max_staleness=2", "schedule.on_sync=swap")
     with pytest.raises(WorkerDied, match=f"worker '{victim}' died .killed by signal 9"):
         asyncio.run(asyncio.wait_for(train(chosen, lambda _: Killer()), 60))
-    assert not psutil.Process().children(recursive=True)
+    assert not children()
 
 
 def _worker_pids(folder: Path) -> dict[str, int]:

@@ -5,13 +5,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from paceline.config import load_config
 from paceline.errors import PacelineError
 from paceline.run import train
 from tests.models import random_model
+from tests.processes import children
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["groups_per_step=4", "group_size=4", "data.task=copy:3", "placement.threads=1", "data.max_prompt_length=32"]
@@ -32,7 +32,7 @@ def run(model: str, folder: Path, *settings: str) -> dict[str, Any]:
     reward = f"reward.function={ROOT}/tests/rewards.py:letters"
     chosen = load_config(ROOT / "recipes" / "megatron_async.toml", [f"model={model}", f"run_dir={folder}", reward, *SMALL, *settings])
     summary = asyncio.run(train(chosen))
-    assert not psutil.Process().children(recursive=True)
+    assert not children()
     return summary
 
 

@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from paceline.errors import DataError, WorkerDied
 from paceline.place.group import WorkerGroup
+from tests.processes import children
 
 
 class Part:
@@ -62,7 +62,7 @@ async def group(folder: Path, builder: Any = build) -> AsyncIterator[WorkerGroup
         yield made
     finally:
         await made.close()
-        assert not psutil.Process().children(recursive=True), "a rank was left behind"
+        assert not children(), "a rank was left behind"
 
 
 def test_ranks_answer_as_one_and_an_error_of_all_is_only_the_calls(tmp_path: Path) -> None:
