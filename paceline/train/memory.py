@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from paceline.train.attention import SHORT_ROW
 from paceline.train.head import CHUNK_LOGITS
 from paceline.train.settings import TrainSettings
 
@@ -48,16 +49,17 @@ def activation_bound(config: PretrainedConfig, settings: TrainSettings) -> int:
     tokens, hidden, wide = settings.micro_batch_tokens, config.hidden_size, config.intermediate_size
     size = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
     query, key = config.num_attention_heads * size, config.num_key_value_heads * size
-    # Two norms of about four tensors each, the residual twice, queries, keys and values before and after rotation and unpacking, the
-    # output of attention twice, and five tensors of the MLP; the last part of attention is its scores on a CPU, for rows of 256.
-    layer = 10 * hidden + 8 * (query + 2 * key) + 2 * query + 5 * wide
-    layer //= settings.tensor_parallel
-    if not torch.cuda.is_available():
-        layer += 3 * 256 * config.num_attention_heads // settings.tensor_parallel
+    # In float32: two norms of about four tensors each, and the residual twice. In the type of the products: queries, keys and values
+    # before and after rotation and unpacking, the output of attention twice, five tensors of the MLP, and on a CPU, where rows of
+    # up to SHORT_ROW have them, attention's scores.
+    narrow = 2 if settings.dtype == "bfloat16" else FLOAT
+    split = 8 * (query + 2 * key) + 2 * query + 5 * wide
+    split += 0 if torch.cuda.is_available() else 3 * SHORT_ROW * config.num_attention_heads
+    layer = 10 * hidden * FLOAT + split * narrow // settings.tensor_parallel
     layers = -(-config.num_hidden_layers // settings.pipeline_parallel)
-    kept = (layers * hidden + layer) if settings.gradient_checkpointing else layers * layer
+    kept = layers * hidden * FLOAT + layer if settings.gradient_checkpointing else layers * layer
     logits = 3 * min(CHUNK_LOGITS["cuda" if torch.cuda.is_available() else "cpu"], tokens * config.vocab_size)
-    return (tokens * (kept + 8 * hidden) + logits) * FLOAT
+    return tokens * (kept + 8 * hidden * FLOAT) + logits * FLOAT
 
 
 def _numel(shape: tuple[int, ...]) -> int:

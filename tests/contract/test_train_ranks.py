@@ -21,6 +21,7 @@ from paceline.train.actor import Actor
 from paceline.train.critic import Critic
 from paceline.train.engine import TrainEngine
 from paceline.train.fsdp import Fsdp
+from paceline.train.memory import memory_estimate
 from paceline.train.packing import select_rows
 from paceline.train.settings import TrainSettings
 from paceline.train.single import SingleDevice
@@ -229,3 +230,16 @@ def test_a_model_that_cannot_be_split_is_refused_by_all_ranks_and_they_live_on(g
     with pytest.raises(ConfigError, match=r"does not divide the model's 1 key-value heads"):
         groups["2 x tensor 2"](model, SETTINGS, head="value")
     assert groups["2 x tensor 2"](tiny("llama"), SETTINGS).logprobs(random_batch()).any()
+
+
+@pytest.mark.parametrize("ranks", ["2", "2 x tensor 2"])
+@pytest.mark.parametrize("name", ["qwen2-tied", "qwen3"])
+def test_a_rank_holds_what_was_estimated(groups: Groups, ranks: str, name: str) -> None:
+    engine = groups[ranks](tiny(name), SETTINGS)
+    engine.forward_backward(random_batch(), LOSS)
+    engine.optimizer_step(1e-3)
+    engine.forward_backward(random_batch(), LOSS)
+    count, tensor = NAMES[ranks]
+    settings = SETTINGS.model_copy(update={"backend": "fsdp", "tensor_parallel": tensor})
+    estimate = memory_estimate(tiny(name).config, settings, count)
+    assert engine.held() == {key: estimate[key] for key in ("parameters", "gradients", "optimizer")}
