@@ -189,7 +189,7 @@ def test_ctrl_c_stops_everything_and_says_how_to_go_on(recipe: Path, tmp_path: P
     command = [sys.executable, "-m", "paceline.cli", "train", str(recipe), "steps=100000", *separate]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         metrics = tmp_path / "run" / "metrics.jsonl"
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
             time.sleep(0.05)
         children = psutil.Process(process.pid).children(recursive=True)
