@@ -9,7 +9,7 @@ venv=.venv-trl
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
 
-pip "torch==2.13.0" --extra-index-url https://download.pytorch.org/whl/cpu
+pip "torch==2.13.0"
 echo "torch==2.13.0" > "$venv/constraints.txt"
 pip -c "$venv/constraints.txt" "trl==1.16.*"
 "$venv/bin/python" -c "import torch, transformers, trl; print('trl', trl.__version__, 'transformers', transformers.__version__, 'torch', torch.__version__)"

