@@ -10,7 +10,7 @@ from paceline.algo.presets import PRESETS
 from paceline.config import load_config
 from paceline.run import train
 
-STEPS, LEVEL = 50, 0.75  # the model starts near 0.3
+STEPS, LEVEL = 60, 0.65  # the model starts near 0.3
 SETTINGS: dict[str, list[str]] = {}  # where a preset's own defaults are made for other sizes than this
 
 
