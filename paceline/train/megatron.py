@@ -145,9 +145,10 @@ class Megatron:
     def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
         """This replica's share. A pipeline wants as many micro-batches as stages; replicas need not have equally many."""
         needed = trained_lengths(batch)
-        replicas = parallel_state.get_data_parallel_world_size()
-        filling = -(-int(needed.sum()) // (replicas * self._pipeline))
-        rows = passes(needed, min(self._settings.micro_batch_tokens, max(filling, 1)), replicas)[parallel_state.get_data_parallel_rank()]
+        replicas, limit = parallel_state.get_data_parallel_world_size(), self._settings.micro_batch_tokens
+        if self._pipeline > 1:
+            limit = min(limit, -(-int(needed.sum()) // (replicas * self._pipeline)))
+        rows = passes(needed, limit, replicas)[parallel_state.get_data_parallel_rank()]
         return [micro_batch(batch, some, needed, self._device) for some in rows if len(some)] or [_nothing(self._device)]
 
     def _speaks(self) -> bool:

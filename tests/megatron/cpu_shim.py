@@ -17,10 +17,6 @@ def install() -> None:
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
     torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
-    for name in ("custom_fwd", "custom_bwd"):  # so that Megatron's layers see autocast in the backward pass
-        setattr(torch.amp, name, _for_cpu(getattr(torch.amp, name)))
-    for name in ("zeros", "tensor", "empty", "ones"):
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
     plain = torch.Tensor.type
 
@@ -28,20 +24,31 @@ def install() -> None:
         return plain(self, *args, **kwargs) if args or kwargs else CUDA_NAMES.get(self.dtype, plain(self))
 
     torch.Tensor.type = type_name  # type: ignore[method-assign, assignment]
+    for name in ("custom_fwd", "custom_bwd"):  # so that Megatron's layers see autocast in the backward pass
+        setattr(torch.amp, name, _for_cpu(getattr(torch.amp, name)))
+
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads, optimizer
+    from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random
 
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-
-
-def _on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
-    def made(*args: Any, **kwargs: Any) -> Any:
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        return make(*args, **kwargs)
-
-    return made
+    for module in (utils, clip_grads, optimizer, schedules):
+        module.torch = _Torch()  # torch itself stays as it is: transformers depends on what its constructors are
 
 
 def _for_cpu(decorator: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, device_type, **kwargs: decorator(*args, device_type="cpu", **kwargs)
+
+
+class _Torch:
+    """torch, except that what is to be made on "cuda" is made on the CPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(torch, name)
+        return _on_cpu(value) if name in ("zeros", "tensor") else value
+
+
+def _on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, device=None, **kwargs: make(*args, device="cpu" if device == "cuda" else device, **kwargs)
