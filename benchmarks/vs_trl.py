@@ -3,8 +3,9 @@
     python benchmarks/vs_trl.py [--quick] [--threads 2] [--trl-python .venv-trl/bin/python]
 
 The TRL interpreter is made by benchmarks/install_trl.sh. Both sides get the same weights, tokenizer, prompts, reward, token limit
-and end-of-answer token, float32, one optimizer update per batch, no extra pass for log-probs (TRL takes the training pass's own,
-Paceline the engine's), no reference model, no checkpoints between steps. Contenders take turns; the figure is the median over
+and end-of-answer token, float32 weights, one optimizer update per batch, no extra pass for log-probs (TRL takes the training pass's
+own, Paceline the engine's), no reference model, no checkpoints between steps. TRL as it comes trains with bfloat16 products; set up
+for speed it uses float32, since bfloat16 slows it here. Paceline is shown with both. Contenders take turns; the figure is the median over
 the rounds of the median step in steady state. Tokens generated per step are printed to show that the work is the same.
 Processor seconds say what a step costs when others use the machine too; with `--threads 1` they are what it would take alone.
 """
@@ -45,11 +46,12 @@ RESULTS = ROOT / "benchmarks" / "results" / "vs_trl.json"
 WORKER = ROOT / "benchmarks" / "trl_worker.py"
 GROUPS, GROUP_SIZE, NEW_TOKENS, WARM_UP = 8, 8, 64, 4
 SYNC, ASYNC = "Paceline, hybrid sync", "Paceline, fully async"
+FLOAT32, BFLOAT16 = "float32", "bfloat16"
 MODES = {
     SYNC: ["schedule.max_staleness=0"],
     ASYNC: ["placement.actor=train", "placement.rollout=rollout", "schedule.max_staleness=2", "schedule.on_sync=swap"],
 }
-TRL, DEFAULTS = "TRL GRPOTrainer, tuned", "TRL GRPOTrainer, its defaults"
+TRL, DEFAULTS = "TRL GRPOTrainer, tuned, float32", "TRL GRPOTrainer, its defaults, bfloat16"
 Run = dict[str, Any]  # seconds and tokens of every step after the warm-up, and what else is known
 
 
@@ -114,9 +116,11 @@ def settle(limit_s: float = 20.0) -> None:
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[Run]]:
     runs: dict[str, list[Run]] = {}
     steps = WARM_UP + (8 if options.quick else 16)
-    modes = {SYNC: [*MODES[SYNC], f"placement.threads={options.threads}"]}
-    if options.threads > 1:
-        modes[ASYNC] = [*MODES[ASYNC], f"placement.threads={options.threads // 2}"]
+    modes = {}
+    for dtype in (FLOAT32, BFLOAT16):
+        modes[f"{SYNC}, {dtype}"] = [*MODES[SYNC], f"train.dtype={dtype}", f"placement.threads={options.threads}"]
+        if options.threads > 1:
+            modes[f"{ASYNC}, {dtype}"] = [*MODES[ASYNC], f"train.dtype={dtype}", f"placement.threads={options.threads // 2}"]
     for turn in range(1 if options.quick else 3):
         for name, settings in modes.items():
             settle()
@@ -147,7 +151,7 @@ def summarize(runs: dict[str, list[Run]], command: str, threads: int) -> dict[st
     own = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
     return {
         "command": command,
-        "work": f"{GROUPS} prompts x {GROUP_SIZE} answers of up to {NEW_TOKENS} tokens, one update; 0.8M-parameter Qwen2 shape, float32",
+        "work": f"{GROUPS} prompts x {GROUP_SIZE} answers of up to {NEW_TOKENS} tokens, one update; 0.8M-parameter Qwen2 shape",
         "machine": f"{os.cpu_count()} cores, {threads} threads, {platform.machine()}, load at the end {os.getloadavg()[0]:.1f}",
         "versions": {"paceline side": own, "trl side": runs[TRL][0]["versions"]},
         "contenders": contenders,
