@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from paceline.algo.loss import LossFn
 from paceline.place.group import WorkerGroup
+from paceline.place.local import process_group
 from paceline.train.engine import TrainEngine
 from paceline.train.offload import Moved
 from paceline.train.settings import TrainSettings
@@ -85,7 +86,7 @@ class Ranks:
         self._made = 0
 
         async def start() -> WorkerGroup:
-            group = WorkerGroup("test", build_service, (make,), ranks=count, threads=1, log_folder=folder)
+            group = process_group("test", build_service, (make,), ranks=count, threads=1, log_folder=folder)
             await group.ready()
             return group
 

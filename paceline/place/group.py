@@ -7,50 +7,42 @@ may be waiting for it inside a collective operation, where they can hear nobody.
 import asyncio
 import atexit
 import os
-import shutil
 import sys
-import tempfile
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from paceline.errors import WorkerDied
-from paceline.place.local import Build, ProcessWorker, Worker
+from paceline.place.worker import Build, Worker
+from paceline.types import Role
 
+IN_RANKS = {Role.ACTOR, Role.CRITIC, Role.REF}  # the others live on the first rank alone
 GRACE_S = 5.0  # for the other ranks to say what became of a call that failed on one
+
+
+class Rank(Worker):
+    """A worker that can be one of a group: ended without being asked, and able to say what it said last."""
+
+    @abstractmethod
+    def kill(self) -> None: ...
+
+    @abstractmethod
+    def last_lines(self) -> str: ...
 
 
 class WorkerGroup(Worker):
     """A Worker of several ranks. Roles in `first_only` live on the first rank alone."""
 
     def __init__(
-        self,
-        name: str,
-        build: Build,
-        args: tuple[Any, ...],
-        *,
-        ranks: int,
-        threads: int,
-        log_folder: Path,
-        cores: Sequence[int] = (),
-        first_only: Collection[str] = (),
+        self, name: str, ranks: Sequence[Rank], first_only: Collection[str] = (), clean_up: Callable[[], None] = lambda: None
     ) -> None:
         super().__init__(name)
         self._pending.clear()
         self._first_only = first_only
-        self._folder = tempfile.mkdtemp(prefix="paceline-group-")
-        self.ranks: list[ProcessWorker] = []
-        for rank in range(ranks):
-            worker = ProcessWorker(
-                f"{name} rank {rank}",
-                start_rank,
-                (rank, ranks, f"{self._folder}/store", build, args),
-                cores=list(cores[rank * threads : (rank + 1) * threads]),
-                threads=threads,
-                log_path=log_folder / f"{name}.{rank}.log",
-            )
-            worker.died.add_done_callback(self._rank_died)
-            self.ranks.append(worker)
+        self._clean_up = clean_up
+        self.ranks = ranks
+        for rank in ranks:
+            rank.died.add_done_callback(self._rank_died)
 
     def listen(self, role: str, listener: Callable[[Any], None]) -> None:
         self.ranks[0].listen(role, listener)
@@ -83,7 +75,7 @@ class WorkerGroup(Worker):
     async def close(self) -> None:
         self._closing = True
         await asyncio.gather(*(rank.close() for rank in self.ranks))
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._clean_up()
 
     async def _together(self, what: str, answers: list[asyncio.Future[Any]]) -> Any:
         """The first rank's answer. An error that all ranks agree on is the call's; one that only some meet ends the group."""
@@ -118,7 +110,7 @@ class WorkerGroup(Worker):
 
     def _kill(self) -> None:
         for rank in self.ranks:
-            rank.process.kill()
+            rank.kill()
 
     def _send(self, message: Any) -> None:
         for rank in self.ranks:
@@ -141,7 +133,7 @@ def start_rank(rank: int, count: int, store: str, build: Build, args: tuple[Any,
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=count)
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=count)
     atexit.register(dist.destroy_process_group)
     return build(*args)
 

@@ -1,108 +1,32 @@
 """Workers on this machine: each pool is a process with its own cores, or a thread when there is only one pool.
 
-A worker's death is an event: pending calls fail at once with WorkerDied, which carries the last lines of its log.
+A process that dies is reported with the last lines of its log.
 """
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import WorkerDied
+from paceline.config import RunConfig
+from paceline.place.build import build_parts
+from paceline.place.cluster import Node, PlannedWorker
+from paceline.place.group import IN_RANKS, Rank, WorkerGroup, start_rank
 from paceline.place.host import ThreadChannel, serve
-from paceline.place.message import Call, Event, Reply
+from paceline.place.message import Reply
+from paceline.place.worker import Build, Worker
 
 log = logging.getLogger(__name__)
-
-Build = Callable[..., Mapping[str, Any]]
-
-
-class Worker(ABC):
-    """The controller's handle on a worker: call its parts, hear its events, learn of its death."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._loop = asyncio.get_running_loop()
-        self._ids = itertools.count(1)
-        self._pending: dict[int, tuple[str, asyncio.Future[Any]]] = {0: ("start", self._loop.create_future())}
-        self._listeners: dict[str, Callable[[Any], None]] = {}
-        self._closing = False
-
-    def listen(self, role: str, listener: Callable[[Any], None]) -> None:
-        self._listeners[role] = listener
-
-    async def call(self, role: str, method: str, *args: Any) -> Any:
-        """Call a part's method and wait for the result. Errors of the method are raised here."""
-        return await self.start_call(role, method, *args)
-
-    def start_call(self, role: str, method: str, *args: Any) -> asyncio.Future[Any]:
-        """The same without waiting: the future is the answer (`blocking=False`)."""
-        if self.died.done():
-            self.died.result()
-        call = Call(next(self._ids), role, method, args)
-        future = self._loop.create_future()
-        self._pending[call.id] = (f"{role}.{method}", future)
-        try:
-            self._send(call)
-        except OSError:
-            self._dead(None)
-        return future
-
-    async def ready(self) -> None:
-        """Wait until the worker has built its parts."""
-        await self._pending[0][1]
-        del self._pending[0]
-
-    def waiting_for(self) -> list[str]:
-        return [what for what, _ in self._pending.values()]
-
-    async def peak_memory(self) -> int:
-        """Most bytes its process ever held; 0 when that is the controller's own."""
-        return 0
-
-    @abstractmethod
-    async def close(self) -> None: ...
-
-    @abstractmethod
-    def _send(self, message: Any) -> None: ...
-
-    def _last_words(self) -> str:
-        return ""
-
-    def _receive(self, message: Reply | Event) -> None:
-        if isinstance(message, Event):
-            self._listeners[message.role](message.value)
-            return
-        _, future = self._pending[message.id] if message.id == 0 else self._pending.pop(message.id)
-        if future.done():
-            return
-        if message.error is not None:
-            future.set_exception(message.error)
-        else:
-            future.set_result(message.value)
-
-    def _dead(self, cause: BaseException | None) -> None:
-        if self._closing or self.died.done():
-            return
-        error = WorkerDied(f"worker {self.name!r} died{self._last_words()}")
-        error.__cause__ = cause
-        self.died.set_exception(error)
-        self.died.exception()  # mark as seen: those who wait get it anyway
-        for _, future in self._pending.values():
-            if not future.done():
-                future.set_exception(error)
-        self._pending = {0: self._pending[0]} if 0 in self._pending else {}
 
 
 class ThreadWorker(Worker):
@@ -150,14 +74,18 @@ class ThreadWorker(Worker):
         self._channel.outbox.put(None)
 
 
-class ProcessWorker(Worker):
+class ProcessWorker(Rank):
     """A worker in a process of its own, pinned to its cores."""
 
-    def __init__(self, name: str, build: Build, args: tuple[Any, ...], *, cores: list[int], threads: int, log_path: Path) -> None:
+    def __init__(
+        self, name: str, build: Build, args: tuple[Any, ...], *, cores: list[int], threads: int, log_path: Path, gpu: int | None = None
+    ) -> None:
         super().__init__(name)
         self._log_path = log_path
         ours, theirs = socket.socketpair()
         env = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+        if gpu is not None:
+            env["CUDA_VISIBLE_DEVICES"] = visible_gpu(gpu)
         with log_path.open("ab") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "paceline.place.host", str(theirs.fileno()), str(os.getpid())],
@@ -191,6 +119,9 @@ class ProcessWorker(Worker):
         peak: int = await self.call("host", "peak_memory")
         return peak
 
+    def kill(self) -> None:
+        self.process.kill()
+
     def _send(self, message: Any) -> None:
         self._connection.send(message)
 
@@ -215,3 +146,108 @@ class ProcessWorker(Worker):
             await asyncio.to_thread(self.process.wait)
         await asyncio.to_thread(self._reader.join, 5)
         self._connection.close()
+
+
+class LocalCluster:
+    """This machine."""
+
+    def __init__(self, config: RunConfig, model_path: str, log_folder: Path) -> None:
+        self._config, self._model_path, self._logs = config, model_path, log_folder
+        log_folder.mkdir(parents=True, exist_ok=True)
+
+    def nodes(self) -> list[Node]:
+        return [this_machine()]
+
+    async def reserve(self, plans: Sequence[PlannedWorker]) -> None:
+        """Nobody else is asked: what this machine has is ours."""
+
+    async def start(self, plan: PlannedWorker) -> Worker:
+        args = (plan.roles, self._config, self._model_path, plan.threads)
+        if plan.ranks:
+            return process_group(
+                plan.name,
+                build_parts,
+                args,
+                ranks=plan.ranks,
+                threads=plan.threads,
+                log_folder=self._logs,
+                cores=plan.cores,
+                gpus=_gpus(plan),
+                first_only=set(plan.roles) - IN_RANKS,
+            )
+        if plan.alone:
+            return ThreadWorker(plan.name, build_parts, args)
+        return ProcessWorker(
+            plan.name,
+            build_parts,
+            args,
+            cores=list(plan.cores),
+            threads=plan.threads,
+            log_path=self._logs / f"{plan.name}.log",
+            gpu=next(iter(_gpus(plan)), None),
+        )
+
+    async def close(self) -> None:
+        """Workers are closed by whoever started them; a machine stays."""
+
+
+def process_group(
+    name: str,
+    build: Build,
+    args: tuple[Any, ...],
+    *,
+    ranks: int,
+    threads: int,
+    log_folder: Path,
+    cores: Sequence[int] = (),
+    gpus: Sequence[int] = (),
+    first_only: Collection[str] = (),
+) -> WorkerGroup:
+    """A group whose ranks are processes of this machine; they find each other through a file."""
+    folder = tempfile.mkdtemp(prefix="paceline-group-")
+    store = f"file://{folder}/store"
+    workers = [
+        ProcessWorker(
+            f"{name} rank {rank}",
+            start_rank,
+            (rank, ranks, store, build, args),
+            cores=list(cores[rank * threads : (rank + 1) * threads]),
+            threads=threads,
+            log_path=log_folder / f"{name}.{rank}.log",
+            gpu=gpus[rank] if gpus else None,
+        )
+        for rank in range(ranks)
+    ]
+    return WorkerGroup(name, workers, first_only, lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def this_machine() -> Node:
+    cores = available_cores()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    gpus, gpu_memory = _count_gpus()
+    return Node("local", len(cores), gpus, memory, gpu_memory, tuple(cores))
+
+
+def available_cores() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def _count_gpus() -> tuple[int, int]:
+    """How many there are, and the memory of the smallest."""
+    import torch
+
+    count = torch.cuda.device_count()
+    return count, min((torch.cuda.get_device_properties(index).total_memory for index in range(count)), default=0)
+
+
+def _gpus(plan: PlannedWorker) -> list[int]:
+    """Which GPUs its ranks use, where devices are GPUs."""
+    return [device.index for device in plan.devices] if _count_gpus()[0] else []
+
+
+def visible_gpu(index: int) -> str:
+    """The name of our n-th GPU, which may itself be one of a choice."""
+    ours = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return ours.split(",")[index] if ours else str(index)

@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification
 from paceline.data.chat import has_template
 from paceline.errors import ModelError, RewardError
 from paceline.models import load_config, load_model, load_tokenizer
-from paceline.place.local import Worker
+from paceline.place.worker import Worker
 from paceline.types import Prompt, Role, Trajectory
 
 log = logging.getLogger(__name__)

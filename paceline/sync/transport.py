@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from paceline.errors import SyncError
-from paceline.place.local import Worker
+from paceline.place.worker import Worker
 from paceline.sync.weights import Weights
 from paceline.types import Role
 

@@ -16,7 +16,7 @@ from paceline.algo.kl import adapted
 from paceline.algo.settings import AlgorithmSettings
 from paceline.algo.shaping import shape_rewards
 from paceline.errors import StalledError
-from paceline.place.local import Worker
+from paceline.place.worker import Worker
 from paceline.types import Batch, Role
 
 

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from paceline.config import load_config
 from paceline.errors import RolloutError, SyncError
 from paceline.place.build import build_parts
-from paceline.place.local import ProcessWorker, ThreadWorker, Worker
+from paceline.place.local import ProcessWorker, ThreadWorker
+from paceline.place.worker import Worker
 from paceline.rollout.client import EngineClient
 from paceline.rollout.engine import RolloutEngine
 from paceline.sync.transport import WeightBlock, block_size, layout_of

@@ -17,8 +17,9 @@ from paceline import models
 from paceline.config import RunConfig, load_config
 from paceline.errors import CheckpointError, ConfigError, ModelError
 from paceline.place.build import build_parts
-from paceline.place.local import Worker
-from paceline.place.pools import close_workers, start_workers
+from paceline.place.local import LocalCluster
+from paceline.place.pools import close_workers, plan_workers, start_workers
+from paceline.place.worker import Worker
 from paceline.rollout.client import EngineClient
 from paceline.run import _transport, train
 from paceline.types import Batch, Completion, Request, Role, Sampling
@@ -54,7 +55,8 @@ def batch() -> Batch:
 
 @asynccontextmanager
 async def started(chosen: RunConfig, folder: Path) -> AsyncIterator[dict[Role, list[Worker]]]:
-    workers = await start_workers(chosen, chosen.model, folder)
+    cluster = LocalCluster(chosen, chosen.model, folder)
+    workers = await start_workers(cluster, plan_workers(chosen, cluster.nodes()))
     try:
         yield workers
     finally:

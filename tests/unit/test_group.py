@@ -13,6 +13,7 @@ import pytest
 
 from paceline.errors import DataError, WorkerDied
 from paceline.place.group import WorkerGroup
+from paceline.place.local import process_group
 from tests.processes import children
 
 
@@ -57,7 +58,7 @@ def build_with_a_broken_rank() -> Mapping[str, Any]:
 
 @asynccontextmanager
 async def group(folder: Path, builder: Any = build) -> AsyncIterator[WorkerGroup]:
-    made = WorkerGroup("train", builder, (), ranks=2, threads=1, log_folder=folder, first_only={"first"})
+    made = process_group("train", builder, (), ranks=2, threads=1, log_folder=folder, first_only={"first"})
     try:
         yield made
     finally:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paceline.algo.settings import AlgorithmSettings
-from paceline.place.local import Worker
+from paceline.place.worker import Worker
 from paceline.train.trainer import Trainer
 from paceline.types import Batch
 
