@@ -1,0 +1,35 @@
+"""What a model's weights are called and how large, and how much memory its keys and values may take, before vLLM is started."""
+
+import os
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+BLOCK = 128  # tokens; vLLM gives memory out in blocks of at most this many
+LEAST = 64 << 20
+
+
+def expected_weights(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Every weight by its Hugging Face name, tied ones under each of their names."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def kv_bytes(
+    config: PretrainedConfig, weights: dict[str, tuple[int, ...]], dtype: str, slots: int, max_length: int, fraction: float
+) -> int:
+    """What all slots can use, but at most this fraction of what the weights leave free."""
+    item = getattr(torch, dtype).itemsize
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    blocks = slots * -(-max_length // BLOCK) + 2  # one is vLLM's own
+    useful = blocks * BLOCK * 2 * config.num_hidden_layers * heads * size * item
+    taken = sum(torch.Size(shape).numel() for shape in weights.values()) * item
+    return max(LEAST, min(useful, int((_free_memory() - taken) * fraction)))
+
+
+def _free_memory() -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
