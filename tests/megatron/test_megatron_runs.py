@@ -28,9 +28,9 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent / 'workers'}:{ROOT}")
 
 
-def run(model: str, folder: Path, *settings: str) -> dict[str, Any]:
+def run(model: str, folder: Path, *settings: str, recipe: str = "megatron_async") -> dict[str, Any]:
     reward = f"reward.function={ROOT}/tests/rewards.py:letters"
-    chosen = load_config(ROOT / "recipes" / "megatron_async.toml", [f"model={model}", f"run_dir={folder}", reward, *SMALL, *settings])
+    chosen = load_config(ROOT / "recipes" / f"{recipe}.toml", [f"model={model}", f"run_dir={folder}", reward, *SMALL, *settings])
     summary = asyncio.run(train(chosen))
     assert not children()
     return summary
@@ -48,8 +48,9 @@ def test_the_recipe_runs_on_two_ranks_and_goes_on_on_one_device(on_cpu: None, mo
     assert run(model, tmp_path, "steps=4", *one)["steps"] == 4
 
 
-def test_the_engine_has_the_trainers_weights_after_every_step(on_cpu: None, model: str, tmp_path: Path) -> None:
-    run(model, tmp_path, "steps=3", "schedule.max_staleness=0", "schedule.on_sync=drain")
+def test_the_hybrid_recipe_generates_with_the_trainers_weights_in_every_step(on_cpu: None, model: str, tmp_path: Path) -> None:
+    summary = run(model, tmp_path, "steps=3", recipe="megatron_hybrid")
+    assert summary["ledger"]["trained"] == 12 and summary["staleness_max"] == 0
     assert all(row["train/logprob_gap_max"] < 1e-4 for row in steps_of(tmp_path))
 
 
