@@ -10,7 +10,9 @@ PacelineError                     1
 ├── SyncError                     8   new weights could not be handed over
 ├── StalledError                  9   nothing moved for too long; says what was being waited for
 ├── CheckpointError              10   a run folder cannot be written, read or continued
-└── LedgerError                  11   the books do not add up (a bug in Paceline)
+├── LedgerError                  11   the books do not add up (a bug in Paceline)
+├── OutOfMemory                  12   a device is full; says what holds its memory
+└── MismatchError                13   engine and trainer do not have the same weights
 
 Messages say what, where, what was expected and what to do.
 """
@@ -58,6 +60,14 @@ class CheckpointError(PacelineError):
 
 class LedgerError(PacelineError):
     exit_code = 11
+
+
+class OutOfMemory(PacelineError, MemoryError):
+    exit_code = 12
+
+
+class MismatchError(PacelineError):
+    exit_code = 13
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

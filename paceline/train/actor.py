@@ -52,7 +52,8 @@ class Actor:
     def _fingerprint(self) -> list[float]:
         """A number per weight that a changed weight changes. Looked at until the first change is seen: a rate so small that
         rounding swallows it would show in nothing else."""
-        return [float(weight.double().square().sum()) for _, weight in self.engine.export_weights()]
+        found: list[float] = torch.stack([weight.double().square().sum() for _, weight in self.engine.export_weights()]).tolist()
+        return found
 
 
 def correct(batch: Batch, proximal: FloatArray, settings: AlgorithmSettings, step: int) -> tuple[Batch, Metrics]:

@@ -75,7 +75,7 @@ class Fsdp:
             terms.loss.backward()
             tally.add(terms)
         parts: list[tuple[float, dict[str, float], dict[str, float]]] = [(0.0, {}, {})] * self._mesh.size(0)
-        dist.all_gather_object(parts, (tally.loss, tally.sums, tally.maxima), self._mesh.get_group("data"))
+        dist.all_gather_object(parts, tally.totals(), self._mesh.get_group("data"))
         total = Tally(batch)
         for part in parts:
             total.merge(*part)

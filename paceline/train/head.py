@@ -4,6 +4,7 @@ The logits of a batch are the largest thing in training by far (tokens x vocabul
 a chunk of rows at a time, and the backward pass computes them again instead of keeping them.
 """
 
+import importlib.util
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from torch.autograd.function import once_differentiable
 
 from paceline.algo.loss import TokenOutputs
 
-CHUNK_LOGITS = {"cpu": 2**20, "cuda": 2**26}  # logits alive at once: about the CPU's cache, and large matrix products on a GPU
+CHUNK_LOGITS = {"cpu": 2**20, "cuda": 2**29}  # logits alive at once: about the CPU's cache, and large matrix products on a GPU
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+BLOCK = 4096  # logits that a program of a GPU kernel works on at a time
 
 
 class ChunkedLogprobs(torch.autograd.Function):
@@ -66,6 +69,58 @@ class ChunkedLogprobs(torch.autograd.Function):
         return d_hidden, d_weight, d_bias, None, None, None
 
 
+class FusedLogprobs(torch.autograd.Function):
+    """The same on a GPU, in bfloat16: one kernel reads a chunk of logits, one turns it into its gradient. The gradient of the weight is
+    added to `gradient` if that is given."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int, gradient: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        from paceline.train import kernels
+
+        logprobs, entropy, logs = (torch.empty(len(hidden), device=hidden.device) for _ in range(3))
+        narrow = weight.to(hidden.dtype)
+        for rows in _chunks(len(hidden), chunk):
+            logits = _wide_product(hidden[rows], narrow.t())
+            kernels.read_logits[(len(logits),)](
+                logits, targets[rows], logprobs[rows], entropy[rows], logs[rows], 1 / temperature,
+                VOCABULARY=len(weight), BLOCK=BLOCK, num_warps=8,
+            )  # fmt: skip
+            del logits  # before the next one is made
+        ctx.save_for_backward(hidden, weight, targets, entropy, logs)
+        ctx.temperature, ctx.chunk, ctx.gradient = temperature, chunk, gradient
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor, Tensor | None, None, None, None, None]:
+        from paceline.train import kernels
+
+        hidden, weight, targets, entropy, logs = ctx.saved_tensors
+        to_logprobs = torch.zeros_like(logs) if upstream[0] is None else upstream[0].contiguous()
+        to_entropy = None if upstream[1] is None else upstream[1].contiguous()
+        d_hidden = torch.empty_like(hidden)
+        d_weight = ctx.gradient
+        if d_weight is None and ctx.needs_input_grad[1]:
+            d_weight = torch.zeros_like(weight, dtype=torch.float32)
+        narrow = weight.to(hidden.dtype)
+        for rows in _chunks(len(hidden), ctx.chunk):
+            logits = _wide_product(hidden[rows], narrow.t())
+            d_logits = torch.empty_like(logits, dtype=hidden.dtype)
+            kernels.logits_backward[(len(logits), -(-len(weight) // BLOCK))](
+                logits, targets[rows], logs[rows], entropy[rows], to_logprobs[rows], logs if to_entropy is None else to_entropy[rows],
+                d_logits, 1 / ctx.temperature, VOCABULARY=len(weight), BLOCK=BLOCK, BY_ENTROPY=to_entropy is not None, num_warps=8,
+            )  # fmt: skip
+            del logits
+            torch.mm(d_logits, narrow, out=d_hidden[rows])
+            if d_weight is not None:
+                torch.addmm(d_weight, d_logits.t(), hidden[rows], out_dtype=torch.float32, out=d_weight)
+        returned = d_weight if ctx.gradient is None and d_weight is not None else None
+        return d_hidden, None if returned is None else returned.to(weight.dtype), None, None, None, None
+
+
 def _chunks(count: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, count, size)]
 
@@ -85,11 +140,21 @@ def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatur
 
 
 def chunked_logprobs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float = 1.0, chunk: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    gradient: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target at a temperature, and the entropy of the distribution it was drawn from."""
+    """Log-prob of each target at a temperature, and the entropy of the distribution it was drawn from. `gradient`: where that of the
+    weight is added (bfloat16 on a GPU), in place of the weight's own."""
     if chunk is None:
         chunk = max(1, CHUNK_LOGITS.get(hidden.device.type, 2**20) // len(weight))
+    if hidden.is_cuda and hidden.dtype == torch.bfloat16 and bias is None and HAS_TRITON:
+        logprobs, entropy = FusedLogprobs.apply(hidden, weight, targets, temperature, chunk, gradient)
+        return logprobs, entropy
     logprobs, entropy = ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, chunk)
     return logprobs, entropy
 

@@ -98,7 +98,7 @@ class Megatron:
 
         self._run(batch, finish, train=True)
         found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (tally.loss, tally.sums, tally.maxima))
+        dist.all_gather_object(found, tally.totals())
         result = Tally(batch)
         for part in found:
             result.merge(*part)

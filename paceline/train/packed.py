@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -36,7 +37,8 @@ class PackedModel(nn.Module):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.head: PolicyHead | ValueHead = _policy_head(model, temperature) if head == "policy" else ValueHead(model.config.hidden_size)
         self.head.to(next(model.parameters()).device)
-        self._check()
+        if isinstance(self.head, PolicyHead):
+            check_policy(model, self.head.temperature, settings.dtype, lambda micro: self(micro)["logprobs"])
 
     def forward(self, micro: MicroBatch) -> dict[str, Tensor]:
         """The fields of TokenOutputs, by name: FSDP finds tensors in a dict, but not in a class it does not know."""
@@ -70,31 +72,30 @@ class PackedModel(nn.Module):
             built = "value" if head == "policy" else "policy"
             raise ModelError(f"{what} asked of a {who}: this engine was built with head = {built!r}; ask the {other}'s")
 
-    @torch.no_grad()
-    def _check(self) -> None:
-        """Can this model be trained this way at all? Compare packed rows with the model's own forward: catches what our path does not
-        know of, such as scaled or capped logits, other kinds of attention, positions that are not relative."""
-        if not isinstance(self.head, PolicyHead):
-            return
-        device = next(self.model.parameters()).device
-        lengths = np.array([7, 4], np.int32)
-        tokens = (np.arange(11) * 7 % self.model.config.vocab_size).astype(np.int32)
-        mask = np.ones(11, np.bool_)
-        mask[[0, 7]] = False
-        zeros = np.zeros(11, np.float32)
-        found, expected = zeros.copy(), zeros.copy()
-        for micro in micro_batches(Batch(tokens, lengths, mask, zeros, tokens, zeros[:2], lengths), 4096, device):
-            found[micro.flat] = self(micro)["logprobs"].float().cpu().numpy()
-        for row in (slice(0, 7), slice(7, 11)):
-            ids = torch.from_numpy(tokens[row].astype(np.int64)).to(device)[None]
-            logp = (self.model(input_ids=ids, use_cache=False).logits[0, :-1].float() / self.head.temperature).log_softmax(-1)
-            expected[row.start + 1 : row.stop] = logp.gather(1, ids[0, 1:, None])[:, 0].cpu().numpy()
-        gap = float(np.abs(found - expected).max())
-        if not gap <= (1e-3 if self._settings.dtype == "float32" else 0.3):
-            raise ModelError(
-                f"{type(self.model).__name__} cannot be trained packed: its log-probs differ by {gap:.2g} from its own plain forward. "
-                "Supported are plain decoders (Llama, Qwen2, Qwen3 and their like) without capped or scaled logits"
-            )
+
+@torch.no_grad()
+def check_policy(model: PreTrainedModel, temperature: float, dtype: str, logprobs: Callable[[MicroBatch], Tensor]) -> None:
+    """Can this model be trained this way at all? Compare packed rows with the model's own forward: catches what our path does not
+    know of, such as scaled or capped logits, other kinds of attention, positions that are not relative."""
+    device = next(model.parameters()).device
+    lengths = np.array([7, 4], np.int32)
+    tokens = (np.arange(11) * 7 % model.config.vocab_size).astype(np.int32)
+    mask = np.ones(11, np.bool_)
+    mask[[0, 7]] = False
+    zeros = np.zeros(11, np.float32)
+    found, expected = zeros.copy(), zeros.copy()
+    for micro in micro_batches(Batch(tokens, lengths, mask, zeros, tokens, zeros[:2], lengths), 4096, device):
+        found[micro.flat] = logprobs(micro).float().cpu().numpy()
+    for row in (slice(0, 7), slice(7, 11)):
+        ids = torch.from_numpy(tokens[row].astype(np.int64)).to(device)[None]
+        logp = (model(input_ids=ids, use_cache=False).logits[0, :-1].float() / temperature).log_softmax(-1)
+        expected[row.start + 1 : row.stop] = logp.gather(1, ids[0, 1:, None])[:, 0].cpu().numpy()
+    gap = float(np.abs(found - expected).max())
+    if not gap <= (1e-3 if dtype == "float32" else 0.3):
+        raise ModelError(
+            f"{type(model).__name__} cannot be trained packed: its log-probs differ by {gap:.2g} from its own plain forward. "
+            "Supported are plain decoders (Llama, Qwen2, Qwen3 and their like) without capped or scaled logits"
+        )
 
 
 class Tally:
@@ -104,23 +105,34 @@ class Tally:
         self._trained = int(batch.mask.sum())
         if self._trained == 0:
             raise DataError(f"a batch of {batch.num_rows} rows and {batch.num_tokens} tokens has no trained token: its mask is empty")
-        self.loss = 0.0
-        self.sums: dict[str, float] = {}
-        self.maxima: dict[str, float] = {}
+        self._loss = 0.0
+        self._sums: dict[str, float] = {}
+        self._maxima: dict[str, float] = {}
+        self._unread: list[tuple[list[str], list[str], Tensor]] = []
 
     def add(self, terms: LossTerms) -> None:
-        named = ({name: float(value) for name, value in values.items()} for values in (terms.sums, terms.maxima))
-        self.merge(float(terms.loss.detach()), *named)
+        """Looked at later, all numbers of a micro-batch at once: who looks waits for the device."""
+        values = torch.stack([value.detach().double() for value in (terms.loss, *terms.sums.values(), *terms.maxima.values())])
+        self._unread.append((list(terms.sums), list(terms.maxima), values))
 
     def merge(self, loss: float, sums: dict[str, float], maxima: dict[str, float]) -> None:
-        self.loss += loss
+        self._loss += loss
         for name, value in sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
+            self._sums[name] = self._sums.get(name, 0.0) + value
         for name, value in maxima.items():
-            self.maxima[name] = max(self.maxima.get(name, -math.inf), value)
+            self._maxima[name] = max(self._maxima.get(name, -math.inf), value)
+
+    def totals(self) -> tuple[float, dict[str, float], dict[str, float]]:
+        """What another tally can be given to `merge`."""
+        for sums, maxima, tensor in self._unread:
+            loss, *values = tensor.tolist()
+            self.merge(loss, dict(zip(sums, values, strict=False)), dict(zip(maxima, values[len(sums) :], strict=True)))
+        self._unread.clear()
+        return self._loss, self._sums, self._maxima
 
     def metrics(self) -> dict[str, float]:
-        return {"loss": self.loss} | {name: total / self._trained for name, total in self.sums.items()} | self.maxima
+        loss, sums, maxima = self.totals()
+        return {"loss": loss} | {name: total / self._trained for name, total in sums.items()} | maxima
 
 
 _NO_MASK = torch.zeros(1, 1, 1, 1)  # a ready-made 4-d mask keeps transformers from building a [T, T] one; ours ignores it

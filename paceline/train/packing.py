@@ -7,6 +7,7 @@ rows of a micro-batch start with goes through them once, and only attention sees
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,19 @@ from paceline.errors import DataError
 from paceline.types import Batch, FloatArray
 
 PER_TOKEN = ("tokens", "mask", "logprobs", "versions", "advantages", "returns", "values", "ref_logprobs", "token_rewards")
+TOKEN_BYTES = 4  # of Batch.tokens
 LANE_TOKENS = 256  # fewer for each lane are done sooner by one
+
+
+@dataclass(frozen=True, slots=True)
+class Varlen:
+    """Rows as attention on a GPU takes them, end to end. A row asks with its own tokens alone, and looks at those it shares, too."""
+
+    queries: Tensor  # [rows + 1] int32, where the tokens of each row start among the packed ones
+    keys: Tensor  # [rows + 1] int32, where those it looks at start
+    longest_query: int
+    longest_key: int
+    source: Tensor | None  # the packed token behind each key; None: the tokens themselves, no row shares any
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +42,7 @@ class RowLayout:
     longest: int
     spread: Tensor  # [rows * longest] the packed token in each slot; past the end of a row any, since no real token looks there
     slots: Tensor  # [T] row * longest + position, in the first row that has the token
+    varlen: Varlen | None = None  # the same without a rectangle, for a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +112,40 @@ def cut_rows(lengths: list[int], limit: int) -> list[int]:
     return counts
 
 
+def grouped_micro_batches(batch: Batch, limit: int, device: torch.device) -> Iterator[MicroBatch]:
+    """Micro-batches for attention without a rectangle: rows stay in order, so that those with one prompt come together and share it.
+    At most `limit` tokens each, all about the same size; a longer row goes alone."""
+    needed = trained_lengths(batch)
+    rows = np.flatnonzero(needed)
+    offsets = batch.offsets
+    prompts = [batch.tokens[offsets[r] : offsets[r] + int(batch.mask[offsets[r] : offsets[r + 1]].argmax())].tobytes() for r in rows]
+    lengths = needed[rows].tolist()
+    count = len(cut_shared(lengths, prompts, limit))
+    low, high = 0, limit  # the smallest limit that needs no more micro-batches than this one
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(cut_shared(lengths, prompts, middle)) <= count else (middle, high)
+    start = 0
+    for size in cut_shared(lengths, prompts, high):
+        yield micro_batch(batch, rows[start : start + size], needed, device)
+        start += size
+
+
+def cut_shared(lengths: list[int], prompts: list[bytes], limit: int) -> list[int]:
+    """Rows per micro-batch of at most `limit` tokens, a prompt counted once in each."""
+    counts: list[int] = []
+    fed, seen = limit, set[bytes]()
+    for length, prompt in zip(lengths, prompts, strict=True):
+        new = length - (len(prompt) // TOKEN_BYTES if prompt in seen else 0)
+        if not counts or fed + new > limit:
+            counts.append(0)
+            fed, seen, new = 0, set(), length
+        counts[-1] += 1
+        fed += new
+        seen.add(prompt)
+    return counts
+
+
 def micro_batch(batch: Batch, rows: NDArray[np.int64], needed: NDArray[np.int64], device: torch.device) -> MicroBatch:
     """These rows, of which `needed` tokens each are fed, as one forward pass."""
     longest = int(needed[rows].max())
@@ -123,12 +171,16 @@ def micro_batch(batch: Batch, rows: NDArray[np.int64], needed: NDArray[np.int64]
     trained = following[trained_row, trained_position]
 
     def to_device(array: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(array).to(device)
+        return upload(array, device)
 
+    varlen = None
+    if device.type == "cuda":
+        own = np.array([len(part) for part in fed])
+        varlen = make_varlen(own, needed[rows], spread[inside], device)
     return MicroBatch(
         input_ids=to_device(batch.tokens[flat].astype(np.int64))[None],
         position_ids=to_device(slot % longest)[None],
-        layout=RowLayout(len(rows), longest, to_device(spread.ravel()), to_device(slot)),
+        layout=RowLayout(len(rows), longest, to_device(spread.ravel()), to_device(slot), varlen),
         rows=to_device(trained_row),
         predict=to_device(spread[trained_row, trained_position]),
         targets=to_device(batch.tokens[trained].astype(np.int64)),
@@ -136,12 +188,28 @@ def micro_batch(batch: Batch, rows: NDArray[np.int64], needed: NDArray[np.int64]
     )
 
 
+def make_varlen(own: NDArray[np.int64], lengths: NDArray[np.int64], source: NDArray[np.int64], device: torch.device) -> Varlen:
+    """`own`: tokens of each row that no row before it has; `lengths`: with those; `source`: the packed tokens of all rows in turn."""
+    shared = bool((own < lengths).any())
+    source = source[np.repeat(own > 0, lengths)]  # a row without a token of its own asks nothing
+    own, lengths = own[own > 0], lengths[own > 0]
+    starts = [np.concatenate([np.zeros(1, np.int64), np.cumsum(part)]).astype(np.int32) for part in (own, lengths)]
+    queries, keys = (upload(part, device) for part in starts)
+    return Varlen(queries, keys, int(own.max()), int(lengths.max()), upload(source, device) if shared else None)
+
+
+def upload(array: NDArray[Any], device: torch.device) -> Tensor:
+    """To a GPU through pinned memory, so that nobody waits for what it is still working on."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def token_data(batch: Batch, micro: MicroBatch, weights: FloatArray) -> TokenData:
     """What the loss needs to know of the trained tokens of one micro-batch."""
     device = micro.predict.device
 
     def pick(array: NDArray[np.float32] | NDArray[np.int32] | None) -> Tensor | None:
-        return None if array is None else torch.from_numpy(array[micro.flat]).to(device)
+        return None if array is None else upload(array[micro.flat], device)
 
     logprobs, versions, weight = pick(batch.logprobs), pick(batch.versions), pick(weights)
     assert logprobs is not None and versions is not None and weight is not None

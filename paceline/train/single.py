@@ -6,6 +6,8 @@ Parameters are only ever changed in place, so a rollout engine may read the very
 import logging
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -14,12 +16,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from paceline.algo.loss import LossFn, LossTerms, TokenOutputs
+from paceline.algo.loss import LossFn, LossTerms, TokenData, TokenOutputs
+from paceline.rollout.native.weights import DecoderWeights
+from paceline.train.fused import fused_policy
 from paceline.train.lanes import Lanes
+from paceline.train.neighbour import Neighbour
 from paceline.train.offload import HostShelf, Moved
 from paceline.train.optimizer import adamw, clip_gradients, optimizer_state
-from paceline.train.packed import Head, PackedModel, Tally
-from paceline.train.packing import MicroBatch, micro_batches, token_data
+from paceline.train.out_of_memory import memory_explained
+from paceline.train.packed import Head, PackedModel, Tally, check_policy
+from paceline.train.packing import MicroBatch, grouped_micro_batches, micro_batches, token_data
 from paceline.train.saved import MODEL_FILE, load_training, save_training
 from paceline.train.settings import TrainSettings
 from paceline.types import Batch, FloatArray
@@ -41,18 +47,32 @@ class SingleDevice:
         self._device = next(model.parameters()).device
         self._parameters = self._trained_parameters() | self._packed.value_parameters()
         self._optimizer = adamw(self._parameters, settings)
+        self._fused = fused_policy(model, self._parameters, settings, temperature) if head == "policy" else None
+        if self._fused is not None:
+            check_policy(model, temperature or 1.0, settings.dtype, self._fused.logprobs)
         self._lanes = Lanes(_lane_count(self._parameters, self._device))
         self._shelf = HostShelf()
         self._lent = False
+        self.neighbours: list[Neighbour] = []
 
     @property
     def model(self) -> PreTrainedModel:
         return self._model
 
-    def lend_model(self) -> PreTrainedModel:
-        """The model, for somebody who reads its parameters at any time: from now on `place` leaves them where they are."""
+    def lend_weights(self) -> DecoderWeights:
+        """The weights in the engine's layout, for a reader at any time: what training computes with, not a copy. From now on `place`
+        leaves them where they are."""
         self._lent = True
-        return self._model
+        return self._fused.weights if self._fused is not None else DecoderWeights.from_module(self._model, share=True)
+
+    def copied_weights(self) -> DecoderWeights:
+        """A copy of the weights in the engine's layout and the type of products on a GPU; `current_weights` brings it up to date."""
+        narrow = torch.bfloat16 if self._fused is not None else None
+        return DecoderWeights.from_module(self._model, share=False, dtype=narrow)
+
+    def current_weights(self) -> dict[str, Tensor]:
+        """Every weight by name, tied ones once, as training computes with them."""
+        return dict(self._fused.weights.named) if self._fused is not None else {n: p.detach() for n, p in self._model.named_parameters()}
 
     def _trained_parameters(self) -> dict[str, nn.Parameter]:
         """What the optimizer changes, by the names a checkpoint has for it."""
@@ -70,6 +90,17 @@ class SingleDevice:
 
     def forward_backward(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]:
         tally, weights = Tally(batch), loss_fn.weights(batch)
+        self._my_turn()
+        with self._memory_explained():
+            if self._fused is None:
+                self._module_gradient(batch, loss_fn, weights, tally)
+            else:
+                for micro in self._micro_batches(batch):
+                    data = token_data(batch, micro, weights)
+                    tally.add(self._fused.add_gradient(micro, partial(_swapped, loss_fn, data)))
+            return tally.metrics()
+
+    def _module_gradient(self, batch: Batch, loss_fn: LossFn, weights: FloatArray, tally: Tally) -> None:
         parameters = list(self._parameters.values())
 
         def gradient(micro: MicroBatch) -> tuple[LossTerms, tuple[Tensor | None, ...]]:
@@ -79,25 +110,29 @@ class SingleDevice:
         for terms, parts in self._lanes.map(gradient, self._micro_batches(batch)):
             self._lanes.alone(_add_gradient, parameters, parts)
             tally.add(terms)
-        return tally.metrics()
 
     def _micro_batches(self, batch: Batch) -> Iterator[MicroBatch]:
+        if self._fused is not None:
+            return grouped_micro_batches(batch, self._settings.micro_batch_tokens, self._device)
         return micro_batches(batch, self._settings.micro_batch_tokens, self._device, self._lanes.count)
 
     def _read(self, batch: Batch, name: Literal["logprobs", "values"]) -> FloatArray:
         @torch.no_grad()
         def read(micro: MicroBatch) -> tuple[MicroBatch, FloatArray]:
-            return micro, self._packed(micro)[name].float().cpu().numpy()
+            found = self._packed(micro)[name] if self._fused is None else self._fused.logprobs(micro)
+            return micro, found.float().cpu().numpy()
 
         result = np.zeros(batch.num_tokens, np.float32)
-        for micro, values in self._lanes.map(read, self._micro_batches(batch)):
-            result[micro.flat] = values
+        with self._memory_explained():
+            for micro, values in self._lanes.map(read, self._micro_batches(batch)):
+                result[micro.flat] = values
         return result
 
     # -- update
 
     def optimizer_step(self, lr: float) -> float:
-        return self._lanes.alone(self._step, lr)
+        with self._memory_explained():
+            return self._lanes.alone(self._step, lr)
 
     def _step(self, lr: float) -> float:
         norm = clip_gradients(list(self._parameters.values()), self._settings.max_grad_norm)
@@ -108,6 +143,8 @@ class SingleDevice:
         else:
             log.warning("gradient norm is %s: step skipped, weights unchanged", norm)
         self._optimizer.zero_grad()
+        if self._fused is not None:
+            self._fused.weights_changed()
         return norm if math.isfinite(norm) else math.nan
 
     # -- weights out and in
@@ -124,15 +161,49 @@ class SingleDevice:
         shapes = {name: tuple(p.shape) for name, p in self._parameters.items()}
         load_training(folder, self.trained_file, self._parameters, self._optimizer, shapes)
         self._optimizer.zero_grad()
+        if self._fused is not None:
+            self._fused.weights_changed()
 
     def place(self, where: Literal["device", "host"]) -> Moved:
-        return self._shelf.bring_back() if where == "device" else self._shelf.put_away(self._movable())
+        if where == "host":
+            return self._shelf.put_away(self._movable())
+        self._my_turn()
+        return self._shelf.bring_back()
+
+    def _my_turn(self) -> None:
+        for neighbour in self.neighbours:
+            if neighbour.make_way is not None:
+                neighbour.make_way()
 
     def _movable(self) -> Iterable[Tensor]:
         yield from (p.grad for p in self._parameters.values() if p.grad is not None)
         yield from (tensor for state in self._optimizer.state.values() for tensor in state.values())
-        if not self._lent:
+        if self._fused is not None:
             yield from self._packed.parameters()
+            yield from () if self._lent else self._fused.weights.named.values()
+        elif not self._lent:
+            yield from self._packed.parameters()
+
+    def _memory_explained(self) -> AbstractContextManager[None]:
+        return memory_explained(self._device, self._settings, self._held)
+
+    def _held(self) -> dict[str, int]:
+        state = (tensor for state in self._optimizer.state.values() for tensor in state.values())
+        held = {
+            "parameters": _bytes(self._packed.parameters()),
+            "their bfloat16 copy": _bytes(self._fused.weights.named.values()) if self._fused is not None else 0,
+            "gradients": _bytes(p.grad for p in self._parameters.values() if p.grad is not None),
+            "optimizer state": _bytes(state),
+        }
+        return held | {neighbour.name: neighbour.held() for neighbour in self.neighbours}
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _swapped(loss_fn: LossFn, data: TokenData, outputs: TokenOutputs) -> LossTerms:
+    return loss_fn(outputs, data)
 
 
 def _lane_count(parameters: dict[str, nn.Parameter], device: torch.device) -> int:

@@ -10,11 +10,13 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
 from transformers.models.qwen2 import modeling_qwen2
 
-from paceline.errors import ModelError
+from paceline.algo.loss import LossTerms, PolicyLoss, TokenData, TokenOutputs
+from paceline.errors import ModelError, OutOfMemory
 from paceline.train import attention, head
+from paceline.train.neighbour import Neighbour
 from paceline.train.settings import TrainSettings
 from paceline.train.single import SingleDevice
-from tests.contract.test_train_engine import LOSS, TEMPERATURE, gradients, plain_logprobs, random_batch, tiny, weights_of
+from tests.contract.test_train_engine import ALGORITHM, LOSS, TEMPERATURE, gradients, plain_logprobs, random_batch, tiny, weights_of
 from tests.unit.test_train_head import LargestTensor
 
 SETTINGS = TrainSettings()
@@ -166,3 +168,16 @@ def test_heads_answer_only_what_they_are_for() -> None:
         SingleDevice(tiny("qwen2"), SETTINGS).values(random_batch())
     with pytest.raises(ModelError, match="actor"):
         SingleDevice(tiny("qwen2").base_model, SETTINGS, head="value").logprobs(random_batch())
+
+
+def test_out_of_memory_says_what_holds_the_memory_and_what_to_do() -> None:
+    class Full(PolicyLoss):
+        def __call__(self, outputs: TokenOutputs, data: TokenData) -> LossTerms:
+            raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 139 GiB")
+
+    engine = SingleDevice(tiny("qwen2"), TrainSettings(micro_batch_tokens=512))
+    made_way: list[bool] = []
+    engine.neighbours.append(Neighbour("keys and values", lambda: 2**31, lambda: made_way.append(True)))
+    with pytest.raises(OutOfMemory, match=r"20.00 GiB.*parameters 0.00 GiB.*keys and values 2.00 GiB.*now 512.*gradient_checkpointing"):
+        engine.forward_backward(random_batch(), Full(ALGORITHM))
+    assert made_way == [True]

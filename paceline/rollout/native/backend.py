@@ -80,6 +80,10 @@ class Backend(Protocol):
         """Around a change of the weights: bursts started before still see the old ones."""
         ...
 
+    def cache_bytes(self) -> int:
+        """Held by keys and values while awake."""
+        ...
+
     def sleep(self) -> None:
         """Give memory back. No sequence holds anything."""
         ...
@@ -161,6 +165,9 @@ class SimpleBackend:
 
     def changing_weights(self) -> AbstractContextManager[object]:
         return nullcontext()
+
+    def cache_bytes(self) -> int:
+        return self._model.kv.nbytes
 
     def sleep(self) -> None:
         self._model.drop_cache()

@@ -49,7 +49,7 @@ class CudaBackend:
     def __init__(self, config: PretrainedConfig, weights: DecoderWeights, slots: int, max_length: int, kv_memory_fraction: float) -> None:
         self.device = weights.head.device
         self.slots, self.max_length, self.fraction = slots, max_length, kv_memory_fraction
-        self.stream = torch.cuda.Stream(self.device)
+        self.stream = torch.cuda.Stream(self.device, priority=-1)  # a burst is short: beside training it goes first
         self._after_others()
         with self._here():
             self.forward = Forward(config, weights, slots, max_length)
@@ -77,6 +77,9 @@ class CudaBackend:
         self._held = np.zeros(self.slots, np.int64)  # pages of each row
         self._table_changed = False
         self._used = 0  # rows from here on stand still
+
+    def cache_bytes(self) -> int:
+        return self.cache.kv.nbytes
 
     def sleep(self) -> None:
         self.stream.synchronize()

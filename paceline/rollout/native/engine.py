@@ -184,6 +184,10 @@ class NativeEngine:
         self._backend.sleep()
         self._asleep = True
 
+    def cache_bytes(self) -> int:
+        """Held by keys and values."""
+        return 0 if self._asleep else self._backend.cache_bytes()
+
     def wake(self) -> None:
         """Undo `sleep`; a step does so by itself."""
         if self._asleep:

@@ -93,8 +93,35 @@ class DecoderWeights:
             if (shape := incoming[name].shape) != self.named[name].shape:
                 raise SyncError(f"new weights: {name} has shape {tuple(shape)}, the model has {tuple(self.named[name].shape)}")
         with torch.no_grad():
+            if self.head.is_cuda and isinstance(tensors, dict):  # all at once, since each copy alone is over before the next can be started
+                torch._foreach_copy_([self.named[name] for name in names], [incoming[name] for name in names])
+                return
             for name in names:
                 self.named[name].copy_(incoming[name])
+
+    def zeros(self, dtype: torch.dtype) -> "DecoderWeights":
+        """The same tensors, fused and tied in the same way, all 0."""
+        made: dict[int, Tensor] = {}
+
+        def like(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in made:
+                made[storage.data_ptr()] = torch.zeros(storage.nbytes() // tensor.element_size(), dtype=dtype, device=tensor.device)
+            return made[storage.data_ptr()].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+        def linear(one: Linear) -> Linear:
+            return Linear(like(one.weight), None if one.bias is None else like(one.bias))
+
+        def layer(one: Layer) -> Layer:
+            return Layer(
+                like(one.input_norm), linear(one.qkv), None if one.q_norm is None else like(one.q_norm),
+                None if one.k_norm is None else like(one.k_norm), linear(one.out), like(one.mlp_norm), linear(one.gate_up),
+                linear(one.down),
+            )  # fmt: skip
+
+        layers = tuple(map(layer, self.layers))
+        named = {name: like(tensor) for name, tensor in self.named.items()}
+        return DecoderWeights(like(self.embedding), layers, like(self.norm), like(self.head), self.inv_freq, self.rope_scale, named)
 
 
 class _Taker:

@@ -1,0 +1,163 @@
+"""Whole steps of GRPO on one GPU, as a user runs them: prompts, generation, rewards, update, new weights. Generating and training at
+the same time (placement.overlap, staleness up to 2) against taking turns on the same weights (hybrid sync).
+
+Qwen2.5-0.5B shape with random weights, 32 prompts x 8 answers a step, 128-token prompts. Answers of 512 tokens each, or of forced
+long-tailed lengths (lognormal, median 400, 99th percentile 3200, at most 2048), the same for both modes.
+
+    python benchmarks/gpu_loop.py [--steps 10] [--out benchmarks/results/gpu_loop.json]
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import logging
+import math
+import platform
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import paceline.run  # noqa: E402
+from paceline.config import load_config  # noqa: E402
+from paceline.data.tiny import make_tokenizer  # noqa: E402
+from paceline.reward import verify  # noqa: E402
+from paceline.rollout.native.engine import NativeEngine  # noqa: E402
+from paceline.types import Request  # noqa: E402
+
+PROMPT, NEW, LONGEST = 128, 512, 2048
+MEDIAN, SIGMA = 400, math.log(8) / 2.3263  # 99th percentile: 8 times the median
+TRL = {"transformers generation": 15.6, "vLLM colocated": 11.6}  # seconds a step, TRL 1.16, same GPU, model and load as "512"
+SHAPE = {
+    "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+    "vocab_size": 151936,
+}  # fmt: skip
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+COMMON = [
+    "groups_per_step=32", "group_size=8", f"data.max_prompt_length={PROMPT}", "data.chat=false", "reward.function=varied",
+    "train.dtype=bfloat16", "train.micro_batch_tokens=32768", "save_every=0", "rollout.generation_timeout=600",
+]  # fmt: skip
+MODES = {
+    "hybrid": ["rollout.slots=256"],
+    "async": ["placement.overlap=true", "schedule.max_staleness=2", "schedule.on_sync=swap", "rollout.slots=512"],
+}
+LOADS = {"512": f"rollout.max_response_length={NEW}", "long tail": f"rollout.max_response_length={LONGEST}"}
+TARGETS = {("hybrid", "512"): 2.9, ("async", "512"): 2.3}
+
+
+def make_model(folder: Path, small: bool) -> str:
+    tokenizer = make_tokenizer()
+    shape: dict[str, Any] = SMALL | {"vocab_size": len(tokenizer)} if small else SHAPE
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=True, max_position_embeddings=32768)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def make_prompts(path: Path) -> str:
+    """One token a letter, after one that marks the start."""
+    letters = random.Random(0)
+    rows = [{"prompt": "".join(letters.choices("abcdefghijklmnopqrstuvwxyz", k=PROMPT - 1))} for _ in range(4096)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def forced_length(request_id: str) -> int:
+    seq, attempt, _ = request_id.split(".")
+    return min(LONGEST, max(1, round(random.Random(f"{seq}.{attempt}").lognormvariate(math.log(MEDIAN), SIGMA))))
+
+
+def force_lengths(long_tail: bool, longest: int) -> None:
+    """Every answer has the length drawn for it, whatever the model would say."""
+    plain = NativeEngine.__dict__.get("plain_submit", NativeEngine.submit)
+
+    def submit(engine: NativeEngine, requests: Sequence[Request]) -> None:
+        lengths = [min(longest, forced_length(request.id)) if long_tail else longest for request in requests]
+        plain(engine, [
+            replace(r, sampling=replace(r.sampling, max_new_tokens=n, stop_token_ids=(), stop=()))
+            for r, n in zip(requests, lengths, strict=True)
+        ])  # fmt: skip
+
+    NativeEngine.plain_submit, NativeEngine.submit = plain, submit  # type: ignore[attr-defined, method-assign]
+
+
+def varied(answer: str, row: Mapping[str, Any]) -> float:
+    """A reward that tells answers apart: with equal ones every gradient would be 0, and products of zeros are faster."""
+    return random.Random(f"{len(answer)} {answer[:40]}").random()
+
+
+async def no_checkpoint(*_: Any) -> None:
+    """What a step costs is asked here, not what a disk does."""
+
+
+def measure(model: str, folder: Path, mode: str, load: str, steps: int, extra: list[str]) -> dict[str, Any]:
+    overrides = [f"model={model}", f"run_dir={folder}", f"steps={steps}", *COMMON, *MODES[mode], LOADS[load], *extra]
+    config = load_config(None, overrides)
+    force_lengths(load == "long tail", config.rollout.max_response_length)
+    asyncio.run(paceline.run.train(config))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    warm_up = max(1, steps // 3)
+    times = [after["wall_time_s"] - before["wall_time_s"] for before, after in itertools.pairwise(rows)][warm_up - 1 :]
+    steady = rows[warm_up:]
+    tokens = statistics.mean(row["rollout/tokens"] for row in steady)
+    seconds = sum(times) / len(times)
+    return {
+        "mode": mode, "load": load, "step_s": round(seconds, 3), "target_s": TARGETS.get((mode, load)),
+        "new_tokens_per_step": round(tokens), "tokens_per_s": round(tokens / seconds),
+        "train_s": round(statistics.median(row["time/train_s"] for row in steady), 3),
+        "wait_s": round(statistics.median(row["time/wait_s"] for row in steady), 3),
+        "sync_ms": round(1e3 * statistics.median(row["time/sync_s"] for row in steady), 2),
+        "staleness_max": max(row["staleness/max"] for row in steady), "seconds": [round(t, 3) for t in times],
+        "memory_GiB": round(torch.cuda.max_memory_allocated() / 2**30, 1) if torch.cuda.is_available() else None,
+        "logprob_gap_mean": steady[-1].get("mismatch/logprob_gap_mean", steady[-1].get("train/logprob_gap_mean")),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--small", action="store_true", help="a tiny model, to try the program on a CPU")
+    parser.add_argument("--set", action="append", default=[], help="a setting of the run, key=value")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_loop.json")
+    options = parser.parse_args()
+    logging.getLogger("paceline").setLevel(logging.ERROR)  # a random model learns nothing, and the run says so
+    verify.IN_PROCESS["varied"] = varied
+    paceline.run.save_checkpoint = no_checkpoint  # type: ignore[assignment]
+    results: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "command": "python " + " ".join(sys.argv),
+        "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
+        "load": "GRPO, 0.5B, 32 prompts x 8 answers, 128-token prompts, bfloat16 products; mean of steady steps", "trl_step_s": TRL,
+        "runs": [],
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as scratch:
+        model = make_model(Path(scratch) / "model", options.small)
+        given = [f"data.path={make_prompts(Path(scratch) / 'prompts.jsonl')}", *options.set]
+        for load in LOADS:
+            for mode in MODES:
+                run = measure(model, Path(scratch) / f"{mode}-{load}", mode, load, options.steps, given)
+                results["runs"].append(run)
+                print(json.dumps(run), flush=True)
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+                    torch.cuda.reset_peak_memory_stats()
+    by = {(run["mode"], run["load"]): run["step_s"] for run in results["runs"]}
+    results["async_times_hybrid"] = {load: round(by["hybrid", load] / by["async", load], 2) for load in LOADS}
+    results["async_times_hybrid_target"] = {"long tail": 1.3}
+    print(json.dumps(results["async_times_hybrid"]))
+    options.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

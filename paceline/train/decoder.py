@@ -1,0 +1,128 @@
+"""A decoder's forward and backward pass written out, for training on a GPU: few and large operations, nothing kept that is cheap to
+make again, gradients added where they belong.
+
+Products are computed on a narrow copy of the weights, laid out as the rollout engine reads them. The sum that runs from layer to layer
+and the gradients of all weights are float32.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from paceline.rollout.native.weights import DecoderWeights, Layer, Linear, head_dim
+from paceline.train.operations import Attended, Operations, Positions, Shape
+from paceline.train.packing import MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """What a layer keeps for its backward pass, besides its input."""
+
+    normed: Tensor
+    qkv: Tensor  # before rotation, if that is not done in place
+    rotated: Tensor
+    attended: Attended
+    middle: Tensor  # the sum after attention
+    normed_middle: Tensor
+    gate_up: Tensor
+
+
+@dataclass(slots=True)
+class Tape:
+    """What a forward pass leaves for the backward pass."""
+
+    positions: Positions
+    layers: list[tuple[Tensor, Inside | None]] = field(default_factory=list)  # the input of each; None: to be computed again
+    last: Tensor | None = None  # what the last norm saw
+
+
+class TrainDecoder:
+    def __init__(
+        self, config: PretrainedConfig, weights: DecoderWeights, checkpointing: bool = False, operations: Operations | None = None
+    ) -> None:
+        self.weights = weights
+        self._checkpointing = checkpointing
+        shape = Shape(config.num_attention_heads, config.num_key_value_heads, head_dim(config), config.rms_norm_eps)
+        self._do = operations or Operations(shape)
+
+    def start(self, micro: MicroBatch) -> Tape:
+        rows = micro.layout.varlen
+        assert rows is not None, "micro-batches on a GPU have it"
+        w = self.weights
+        angles = micro.position_ids[0].float()[:, None] * w.inv_freq.to(micro.position_ids.device)
+        return Tape(Positions(angles.cos() * w.rope_scale, angles.sin() * w.rope_scale, rows))
+
+    @torch.no_grad()
+    def forward(self, micro: MicroBatch, tape: Tape, keep: bool) -> Tensor:
+        """[M, hidden] the last hidden states of the tokens that predict a trained one, normed. `keep`: a backward pass will follow."""
+        x = torch.nn.functional.embedding(micro.input_ids[0], self.weights.embedding)
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        delta: Tensor | None = None
+        for layer in self.weights.layers:
+            x, normed = self._do.add_norm(x, delta, layer.input_norm)
+            start = x
+            inside, x, delta = self._inside(layer, x, normed, tape.positions)
+            if keep:
+                tape.layers.append((start, None if self._checkpointing else inside))
+        x, normed = self._do.add_norm(x, delta, self.weights.norm)
+        tape.last = x if keep else None
+        return normed.index_select(0, micro.predict)
+
+    @torch.no_grad()
+    def backward(self, micro: MicroBatch, tape: Tape, d_hidden: Tensor, to: DecoderWeights) -> None:
+        """Add the gradients of all weights but the head's to `to`; uses up the tape."""
+        assert tape.last is not None, "a forward pass that keeps what is needed comes first"
+        d_normed = torch.zeros_like(tape.last).index_add_(0, micro.predict, d_hidden.to(tape.last.dtype))
+        d = torch.zeros_like(tape.last)
+        narrow = self._do.norm_backward(tape.last, self.weights.norm, d_normed, d, to.norm)
+        for layer, gradient in zip(reversed(self.weights.layers), reversed(to.layers), strict=True):
+            start, inside = tape.layers.pop()
+            if inside is None:
+                inside, _, _ = self._inside(layer, start, self._do.add_norm(start, None, layer.input_norm)[1], tape.positions)
+            narrow = self._layer_backward(layer, gradient, start, inside, tape.positions, d, narrow)
+            del inside
+        to.embedding.index_add_(0, micro.input_ids[0], d)
+
+    def _inside(self, layer: Layer, x: Tensor, normed: Tensor, at: Positions) -> tuple[Inside, Tensor, Tensor]:
+        """Through one layer: what its backward pass needs, the sum after attention, and what is still to be added to it."""
+        qkv = layer.qkv(normed)
+        rotated = self._do.rotate(qkv, at, layer.q_norm, layer.k_norm)
+        attended = self._do.attend(rotated, at)
+        middle, normed_middle = self._do.add_norm(x, layer.out(attended[0]), layer.mlp_norm)
+        gate_up = layer.gate_up(normed_middle)
+        delta = layer.down(self._do.silu_mul(gate_up))
+        return Inside(normed, qkv, rotated, attended, middle, normed_middle, gate_up), middle, delta
+
+    def _layer_backward(
+        self, layer: Layer, to: Layer, start: Tensor, inside: Inside, at: Positions, d: Tensor, narrow: Tensor
+    ) -> Tensor:  # fmt: skip
+        """`d`, of the layer's output, becomes that of its input; `narrow` is the same in the type of products, and what is returned."""
+        d_gate_up = inside.gate_up
+        active = self._do.silu_mul_backward(d_gate_up, narrow @ layer.down.weight)
+        _add(to.down, narrow, active)
+        _add(to.gate_up, d_gate_up, inside.normed_middle)
+        narrow = self._do.norm_backward(inside.middle, layer.mlp_norm, d_gate_up @ layer.gate_up.weight, d, to.mlp_norm)
+        _add(to.out, narrow, inside.attended[0])
+        d_qkv = self._do.attend_backward(narrow @ layer.out.weight, inside.rotated, inside.attended, at)
+        norms = self._do.rotate_backward(d_qkv, inside.qkv, at, layer.q_norm, layer.k_norm)
+        if norms is not None and to.q_norm is not None and to.k_norm is not None:
+            to.q_norm.add_(norms[0])
+            to.k_norm.add_(norms[1])
+        _add(to.qkv, d_qkv, inside.normed)
+        return self._do.norm_backward(start, layer.input_norm, d_qkv @ layer.qkv.weight, d, to.input_norm)
+
+
+def _add(to: Linear, d_out: Tensor, x: Tensor) -> None:
+    """The gradient of a linear layer's weights, summed in float32."""
+    add_product(to.weight, d_out.t(), x)
+    if to.bias is not None:
+        to.bias.add_(d_out.sum(0, dtype=to.bias.dtype))
+
+
+def add_product(to: Tensor, a: Tensor, b: Tensor) -> None:
+    """to += a @ b, for a `to` that may be wider."""
+    wide: dict[str, Any] = {"out_dtype": to.dtype} if a.dtype != to.dtype else {}
+    torch.addmm(to, a, b, out=to, **wide)

@@ -1,0 +1,11 @@
+"""What shares a device with a train engine: it holds memory there, and may have to make way for a turn of training."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    name: str
+    held: Callable[[], int]  # bytes on the device
+    make_way: Callable[[], None] | None  # called before training changes weights or needs memory; None: it works beside it
