@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow test-megatron test-bench lint format clean
+.PHONY: demo test test-slow test-megatron test-ray test-bench lint format clean
 
 demo: $(READY)  ## fully async training on two CPU cores, under three minutes
 	$(BIN)/paceline train recipes/fully_async.toml run_dir=runs/demo --fresh
@@ -17,6 +17,9 @@ test-slow: $(READY)  ## every algorithm preset learns, three seeds each: about t
 
 test-megatron: $(VENV)/.megatron  ## the Megatron engine against one device: real ranks on CPU, a few minutes
 	$(BIN)/python -m pytest tests/megatron
+
+test-ray: $(VENV)/.ray  ## workers on Ray: two nodes on this machine, lost calls, killed and stopped workers; a few minutes
+	$(BIN)/python -m pytest tests/ray
 
 test-bench: .venv-trl/.ready  ## our formulas against TRL's own code, in TRL's interpreter
 	OMP_NUM_THREADS=1 .venv-trl/bin/python -m pytest tests/bench
@@ -39,6 +42,10 @@ $(READY): pyproject.toml constraints.txt
 
 $(VENV)/.megatron: $(READY)  # without its dependencies: torch, numpy and packaging are here already
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps "megatron-core==0.16.1"
+	@touch $@
+
+$(VENV)/.ray: $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt "ray==2.60.*"
 	@touch $@
 
 .venv-trl/.ready: benchmarks/install_trl.sh

@@ -6,17 +6,23 @@ may be waiting for it inside a collective operation, where they can hear nobody.
 
 import asyncio
 import atexit
+import contextlib
+import fcntl
 import os
+import socket
+import struct
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from paceline.errors import WorkerDied
-from paceline.place.worker import Build, Worker
+from paceline.place.worker import Build, Worker, seen
 from paceline.types import Role
 
 IN_RANKS = {Role.ACTOR, Role.CRITIC, Role.REF}  # the others live on the first rank alone
+SIOCGIFADDR = 0x8915  # Linux: the address of a network interface
 GRACE_S = 5.0  # for the other ranks to say what became of a call that failed on one
 
 
@@ -41,6 +47,7 @@ class WorkerGroup(Worker):
         self._first_only = first_only
         self._clean_up = clean_up
         self.ranks = ranks
+        self.node, self.host = ranks[0].node, ranks[0].host
         for rank in ranks:
             rank.died.add_done_callback(self._rank_died)
 
@@ -54,7 +61,7 @@ class WorkerGroup(Worker):
             return self.ranks[0].start_call(role, method, *args)
         answers = [rank.start_call(role, method, *args) for rank in self.ranks]
         for answer in answers:
-            answer.add_done_callback(_seen)
+            answer.add_done_callback(seen)
         return asyncio.ensure_future(self._together(f"{role}.{method}", answers))
 
     async def ready(self) -> None:
@@ -117,25 +124,41 @@ class WorkerGroup(Worker):
             rank._send(message)
 
 
-def _seen(answer: asyncio.Future[Any]) -> None:
-    """Errors are read by those who wait; when nobody does any more there is nothing to complain of."""
-    if not answer.cancelled():
-        answer.exception()
-
-
 def start_rank(rank: int, count: int, store: str, build: Build, args: tuple[Any, ...]) -> Mapping[str, Any]:
-    """In the rank's process: meet the other ranks, then build the parts."""
+    """In the rank's process: meet the other ranks at `store` (a file:// of this machine, or tcp://host:port), then build the parts."""
     import torch
     import torch.distributed as dist
 
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine, whose own name may not resolve
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, init_method=store, rank=rank, world_size=count)
+    url = urlsplit(store)
+    if url.scheme == "file":
+        use_interface("127.0.0.1")
+        dist.init_process_group(backend, init_method=store, rank=rank, world_size=count)
+    else:
+        assert url.hostname and url.port
+        use_interface(url.hostname)
+        listening = int(url.query.removeprefix("fd=")) if url.query else None  # the first rank's own socket
+        tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]
+        meeting = tcp_store(url.hostname, url.port, count, listening is not None, master_listen_fd=listening)
+        dist.init_process_group(backend, store=meeting, rank=rank, world_size=count)
     atexit.register(dist.destroy_process_group)
     return build(*args)
+
+
+def use_interface(host: str) -> None:
+    """Have gloo talk over the network interface that leads to `host`; the machine's own name, which it would ask, may not resolve."""
+    if sys.platform != "linux":
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))
+        address = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            with contextlib.suppress(OSError):  # it has no address
+                if socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24]) == address:
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def is_first_rank() -> bool:

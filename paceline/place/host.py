@@ -4,6 +4,7 @@ A host runs in a process of its own or on a thread of the controller; the loop i
 happens one after the other, roles on one pool take turns by construction, and weights change only between decode steps.
 """
 
+import contextlib
 import logging
 import os
 import queue
@@ -12,12 +13,16 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from paceline.place.message import Call, Event, Reply
 
 log = logging.getLogger(__name__)
+
+LOOK_S = 0.002  # how often an answer that is to come later is looked for
 
 
 class Channel(Protocol):
@@ -58,19 +63,35 @@ class ThreadChannel:
         self.outbox.put(message)
 
 
+@dataclass(frozen=True, slots=True)
+class Later:
+    """What a method returns when its answer is not there yet: others are answered meanwhile, and parts work."""
+
+    done: Callable[[], bool]
+    result: Callable[[], Any]
+
+
 def serve(channel: Channel, parts: Mapping[str, Any]) -> None:
     """Answer calls and let parts work until told to stop (None) or the controller is gone (EOFError)."""
     workers = {role: part for role, part in parts.items() if hasattr(part, "work")}
     busy = False
+    open_calls: list[tuple[Call, Later]] = []
     while True:
-        if channel.poll(0 if busy else None):
+        if channel.poll(0 if busy else LOOK_S if open_calls else None):
             call = channel.recv()
             if call is None:
                 return
-            channel.send(_answer(call, parts))
+            reply = _answer(call, partial(_perform, call, parts))
+            if isinstance(reply.value, Later):
+                open_calls.append((call, reply.value))
+            else:
+                channel.send(reply)
             busy = True
             continue
         busy = False
+        for call, later in [(call, later) for call, later in open_calls if later.done()]:
+            open_calls.remove((call, later))
+            channel.send(_answer(call, later.result))
         for role, part in workers.items():
             produced = part.work()
             if produced is not None:
@@ -79,9 +100,13 @@ def serve(channel: Channel, parts: Mapping[str, Any]) -> None:
                     channel.send(Event(role, produced))
 
 
-def _answer(call: Call, parts: Mapping[str, Any]) -> Reply:
+def _perform(call: Call, parts: Mapping[str, Any]) -> Any:
+    return getattr(parts[call.role], call.method)(*call.args)
+
+
+def _answer(call: Call, work: Callable[[], Any]) -> Reply:
     try:
-        return Reply(call.id, getattr(parts[call.role], call.method)(*call.args))
+        return Reply(call.id, work())
     except Exception as error:
         log.exception("%s.%s failed", call.role, call.method)
         return Reply(call.id, error=error)
@@ -108,8 +133,25 @@ class Vitals:
         return peak_memory()
 
 
+_highest = 0  # before the count was last started again
+
+
 def peak_memory() -> int:
     """Most bytes this process ever held."""
+    return max(_highest, _counted_peak())
+
+
+def take_peak_memory() -> int:
+    """Most bytes this process held since this was last called (Linux; elsewhere: ever)."""
+    global _highest
+    peak = _counted_peak()
+    _highest = max(_highest, peak)
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    return peak
+
+
+def _counted_peak() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

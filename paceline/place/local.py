@@ -7,14 +7,16 @@ import asyncio
 import contextlib
 import logging
 import os
+import queue
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +25,23 @@ from paceline.place.build import build_parts
 from paceline.place.cluster import Node, PlannedWorker
 from paceline.place.group import IN_RANKS, Rank, WorkerGroup, start_rank
 from paceline.place.host import ThreadChannel, serve
-from paceline.place.message import Reply
+from paceline.place.message import Call, Reply
 from paceline.place.worker import Build, Worker
+from paceline.types import Role
 
 log = logging.getLogger(__name__)
 
 
 class ThreadWorker(Worker):
-    """A worker on a thread of this process: the hybrid engine, where generation and training share memory."""
+    """A worker on a thread of this process: the hybrid engine, where generation and training share memory.
 
-    def __init__(self, name: str, build: Build, args: tuple[Any, ...]) -> None:
+    Roles in `beside` have a thread of their own, to work while the others do."""
+
+    def __init__(self, name: str, build: Build, args: tuple[Any, ...], beside: Collection[str] = ()) -> None:
         super().__init__(name)
-        self._channel = ThreadChannel()
+        self._channel, self._second = ThreadChannel(), ThreadChannel()
+        self._second.outbox = self._channel.outbox
+        self._beside = frozenset(beside)
         self._host = threading.Thread(target=self._run, args=(build, args), name=name, daemon=True)
         self._reader = threading.Thread(target=self._read, name=f"{name}-reader", daemon=True)
         self._host.start()
@@ -47,9 +54,23 @@ class ThreadWorker(Worker):
             except Exception as error:
                 self._channel.send(Reply(0, error=error))
                 return
+            first = {role: part for role, part in parts.items() if role not in self._beside}
+            second = {role: part for role, part in parts.items() if role in self._beside}
+            thread = threading.Thread(target=self._serve_second, args=(second,), name=f"{self.name}-second", daemon=True)
+            if second:
+                thread.start()
             self._channel.send(Reply(0))
-            serve(self._channel, parts)
+            serve(self._channel, first)
+            if second:
+                thread.join()
             self._channel.send(None)
+        except BaseException as error:
+            log.exception("worker %s failed", self.name)
+            self._channel.send(error)
+
+    def _serve_second(self, parts: Mapping[str, Any]) -> None:
+        try:
+            serve(self._second, parts)
         except BaseException as error:
             log.exception("worker %s failed", self.name)
             self._channel.send(error)
@@ -65,7 +86,10 @@ class ThreadWorker(Worker):
                 return
 
     def _send(self, message: Any) -> None:
-        self._channel.inbox.put(message)
+        if message is None:
+            self._second.inbox.put(None)
+        second = isinstance(message, Call) and message.role in self._beside
+        (self._second if second else self._channel).inbox.put(message)
 
     async def close(self) -> None:
         self._closing = True
@@ -99,9 +123,18 @@ class ProcessWorker(Rank):
         if cores and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(self.process.pid, cores)
         self._connection: Connection[Any, Any] = Connection(ours.detach())
-        self._connection.send((build, args))
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, name=f"{name}-reader", daemon=True)
+        self._writer = threading.Thread(target=self._write, name=f"{name}-writer", daemon=True)
         self._reader.start()
+        self._writer.start()
+        self._send((build, args))
+
+    def _write(self) -> None:
+        """On a thread of its own: a process that has been stopped takes nothing more, and the controller must not wait for it."""
+        with contextlib.suppress(OSError):  # the reader sees its end too
+            while (message := self._outbox.get()) is not None:
+                self._connection.send_bytes(message)
 
     def _read(self) -> None:
         try:
@@ -123,7 +156,7 @@ class ProcessWorker(Rank):
         self.process.kill()
 
     def _send(self, message: Any) -> None:
-        self._connection.send(message)
+        self._outbox.put(ForkingPickler.dumps(message))
 
     def _last_words(self) -> str:
         code = self.process.returncode
@@ -137,14 +170,15 @@ class ProcessWorker(Rank):
 
     async def close(self) -> None:
         self._closing = True
-        with contextlib.suppress(OSError):
-            self._send(None)
+        self._send(None)
         try:
             await asyncio.to_thread(self.process.wait, 5)
         except subprocess.TimeoutExpired:
             self.process.kill()
             await asyncio.to_thread(self.process.wait)
+        self._outbox.put(None)
         await asyncio.to_thread(self._reader.join, 5)
+        await asyncio.to_thread(self._writer.join, 5)
         self._connection.close()
 
 
@@ -176,7 +210,7 @@ class LocalCluster:
                 first_only=set(plan.roles) - IN_RANKS,
             )
         if plan.alone:
-            return ThreadWorker(plan.name, build_parts, args)
+            return ThreadWorker(plan.name, build_parts, args, {Role.ROLLOUT} if self._config.placement.overlap else ())
         return ProcessWorker(
             plan.name,
             build_parts,

@@ -12,6 +12,11 @@ from paceline.settings import Settings
 from paceline.types import Role
 
 
+class RaySettings(Settings):
+    address: str = "local"
+    """Where the Ray cluster is (host:port, or "auto" for the one this machine belongs to). "local": one of our own, for this run."""
+
+
 class PlacementSettings(Settings):
     actor: str = "main"
     """Pool of the model that learns."""
@@ -29,6 +34,19 @@ class PlacementSettings(Settings):
     """Processes in each pool that trains, or holds the reference model, when train.backend has several."""
     threads: int = Field(0, ge=0)
     """CPU threads per worker; 0 = the machine's cores divided among the workers."""
+    overlap: bool = False
+    """Where actor and rollout share a pool: generate while training, on a second stream of the same GPU (a second thread on a CPU) and
+    with a copy of the weights. Off: they take turns on the same weights. Worth it with schedule.max_staleness above 0."""
+
+    @model_validator(mode="after")
+    def _overlap_on_one_pool(self) -> "PlacementSettings":
+        elsewhere = [f"placement.{role.value} = {self.pool(role)!r}" for role in Role if self.pool(role) != self.actor]
+        if self.overlap and elsewhere:
+            raise ValueError(
+                f"placement.overlap = true contradicts {', '.join(elsewhere)}: it is for one device that has all roles "
+                f"(pool {self.actor!r}); pools of their own work side by side anyway"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_engine_when_shared(self) -> "PlacementSettings":

@@ -20,9 +20,24 @@ START_TIMEOUT_S = 300.0  # a cold import of torch on a slow disk takes its time
 
 
 async def open_cluster(config: RunConfig, model_path: str, log_folder: Path) -> Cluster:
+    if config.cluster == "ray":
+        from paceline.place.ray import RayCluster
+
+        return await RayCluster.open(config, model_path, log_folder)
     from paceline.place.local import LocalCluster
 
     return LocalCluster(config, model_path, log_folder)
+
+
+async def find_nodes(config: RunConfig) -> list[Node]:
+    """What a run would have to run on, without starting it."""
+    from paceline.place.local import this_machine
+
+    if config.cluster == "local" or config.ray.address == "local":
+        return [this_machine()]
+    from paceline.place.ray import look_at
+
+    return await look_at(config.ray.address)
 
 
 def plan_workers(config: RunConfig, nodes: Sequence[Node]) -> list[PlannedWorker]:
@@ -40,10 +55,11 @@ def plan_workers(config: RunConfig, nodes: Sequence[Node]) -> list[PlannedWorker
     pinned = sum(map(len, devices)) > 1 and all(
         count * threads <= len(cores[node]) for node, count in Counter(d.node for each in devices for d in each).items()
     )
+    alone = len(wanted) == 1 and config.rollout.engine == "native"  # vLLM changes the process it is in: not the controller's
     plans = []
     for (name, pool, roles), own in zip(wanted, devices, strict=True):
         taken = [cores[device.node].pop(0) for device in own for _ in range(threads)] if pinned else []
-        plans.append(PlannedWorker(name, roles, _ranks(config, roles), threads, tuple(taken), pool, own, len(wanted) == 1))
+        plans.append(PlannedWorker(name, roles, _ranks(config, roles), threads, tuple(taken), pool, own, alone))
     return plans
 
 

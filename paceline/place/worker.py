@@ -25,6 +25,7 @@ class Worker(ABC):
     def __init__(self, name: str) -> None:
         self.name = name
         self.node = "local"  # the machine it runs on
+        self.host = "127.0.0.1"  # where others can reach it
         self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.fenced = 0  # messages that came after its death
         self._loop = asyncio.get_running_loop()
@@ -107,3 +108,9 @@ class Worker(ABC):
             if not future.done():
                 future.set_exception(error)
         self._pending = {0: self._pending[0]} if 0 in self._pending else {}
+
+
+def seen(answer: asyncio.Future[Any]) -> None:
+    """Errors are read by those who wait; when nobody does any more there is nothing to complain of."""
+    if not answer.cancelled():
+        answer.exception()

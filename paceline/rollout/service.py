@@ -1,27 +1,54 @@
-"""The worker's end of an engine: drives a NativeEngine step by step between calls."""
+"""The worker's end of an engine: drives it step by step between calls."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 from torch import Tensor
 
 from paceline.errors import RolloutError, SyncError
-from paceline.place.host import BusyClock
+from paceline.place.host import BusyClock, Later
 from paceline.rollout.engine import EngineStats
-from paceline.rollout.native.engine import NativeEngine
-from paceline.sync.transport import Layout, WeightBlock
+from paceline.sync.block import Layout, WeightBlock
+from paceline.sync.collective import CollectiveReceiver
+from paceline.sync.stream import Address, StreamReceiver
 from paceline.sync.weights import Weights
 from paceline.types import Completion, Request
 
 Finished = list[tuple[str, Completion]]
+TrainerWeights = Callable[[], AbstractContextManager[Mapping[str, Tensor]]]
+
+
+class SteppedEngine(Protocol):
+    """What the native engine and vLLM's adapter have in common; see the former for what each part means."""
+
+    @property
+    def running(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def has_work(self) -> bool: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def tokens_sampled(self) -> int: ...
+    def submit(self, requests: Sequence[Request]) -> None: ...
+    def step(self) -> Finished: ...
+    def abort(self, ids: Sequence[str]) -> Finished: ...
+    def interrupt(self) -> Finished: ...
+    def settle(self) -> None: ...
+    def load(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int) -> None: ...
+    def set_version(self, version: int) -> None: ...
 
 
 class RolloutService:
-    def __init__(self, engine: NativeEngine, trainer_weights: Callable[[], Mapping[str, Tensor]] | None = None) -> None:
+    def __init__(self, engine: SteppedEngine, trainer_weights: TrainerWeights | None = None) -> None:
         """`trainer_weights`: where to copy from when the trainer is in the same worker but has its weights in another form."""
         self._engine = engine
         self._trainer_weights = trainer_weights
         self._held = False
         self._block: WeightBlock | None = None
+        self._receiver: StreamReceiver | None = None
         self._busy = BusyClock()
         self._leaving: Finished = []  # ended by a call; sent with the next unit of work
 
@@ -56,19 +83,50 @@ class RolloutService:
         self._held = False
 
     def attach_weights(self, path: str, layout: Layout) -> None:
+        """Load from shared memory."""
         self._block = WeightBlock(path, layout)
 
-    def load_weights(self, weights: Weights) -> None:
+    def stream_weights(self, kind: str, layout: Layout, host: str, token: bytes, sources: Sequence[Address]) -> int:
+        """Load from another machine, by "stream" or also by "collective"; the port where others can fetch what this one has."""
+        if self._receiver is None:
+            self._receiver = (CollectiveReceiver if kind == "collective" else StreamReceiver)(layout, host, token)
+        self._receiver.sources = sources
+        return self._receiver.server.port
+
+    def fetch_weights(self, version: int) -> None:
+        """Begin to receive what `load_weights` will be told to load."""
+        assert self._receiver
+        self._receiver.fetch(version)
+
+    def join_circle(self, store: Address, epoch: int, rank: int, size: int) -> None:
+        assert isinstance(self._receiver, CollectiveReceiver)
+        self._receiver.join(store, epoch, rank, size)
+
+    def receive_weights(self, version: int) -> Later:
+        """Take part in a broadcast; whether all of it came that way."""
+        receiver = self._receiver
+        assert isinstance(receiver, CollectiveReceiver)
+        receiver.receive(version)
+        return Later(lambda: receiver.done(version), lambda: receiver.in_circle)
+
+    def load_weights(self, weights: Weights) -> Later | None:
         if weights.checksum is None:
             if self._trainer_weights is None:
                 self._engine.set_version(weights.version)
             else:
-                self._engine.load(self._trainer_weights(), weights.version)
-            return
+                with self._trainer_weights() as tensors:
+                    self._engine.load(tensors, weights.version)
+            return None
+        if (receiver := self._receiver) is not None:
+            receiver.fetch(weights.version)
+            return Later(
+                lambda: receiver.done(weights.version), lambda: self._engine.load(receiver.tensors(weights).items(), weights.version)
+            )
         if self._block is None:
             raise SyncError(f"weights of version {weights.version} were announced before the shared memory was attached")
         self._block.verify(weights)
         self._engine.load(self._block.tensors.items(), weights.version)
+        return None
 
     def stats(self) -> EngineStats:
         engine = self._engine

@@ -3,24 +3,23 @@ engines need to take it; the engines check it before they use it."""
 
 import os
 import tempfile
-import zlib
-from collections.abc import Iterable
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import IO, Protocol
 
-from paceline.errors import SyncError
 from paceline.place.worker import Worker
+from paceline.sync.block import Layout, block_size
 from paceline.sync.weights import Weights
 from paceline.types import Role
 
-if TYPE_CHECKING:
-    import torch
-
-Layout = list[tuple[str, tuple[int, ...], str]]  # name, shape, dtype
-
 
 class WeightTransport(Protocol):
-    async def publish(self, version: int) -> Weights: ...
+    async def publish(self, version: int) -> Weights:
+        """Take the trainer's weights and make them available; what engines need to load them."""
+        ...
+
+    async def attach(self, engine: Worker) -> None:
+        """Prepare an engine that joins later, or that has returned, to load what is published."""
+        ...
 
 
 class InPlace:
@@ -30,85 +29,40 @@ class InPlace:
     async def publish(self, version: int) -> Weights:
         return Weights(version)
 
+    async def attach(self, engine: Worker) -> None:
+        """It has them already."""
+
 
 class SharedMemory:
     """One block of shared memory: the trainer writes all tensors and their checksum, engines verify and copy.
 
-    The file has a name only until every worker has opened it, so nothing is left behind however the run ends.
+    The file has no name once it is made: workers open it through our descriptor, so nothing is left behind however the run ends.
     """
 
-    def __init__(self, trainer: Worker) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Worker, layout: Layout, file: IO[bytes]) -> None:
+        self._trainer, self._layout, self._file = trainer, layout, file
 
     @classmethod
-    async def connect(cls, trainer: Worker, engines: list[Worker]) -> "SharedMemory":
-        layout = await trainer.call(Role.ACTOR, "weights_layout")
-        handle, name = tempfile.mkstemp(prefix="paceline-weights-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
-        try:
-            os.ftruncate(handle, max(1, block_size(layout)))
-            await trainer.call(Role.ACTOR, "attach_weights", name, layout)
-            for engine in engines:
-                await engine.call(Role.ROLLOUT, "attach_weights", name, layout)
-        finally:
-            os.close(handle)
-            Path(name).unlink()
-        return cls(trainer)
+    async def connect(cls, trainer: Worker, engines: Sequence[Worker]) -> "SharedMemory":
+        layout: Layout = await trainer.call(Role.ACTOR, "weights_layout")
+        folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        # without /proc there is no way to a file that has no name, so it keeps its name as long as we live
+        make = tempfile.TemporaryFile if os.path.isdir("/proc/self/fd") else tempfile.NamedTemporaryFile
+        file = make(prefix="paceline-weights-", dir=folder)
+        file.truncate(max(1, block_size(layout)))
+        memory = cls(trainer, layout, file)
+        await trainer.call(Role.ACTOR, "attach_weights", memory._path, layout)
+        for engine in engines:
+            await memory.attach(engine)
+        return memory
 
     async def publish(self, version: int) -> Weights:
         checksum: int = await self._trainer.call(Role.ACTOR, "publish_weights", version)
         return Weights(version, checksum)
 
+    async def attach(self, engine: Worker) -> None:
+        await engine.call(Role.ROLLOUT, "attach_weights", self._path, self._layout)
 
-class WeightBlock:
-    """A worker's view of the shared block: named tensors over the same bytes."""
-
-    def __init__(self, path: str, layout: Layout) -> None:
-        import torch
-
-        self._bytes = torch.from_file(path, shared=True, size=max(1, block_size(layout)), dtype=torch.uint8)
-        self.tensors: dict[str, torch.Tensor] = {}
-        offset = 0
-        for name, shape, dtype_name in layout:
-            dtype = getattr(torch, dtype_name)
-            size = _size(shape, dtype_name)
-            self.tensors[name] = self._bytes[offset : offset + size].view(dtype).view(shape)
-            offset += _aligned(size)
-
-    def write(self, tensors: "Iterable[tuple[str, torch.Tensor]]") -> int:
-        """Copy all tensors in; returns the checksum."""
-        missing = set(self.tensors)
-        for name, tensor in tensors:
-            self.tensors[name].copy_(tensor)
-            missing.discard(name)
-        if missing:
-            raise SyncError(f"the trainer did not export {sorted(missing)[:3]}; all {len(self.tensors)} tensors of the layout are needed")
-        return self.checksum()
-
-    def checksum(self) -> int:
-        return zlib.crc32(self._bytes.numpy().data)
-
-    def verify(self, weights: Weights) -> None:
-        found = self.checksum()
-        if found != weights.checksum:
-            raise SyncError(f"weights of version {weights.version} arrived damaged: checksum {found:#x}, expected {weights.checksum:#x}")
-
-
-def layout_of(tensors: "Iterable[tuple[str, torch.Tensor]]") -> Layout:
-    return [(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors]
-
-
-def block_size(layout: Layout) -> int:
-    return sum(_aligned(_size(shape, dtype)) for _, shape, dtype in layout)
-
-
-def _size(shape: tuple[int, ...], dtype: str) -> int:
-    import torch
-
-    count = 1
-    for dim in shape:
-        count *= dim
-    return count * int(getattr(torch, dtype).itemsize)
-
-
-def _aligned(size: int) -> int:
-    return (size + 63) // 64 * 64
+    @property
+    def _path(self) -> str:
+        return self._file.name if isinstance(self._file.name, str) else f"/proc/{os.getpid()}/fd/{self._file.fileno()}"

@@ -1,15 +1,21 @@
 """The worker's end of training: an Actor or Critic, plus what the weight transport needs of it."""
 
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Literal
+
+import torch
+from torch import Tensor
 
 from paceline.errors import SyncError
 from paceline.place.group import is_first_rank
 from paceline.place.host import BusyClock
-from paceline.sync.transport import Layout, WeightBlock, layout_of
+from paceline.place.phases import GENERATE, HAND_OVER, TRAIN, Phases
+from paceline.sync.block import Layout, WeightBlock, layout_of
+from paceline.sync.collective import CollectiveSource
+from paceline.sync.stream import Address, StreamSource
 from paceline.train.actor import Actor
 from paceline.train.critic import Critic
 from paceline.train.engine import TrainEngine
@@ -19,15 +25,31 @@ from paceline.types import Batch, FloatArray
 class Turns:
     """An engine's turns on a device it shares with others: inside it is there, in between it waits in host memory."""
 
-    def __init__(self, engine: TrainEngine, offload: bool) -> None:
-        self._engine, self._offload = engine, offload
+    def __init__(self, engine: TrainEngine, offload: bool, phases: Phases | None = None) -> None:
+        """`phases`: where the worker's engine takes turns with the rollout engine, so that what each needs is measured."""
+        self._engine, self._offload, self._phases = engine, offload, phases
+        self._phase = TRAIN
         self._bytes, self._seconds = 0, 0.0
 
     def __enter__(self) -> None:
+        if self._phases:
+            self._phases.enter(self._phase)
         self._place("device")
 
     def __exit__(self, *_: object) -> None:
+        if self._phases:
+            self._phases.enter(GENERATE)
         self._place("host")
+
+    @contextmanager
+    def handing_over(self) -> Iterator[None]:
+        """A turn in which the rollout engine copies weights."""
+        self._phase = HAND_OVER
+        try:
+            with self:
+                yield
+        finally:
+            self._phase = TRAIN
 
     def _place(self, where: Literal["device", "host"]) -> None:
         if self._offload:
@@ -42,8 +64,8 @@ class Turns:
 
 
 class CriticService:
-    def __init__(self, critic: Critic, offload: bool = False) -> None:
-        self._critic, self._turn = critic, Turns(critic.engine, offload)
+    def __init__(self, critic: Critic, offload: bool = False, phases: Phases | None = None) -> None:
+        self._critic, self._turn = critic, Turns(critic.engine, offload, phases)
 
     def values(self, batch: Batch) -> FloatArray:
         with self._turn:
@@ -67,9 +89,13 @@ class RefService:
     """The frozen model the policy is kept close to: one of its own, or the actor's while `as_reference` holds."""
 
     def __init__(
-        self, engine: TrainEngine, offload: bool = False, as_reference: Callable[[], AbstractContextManager[None]] = nullcontext
+        self,
+        engine: TrainEngine,
+        offload: bool = False,
+        as_reference: Callable[[], AbstractContextManager[None]] = nullcontext,
+        phases: Phases | None = None,
     ) -> None:
-        self._engine, self._turn, self._as_reference = engine, Turns(engine, offload), as_reference
+        self._engine, self._turn, self._as_reference = engine, Turns(engine, offload, phases), as_reference
 
     def logprobs(self, batch: Batch) -> FloatArray:
         with self._turn, self._as_reference():
@@ -77,15 +103,18 @@ class RefService:
 
 
 class ActorService:
-    def __init__(self, actor: Actor, offload: bool = False) -> None:
-        self._actor, self._turn = actor, Turns(actor.engine, offload)
-        self._block: WeightBlock | None = None
+    def __init__(self, actor: Actor, offload: bool = False, phases: Phases | None = None) -> None:
+        self._actor, self._turn, self._phases = actor, Turns(actor.engine, offload, phases), phases
+        self._source: StreamSource | None = None
+        self._write: Callable[[Iterator[tuple[str, Tensor]], int], int] | None = None
 
     def update(self, batch: Batch, step: int, kl_coef: float | None = None) -> dict[str, float]:
         busy = BusyClock()
         with busy, self._turn:
             metrics = self._actor.update(batch, step, kl_coef)
-        return {f"train/{name}": value for name, value in (metrics | self._turn.metrics()).items()} | {"train/busy_s": busy.seconds}
+        memory = self._phases.metrics() if self._phases else {}
+        named = {f"train/{name}": value for name, value in (metrics | self._turn.metrics()).items()}
+        return named | memory | {"train/busy_s": busy.seconds}
 
     def save(self, folder: str) -> None:
         with self._turn:
@@ -95,13 +124,40 @@ class ActorService:
         with self._turn:
             self._actor.engine.load(Path(folder))
 
+    @contextmanager
+    def weights_at_hand(self, weights: Callable[[], Mapping[str, Tensor]]) -> Iterator[Mapping[str, Tensor]]:
+        """The trainer's weights, for the engine in the same worker to copy."""
+        with self._turn.handing_over():
+            yield weights()
+
     def weights_layout(self) -> Layout:
         with self._turn:
             return layout_of(self._actor.engine.export_weights())
 
     def attach_weights(self, path: str, layout: Layout) -> None:
+        """Publish into shared memory."""
         if is_first_rank():
-            self._block = WeightBlock(path, layout)
+            block = WeightBlock(path, layout)
+            self._write = lambda weights, _: block.write(weights)
+
+    def stream_weights(self, kind: str, layout: Layout, host: str, token: bytes) -> int:
+        """Publish to other machines: a "stream" or also a "collective"; the port where to fetch."""
+        if not is_first_rank():
+            return 0
+        self._source = CollectiveSource(layout, host, token) if kind == "collective" else StreamSource(layout, host, token)
+        self._write = self._source.write
+        return self._source.server.port
+
+    def on_gpu(self) -> bool:
+        return torch.cuda.is_available()
+
+    def circle_store(self) -> Address | None:
+        """Where a circle for broadcasts meets."""
+        return self._source.store if isinstance(self._source, CollectiveSource) else None
+
+    def join_circle(self, epoch: int, size: int) -> None:
+        if isinstance(self._source, CollectiveSource):
+            self._source.join(epoch, size)
 
     def publish_weights(self, version: int) -> int:
         """All ranks gather the weights, the first writes them; its checksum."""
@@ -110,6 +166,6 @@ class ActorService:
             if not is_first_rank():
                 deque(weights, maxlen=0)
                 return 0
-            if self._block is None:
-                raise SyncError(f"version {version} cannot be published before the shared memory is attached")
-            return self._block.write(weights)
+            if self._write is None:
+                raise SyncError(f"version {version} cannot be published before a transport is attached")
+            return self._write(weights, version)

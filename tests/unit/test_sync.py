@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.errors import SyncError
-from paceline.sync.transport import WeightBlock, block_size, layout_of
+from paceline.sync.block import WeightBlock, block_size, layout_of
 from paceline.sync.weights import Weights
 
 TENSORS = [("a", torch.arange(12.0).view(3, 4)), ("b", torch.ones(5, dtype=torch.bfloat16)), ("c", torch.tensor(7.0))]

@@ -1,0 +1,37 @@
+"""`paceline plan`: the map of devices to roles as a table, with what each needs."""
+
+from rich.table import Table
+
+from paceline.config import RunConfig
+from paceline.models import resolve_model
+from paceline.place.cluster import Node
+from paceline.place.fit import GB, check_fit, needs
+from paceline.place.pools import find_nodes, plan_workers
+
+
+async def plan_table(config: RunConfig) -> tuple[Table, list[str]]:
+    """The table, and warnings about what may not fit. Raises ConfigError for what cannot."""
+    model_path = resolve_model(config.model, config.data.task)
+    nodes = await find_nodes(config)
+    plans = plan_workers(config, nodes)
+    warnings = check_fit(plans, nodes, config, model_path)
+    table = Table("node", "device", "pool", "worker", "role", "threads", "memory", "at most", title=_title(config, nodes))
+    by_name = {node.name: node for node in nodes}
+    position = {node.name: number for number, node in enumerate(nodes)}
+    rows = [(device, rank, plan) for plan in plans for rank, device in enumerate(plan.devices)]
+    rows.sort(key=lambda row: (position[row[0].node], row[0].index))
+    for device, rank, plan in rows:
+        need = needs(plan, config, model_path)
+        kind = "GPU" if by_name[device.node].gpus else "CPU slot"
+        name = f"{plan.name} rank {rank}" if plan.ranks else plan.name
+        for number, role in enumerate(plan.roles):
+            place = (device.node[:12], f"{kind} {device.index}", plan.pool, name) if number == 0 else ("", "", "", "")
+            fixed, most = need[role].fixed, need[role].at_most
+            table.add_row(*place, role.value, str(plan.threads), f"{fixed / GB:.2f} GB", f"{most / GB:.2f} GB")
+    return table, warnings
+
+
+def _title(config: RunConfig, nodes: list[Node]) -> str:
+    gpus, cpus = sum(node.gpus for node in nodes), sum(node.cpus for node in nodes)
+    devices = f"{gpus} GPUs" if gpus else f"{cpus} CPU slots"
+    return f"{config.cluster}: {len(nodes)} node{'s' if len(nodes) > 1 else ''}, {devices}"

@@ -1,0 +1,103 @@
+"""What each planned worker needs of its devices, and whether they have it: before anything is started.
+
+Parameters, gradients and optimizer are exact, and what is refused is refused for them. Activations and the engine's cache are upper
+bounds: shown, and warned of, since smaller ones also work.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig
+
+from paceline.config import RunConfig
+from paceline.errors import ConfigError
+from paceline.models import load_config
+from paceline.place.cluster import Device, Node, PlannedWorker
+from paceline.train.memory import memory_estimate
+from paceline.types import Role
+
+PROCESS = 300 << 20  # of host memory: an interpreter with torch in it
+GB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes on each device of a worker."""
+
+    fixed: int  # without these nothing works
+    at_most: int  # with all activations and the whole cache
+
+    def __add__(self, other: "Need") -> "Need":
+        return Need(self.fixed + other.fixed, self.at_most + other.at_most)
+
+
+def needs(plan: PlannedWorker, config: RunConfig, model_path: str) -> dict[Role, Need]:
+    """By role, on the rank that holds the most."""
+    model = load_config(model_path)
+    parts = memory_estimate(model, config.train, plan.processes)
+    found: dict[Role, Need] = {}
+    for role in plan.roles:
+        if role in (Role.ACTOR, Role.CRITIC):
+            kept = parts["parameters"] if role is Role.ACTOR and config.train.lora else sum(parts.values()) - parts["activations"]
+            found[role] = Need(kept, kept + parts["activations"])
+        elif role is Role.REF:
+            kept = 0 if config.train.lora and Role.ACTOR in plan.roles else parts["parameters"]
+            found[role] = Need(kept, kept + parts["activations"])
+        elif role is Role.REWARD:
+            assert config.reward.model
+            size = _parameters(load_config(config.reward.model)) * _itemsize(config)
+            found[role] = Need(size, size)
+        else:
+            found[role] = _rollout(config, model, shared=config.in_place and not config.train.lora)
+    return found
+
+
+def check_fit(plans: Sequence[PlannedWorker], nodes: Sequence[Node], config: RunConfig, model_path: str) -> list[str]:
+    """Raises ConfigError for what cannot fit; returns warnings about what may not. Memory that is not known is not judged."""
+    by_name = {node.name: node for node in nodes}
+    used: dict[Device, Need] = defaultdict(lambda: Need(0, 0))
+    tenants: dict[Device, list[str]] = defaultdict(list)
+    for plan in plans:
+        need = sum(needs(plan, config, model_path).values(), Need(0, 0))
+        for device in plan.devices:
+            place = device if by_name[device.node].gpus else Device(device.node, -1)  # CPU slots share the node's memory
+            used[place] += need if by_name[device.node].gpus else need + Need(PROCESS, PROCESS)
+            tenants[place].append(plan.name)
+    warnings = []
+    for place, need in used.items():
+        node = by_name[place.node]
+        has, what = (node.gpu_memory, f"GPU {place}") if node.gpus else (node.memory, f"node {place.node}")
+        who = ", ".join(dict.fromkeys(tenants[place]))
+        if 0 < has < need.fixed:
+            raise ConfigError(
+                f"{what} has {has / GB:.1f} GB, and what is planned for it ({who}) needs at least {need.fixed / GB:.1f} GB: "
+                f"use more train_ranks with train.backend = 'fsdp', give roles pools of their own, or take a smaller model"
+            )
+        if 0 < has < need.at_most:
+            warnings.append(
+                f"{what} has {has / GB:.1f} GB; with full micro-batches and caches {who} would take {need.at_most / GB:.1f} GB: "
+                f"lower train.micro_batch_tokens or rollout.slots, or set train.gradient_checkpointing = true, if memory runs out"
+            )
+    return warnings
+
+
+def _rollout(config: RunConfig, model: PretrainedConfig, shared: bool) -> Need:
+    """Weights, unless they are the trainer's own, and keys and values: of one sequence at least, of all slots at most."""
+    weights = 0 if shared else _parameters(model) * _itemsize(config)
+    size = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    token = 2 * model.num_hidden_layers * model.num_key_value_heads * size * _itemsize(config)
+    sequence = token * (config.data.max_prompt_length + config.rollout.max_response_length)
+    return Need(weights + sequence, weights + sequence * config.rollout.slots)
+
+
+def _parameters(model: PretrainedConfig) -> int:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return sum(p.numel() for p in AutoModelForCausalLM.from_config(model).parameters())
+
+
+def _itemsize(config: RunConfig) -> int:
+    return int(getattr(torch, config.train.dtype).itemsize)

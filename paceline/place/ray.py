@@ -1,0 +1,304 @@
+"""Workers on a Ray cluster: one that exists, or one started on this machine for the run. The only module that imports ray.
+
+Ray starts processes where there is room and carries messages. What it does not promise is made up for here: messages are numbered
+in both directions and sent again until they are acknowledged, so a lost, doubled or reordered call is answered once and in order; and
+a worker that says nothing for SILENCE_S counts as dead, since Ray never reports a process that was stopped.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import pickle
+import socket
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.config import RunConfig
+from paceline.errors import ConfigError, PacelineError, WorkerDied
+from paceline.place.build import build_parts
+from paceline.place.cluster import Node, PlannedWorker
+from paceline.place.group import IN_RANKS, Rank, WorkerGroup, start_rank
+from paceline.place.local import available_cores
+from paceline.place.mailbox import PULL_S
+from paceline.place.ray_host import RayHost, smallest_gpu
+from paceline.place.worker import Build, Worker
+
+try:
+    import ray
+    from ray.exceptions import ActorUnavailableError, RayError
+    from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+except ImportError as error:
+    raise ConfigError(f"cluster = 'ray' needs Ray ({error}): pip install 'paceline[ray]'") from error
+
+log = logging.getLogger(__name__)
+
+SILENCE_S = 30.0
+RETRY_S = 0.05  # after a call that Ray could not deliver
+STORE_BYTES = 200 << 20  # Ray's object store on a cluster of our own: messages pass through it, weights do not
+RESERVE_TIMEOUT_S = 60.0
+LOCAL = ("local", "127.0.0.1", "localhost")
+
+
+class RayWorker(Rank):
+    """A worker in a Ray actor: its host answers calls on a thread, Ray carries them there and back."""
+
+    def __init__(self, name: str, node: str, host: str, options: dict[str, Any], environment: dict[str, str], log_path: Path) -> None:
+        super().__init__(name)
+        self.node, self.host = node, host
+        self._log_path = log_path
+        self._actor = ray.remote(RayHost).options(max_restarts=0, max_task_retries=0, max_concurrency=8, **options).remote(environment)
+        self._outbox: list[Any] = []
+        self._heard = False
+        self._sent = 0  # numbers given to messages so far
+        self._more = asyncio.Event()
+        self._end: asyncio.Future[None] = self._loop.create_future()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def begin(self, build: Build, args: tuple[Any, ...]) -> None:
+        """Have it build its parts."""
+        self._send((build, args))
+        self._tasks = [self._loop.create_task(self._guarded(work)) for work in (self._push, self._pull)]
+
+    async def address(self) -> tuple[str, int, int]:
+        """Of a socket that listens in it: host, port, descriptor."""
+        found: tuple[str, int, int] = await self._retried("address", self.host)
+        return found
+
+    def _send(self, message: Any) -> None:
+        self._outbox.append(message)
+        self._more.set()
+
+    async def _push(self) -> None:
+        while True:
+            await self._more.wait()
+            self._more.clear()
+            batch, self._outbox = self._outbox, []
+            # pickled here: what a build refers to is imported there only when its environment is set
+            await self._retried("push", self._sent, [pickle.dumps(message, protocol=5) for message in batch])
+            self._sent += len(batch)
+
+    async def _pull(self) -> None:
+        received = printed = 0
+        with self._log_path.open("ab") as output:
+            while True:
+                first, messages, text = await self._retried("pull", received, printed)
+                printed += output.write(text)
+                output.flush()
+                for number, message in enumerate(messages, first):
+                    if number >= received:
+                        received = number + 1
+                        self._take(pickle.loads(message))
+
+    def _take(self, message: Any) -> None:
+        if message is None:
+            if not self._end.done():
+                self._end.set_result(None)
+        elif isinstance(message, BaseException):
+            self._dead(message)
+        else:
+            self._receive(message)
+
+    async def _retried(self, method: str, *args: Any) -> Any:
+        """Ray's answer, however often it takes; all methods of a host may be called again. Raises once it is clear that there is none."""
+        while True:
+            try:
+                async with asyncio.timeout(PULL_S + SILENCE_S if self._heard else None):  # before, its start has a limit of its own
+                    answer = await getattr(self._actor, method).remote(*args)
+                self._heard = True
+                return answer
+            except ActorUnavailableError as error:
+                log.info("worker %r: a call got lost and is sent again: %s", self.name, str(error).splitlines()[0])
+                await asyncio.sleep(RETRY_S)
+
+    async def _guarded(self, work: Any) -> None:
+        try:
+            await work()
+        except TimeoutError:
+            self._silent()
+        except RayError as error:
+            self._dead(error)
+
+    def _silent(self) -> None:
+        if not self._closing:
+            self.fence(WorkerDied(f"worker {self.name!r} on node {self.node} has been silent for {SILENCE_S:g} s{self.last_lines()}"))
+            self.kill()
+
+    async def peak_memory(self) -> int:
+        peak: int = await self.call("host", "peak_memory")
+        return peak
+
+    def _last_words(self) -> str:
+        return f" on node {self.node}{self.last_lines()}"
+
+    def last_lines(self) -> str:
+        lines = self._log_path.read_text(errors="replace").splitlines()[-8:] if self._log_path.exists() else []
+        return f"; last lines of {self._log_path}:\n  " + "\n  ".join(lines) if lines else ""
+
+    def kill(self) -> None:
+        ray.kill(self._actor)
+
+    async def close(self) -> None:
+        self._closing = True
+        if self._tasks and not self.died.done():
+            self._send(None)
+            await asyncio.wait({self._end, *self._tasks}, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        with contextlib.suppress(RayError):
+            self.kill()
+
+
+class RayCluster:
+    """A Ray cluster, and the devices of it that this run has reserved."""
+
+    def __init__(self, config: RunConfig, model_path: str, log_folder: Path) -> None:
+        self._config, self._model_path, self._logs = config, model_path, log_folder
+        log_folder.mkdir(parents=True, exist_ok=True)
+        self._groups: list[PlacementGroup] = []
+        self._bundles: dict[str, tuple[PlacementGroup, list[int]]] = {}  # by worker
+        self._started: Counter[str] = Counter()  # by node
+        self._nodes: list[Node] = []
+        self._addresses: dict[str, str] = {}  # by node
+
+    @classmethod
+    async def open(cls, config: RunConfig, model_path: str, log_folder: Path) -> "RayCluster":
+        if ray.is_initialized():
+            raise ConfigError("Ray is already connected in this process; set ray.address to that cluster and leave connecting to the run")
+        cluster = cls(config, model_path, log_folder)
+        await asyncio.to_thread(connect, config.ray.address)
+        cluster._nodes = await asyncio.to_thread(_nodes)
+        cluster._addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        return cluster
+
+    def nodes(self) -> list[Node]:
+        return self._nodes
+
+    async def reserve(self, plans: Sequence[PlannedWorker]) -> None:
+        """A placement group for each pool: all of its devices, or an error that says which are not to be had."""
+        shared = Counter(device for plan in plans for device in plan.devices)
+        gpus = any(node.gpus for node in self._nodes)
+        for pool in dict.fromkeys(plan.pool for plan in plans):
+            members = [plan for plan in plans if plan.pool == pool]
+            devices = [device for plan in members for device in plan.devices]
+            group = placement_group(
+                [{"GPU" if gpus else "CPU": 1 / shared[device]} for device in devices],
+                strategy="PACK",
+                bundle_label_selector=[{"ray.io/node-id": device.node} for device in devices],
+            )
+            self._groups.append(group)
+            if not await asyncio.to_thread(group.wait, RESERVE_TIMEOUT_S):
+                raise ConfigError(
+                    f"pool {pool!r} waited {RESERVE_TIMEOUT_S:g} s for {', '.join(map(str, devices))}: others use them; free now: {_free()}"
+                )
+            indices = iter(range(len(devices)))
+            for plan in members:
+                self._bundles[plan.name] = group, [next(indices) for _ in plan.devices]
+
+    async def start(self, plan: PlannedWorker) -> Worker:
+        args = (plan.roles, self._config, self._model_path, plan.threads)
+        if not plan.ranks:
+            worker = self._worker(plan, 0, plan.name, f"{plan.name}.log")
+            worker.begin(build_parts, args)
+            return worker
+        ranks = [self._worker(plan, rank, f"{plan.name} rank {rank}", f"{plan.name}.{rank}.log") for rank in range(plan.ranks)]
+        try:
+            host, port, descriptor = await ranks[0].address()
+        except (RayError, TimeoutError) as error:
+            raise WorkerDied(f"worker {ranks[0].name!r} could not start: {error}") from error
+        for rank, worker in enumerate(ranks):
+            store = f"tcp://{host}:{port}" + (f"?fd={descriptor}" if rank == 0 else "")
+            worker.begin(start_rank, (rank, plan.ranks, store, build_parts, args))
+        return WorkerGroup(plan.name, ranks, set(plan.roles) - IN_RANKS)
+
+    def _worker(self, plan: PlannedWorker, rank: int, name: str, log_name: str) -> RayWorker:
+        """On the device that was reserved for it, or (it has joined later) on the node with the fewest of us."""
+        gpus = any(node.gpus for node in self._nodes)
+        if plan.name in self._bundles:
+            group, indices = self._bundles[plan.name]
+            node = plan.devices[rank].node
+            share = group.bundle_specs[indices[rank]].get("GPU", 0)
+            strategy: Any = PlacementGroupSchedulingStrategy(group, indices[rank])
+        else:
+            node, share = self._emptiest(gpus), float(gpus)
+            strategy = NodeAffinitySchedulingStrategy(node, soft=not gpus)
+        self._started[node] += 1
+        environment = {name: str(plan.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} | {"TOKENIZERS_PARALLELISM": "false"}
+        # a CPU slot is reserved by its bundle and not taken again by the actor: who replaces a worker must not wait for its remains
+        options = {"num_cpus": 0, "num_gpus": share, "scheduling_strategy": strategy}
+        return RayWorker(name, node, self._addresses[node], options, environment, self._logs / log_name)
+
+    def _emptiest(self, gpus: bool) -> str:
+        free = _free()
+        able = [node for node in self._nodes if not gpus or free.get(node.name, {}).get("GPU", 0) >= 1]
+        if not able:
+            raise PacelineError(f"no GPU is free for another worker; free now: {free}")
+        return min(able, key=lambda node: self._started[node.name] / max(1, len(node.devices))).name
+
+    async def close(self) -> None:
+        for group in self._groups:
+            with contextlib.suppress(RayError):
+                remove_placement_group(group)
+        await asyncio.to_thread(ray.shutdown)
+
+
+async def look_at(address: str) -> list[Node]:
+    """The nodes of a cluster, without taking anything of it."""
+    await asyncio.to_thread(connect, address)
+    try:
+        return await asyncio.to_thread(_nodes)
+    finally:
+        await asyncio.to_thread(ray.shutdown)
+
+
+def connect(address: str) -> None:
+    """To the cluster at `address`, or ("local") to one of our own that listens to this machine only and ends with us."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": None}
+    if address == "local":
+        ray.init(
+            address="local",
+            num_cpus=len(available_cores()),
+            object_store_memory=STORE_BYTES,
+            _node_ip_address="127.0.0.1",
+            **quiet | {"include_dashboard": False},
+        )
+        return
+    host, _, port = address.rpartition(":")
+    # workers elsewhere run the code that runs here
+    code = {} if host in LOCAL else {"py_modules": [str(Path(__file__).parents[1])]}
+    try:
+        if port.isdigit():
+            socket.create_connection((host, int(port)), timeout=5).close()  # Ray itself would try for minutes
+        ray.init(address=address, runtime_env=code, **quiet)
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"ray.address = {address!r}: no Ray cluster answers there ({error}); start one with: ray start --head") from error
+
+
+def _nodes() -> list[Node]:
+    found = []
+    for node in ray.nodes():
+        resources = node["Resources"]
+        if node["Alive"]:
+            gpus, memory = int(resources.get("GPU", 0)), int(resources.get("memory", 0))
+            gpu_memory = _ask(node["NodeID"], smallest_gpu) if gpus else 0
+            found.append(Node(node["NodeID"], int(resources.get("CPU", 0)), gpus, memory, gpu_memory))
+    if not found:
+        raise ConfigError("the Ray cluster has no living node")
+    return found
+
+
+def _ask(node: str, what: Callable[[], int]) -> int:
+    """Run a small function on a node."""
+    options = {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+    return int(ray.get(ray.remote(what).options(**options).remote(), timeout=RESERVE_TIMEOUT_S))
+
+
+def _free() -> dict[str, dict[str, float]]:
+    """By node: devices that nobody has reserved."""
+    per_node = ray._private.state.available_resources_per_node()
+    return {node: {kind: amount for kind, amount in has.items() if kind in ("CPU", "GPU")} for node, has in per_node.items()}

@@ -1,0 +1,83 @@
+"""What runs in a Ray actor: a host on a thread, and its mailbox. Knows nothing of Ray, and imports nothing heavy before its environment
+is set. Every method may be called twice with the same arguments, since Ray may deliver a call twice or lose its answer."""
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from typing import IO, Any
+
+from paceline.place.host import Vitals, serve
+from paceline.place.mailbox import Mailbox
+from paceline.place.message import Reply
+
+log = logging.getLogger(__name__)
+
+TEXT_BYTES = 1 << 20  # of output in one answer
+
+
+class RayHost:
+    """Its methods are called on threads of Ray's."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        os.environ.update(environment)
+        self._text = _redirect_output()
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", force=True)
+        self._mailbox = Mailbox()
+        self._listening: socket.socket | None = None
+        self._lock = threading.Lock()
+        threading.Thread(target=self._run, name="host", daemon=True).start()
+
+    def address(self, host: str) -> tuple[str, int, int]:
+        """A socket that listens here, for a store that other workers are to find: host, port, descriptor."""
+        with self._lock:
+            self._listening = self._listening or socket.create_server((host, 0))
+        return (*self._listening.getsockname()[:2], self._listening.fileno())
+
+    def push(self, first: int, messages: list[bytes]) -> None:
+        self._mailbox.push(first, messages)
+
+    def pull(self, received: int, printed: int) -> tuple[int, list[bytes], bytes]:
+        """What the mailbox has after `received` messages, and what was printed after the first `printed` bytes."""
+        first, messages = self._mailbox.pull(received)
+        return first, messages, os.pread(self._text.fileno(), TEXT_BYTES, printed)
+
+    def _run(self) -> None:
+        mailbox = self._mailbox
+        try:
+            build: Callable[..., Mapping[str, Any]]
+            build, args = mailbox.recv()
+            try:
+                parts = build(*args)
+            except Exception as error:
+                log.exception("the worker could not start")
+                return mailbox.send(Reply(0, error=error))
+            mailbox.send(Reply(0))
+            serve(mailbox, {**parts, "host": Vitals()})
+            mailbox.send(None)
+        except BaseException as error:
+            log.exception("the worker failed")
+            mailbox.send(error)
+
+
+def _redirect_output() -> IO[bytes]:
+    """What this process prints goes to a file without a name, which `pull` reads."""
+    text = tempfile.TemporaryFile()  # noqa: SIM115
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for descriptor in (1, 2):
+        os.dup2(text.fileno(), descriptor)
+    return text
+
+
+def smallest_gpu() -> int:
+    """Bytes of memory of this machine's smallest GPU; 0 when it cannot be asked."""
+    try:
+        asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+        return min(int(line) for line in subprocess.check_output(asked, text=True, timeout=30).split()) << 20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return 0

@@ -1,0 +1,102 @@
+"""A run's workers for a plain Python script: start them from a recipe, call their roles, wait or do not wait for the answers.
+
+    with Workers(load_config("recipes/split.toml")) as workers:
+        actor = workers.actor.update(batch, step, blocking=False)  # at the same time
+        critic = workers.critic.update(batch, step, blocking=False)
+        metrics = actor.get() | critic.get()
+
+Waits for: nothing but the answers asked for. The loop of `paceline train` does the same with `await` instead of `get`.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from paceline.config import RunConfig
+from paceline.models import resolve_model
+from paceline.place.cluster import Cluster
+from paceline.place.pools import close_workers, open_cluster, plan_workers, start_workers
+from paceline.place.worker import Worker
+from paceline.types import Role
+
+T = TypeVar("T")
+
+
+class Answer(Generic[T]):
+    """What a call with `blocking=False` returns: the answer to be."""
+
+    def __init__(self, future: "Future[T]") -> None:
+        self._future = future
+
+    def get(self, timeout: float | None = None) -> T:
+        """Wait for it. Errors of the call are raised here; TimeoutError when it takes longer than `timeout` seconds."""
+        return self._future.result(timeout)
+
+    def done(self) -> bool:
+        return self._future.done()
+
+
+class RoleCalls:
+    """One role: each of its methods, with `blocking` as an extra argument."""
+
+    def __init__(self, call: Callable[..., "Future[Any]"]) -> None:
+        self._call = call
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        def call(*args: Any, blocking: bool = True) -> Any:
+            answer = Answer(self._call(method, *args))
+            return answer.get() if blocking else answer
+
+        return call
+
+
+class Workers:
+    """The workers of a recipe, by role: `workers.actor`, `workers.critic`, `workers.ref`, `workers.rollout`."""
+
+    def __init__(self, config: RunConfig, log_folder: Path | None = None) -> None:
+        self._config, self._logs = config, log_folder or Path(config.run_dir) / "logs"
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="workers", daemon=True)
+        self._workers: dict[Role, list[Worker]] = {}
+        self._cluster: Cluster | None = None
+
+    def __enter__(self) -> "Workers":
+        self._thread.start()
+        try:
+            self._wait(self._start())
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._wait(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __getattr__(self, role: str) -> RoleCalls:
+        workers = self._workers.get(role) if role in list(Role) else None  # type: ignore[call-overload]
+        if not workers:
+            raise AttributeError(f"this recipe has no {role!r}; it has {', '.join(role for role, found in self._workers.items() if found)}")
+
+        def call(method: str, *args: Any) -> "Future[Any]":
+            return asyncio.run_coroutine_threadsafe(workers[0].call(role, method, *args), self._loop)
+
+        return RoleCalls(call)
+
+    async def _start(self) -> None:
+        model_path = resolve_model(self._config.model, self._config.data.task)
+        self._cluster = await open_cluster(self._config, model_path, self._logs)
+        self._workers = await start_workers(self._cluster, plan_workers(self._config, self._cluster.nodes()))
+
+    async def _close(self) -> None:
+        await close_workers(self._workers)
+        if self._cluster is not None:
+            await self._cluster.close()
+
+    def _wait(self, what: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(what, self._loop).result()

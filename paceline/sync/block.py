@@ -1,0 +1,99 @@
+"""All weights of one version in one run of bytes, in the order in which the trainer exports them: what transports carry."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from paceline.errors import SyncError
+from paceline.sync.weights import Weights
+
+if TYPE_CHECKING:
+    import torch
+
+Layout = list[tuple[str, tuple[int, ...], str]]  # name, shape, dtype
+
+ALIGNMENT = 64
+MULTIPLIER = 0x9E3779B97F4A7C15
+PIECE = 4 << 20  # bytes that are sent and summed at a time
+
+
+class WeightBlock:
+    """Named tensors over the bytes; in a file that others map too, or (no path) in memory of its own, of the host or of a device."""
+
+    def __init__(self, path: str | None, layout: Layout, device: str = "cpu") -> None:
+        import torch
+
+        size = block_size(layout)
+        if path is None:
+            pinned = device == "cpu" and torch.cuda.is_available()
+            self.bytes = torch.zeros(size, dtype=torch.uint8, device=device, pin_memory=pinned)
+        else:
+            self.bytes = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.ends: dict[str, int] = {}  # where each tensor's bytes end, padding included
+        offset = 0
+        for name, shape, dtype_name in layout:
+            dtype = getattr(torch, dtype_name)
+            size = _size(shape, dtype_name)
+            self.tensors[name] = self.bytes[offset : offset + size].view(dtype).view(shape)
+            offset += _aligned(size)
+            self.ends[name] = offset
+
+    @property
+    def view(self) -> memoryview:
+        return self.bytes.numpy().data
+
+    def write(self, tensors: "Iterable[tuple[str, torch.Tensor]]") -> int:
+        """Copy all tensors in; returns the checksum."""
+        missing = set(self.tensors)
+        for name, tensor in tensors:
+            self.tensors[name].copy_(tensor)
+            missing.discard(name)
+        self.check_complete(missing)
+        return self.checksum()
+
+    def check_complete(self, missing: set[str]) -> None:
+        if missing:
+            raise SyncError(f"the trainer did not export {sorted(missing)[:3]}; all {len(self.tensors)} tensors of the layout are needed")
+
+    def checksum(self) -> int:
+        total = 0
+        for start in range(0, len(self.bytes), PIECE):
+            total = add_to_checksum(total, self.bytes[start : start + PIECE])
+        return total
+
+    def verify(self, weights: Weights) -> None:
+        check(self.checksum(), weights)
+
+
+def add_to_checksum(total: int, piece: "torch.Tensor") -> int:
+    """The checksum with one more piece in it: a sum of words, as fast as memory on any device, and the order of pieces counts. It notices
+    every flipped bit and every piece that is missing, of another version or in the wrong place."""
+    import torch
+
+    return (total * MULTIPLIER + int(piece.view(torch.int64).sum())) % (1 << 64)
+
+
+def check(found: int, weights: Weights) -> None:
+    if found != weights.checksum:
+        raise SyncError(f"weights of version {weights.version} arrived damaged: checksum {found:#x}, expected {weights.checksum:#x}")
+
+
+def layout_of(tensors: "Iterable[tuple[str, torch.Tensor]]") -> Layout:
+    return [(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors]
+
+
+def block_size(layout: Layout) -> int:
+    return max(ALIGNMENT, sum(_aligned(_size(shape, dtype)) for _, shape, dtype in layout))
+
+
+def _size(shape: tuple[int, ...], dtype: str) -> int:
+    import torch
+
+    count = 1
+    for dim in shape:
+        count *= dim
+    return count * int(getattr(torch, dtype).itemsize)
+
+
+def _aligned(size: int) -> int:
+    return (size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT

@@ -1,0 +1,201 @@
+"""Weights by broadcast, over a group of processes made for nothing else: NCCL between GPUs, gloo between CPUs.
+
+The trainer broadcasts pieces while it gathers the rest. An engine that is new, late or back is not in the circle: it fetches the version
+over TCP like any other stream, and joins when the next one is made. If a broadcast fails, whoever took part goes on over TCP from where
+it is. So nobody waits for an engine longer than one timeout, and no engine is without a way.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import SyncError, WorkerDied
+from paceline.place.group import use_interface
+from paceline.place.worker import Worker, seen
+from paceline.sync.block import PIECE, Layout
+from paceline.sync.stream import Address, Shelf, Stream, StreamReceiver, StreamSource
+from paceline.sync.weights import Weights
+from paceline.types import Role
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 10.0  # of one piece, and of meeting
+MEET_TIMEOUT_S = 30.0
+
+
+class Circle:
+    """The trainer (rank 0) and some engines, apart from whatever groups either of them is in."""
+
+    def __init__(self, store: Address, epoch: int, rank: int, size: int) -> None:
+        import torch
+        import torch.distributed
+
+        dist: Any = torch.distributed
+        use_interface(store[0])
+        meeting = dist.TCPStore(*store, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=MEET_TIMEOUT_S))
+        prefix = dist.PrefixStore(f"circle {epoch}", meeting)
+        timeout = timedelta(seconds=TIMEOUT_S)
+        if torch.cuda.is_available():
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._group: Any = dist.ProcessGroupNCCL(prefix, rank, size, options)
+            self._bucket: torch.Tensor | None = torch.empty(PIECE, dtype=torch.uint8, device="cuda")
+            self._stream = torch.cuda.Stream()
+        else:
+            self._group = dist.ProcessGroupGloo(prefix, rank, size, timeout)
+            self._bucket = None
+        self._first = dist.BroadcastOptions()
+        self._first.rootRank = 0
+
+    def broadcast(self, piece: "torch.Tensor", send: bool) -> None:
+        """The trainer's piece to all; it is in place when this returns."""
+        import torch
+
+        if self._bucket is None:
+            self._group.broadcast([piece], self._first).wait()
+            return
+        with torch.cuda.stream(self._stream):  # beside whatever this device computes
+            bucket = self._bucket[: len(piece)]
+            if send:
+                bucket.copy_(piece, non_blocking=True)
+            self._group.broadcast([bucket], self._first).wait()
+            if not send:
+                piece.copy_(bucket, non_blocking=True)
+        self._stream.synchronize()
+
+
+class CollectiveSource(StreamSource):
+    """In the trainer's worker."""
+
+    def __init__(self, layout: Layout, host: str, token: bytes) -> None:
+        import torch.distributed
+
+        dist: Any = torch.distributed
+        super().__init__(layout, host, token)
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self.store: Address = host, self._store.port
+        self._circle: Circle | None = None
+        self._sender = threading.Thread()
+
+    def join(self, epoch: int, size: int) -> None:
+        self._circle = Circle(self.store, epoch, 0, size) if size > 1 else None
+
+    def write(self, tensors: "Iterable[tuple[str, torch.Tensor]]", version: int) -> int:
+        if self._sender.is_alive():
+            self._sender.join()
+        if self._circle is None:
+            return super().write(tensors, version)
+        self._new_shelf()
+        self._sender = threading.Thread(target=self._send, args=(self._circle, self._shelf, version), name="weights", daemon=True)
+        self._sender.start()
+        return self._fill(tensors, version)
+
+    def _send(self, circle: Circle, shelf: Shelf, version: int) -> None:
+        shelf.readers += 1
+        sent = 0
+        try:
+            while sent < shelf.size and (filled := shelf.wait(version, sent)):
+                while sent < filled:
+                    end = min(filled, sent + PIECE)
+                    circle.broadcast(shelf.block.bytes[sent:end], send=True)
+                    sent = end
+        except RuntimeError as error:
+            self._circle = None
+            log.warning("the broadcast of version %d failed, engines fetch the rest: %s", version, error)
+        finally:
+            shelf.readers -= 1
+
+
+class CollectiveReceiver(StreamReceiver):
+    """In an engine's worker."""
+
+    def __init__(self, layout: Layout, host: str, token: bytes) -> None:
+        import torch
+
+        super().__init__(layout, host, token, "cuda" if torch.cuda.is_available() else "cpu")
+        self._circle: Circle | None = None
+
+    def join(self, store: Address, epoch: int, rank: int, size: int) -> None:
+        self._circle = Circle(store, epoch, rank, size)
+
+    def receive(self, version: int) -> None:
+        """Begin to take part in a broadcast."""
+        circle, self._circle = self._circle, None  # back when all went well
+        self._start(version, circle)
+
+    @property
+    def in_circle(self) -> bool:
+        return self._circle is not None
+
+    def _fetch(self, shelf: Shelf, version: int, circle: Circle | None = None) -> None:
+        try:
+            while circle is not None and not shelf.done:
+                start, end = shelf.piece()
+                circle.broadcast(shelf.block.bytes[start:end], send=False)
+                shelf.advance()
+            if circle is not None:
+                self._circle = circle
+                return
+        except RuntimeError as error:
+            log.warning("the broadcast of version %d failed, the rest is fetched: %s", version, error)
+        super()._fetch(shelf, version)
+
+
+class Collective(Stream):
+    """The transport, as the controller sees it."""
+
+    KIND = "collective"
+
+    def __init__(self, trainer: Worker, layout: Layout, token: bytes, source: Address) -> None:
+        super().__init__(trainer, layout, token, source)
+        self._rounds: dict[Worker, asyncio.Future[bool]] = {}  # members, and whether they got all of the last version by broadcast
+        self._epoch = 0
+
+    async def publish(self, version: int) -> Weights:
+        living = list(self._living())
+        able = [engine for engine in living if engine not in self._rounds or _fine(self._rounds[engine])]
+        if not self._rounds or able != list(self._rounds):
+            await self._meet(able)
+        for engine in living:
+            if engine not in self._rounds:
+                engine.start_call(Role.ROLLOUT, "fetch_weights", version).add_done_callback(seen)
+        for engine in list(self._rounds):
+            self._rounds[engine] = engine.start_call(Role.ROLLOUT, "receive_weights", version)
+            self._rounds[engine].add_done_callback(seen)
+        try:
+            checksum: int = await self._trainer.call(Role.ACTOR, "publish_weights", version)
+        except BaseException:
+            self._rounds = {}
+            raise
+        return Weights(version, checksum)
+
+    async def _meet(self, engines: Sequence[Worker]) -> None:
+        """Make a new circle of the trainer and these. If they do not come together, all fetch."""
+        self._epoch += 1
+        self._rounds = {}
+        size = len(engines) + 1
+        store: Address = await self._trainer.call(Role.ACTOR, "circle_store")
+        calls = [self._trainer.start_call(Role.ACTOR, "join_circle", self._epoch, size)]
+        calls += [engine.start_call(Role.ROLLOUT, "join_circle", store, self._epoch, rank, size) for rank, engine in enumerate(engines, 1)]
+        for call in calls:
+            call.add_done_callback(seen)
+        try:
+            async with asyncio.timeout(MEET_TIMEOUT_S):
+                await asyncio.gather(*calls)
+        except (TimeoutError, RuntimeError, SyncError, WorkerDied) as error:
+            log.warning("no circle of %d came together, engines fetch this version: %s", size, error)
+            await self._trainer.call(Role.ACTOR, "join_circle", self._epoch, 1)
+            return
+        past: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        past.set_result(True)
+        self._rounds = dict.fromkeys(engines, past)
+
+
+def _fine(answer: "asyncio.Future[bool]") -> bool:
+    return answer.done() and not answer.cancelled() and answer.exception() is None and answer.result()

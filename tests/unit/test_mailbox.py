@@ -1,0 +1,63 @@
+"""Calls that are lost, doubled or late change nothing: every message arrives once and in order, both ways."""
+
+import pickle
+import random
+
+import pytest
+
+from paceline.place.mailbox import Mailbox
+
+
+class Caller:
+    """The other end, over a network that loses every third call or its answer, and delivers old calls again."""
+
+    def __init__(self, mailbox: Mailbox, seed: int) -> None:
+        self._mailbox, self._chance = mailbox, random.Random(seed)
+        self._pushed = self._received = 0
+        self._old: list[tuple[int, list[bytes]]] = []
+        self.got: list[object] = []
+        self.faults = 0
+
+    def push(self, messages: list[object]) -> None:
+        call = self._pushed, [pickle.dumps(message) for message in messages]
+        while True:
+            if self._old and self._chance.random() < 0.3:
+                self.faults += 1
+                self._mailbox.push(*self._chance.choice(self._old))
+            if self._chance.random() < 0.3:
+                self.faults += 1
+                continue  # lost
+            self._old.append(call)
+            self._mailbox.push(*call)
+            if self._chance.random() < 0.7:
+                break  # else the answer was lost
+            self.faults += 1
+        self._pushed += len(messages)
+
+    def pull(self) -> None:
+        first, messages = self._mailbox.pull(self._received, wait_s=0)
+        if self._chance.random() < 0.3:
+            self.faults += 1
+            return  # the answer was lost
+        for number, message in enumerate(messages, first):
+            if number >= self._received:
+                self._received = number + 1
+                self.got.append(pickle.loads(message))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_message_arrives_once_and_in_order_whatever_happens_to_calls(seed: int) -> None:
+    mailbox = Mailbox()
+    caller = Caller(mailbox, seed)
+    taken: list[object] = []
+    for number in range(0, 100, 2):
+        caller.push([number, number + 1])
+        while mailbox.poll(0):
+            taken.append(message := mailbox.recv())
+            mailbox.send(("answer", message))
+        caller.pull()
+    while len(caller.got) < 100:
+        caller.pull()
+    assert taken == list(range(100))
+    assert caller.got == [("answer", number) for number in range(100)]
+    assert caller.faults > 20

@@ -1,0 +1,133 @@
+"""Which device each role gets: on one machine or several, equal or not, enough or too few."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.config import RunConfig, load_config
+from paceline.errors import ConfigError
+from paceline.place.cluster import Device, Node, PlannedWorker
+from paceline.place.fit import check_fit
+from paceline.place.placement import ResourcePool, split
+from paceline.place.pools import plan_workers
+from paceline.types import Role
+from tests.models import random_model
+
+GB = 1 << 30
+SEPARATE = ["placement.actor=train", "placement.rollout=rollout"]
+SPLIT = ["algorithm.name=ppo", "placement.actor=actor_rollout_ref_pool", "placement.rollout=actor_rollout_ref_pool"]
+SPLIT += ["placement.critic=critic_pool"]
+
+
+def plan(nodes: Sequence[Node], *settings: str) -> dict[str, PlannedWorker]:
+    return {worker.name: worker for worker in plan_workers(load_config(None, settings), nodes)}
+
+
+def where(worker: PlannedWorker) -> list[str]:
+    return [str(device) for device in worker.devices]
+
+
+def devices(pool: ResourcePool) -> list[str]:
+    return [str(device) for device in pool.devices]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first", "second"),
+    [
+        ([Node("a", 8, gpus=4)], ["a:0", "a:1"], ["a:2", "a:3"]),
+        ([Node("a", 8, gpus=3)], ["a:0", "a:1"], ["a:2"]),
+        ([Node("a", 2)], ["a:0"], ["a:1"]),
+        ([Node("a", 1)], ["a:0"], ["a:0"]),
+        ([Node("a", 8, gpus=1), Node("b", 8, gpus=2)], ["a:0"], ["b:0", "b:1"]),
+        ([Node("a", 1), Node("b", 1), Node("c", 1)], ["a:0", "b:0"], ["c:0"]),
+    ],
+)
+def test_split_halves_the_devices_of_one_machine_or_else_the_machines(nodes: list[Node], first: list[str], second: list[str]) -> None:
+    actor, critic = split(nodes)
+    assert (actor.name, critic.name) == ("actor_rollout_ref_pool", "critic_pool")
+    assert (devices(actor), devices(critic)) == (first, second)
+
+
+def test_the_split_recipe_puts_actor_and_critic_on_their_halves() -> None:
+    one = plan([Node("a", 8, gpus=4)], *SPLIT)
+    assert where(one["actor_rollout_ref_pool"]) == ["a:0"] and where(one["critic_pool"]) == ["a:2"]
+    two = plan([Node("a", 8, gpus=2), Node("b", 8, gpus=4)], *SPLIT, "train.backend=fsdp", "placement.train_ranks=2")
+    assert where(two["actor_rollout_ref_pool"]) == ["a:0", "a:1"] and where(two["critic_pool"]) == ["b:0", "b:1"]
+
+
+def test_ranks_stay_on_one_node_where_they_can_and_span_unequal_nodes_where_they_must() -> None:
+    nodes = [Node("small", 8, gpus=1), Node("large", 8, gpus=3)]
+    fsdp = [*SEPARATE, "train.backend=fsdp"]
+    near = plan(nodes, *fsdp, "placement.train_ranks=3")
+    assert where(near["train"]) == ["large:0", "large:1", "large:2"] and where(near["rollout"]) == ["small:0"]
+    far = plan(nodes, *fsdp, "placement.train_ranks=4")
+    assert where(far["train"]) == ["small:0", "large:0", "large:1", "large:2"]
+    assert where(far["rollout"]) == ["small:0"], "all are taken, so one is shared"
+    with pytest.raises(ConfigError, match="pool 'train' needs 5 GPUs for its ranks and has 4"):
+        plan(nodes, *fsdp, "placement.train_ranks=5")
+
+
+def test_each_engine_gets_a_device_of_its_own_while_there_are_any() -> None:
+    found = plan([Node("a", 4), Node("b", 2)], *SEPARATE, "placement.rollout_workers=4")
+    assert [where(worker) for worker in found.values()] == [["a:0"], ["a:1"], ["a:2"], ["a:3"], ["b:0"]]
+    assert {worker.threads for worker in found.values()} == {1}
+    crowded = plan([Node("a", 2)], *SEPARATE, "placement.rollout_workers=3")
+    assert [where(worker) for worker in crowded.values()] == [["a:0"], ["a:1"], ["a:0"], ["a:1"]]
+
+
+def test_where_there_are_gpus_a_machine_without_one_gets_no_worker() -> None:
+    found = plan([Node("cpu", 64), Node("gpu", 8, gpus=2)], *SEPARATE)
+    assert [where(worker) for worker in found.values()] == [["gpu:0"], ["gpu:1"]]
+
+
+def test_workers_are_pinned_to_cores_of_their_own_where_there_are_enough() -> None:
+    node = Node("a", 4, cores=(0, 1, 2, 3))
+    assert [worker.cores for worker in plan([node], *SEPARATE).values()] == [(0, 1), (2, 3)]
+    assert [worker.cores for worker in plan([node], *SEPARATE, "placement.rollout_workers=4").values()] == [()] * 5
+    assert [worker.cores for worker in plan([node]).values()] == [()], "a worker that is alone has the machine"
+    ranks = plan([node], *SEPARATE, "train.backend=fsdp", "placement.train_ranks=3")
+    assert ranks["train"].cores == (0, 1, 2) and ranks["rollout"].cores == (3,)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return random_model(tmp_path_factory.mktemp("model"))
+
+
+def fit(config: RunConfig, model: str, nodes: Sequence[Node]) -> list[str]:
+    return check_fit(plan_workers(config, nodes), nodes, config, model)
+
+
+def test_what_cannot_fit_is_refused_with_its_size_and_what_may_not_is_warned_of(model: str) -> None:
+    config = load_config(None, [*SEPARATE, f"model={model}"])
+    gpu: dict[str, Any] = {"cpus": 8, "gpus": 2, "memory": 64 * GB}
+    assert fit(config, model, [Node("a", **gpu, gpu_memory=80 * GB)]) == []
+    with pytest.raises(ConfigError, match=r"GPU a:0 has 0\.0 GB, and what is planned for it \(train\) needs at least"):
+        fit(config, model, [Node("a", **gpu, gpu_memory=100_000)])
+    (warning,) = fit(config, model, [Node("a", **gpu, gpu_memory=20 << 20)])
+    assert "micro_batch_tokens" in warning
+    assert fit(config, model, [Node("a", 2, memory=0)]) == [], "memory that is not known is not judged"
+    with pytest.raises(ConfigError, match=r"node a has 0\.1 GB.*\(train, rollout\)"):
+        fit(config, model, [Node("a", 2, memory=100 << 20)])
+
+
+def test_a_pool_per_role_and_a_shared_one_are_planned_as_they_are_written(model: str) -> None:
+    nodes = [Node("a", 2)]
+    (alone,) = plan(nodes).values()
+    assert alone.alone and set(alone.roles) == {Role.ACTOR, Role.ROLLOUT} and alone.devices == (Device("a", 0),)
+    four = plan(nodes, *SEPARATE, "algorithm.name=ppo", "algorithm.kl_coef=0.1", "placement.critic=critic", "placement.ref=ref")
+    assert list(four) == ["train", "rollout", "critic", "ref"] and not any(worker.alone for worker in four.values())
+
+
+def test_the_plan_is_printed_as_a_table_and_a_refusal_has_its_exit_code(model: str, tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from paceline.cli import app
+
+    (tmp_path / "r.toml").write_text(f'model = "{model}"\n[algorithm]\nname = "ppo"\n[placement]\ncritic = "critic_pool"\n')
+    shown = CliRunner(env={"COLUMNS": "140"}).invoke(app, ["plan", str(tmp_path / "r.toml")])
+    assert shown.exit_code == 0, shown.output
+    for word in ("main", "critic_pool", "actor", "rollout", "critic", "GB"):
+        assert word in shown.output
