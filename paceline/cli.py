@@ -5,7 +5,7 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from paceline.config import RunConfig
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+workers = typer.Typer(no_args_is_help=True, help="Rollout workers of a running job: they may come and go.")
+app.add_typer(workers, name="workers")
+RunFolder = Annotated[Path, typer.Argument(help="The run folder of a running job, for example runs/fully_async", show_default=False)]
 console = Console()
 
 
@@ -52,6 +55,66 @@ def train(
     except KeyboardInterrupt:
         console.print("\nstopped; the same command continues from the last checkpoint")
         raise typer.Exit(130) from None
+
+
+@app.command()
+def plan(
+    recipe: Annotated[Path, typer.Argument(help="A recipe, for example recipes/split.toml", show_default=False)],
+    settings: Annotated[list[str] | None, typer.Argument(help="key=value", show_default=False)] = None,
+) -> None:
+    """Show which role gets which device, and refuse what cannot fit, without starting anything."""
+    from paceline.config import load_config
+
+    try:
+        config = load_config(recipe, settings or ())
+        _log_to_console()
+        with console.status("loading torch and transformers …"):
+            from paceline.observe.plan import plan_table
+        table, warnings = asyncio.run(plan_table(config))
+    except PacelineError as error:
+        _fail(error)
+    console.print(table)
+    for warning in warnings:
+        console.print(f"[yellow]warning:[/] {escape(warning)}", highlight=False, soft_wrap=True)
+
+
+@workers.command("list")
+def list_workers(run: RunFolder, as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
+    """Show the rollout workers: where they are, what they have and do."""
+    from paceline.observe.display import workers_table
+
+    rows = _ask(run, "list")
+    if as_json:
+        console.print_json(data=rows)
+    else:
+        console.print(workers_table(rows))
+
+
+@workers.command("add")
+def add_workers(run: RunFolder, count: Annotated[int, typer.Option("--count", "-n", min=1, help="How many.")] = 1) -> None:
+    """Start more rollout workers; they take work as soon as they have the current weights."""
+    console.print(f"added {', '.join(_ask(run, 'add', count=count))}", highlight=False)
+
+
+@workers.command("remove")
+def remove_worker(run: RunFolder, name: Annotated[str, typer.Argument(help="As `workers list` shows it.", show_default=False)]) -> None:
+    """Let a rollout worker go; the others finish its answers from where they are."""
+    _ask(run, "remove", name=name)
+    console.print(f"removed {name}", highlight=False)
+
+
+@app.command()
+def pause(run: RunFolder) -> None:
+    """Pause generation in a running job. It waits, for as long as you like."""
+    _ask(run, "pause")
+    console.print(f"{run} is paused; go on with: paceline resume {run}", highlight=False)
+
+
+@app.command()
+def resume(run: RunFolder) -> None:
+    """Go on with a paused job."""
+    _ask(run, "resume")
+    console.print(f"{run} goes on", highlight=False)
 
 
 @app.command()
@@ -101,6 +164,15 @@ def _train(config: "RunConfig") -> None:
     closing_table(console, summary, str(folder))
 
 
+def _ask(run: Path, command: str, **arguments: Any) -> Any:
+    from paceline.control import ask
+
+    try:
+        return ask(run, command, **arguments)
+    except PacelineError as error:
+        _fail(error)
+
+
 def _log_to_console() -> None:
     """Our own warnings are for the user; other libraries' are not."""
     logger = logging.getLogger("paceline")
@@ -114,7 +186,7 @@ def _move_aside(folder: Path) -> None:
         console.print(f"the run that was in {folder} is now in {aside}", highlight=False)
 
 
-def _fail(error: PacelineError) -> None:
+def _fail(error: PacelineError) -> NoReturn:
     """Say what went wrong in its own words; the traceback goes to nobody's face."""
     message = "\n".join([str(error), *getattr(error, "__notes__", [])])
     Console(stderr=True).print("[bold red]error:[/]", escape(message), highlight=False, soft_wrap=True)

@@ -7,7 +7,7 @@ import difflib
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import AliasChoices, BaseModel, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -15,9 +15,10 @@ from pydantic_core import ErrorDetails
 from paceline.algo.settings import AlgorithmSettings
 from paceline.data.prompts import DataSettings
 from paceline.errors import ConfigError
-from paceline.place.placement import PlacementSettings
+from paceline.place.placement import PlacementSettings, RaySettings
 from paceline.queue.message_queue import QueueSettings
 from paceline.reward.reward import RewardSettings
+from paceline.rollout.fleet import FleetSettings
 from paceline.rollout.rollouter import RolloutSettings
 from paceline.schedule import ScheduleSettings
 from paceline.settings import Settings
@@ -45,16 +46,20 @@ class RunConfig(Settings):
     """Longest a train step may take."""
     stall_timeout_s: float = Field(300.0, gt=0)
     """Longest the run may go without a token, a group or a step."""
+    cluster: Literal["local", "ray"] = "local"
+    """What workers are started with: processes of this machine, or Ray."""
 
     data: DataSettings = DataSettings()
     reward: RewardSettings = RewardSettings()
     rollout: RolloutSettings = RolloutSettings()
+    fleet: FleetSettings = FleetSettings()
     queue: QueueSettings = QueueSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     train: TrainSettings = TrainSettings()
     schedule: ScheduleSettings = ScheduleSettings()
     sync: SyncSettings = SyncSettings()
     placement: PlacementSettings = PlacementSettings()
+    ray: RaySettings = RaySettings()
 
     @model_validator(mode="after")
     def _consistent(self) -> "RunConfig":
@@ -70,6 +75,11 @@ class RunConfig(Settings):
             )
         if (least := self.rollout.min_group_size) is not None and least > self.group_size:
             raise ValueError(f"rollout.min_group_size = {least} contradicts group_size = {self.group_size}: it cannot be larger")
+        if self.heartbeat_timeout_s >= self.rollout.generation_timeout and self.fleet.heartbeat_timeout_s is not None:
+            raise ValueError(
+                f"fleet.heartbeat_timeout_s = {self.heartbeat_timeout_s:g} contradicts rollout.generation_timeout = "
+                f"{self.rollout.generation_timeout:g}: a silent worker would be taken for slow answers; set it lower, or leave it unset"
+            )
         if self.rollout.temperature == 0:
             raise ValueError("rollout.temperature = 0 (greedy) makes all attempts at a prompt equal; set it above 0 to learn")
         if self.rollout.top_p < 1 or self.rollout.top_k > 0:
@@ -82,17 +92,28 @@ class RunConfig(Settings):
             raise ValueError(
                 f"placement.train_ranks = {ranks} contradicts train.backend = 'single', which is one process; use 'fsdp' or 'megatron'"
             )
+        if self.placement.overlap and self.train.backend != "single":
+            raise ValueError(
+                f"placement.overlap = true contradicts train.backend = {self.train.backend!r}: it is for one device; give rollout a pool "
+                f"of its own instead"
+            )
         if ranks % parts:
             raise ValueError(
                 f"placement.train_ranks = {ranks} contradicts train.tensor_parallel x train.pipeline_parallel = {parts}: "
                 f"a model needs that many ranks; set train_ranks to a multiple of {parts}"
             )
+        if self.rollout.engine == "vllm" and self.placement.shared(Role.ACTOR, Role.ROLLOUT):
+            wrong = f"train.backend = {self.train.backend!r}" if self.train.backend != "single" else "placement.overlap = true"
+            if self.train.backend != "single" or self.placement.overlap:
+                raise ValueError(
+                    f"rollout.engine = 'vllm' in the trainer's pool contradicts {wrong}: vLLM takes turns with one process; give rollout a "
+                    f"pool of its own"
+                )
         return self
 
     @property
-    def in_place(self) -> bool:
-        """Whether the engine reads the trainer's own parameters, so that new weights need not travel."""
-        return self.train.backend == "single" and self.placement.shared(Role.ACTOR, Role.ROLLOUT)
+    def heartbeat_timeout_s(self) -> float:
+        return self.fleet.heartbeat_timeout_s or min(30.0, max(5.0, self.rollout.generation_timeout / 2))
 
     @property
     def max_queue_size(self) -> int:
@@ -100,7 +121,7 @@ class RunConfig(Settings):
 
 
 # Settings that may differ when a run is continued: they change how long, on what or how it is watched, not what is learned.
-MAY_CHANGE = {"run_dir", "steps", "save_every", "keep_checkpoints", "step_timeout_s", "stall_timeout_s", "sync"}
+MAY_CHANGE = {"run_dir", "steps", "save_every", "keep_checkpoints", "step_timeout_s", "stall_timeout_s", "sync", "fleet", "cluster", "ray"}
 MAY_CHANGE |= {"train.backend", "train.tensor_parallel", "train.pipeline_parallel", "train.offload", "placement.train_ranks"}
 
 

@@ -5,7 +5,8 @@
     rollout*    engines, reward                              a scored group in the queue     its engine
     train       the groups_per_step oldest groups            a step, then new weights live   rollout
     watch       (looks every second)                         StalledError, live figures      -
-    guard*      a worker's death                             WorkerDied                      -
+    fleet       heartbeats and deaths of engines             their replacements              -
+    guard*      the death of any other worker                WorkerDied                      -
 
 All are children of one task group: whichever fails or is killed first ends the run with its error.
 """
@@ -23,7 +24,8 @@ from paceline.errors import LedgerError, PacelineError, RewardError, RolloutErro
 from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger
 from paceline.queue.message_queue import DropReason, Item, MessageQueue
-from paceline.rollout.engine import EngineStats, RolloutEngine
+from paceline.rollout.engine import EngineStats
+from paceline.rollout.fleet import Fleet
 from paceline.rollout.rollouter import Rollouter
 from paceline.settings import Settings
 from paceline.sync.synchronizer import ParameterSynchronizer
@@ -71,7 +73,7 @@ class Loop:
         *,
         source: Source,
         rollouter: Rollouter,
-        engines: Sequence[RolloutEngine],
+        fleet: Fleet,
         queue: MessageQueue,
         admission: Admission,
         ledger: Ledger,
@@ -86,7 +88,7 @@ class Loop:
         self._settings = settings
         self._source = source
         self._rollouter = rollouter
-        self._engines = engines
+        self._fleet = fleet
         self._queue = queue
         self._admission = admission
         self._ledger = ledger
@@ -111,6 +113,7 @@ class Loop:
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 running = [self._start("feed", self._feed), self._start("watch", self._watch)]
+                running += [self._start("fleet", self._fleet.run, self._synchronizer.catch_up)]
                 running += [self._start(f"guard of {name}", _wait_for, death) for name, death in self._guards]
                 train = self._start("train", self._train)
                 try:
@@ -197,18 +200,10 @@ class Loop:
         last, moved = None, clock()
         while True:
             await asyncio.sleep(1.0)
-            stats: list[EngineStats] = []
-            try:
-                async with asyncio.timeout(self._settings.stall_timeout_s):
-                    for number, engine in enumerate(self._engines):
-                        self.waits["watch"] = f"engine {number} to say how it is"
-                        stats.append(await engine.stats())
-                self.waits.pop("watch", None)
-            except TimeoutError:
-                raise self._stalled() from None
+            stats = self._fleet.stats()
             self._observer.looked(stats, self._queue.utilisation)
             now = (self.step, self._queue.counts.put, sum(s.tokens for s in stats), self._rollouter.paused)
-            if now != last or self._rollouter.paused:
+            if now != last or self._rollouter.paused_by("user"):
                 last, moved = now, clock()
             elif clock() - moved > self._settings.stall_timeout_s:
                 raise self._stalled()
@@ -254,6 +249,9 @@ class Loop:
             "sample_age_s": float(np.mean([taken_s - group.started_s for group in groups])),
             "queue/utilisation": self._queue.utilisation,
             "queue/dropped": float(self._ledger.dropped.total()),
+            "fleet/engines": float(len(self._fleet.in_rotation)),
+            "fleet/replaced": float(self._fleet.replaced),
+            "fleet/refused": float(self._fleet.refused),
             "reward/equal_share": sum(_all_equal(group) for group in groups) / len(groups),
             "rollout/samples": float(batch.num_rows),
             "rollout/tokens": float(tokens),
@@ -278,7 +276,7 @@ class Loop:
             raise
 
     def _stalled(self) -> StalledError:
-        waits = "; ".join(f"{who} waits for {what}" for who, what in self.waits.items())
+        waits = "; ".join([f"{who} waits for {what}" for who, what in self.waits.items()] + self._fleet.complaints())
         return StalledError(f"nothing moved for {self._settings.stall_timeout_s:g} s (stall_timeout_s): {waits}")
 
 

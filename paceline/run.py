@@ -3,43 +3,51 @@
 Everything that can be refused is refused before the first worker starts.
 """
 
+import asyncio
 import fcntl
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from paceline.config import RunConfig, differences
+from paceline.control import Command, Control
 from paceline.data.chat import stop_token_ids
 from paceline.data.prompts import PromptSource
 from paceline.errors import CheckpointError
 from paceline.loop import Loop, LoopSettings, Observer
 from paceline.models import load_generation_config, load_tokenizer, model_fingerprint, resolve_model
 from paceline.observe.recorder import Recorder, write_json
+from paceline.place.cluster import Cluster, PlannedWorker
 from paceline.place.host import peak_memory
-from paceline.place.local import Worker
-from paceline.place.pools import close_workers, start_workers, unique_workers
+from paceline.place.pools import close_workers, open_cluster, plan_workers, start_worker, start_workers, unique_workers
+from paceline.place.worker import Worker
 from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger, LedgerState
 from paceline.queue.message_queue import MessageQueue
-from paceline.queue.pulse import Pulse
 from paceline.reward.model import ModelReward, check_reward_model
 from paceline.reward.reward import Reward, open_reward
 from paceline.rollout.client import EngineClient
 from paceline.rollout.environment import SingleTurn
+from paceline.rollout.fleet import Fleet
 from paceline.rollout.rollouter import Rollouter
+from paceline.rollout.vllm_settings import check_vllm
+from paceline.sync.connect import connect
 from paceline.sync.synchronizer import ParameterSynchronizer
-from paceline.sync.transport import InPlace, SharedMemory, WeightTransport
+from paceline.sync.transport import InPlace, WeightTransport
 from paceline.train.checkpoint import latest_checkpoint, read_state, save_checkpoint
 from paceline.train.trainer import Trainer
 from paceline.types import Role, Sampling
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+LAST_WORDS_S = 10.0  # for workers to give their last figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +111,8 @@ def load_inputs(config: RunConfig) -> Inputs:
     tokenizer = load_tokenizer(model_path)
     source = PromptSource(config.data, tokenizer, config.seed)
     identity = {"config": config.model_dump(mode="json"), "model": model_fingerprint(model_path), "data": source.fingerprint}
+    if config.rollout.engine == "vllm":
+        check_vllm()
     if config.reward.model:
         check_reward_model(config.reward.model)
         identity["reward model"] = model_fingerprint(config.reward.model)
@@ -126,7 +136,10 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
         ledger = Ledger(folder / "ledger.jsonl", start.ledger)
         stack.callback(ledger.close)
 
-        workers = await start_workers(config, inputs.model_path, folder / "logs")
+        cluster = await open_cluster(config, inputs.model_path, folder / "logs")
+        stack.push_async_callback(cluster.close)
+        plans = plan_workers(config, cluster.nodes())
+        workers = await start_workers(cluster, plans)
         stack.push_async_callback(close_workers, workers)
         reward = judge or ModelReward(workers[Role.REWARD][0], config.data.prompt_key, config.data.system)
         actor, critic, ref = (next(iter(workers[role]), None) for role in (Role.ACTOR, Role.CRITIC, Role.REF))
@@ -137,10 +150,10 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
             state = read_state(start.checkpoint)
             inputs.source.load_state(state["source"])
             trainer.load_state(state["trainer"])
-        changed = Pulse()
-        engines = [EngineClient(worker) for worker in workers[Role.ROLLOUT]]
-        rollouter = _rollouter(config, inputs, engines, reward, changed)
-        synchronizer = ParameterSynchronizer(await _transport(config, workers), engines, rollouter, config.schedule.on_sync, config.sync)
+        fleet = _fleet(config, cluster, plans, workers[Role.ROLLOUT])
+        stack.push_async_callback(fleet.close)
+        rollouter = _rollouter(config, inputs, fleet, reward)
+        synchronizer = ParameterSynchronizer(await _transport(config, workers), fleet, rollouter, config.schedule.on_sync, config.sync)
         await synchronizer.sync_weights(start.step)  # engines serve the checkpoint's weights, and the path is known to work
 
         recorder = Recorder(folder, start.metrics_length, make_display(start.step) if make_display else None)
@@ -159,25 +172,54 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
             _loop_settings(config),
             source=inputs.source,
             rollouter=rollouter,
-            engines=engines,
-            queue=MessageQueue(config.max_queue_size, config.schedule.max_staleness, changed=changed),
-            admission=Admission(config.schedule.capacity(config.groups_per_step), changed),
+            fleet=fleet,
+            queue=MessageQueue(config.max_queue_size, config.schedule.max_staleness, changed=fleet.changed),
+            admission=Admission(config.schedule.capacity(config.groups_per_step), fleet.changed),
             ledger=ledger,
             trainer=trainer,
             synchronizer=synchronizer,
             observer=recorder,
             save=save,
-            guards=[(worker.name, worker.died) for worker in unique_workers(workers)],
+            guards=[(worker.name, worker.died) for worker in unique_workers(workers) if worker not in fleet.elastic],
         )
-        await loop.run(start.step)
-        recorder.looked([await engine.stats() for engine in engines], 0.0)
-        peaks = [await worker.peak_memory() for worker in unique_workers(workers)]
-        summary = recorder.summary(sync_s=synchronizer.seconds, ledger=ledger.counts(), memory_peak_bytes=peak_memory() + sum(peaks))
+        commands: dict[str, Command] = {"list": fleet.describe, "add": fleet.add, "remove": fleet.remove}
+        commands |= {"pause": rollouter.pause_rollout, "resume": rollouter.resume_rollout}
+        async with Control(folder, commands):
+            await loop.run(start.step)
+        recorder.looked(await _answers([member.engine.stats() for member in fleet.in_rotation]), 0.0)
+        living = set(unique_workers(workers)) - fleet.elastic | {member.engine.worker for member in fleet.in_rotation}
+        peak = peak_memory() + sum(await _answers([worker.peak_memory() for worker in living]))
+        summary = recorder.summary(sync_s=synchronizer.seconds, ledger=ledger.counts(), memory_peak_bytes=peak)
         write_json(folder / "summary.json", summary)
         return summary
 
 
-def _rollouter(config: RunConfig, inputs: Inputs, engines: list[EngineClient], reward: Reward, changed: Pulse) -> Rollouter:
+async def _answers(questions: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """What those say who still answer: the run is over, and nobody is waited for any more."""
+    answers = await asyncio.gather(*(asyncio.wait_for(question, LAST_WORDS_S) for question in questions), return_exceptions=True)
+    return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+
+def _fleet(config: RunConfig, cluster: Cluster, plans: Sequence[PlannedWorker], workers: Sequence[Worker]) -> Fleet:
+    """The engines. Those in a worker of their own can be replaced, and more can join them."""
+    by_name = {plan.name: plan for plan in plans}
+    pool = config.placement.pool(Role.ROLLOUT)
+
+    async def launch(name: str) -> EngineClient:
+        plan = by_name.get(name) or PlannedWorker(name, (Role.ROLLOUT,), threads=plans[0].threads, pool=pool)
+        return EngineClient(await start_worker(cluster, plan))
+
+    return Fleet(
+        [EngineClient(worker) for worker in workers],
+        pool=pool,
+        shared={plan.name for plan in plans if plan.roles != (Role.ROLLOUT,)},
+        launch=None if config.placement.shared(Role.ACTOR, Role.ROLLOUT) else launch,
+        heartbeat_timeout_s=config.heartbeat_timeout_s,
+        max_restarts=config.fleet.max_restarts,
+    )
+
+
+def _rollouter(config: RunConfig, inputs: Inputs, fleet: Fleet, reward: Reward) -> Rollouter:
     tokenizer, settings = inputs.tokenizer, config.rollout
     sampling = Sampling(
         max_new_tokens=settings.max_response_length,
@@ -188,7 +230,7 @@ def _rollouter(config: RunConfig, inputs: Inputs, engines: list[EngineClient], r
         stop=settings.stop,
     )
     return Rollouter(
-        engines,
+        fleet,
         SingleTurn(lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True))),
         reward,
         sampling,
@@ -198,14 +240,14 @@ def _rollouter(config: RunConfig, inputs: Inputs, engines: list[EngineClient], r
         seed=config.seed,
         on_sync=config.schedule.on_sync,
         generation_timeout=settings.generation_timeout,
-        changed=changed,
+        hedge_after_s=config.fleet.hedge_after_s,
     )
 
 
 async def _transport(config: RunConfig, workers: dict[Role, list[Worker]]) -> WeightTransport:
     if config.in_place:
         return InPlace()
-    return await SharedMemory.connect(workers[Role.ACTOR][0], workers[Role.ROLLOUT])
+    return await connect(config.sync.transport, config.cluster == "local", workers[Role.ACTOR][0], workers[Role.ROLLOUT])
 
 
 def _loop_settings(config: RunConfig) -> LoopSettings:

@@ -4,11 +4,12 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from paceline.errors import SyncError
+from paceline.errors import SyncError, WorkerDied
 from paceline.loop import Loop, LoopSettings
 from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger
@@ -16,6 +17,7 @@ from paceline.queue.message_queue import MessageQueue
 from paceline.queue.pulse import Pulse
 from paceline.rollout.engine import EngineStats
 from paceline.rollout.environment import SingleTurn
+from paceline.rollout.fleet import Fleet
 from paceline.rollout.rollouter import Rollouter
 from paceline.schedule import ScheduleSettings
 from paceline.sync.synchronizer import ParameterSynchronizer
@@ -23,23 +25,69 @@ from paceline.sync.weights import Weights
 from paceline.types import Batch, Completion, Finish, Group, OnSync, Prompt, Request, Sampling, Trajectory
 
 
-class FakeEngine:
-    """Makes tokens in virtual time. Token value = version of the weights at that moment, so staleness can be read off the data."""
+class FakeWorker:
+    """What the fleet sees of a worker."""
 
-    def __init__(self, rng: random.Random, mean_s: float = 1.0) -> None:
+    node = "local"
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.fenced = 0
+
+    @cached_property
+    def died(self) -> asyncio.Future[None]:
+        return asyncio.get_running_loop().create_future()
+
+    def fence(self, error: WorkerDied) -> None:
+        if not self.died.done():
+            self.died.set_exception(error)
+            self.died.exception()
+
+
+class FakeEngine:
+    """Makes tokens in virtual time. Token value = version of the weights at that moment, so staleness can be read off the data.
+
+    `die` is kill -9, `freeze` and `thaw` are SIGSTOP and SIGCONT.
+    """
+
+    def __init__(self, rng: random.Random, mean_s: float = 1.0, name: str = "rollout") -> None:
+        self.worker = FakeWorker(name)
         self.version = 0
         self.tokens = 0
         self.running: dict[str, dict[str, Any]] = {}
         self.fail_loads = 0
+        self.load_s = 0.1
         self._rng = rng
         self._mean_s = mean_s
-        self._open = asyncio.Event()
-        self._open.set()
+        self._open = True
         self._held = False
-        self._idle = Pulse()
+        self._frozen = False
+        self._moved = Pulse()
+
+    def die(self) -> None:
+        self.worker.fence(WorkerDied(f"worker {self.worker.name!r} died"))
+
+    def freeze(self) -> None:
+        self._frozen = True
+
+    def thaw(self) -> None:
+        self._frozen = False
+        self._moved.fire()
 
     async def generate(self, request: Request) -> Completion:
-        await self._open.wait()
+        while not self._open:
+            await self._moved_or_died()
+        self._check()
+        task = asyncio.ensure_future(self._produce(request))
+        try:
+            await asyncio.wait({task, self.worker.died}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        self._check()
+        return task.result()
+
+    async def _produce(self, request: Request) -> Completion:
         tokens = list(request.partial.tokens) if request.partial else []
         versions = list(request.partial.versions) if request.partial else []
         state: dict[str, Any] = {"end": None}
@@ -48,15 +96,17 @@ class FakeEngine:
         try:
             while len(tokens) < length and state["end"] is None:
                 await asyncio.sleep(self._rng.expovariate(1 / self._mean_s) * (8 if self._rng.random() < 0.02 else 1))
-                while self._held and state["end"] is None:
-                    await self._idle.wait()
+                while (self._held and state["end"] is None) or self._frozen:
+                    await self._moved.wait()
                 if state["end"] is None:
                     tokens.append(self.version)
                     versions.append(self.version)
                     self.tokens += 1
         finally:
             del self.running[request.id]
-            self._idle.fire()
+            self._moved.fire()
+        if self.worker.died.done():
+            self.worker.fenced += 1
         array = np.array(versions, np.int32)
         return Completion(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32), array, state["end"] or Finish.STOP)
 
@@ -66,41 +116,68 @@ class FakeEngine:
                 self.running[request_id]["end"] = Finish.ABORT
 
     async def pause(self, mode: OnSync) -> bool:
-        self._open.clear()
+        self._open = False
+        await self._answer()
         if mode is OnSync.SWAP:
             self._held = True
             return True
         if mode is OnSync.INTERRUPT:
             for state in self.running.values():
                 state["end"] = Finish.INTERRUPT
-        while self.running:
-            await self._idle.wait()
+            self._moved.fire()
+        while self.running and not self._open:
+            await self._moved_or_died()
         return True
 
     async def resume(self) -> bool:
+        await self._answer()
         self._held = False
-        self._open.set()
-        self._idle.fire()
+        self._open = True
+        self._moved.fire()
         return True
 
     async def load_weights(self, weights: Weights) -> None:
-        await asyncio.sleep(self._rng.random() * 0.1)
+        await asyncio.wait({self.worker.died}, timeout=self._rng.random() * self.load_s)
+        await self._answer()
         if self.fail_loads:
             self.fail_loads -= 1
             raise SyncError("planted")
+        assert weights.version >= self.version, "an engine went back to older weights"
         self.version = weights.version
 
     async def stats(self) -> EngineStats:
-        return EngineStats(self.version, len(self.running), 0, self.tokens, 0.0, not self._open.is_set())
+        await self._answer()
+        return EngineStats(self.version, len(self.running), 0, self.tokens, 0.0, not self._open)
 
     async def close(self) -> None:
         return
+
+    async def _answer(self) -> None:
+        """Nobody answers while frozen, and after death nobody ever does."""
+        self._check()
+        while self._frozen:
+            await self._moved_or_died()
+
+    async def _moved_or_died(self) -> None:
+        moved = asyncio.ensure_future(self._moved.wait())
+        try:
+            await asyncio.wait({moved, self.worker.died}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            moved.cancel()
+        self._check()
+
+    def _check(self) -> None:
+        if self.worker.died.done():
+            self.worker.died.result()
 
 
 class FakeTransport:
     async def publish(self, version: int) -> Weights:
         await asyncio.sleep(0.01)
         return Weights(version)
+
+    async def attach(self, worker: Any) -> None:
+        await asyncio.sleep(0.01)
 
 
 class FakeSource:
@@ -172,20 +249,32 @@ class World:
     greedy_baseline: bool = False
     generation_timeout: float = 1e5
     stall_timeout_s: float = 1e4
+    elastic: bool = False
+    start_s: float = 5.0
+    start_failures: int = 0
+    max_restarts: int = 3
+    heartbeat_timeout_s: float = 20.0
+    hedge_after_s: float | None = None
     score: Callable[[Prompt], list[float] | None] | None = None
     guards: Sequence[tuple[str, asyncio.Future[None]]] = ()
 
     def build(self, ledger: Ledger | None = None) -> Loop:
         rng = random.Random(self.seed)
-        changed = Pulse()
-        self.engines = [FakeEngine(rng, self.engine_s) for _ in range(self.num_engines)]
+        self.rng = rng
+        self.engines = [FakeEngine(rng, self.engine_s, f"rollout-{number}") for number in range(self.num_engines)]
+        self.fleet = Fleet(
+            self.engines,  # type: ignore[arg-type]
+            launch=self._launch if self.elastic else None,  # type: ignore[arg-type]
+            heartbeat_timeout_s=self.heartbeat_timeout_s,
+            max_restarts=self.max_restarts,
+        )
         self.trainer = FakeTrainer(rng, self.train_s)
         self.notes = Notes()
         self.ledger = ledger or Ledger()
-        self.queue = MessageQueue(self.max_queue_size, self.schedule.max_staleness, changed=changed)
-        self.admission = Admission(self.schedule.capacity(self.groups_per_step), changed)
+        self.queue = MessageQueue(self.max_queue_size, self.schedule.max_staleness, changed=self.fleet.changed)
+        self.admission = Admission(self.schedule.capacity(self.groups_per_step), self.fleet.changed)
         self.rollouter = Rollouter(
-            self.engines,
+            self.fleet,
             SingleTurn(str),
             FakeReward(self.score),
             Sampling(max_new_tokens=20),
@@ -195,9 +284,9 @@ class World:
             seed=self.seed,
             on_sync=self.schedule.on_sync,
             generation_timeout=self.generation_timeout,
-            changed=changed,
+            hedge_after_s=self.hedge_after_s,
         )
-        self.synchronizer = ParameterSynchronizer(FakeTransport(), self.engines, self.rollouter, self.schedule.on_sync)
+        self.synchronizer = ParameterSynchronizer(FakeTransport(), self.fleet, self.rollouter, self.schedule.on_sync)
         self.saves: list[int] = []
 
         async def save(step: int) -> None:
@@ -214,7 +303,7 @@ class World:
             ),
             source=FakeSource(),
             rollouter=self.rollouter,
-            engines=self.engines,
+            fleet=self.fleet,
             queue=self.queue,
             admission=self.admission,
             ledger=self.ledger,
@@ -225,3 +314,12 @@ class World:
             guards=self.guards,
         )
         return self.loop
+
+    async def _launch(self, name: str) -> FakeEngine:
+        await asyncio.sleep(self.rng.expovariate(1 / self.start_s))
+        if self.start_failures:
+            self.start_failures -= 1
+            raise WorkerDied(f"worker {name!r} died at its start (planted)")
+        engine = FakeEngine(self.rng, self.engine_s, name)
+        self.engines.append(engine)
+        return engine

@@ -127,6 +127,18 @@ def closing_table(console: Console, summary: dict[str, Any], folder: str) -> Non
     console.print(table)
 
 
+def workers_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """What `paceline workers list` shows."""
+    table = Table(title="Rollout workers", title_justify="left")
+    for heading in ("name", "node", "state", "version", "attempts", "tokens/s", "incarnation"):
+        table.add_column(heading, justify="left" if heading in ("name", "node", "state") else "right")
+    for row in rows:
+        colour = {"live": "green", "gone": "red"}.get(row["state"], "yellow")
+        figures = (row["version"], row["load"], f"{row['tokens_per_s']:,.0f}", row["incarnation"])
+        table.add_row(row["name"], row["node"], f"[{colour}]{row['state']}[/]", *map(str, figures))
+    return table
+
+
 def _sparkline(values: Sequence[float]) -> str:
     low, high = min(values), max(max(values), min(values) + 1e-9)
     return "".join(SPARKS[round((value - low) / (high - low) * (len(SPARKS) - 1))] for value in values)

@@ -5,7 +5,7 @@ import asyncio
 
 class Pulse:
     def __init__(self) -> None:
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiters: dict[asyncio.Future[None], None] = {}  # in the order they came: runs repeat
 
     def fire(self) -> None:
         for waiter in self._waiters:
@@ -16,8 +16,8 @@ class Pulse:
     async def wait(self) -> None:
         """Returns after the next `fire()`. Never miss one: check the state and call this without awaiting in between."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.add(waiter)
+        self._waiters[waiter] = None
         try:
             await waiter
         finally:
-            self._waiters.discard(waiter)
+            self._waiters.pop(waiter, None)

@@ -4,7 +4,7 @@ so the engine starts a wave of groups together, whatever the timing."""
 import asyncio
 
 from paceline.errors import RolloutError
-from paceline.place.local import Worker
+from paceline.place.worker import Worker
 from paceline.queue.pulse import Pulse
 from paceline.rollout.engine import EngineStats
 from paceline.sync.weights import Weights
@@ -15,7 +15,7 @@ class EngineClient:
     """A RolloutEngine over a worker that hosts a `RolloutService`."""
 
     def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+        self.worker = worker
         self._running: dict[str, asyncio.Future[Completion]] = {}
         self._outbox: list[Request] = []
         self._open = True
@@ -24,8 +24,10 @@ class EngineClient:
         worker.died.add_done_callback(self._worker_died)
 
     async def generate(self, request: Request) -> Completion:
-        while not self._open:
+        while not self._open and not self.worker.died.done():
             await self._changed.wait()
+        if self.worker.died.done():
+            self.worker.died.result()
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._running[request.id] = future
         if not self._outbox:
@@ -34,48 +36,48 @@ class EngineClient:
         try:
             return await future
         except asyncio.CancelledError:
-            if self._running.pop(request.id, None) and not self._worker.died.done():
-                self._worker.start_call(Role.ROLLOUT, "abort", [request.id])
+            if self._running.pop(request.id, None) and not self.worker.died.done():
+                self.worker.start_call(Role.ROLLOUT, "abort", [request.id])
             raise
 
     async def abort(self, request_ids: list[str]) -> None:
         self._flush()
-        await self._worker.call(Role.ROLLOUT, "abort", request_ids)
+        await self.worker.call(Role.ROLLOUT, "abort", request_ids)
 
     async def pause(self, mode: OnSync) -> bool:
         self._open = False
         self._flush()
         if mode is OnSync.SWAP:
-            await self._worker.call(Role.ROLLOUT, "hold")
+            await self.worker.call(Role.ROLLOUT, "hold")
             return True
         if mode is OnSync.INTERRUPT:
-            await self._worker.call(Role.ROLLOUT, "interrupt")
-        while self._running:
+            await self.worker.call(Role.ROLLOUT, "interrupt")
+        while self._running and not self._open:
             await self._changed.wait()
-            if self._worker.died.done():
-                self._worker.died.result()
+            if self.worker.died.done():
+                self.worker.died.result()
         return True
 
     async def resume(self) -> bool:
-        await self._worker.call(Role.ROLLOUT, "go_on")
+        await self.worker.call(Role.ROLLOUT, "go_on")
         self._open = True
         self._changed.fire()
         return True
 
     async def load_weights(self, weights: Weights) -> None:
         self._flush()
-        await self._worker.call(Role.ROLLOUT, "load_weights", weights)
+        await self.worker.call(Role.ROLLOUT, "load_weights", weights)
 
     async def stats(self) -> EngineStats:
-        stats: EngineStats = await self._worker.call(Role.ROLLOUT, "stats")
+        stats: EngineStats = await self.worker.call(Role.ROLLOUT, "stats")
         return stats
 
     async def close(self) -> None:
-        await self._worker.close()
+        await self.worker.close()
 
     def _flush(self) -> None:
-        if self._outbox and not self._worker.died.done():
-            self._worker.start_call(Role.ROLLOUT, "submit", self._outbox).add_done_callback(self._submitted)
+        if self._outbox and not self.worker.died.done():
+            self.worker.start_call(Role.ROLLOUT, "submit", self._outbox).add_done_callback(self._submitted)
             self._outbox = []
 
     def _submitted(self, reply: "asyncio.Future[list[tuple[str, RolloutError]]]") -> None:

@@ -18,6 +18,8 @@ class EngineStats:
     tokens: int  # sampled since start
     busy_s: float  # seconds spent computing since start
     paused: bool
+    slots: int = 1  # sequences it can decode at the same time
+    kv_used: float = 0.0  # share of its memory for keys and values that is taken
 
 
 class RolloutEngine(Protocol):

@@ -1,6 +1,7 @@
 """Runs groups: every attempt at a prompt through the environment, then the reward. Can be paused and resumed.
 
-Waits for: the engines. Waited for by: the feed (while paused) and the synchroniser (while draining).
+Waits for: the engines (one in rotation to take an attempt, then its answer). Waited for by: the feed (while paused) and the
+synchroniser (while draining).
 A group either comes back whole or raises; a failed attempt is never a sample with reward 0.
 """
 
@@ -9,16 +10,17 @@ import hashlib
 import itertools
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 from pydantic import AliasChoices, Field
 
 from paceline.errors import RewardError, RolloutError, first_error
-from paceline.queue.pulse import Pulse
 from paceline.reward.reward import Reward
-from paceline.rollout.engine import RolloutEngine
 from paceline.rollout.environment import Environment, Generate
+from paceline.rollout.fleet import Fleet
+from paceline.rollout.router import Lane, Router
+from paceline.rollout.vllm_settings import VllmSettings
 from paceline.settings import Settings
 from paceline.types import Completion, Finish, Group, OnSync, Prompt, Request, Sampling, Trajectory
 
@@ -28,6 +30,9 @@ GREEDY = -1  # the attempt index of the greedy answer that some algorithms compa
 
 
 class RolloutSettings(Settings):
+    engine: Literal["native", "vllm"] = "native"
+    """What generates: our own engine, or vLLM (the extra "vllm")."""
+    vllm: VllmSettings = VllmSettings()
     max_response_length: int = Field(64, ge=1, validation_alias=AliasChoices("max_response_length", "max_new_tokens"))
     """Tokens an answer may have."""
     temperature: float = Field(1.0, ge=0)
@@ -51,7 +56,7 @@ class RolloutSettings(Settings):
 class Rollouter:
     def __init__(
         self,
-        engines: Sequence[RolloutEngine],
+        fleet: Fleet,
         environment: Environment,
         reward: Reward,
         sampling: Sampling,
@@ -62,11 +67,12 @@ class Rollouter:
         seed: int,
         on_sync: OnSync,
         generation_timeout: float,
-        changed: Pulse | None = None,
+        hedge_after_s: float | None = None,
     ) -> None:
-        self.paused = False
-        self.changed = changed or Pulse()
-        self._engines = engines
+        self.changed = fleet.changed
+        self._holds: set[str] = set()  # who wants it to be paused
+        self._fleet = fleet
+        self._router = Router(fleet, hedge_after_s)
         self._environment = environment
         self._reward = reward
         self._sampling = sampling
@@ -83,15 +89,18 @@ class Rollouter:
         """All attempts at one prompt, scored. Raises RolloutError or RewardError."""
         clock = asyncio.get_running_loop().time
         started = clock()
-        engine = self._engines[seq % len(self._engines)]
+        lane = Lane(self._router, self._group_size + self._greedy_baseline)
+        await self._settle(lane)
         late: list[RolloutError] = []
         try:
             async with asyncio.TaskGroup() as tasks:
-                started_tasks = [tasks.create_task(self._attempt(engine, seq, index, prompt, late)) for index in range(self._group_size)]
+                started_tasks = [tasks.create_task(self._attempt(lane, seq, index, prompt, late)) for index in range(self._group_size)]
                 if self._greedy_baseline:
-                    greedy = tasks.create_task(self._attempt(engine, seq, GREEDY, prompt, late))
+                    greedy = tasks.create_task(self._attempt(lane, seq, GREEDY, prompt, late))
         except BaseExceptionGroup as failed:
             raise first_error(failed) from None
+        finally:
+            lane.close()
         trajectories = [trajectory for task in started_tasks if (trajectory := task.result()) is not None]
         baseline = greedy.result() if self._greedy_baseline else None
         rewards = await self._score(prompt, trajectories + ([baseline] if baseline else []))
@@ -104,10 +113,17 @@ class Rollouter:
             raise RewardError(f"the reward of prompt {prompt.uid} gave {rewards!r}; expected {len(trajectories)} finite numbers")
         return rewards
 
-    async def pause_rollout(self) -> bool:
+    @property
+    def paused(self) -> bool:
+        return bool(self._holds)
+
+    def paused_by(self, who: str) -> bool:
+        return who in self._holds
+
+    async def pause_rollout(self, who: str = "user") -> bool:
         """Admit nothing new and, by `on_sync`, let running generations finish, interrupt them or hold them. Idempotent."""
-        self.paused = True
-        await asyncio.gather(*(engine.pause(self._on_sync) for engine in self._engines))
+        self._holds.add(who)
+        await self._fleet.pause(self._on_sync)
         now = asyncio.get_running_loop().time()
         for deadline in self._deadlines:  # time spent paused is nobody's fault
             if (when := deadline.when()) is not None and not deadline.expired():
@@ -115,10 +131,12 @@ class Rollouter:
                 deadline.reschedule(None)
         return True
 
-    async def resume_rollout(self) -> bool:
-        """Go on where `pause_rollout` stopped. Idempotent."""
-        await asyncio.gather(*(engine.resume() for engine in self._engines))
-        self.paused = False
+    async def resume_rollout(self, who: str = "user") -> bool:
+        """Go on where `pause_rollout` stopped, unless somebody else still wants it to be paused. Idempotent."""
+        self._holds.discard(who)
+        if self._holds:
+            return True
+        await self._fleet.resume()
         now = asyncio.get_running_loop().time()
         for deadline, seconds in self._deadlines.items():
             if deadline.when() is None:
@@ -126,41 +144,60 @@ class Rollouter:
         self.changed.fire()
         return True
 
-    async def _attempt(self, engine: RolloutEngine, seq: int, index: int, prompt: Prompt, late: list[RolloutError]) -> Trajectory | None:
+    async def _settle(self, lane: Lane) -> None:
+        """Wait until the lane leads to an engine that takes work. No time of an answer passes here."""
+        while self.paused or not lane.settle():
+            await self.changed.wait()
+
+    async def _attempt(self, lane: Lane, seq: int, index: int, prompt: Prompt, late: list[RolloutError]) -> Trajectory | None:
         """One attempt; None when it failed and the group may go on without it."""
         try:
-            return await self._environment.run(prompt, self._generate(engine, seq, index, prompt))
+            return await self._environment.run(prompt, self._generate(lane, seq, index, prompt))
         except RolloutError as error:
             late.append(error)
             if len(late) > self._may_fail or index == GREEDY:
                 raise
             log.warning("group %d goes on without one of its attempts: %s", seq, error)
             return None
+        finally:
+            lane.leave()
 
-    def _generate(self, engine: RolloutEngine, seq: int, index: int, prompt: Prompt) -> Generate:
+    def _generate(self, lane: Lane, seq: int, index: int, prompt: Prompt) -> Generate:
         turns = itertools.count()
         sampling = replace(self._sampling, temperature=0.0) if index == GREEDY else self._sampling
 
         async def generate(context: tuple[int, ...]) -> Completion:
             seed = _seed(self._seed, seq, index, next(turns))
             completion: Completion | None = None
-            try:
-                async with asyncio.timeout(None if self.paused else self._timeout) as deadline:
-                    self._deadlines[deadline] = self._timeout
-                    while completion is None or completion.finish is Finish.INTERRUPT:
-                        request = Request(f"{seq}.{index}.{next(self._ids)}", context, seed, sampling, completion)
-                        completion = await engine.generate(request)
-            except TimeoutError:
-                raise RolloutError(
-                    f"attempt {index} at prompt {prompt.uid} took longer than rollout.generation_timeout = {self._timeout:g} s"
-                ) from None
-            finally:
-                self._deadlines.pop(deadline, None)
+            left, losses = self._timeout, lane.losses
+            while completion is None or completion.finish is Finish.INTERRUPT:
+                await self._settle(lane)
+                request = Request(f"{seq}.{index}.{next(self._ids)}", context, seed, sampling, completion)
+                try:
+                    completion, left = await self._timed(lane, request, left)
+                except TimeoutError:
+                    raise RolloutError(
+                        f"attempt {index} at prompt {prompt.uid} took longer than rollout.generation_timeout = {self._timeout:g} s"
+                    ) from None
+                if lane.losses > losses:  # it starts over, and so does its time
+                    left, losses = self._timeout, lane.losses
             if completion.finish is Finish.ABORT:
                 raise RolloutError(f"attempt {index} at prompt {prompt.uid} was aborted after {len(completion)} tokens")
             return completion
 
         return generate
+
+    async def _timed(self, lane: Lane, request: Request, left: float) -> tuple[Completion, float]:
+        """A generation within the seconds its answer has left, and what is left then."""
+        async with asyncio.timeout(left) as deadline:
+            self._deadlines[deadline] = left
+            try:
+                completion = await lane.generate(request)
+                when = deadline.when()
+                left = self._deadlines[deadline] if when is None else when - asyncio.get_running_loop().time()
+                return completion, max(0.0, left)
+            finally:
+                del self._deadlines[deadline]
 
 
 def _seed(*parts: int) -> int:

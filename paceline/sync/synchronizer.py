@@ -1,76 +1,108 @@
-"""Hands new weights to every engine and counts versions. A version counts only when all engines have it.
+"""Hands new weights to the engines and counts versions. A version counts when every engine in rotation has it.
+
+An engine that fails or is late is out of rotation, so that nobody waits for it: it gets no new work until it has caught up by itself.
+What it is generating goes on, since it was admitted under an older version, for which its weights are new enough.
 
 Waits for: the engines (to drain, if so asked; to load). Waited for by: the trainer's coroutine, which gives tickets back after it.
 """
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection
+from typing import Literal
 
 from pydantic import Field
 
-from paceline.errors import SyncError
-from paceline.rollout.engine import RolloutEngine
+from paceline.errors import SyncError, WorkerDied
+from paceline.queue.pulse import Pulse
+from paceline.rollout.fleet import Fleet
+from paceline.rollout.member import Member, State
 from paceline.rollout.rollouter import Rollouter
 from paceline.settings import Settings
 from paceline.sync.transport import WeightTransport
+from paceline.sync.weights import Weights
 from paceline.types import OnSync
 
 log = logging.getLogger(__name__)
 
+BACK_OFF_S = 0.1  # before the first retry; doubles from there
+
 
 class SyncSettings(Settings):
-    retries: int = Field(3, ge=0)
-    """How often a failed hand-over is tried again before the run ends."""
-    timeout_s: float = Field(60.0, gt=0)
-    """Longest one hand-over may take."""
 
 
 class ParameterSynchronizer:
     def __init__(
         self,
         transport: WeightTransport,
-        engines: Sequence[RolloutEngine],
+        fleet: Fleet,
         rollouter: Rollouter,
         on_sync: OnSync,
         settings: SyncSettings | None = None,
     ) -> None:
-        self.version = 0  # what the engines have
+        self.version = 0  # what every engine in rotation has
         self.retried = 0
         self.seconds: list[float] = []
         self._transport = transport
-        self._engines = engines
+        self._fleet = fleet
         self._rollouter = rollouter
         self._on_sync = on_sync
         self._settings = settings or SyncSettings()
+        self._weights: Weights | None = None  # the newest; None while they are being published
+        self._published = Pulse()
 
     async def sync_weights(self, version: int) -> bool:
-        """Make `version` live on all engines. True when it is; raises SyncError when it cannot be."""
+        """Make `version` live on all engines in rotation. True when it is; raises SyncError when it cannot be."""
         if version < self.version:
             raise SyncError(f"weights of version {version} are older than version {self.version}, which the engines already have")
         clock = asyncio.get_running_loop().time
         started = clock()
-        must_stop = self._on_sync is not OnSync.SWAP and not self._rollouter.paused
-        if must_stop:
-            await self._rollouter.pause_rollout()
+        if self._on_sync is not OnSync.SWAP:
+            await self._rollouter.pause_rollout("sync")
         try:
             await self._hand_over(version)
+            self._commit(version)
         finally:
-            if must_stop:
-                await self._rollouter.resume_rollout()
-        self.version = version
+            await self._rollouter.resume_rollout("sync")
         self.seconds.append(clock() - started)
         return True
+
+    async def catch_up(self, member: Member) -> None:
+        """Give the newest weights to an engine that is new or has missed a hand-over, and put it in rotation."""
+        failures = 0
+        while member.state in (State.STARTING, State.BEHIND):
+            while (weights := self._weights) is None:
+                await self._published.wait()
+            try:
+                async with asyncio.timeout(self._settings.timeout_s):
+                    await self._transport.attach(member.engine.worker)
+                    await self._load(member, weights)
+            except WorkerDied:
+                return  # its watch sees to it
+            except (SyncError, TimeoutError) as error:
+                failures += weights is self._weights  # else new ones were published meanwhile: no wonder
+                log.warning("worker %r could not take version %d: %s", member.name, weights.version, str(error) or "no answer in time")
+                if failures > self._settings.retries:
+                    member.engine.worker.fence(WorkerDied(f"worker {member.name!r} could not take new weights {failures} times: {error}"))
+                    return
+                await asyncio.sleep(BACK_OFF_S * 2**failures)
+                continue
+            if weights.version >= self.version and member.state in (State.STARTING, State.BEHIND):
+                member.state = State.LIVE
+                self._fleet.changed.fire()
 
     async def _hand_over(self, version: int) -> None:
         for attempt in range(self._settings.retries + 1):
             if attempt:
                 self.retried += 1
-                await asyncio.sleep(0.05 * 2**attempt)
+                await asyncio.sleep(BACK_OFF_S * 2 ** (attempt - 1))
             try:
+                self._weights = None
                 async with asyncio.timeout(self._settings.timeout_s):
                     weights = await self._transport.publish(version)
-                    await asyncio.gather(*(engine.load_weights(weights) for engine in self._engines))
+                self._weights = weights
+                self._published.fire()
+                await self._load_all(weights)
                 return
             except SyncError as error:
                 failure: Exception = error
@@ -78,3 +110,47 @@ class ParameterSynchronizer:
                 failure = SyncError(f"no answer within sync.timeout_s = {self._settings.timeout_s:g} s")
             log.warning("hand-over of version %d failed (attempt %d): %s", version, attempt + 1, failure)
         raise SyncError(f"version {version} could not be handed over in {self._settings.retries + 1} attempts: {failure}") from failure
+
+    async def _load_all(self, weights: Weights) -> None:
+        """Until one engine has the weights, and a little longer for the others. If none takes them that is an error; if all have died,
+        the first of those that replace them is waited for."""
+        loads = [asyncio.ensure_future(self._load(member, weights)) for member in self._fleet.in_rotation]
+        try:
+            failures = await self._failures(loads)
+        finally:
+            for load in loads:
+                load.cancel()
+        while not self._holders(weights.version):
+            for error in failures:
+                if not (isinstance(error, WorkerDied) and self._fleet.heals):
+                    raise error
+            await self._fleet.changed.wait()
+
+    async def _failures(self, loads: Collection["asyncio.Future[None]"]) -> list[Exception]:
+        """Errors of loads. Those that are not done when this returns are late."""
+        pending, finished = set(loads), set[asyncio.Future[None]]()
+        while pending and all(load.exception() for load in finished):
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            finished |= done
+        if pending:
+            finished |= (await asyncio.wait(pending, timeout=self._settings.grace_s))[0]
+        return [error for load in finished if isinstance(error := load.exception(), Exception)]
+
+    async def _load(self, member: Member, weights: Weights) -> None:
+        member.loading = True
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                await member.engine.load_weights(weights)
+            member.version = max(member.version, weights.version)
+        finally:
+            member.loading = False
+
+    def _holders(self, version: int) -> list[Member]:
+        return [member for member in self._fleet.in_rotation if member.version >= version]
+
+    def _commit(self, version: int) -> None:
+        self.version = version
+        for member in self._fleet.in_rotation:
+            if member.version < version:
+                log.warning("worker %r missed version %d; it gets no new work until it has caught up", member.name, version)
+                self._fleet.fell_behind(member)

@@ -53,11 +53,12 @@ def weights(folder: Path, step: int, role: str = "actor") -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def test_max_staleness_0_through_separate_processes_equals_hybrid_sync_bit_for_bit(model: str, tmp_path: Path) -> None:
+def test_max_staleness_0_through_separate_processes_or_threads_equals_hybrid_sync_bit_for_bit(model: str, tmp_path: Path) -> None:
     run(model, tmp_path / "hybrid", "steps=20")
     run(model, tmp_path / "separate", "steps=20", *SEPARATE)
+    run(model, tmp_path / "overlap", "steps=20", "placement.overlap=true")
     run(model, tmp_path / "other_seed", "steps=20", "seed=1")
-    assert weights(tmp_path / "hybrid", 20) == weights(tmp_path / "separate", 20)
+    assert weights(tmp_path / "hybrid", 20) == weights(tmp_path / "separate", 20) == weights(tmp_path / "overlap", 20)
     assert weights(tmp_path / "hybrid", 20) != weights(tmp_path / "other_seed", 20)
 
 
@@ -72,6 +73,7 @@ def test_max_staleness_0_through_separate_processes_equals_hybrid_sync_bit_for_b
         "fully async, interrupt": [*SEPARATE, "schedule.max_staleness=2", "schedule.on_sync=interrupt"],
         "two engines": [*SEPARATE, "schedule.max_staleness=3", "schedule.on_sync=swap", "placement.rollout_workers=2"],
         "one device, async": ["schedule.max_staleness=2", "schedule.on_sync=swap"],
+        "one device, at the same time": ["placement.overlap=true", "schedule.max_staleness=2", "schedule.on_sync=swap"],
         "two steps per sync": [*SEPARATE, "schedule.max_staleness=1", "schedule.sync_every=2", "schedule.on_sync=swap"],
     }.items(),
 )
@@ -188,7 +190,8 @@ def test_a_killed_worker_process_ends_the_run_with_its_name(victim: str, model: 
         def looked(self, *_: object) -> None:
             return
 
-    chosen = config(model, tmp_path, "steps=1000", "save_every=1", *SEPARATE, "schedule.max_staleness=2", "schedule.on_sync=swap")
+    settings = [*SEPARATE, "schedule.max_staleness=2", "schedule.on_sync=swap", "fleet.max_restarts=0"]
+    chosen = config(model, tmp_path, "steps=1000", "save_every=1", *settings)
     with pytest.raises(WorkerDied, match=f"worker '{victim}' died .killed by signal 9"):
         asyncio.run(asyncio.wait_for(train(chosen, lambda _: Killer()), 60))
     assert not children()

@@ -1,0 +1,108 @@
+"""Talk to a running job: a socket in its run folder, one line of JSON to ask, one to answer.
+
+Only the owner of the run folder can connect. The socket is there while the job runs.
+"""
+
+import asyncio
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigError, PacelineError
+
+SOCKET = "control.sock"
+LONGEST = 100  # bytes of a socket's path that every system takes
+ANSWER_S = 600.0  # a worker that is added loads its model first
+
+Command = Callable[..., Awaitable[Any]]
+
+
+class Control:
+    """The job's end."""
+
+    def __init__(self, folder: Path, commands: Mapping[str, Command]) -> None:
+        self._folder = folder
+        self._commands = commands
+        self._server: asyncio.Server | None = None
+        self._asking: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> "Control":
+        (self._folder / SOCKET).unlink(missing_ok=True)  # of a run that was killed: this one holds the folder's lock
+        listening = socket.socket(socket.AF_UNIX)
+        with _short_path(self._folder) as path:
+            listening.bind(path)
+            os.chmod(path, 0o600)
+        self._server = await asyncio.start_unix_server(self._asked, sock=listening)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._server
+        self._server.close()
+        for task in list(self._asking):
+            task.cancel()
+        await asyncio.gather(*self._asking, return_exceptions=True)
+        (self._folder / SOCKET).unlink(missing_ok=True)
+
+    async def _asked(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task
+        self._asking.add(task)
+        try:
+            answer = await self._answer(await reader.readline())
+            writer.write(json.dumps(answer).encode() + b"\n")
+            await writer.drain()
+        except ConnectionError:
+            pass  # it did not wait for the answer
+        finally:
+            writer.close()
+            self._asking.discard(task)
+
+    async def _answer(self, line: bytes) -> dict[str, Any]:
+        try:
+            request = json.loads(line)
+            command = self._commands[request["command"]]
+            arguments = request.get("arguments", {})
+        except (ValueError, KeyError, TypeError):
+            return {"error": f"not understood: {line[:80]!r}; the commands are {', '.join(self._commands)}"}
+        try:
+            return {"value": await command(**arguments)}
+        except (PacelineError, TypeError) as error:
+            return {"error": str(error)}
+
+
+def ask(folder: Path, command: str, **arguments: Any) -> Any:
+    """Ask the job that runs in `folder`. Raises what it refuses."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(ANSWER_S)
+        try:
+            with _short_path(folder) as path:
+                connection.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError):
+            raise ConfigError(f"no job is running in {folder}; give the run folder of one that is") from None
+        connection.sendall(json.dumps({"command": command, "arguments": arguments}).encode() + b"\n")
+        with connection.makefile("rb") as stream:
+            line = stream.readline()
+    if not line:
+        raise ConfigError(f"the job in {folder} ended before it could answer")
+    answer = json.loads(line)
+    if "error" in answer:
+        raise ConfigError(answer["error"])
+    return answer["value"]
+
+
+@contextmanager
+def _short_path(folder: Path) -> Iterator[str]:
+    """A path to the socket that fits into an address: by way of a link if the folder's own is too long."""
+    path = folder.resolve() / SOCKET
+    if len(os.fsencode(path)) < LONGEST:
+        yield str(path)
+        return
+    with tempfile.TemporaryDirectory(prefix="paceline-") as near:
+        link = Path(near) / "run"
+        link.symlink_to(folder.resolve(), target_is_directory=True)
+        yield str(link / SOCKET)

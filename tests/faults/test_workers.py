@@ -1,0 +1,150 @@
+"""Rollout workers of a real run are killed, stopped, added and removed, and nobody who waits for the result can tell."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from paceline.config import RunConfig, load_config
+from paceline.control import ask
+from paceline.run import train
+from tests.models import random_model
+from tests.processes import children
+
+SETTINGS = [
+    "steps=400",
+    "groups_per_step=4",
+    "group_size=4",
+    "data.task=copy:3",
+    "rollout.max_response_length=24",
+    "placement.threads=1",
+    "placement.actor=train",
+    "placement.rollout=rollout",
+    "data.max_prompt_length=32",
+    "schedule.max_staleness=3",
+    "schedule.on_sync=swap",
+    "fleet.heartbeat_timeout_s=3",
+    "train.learning_rate=1e-3",
+    f"reward.function={Path(__file__).parents[1]}/rewards.py:letters",
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return random_model(tmp_path_factory.mktemp("model"))
+
+
+def config(model: str, folder: Path, *settings: str) -> RunConfig:
+    return load_config(None, [f"model={model}", f"run_dir={folder}", *SETTINGS, *settings])
+
+
+class Steps:
+    """An observer that lets a test wait for a step, and ends the run when the test has seen enough."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.metrics: list[dict[str, float]] = []
+        self.done = False
+        self._moved = asyncio.Event()
+
+    def step_done(self, step: int, metrics: dict[str, float], groups: Sequence[Any]) -> None:
+        self.step = step
+        self.metrics.append(metrics)
+        self._moved.set()
+        if self.done:
+            raise Enough
+
+    def looked(self, *_: object) -> None:
+        self._moved.set()
+
+    async def until(self, what: Callable[[], bool]) -> None:
+        while not what():
+            self._moved.clear()
+            await self._moved.wait()
+
+    async def more(self, steps: int) -> None:
+        goal = self.step + steps
+        await self.until(lambda: self.step >= goal)
+
+
+class Enough(Exception):
+    pass
+
+
+def play(config: RunConfig, script: Callable[[Steps], Awaitable[None]]) -> Steps:
+    """Run until the script has ended, and check what must always hold."""
+
+    async def both() -> Steps:
+        steps = Steps()
+        run = asyncio.ensure_future(train(config, lambda _: steps))
+        acting = asyncio.ensure_future(asyncio.wait_for(script(steps), 120))
+        try:
+            done, _ = await asyncio.wait({run, acting}, return_when=asyncio.FIRST_COMPLETED)
+            if acting in done:
+                acting.result()
+                steps.done = True
+            with pytest.raises(Enough):
+                await run
+        finally:
+            acting.cancel()
+            run.cancel()
+            await asyncio.wait({run, acting})
+        return steps
+
+    steps = asyncio.run(both())
+    assert not children(), "a process was left behind"
+    check_ledger(Path(config.run_dir))
+    assert max(row["staleness/max"] for row in steps.metrics) <= config.schedule.max_staleness
+    return steps
+
+
+def check_ledger(folder: Path) -> None:
+    events = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    trained = [event["seq"] for event in events if event["event"] == "trained"]
+    assert trained == list(range(len(trained))), "every prompt once, in order"
+    issued = {event["seq"] for event in events if event["event"] == "issued"}
+    assert set(trained) <= issued and not any(event["event"] == "dropped" for event in events)
+
+
+def pids(folder: Path) -> dict[str, int]:
+    """Workers write to their own log, so the open file tells who is who; of two under one name, the younger."""
+    found: dict[str, int] = {}
+    for process in sorted(psutil.Process().children(), key=lambda process: process.create_time()):
+        target = Path(os.path.realpath(f"/proc/{process.pid}/fd/1"))
+        if target.parent == (folder / "logs").resolve():
+            found[target.stem] = process.pid
+    return found
+
+
+async def tell(folder: Path, command: str, **arguments: Any) -> Any:
+    return await asyncio.to_thread(ask, folder, command, **arguments)
+
+
+async def mid_generation(folder: Path, name: str) -> None:
+    """Wait until this worker has answers under way."""
+    while not any(row["name"] == name and row["load"] for row in await tell(folder, "list")):
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_a_rollout_worker_killed_mid_generation_is_replaced_and_its_groups_are_trained_once(
+    engines: int, model: str, tmp_path: Path
+) -> None:
+    async def script(steps: Steps) -> None:
+        await steps.more(3)
+        before = pids(tmp_path)["rollout"]
+        await mid_generation(tmp_path, "rollout")
+        os.kill(before, signal.SIGKILL)
+        await steps.until(lambda: steps.metrics[-1]["fleet/replaced"] == 1 and steps.metrics[-1]["fleet/engines"] == engines)
+        await steps.more(5)
+        assert pids(tmp_path)["rollout"] != before
+        rows = await tell(tmp_path, "list")
+        assert [row["state"] for row in rows] == ["live"] * engines and max(row["incarnation"] for row in rows) == engines
+
+    play(config(model, tmp_path, f"placement.rollout_workers={engines}"), script)
