@@ -4,7 +4,7 @@ Together with the placement this is all that tells one mode from another:
 
     hybrid sync, split    max_staleness 0
     one step off          max_staleness 1, on_sync drain
-    fully async           max_staleness k, on_sync swap or interrupt
+    fully async           max_staleness k, on_sync swap or interrupt (on one device with placement.overlap)
 """
 
 from pydantic import AliasChoices, Field, model_validator

@@ -1,11 +1,13 @@
 """Builds the parts of a worker, inside that worker: which roles it plays decides what it loads.
 
-Actor and rollout in one worker share memory: the engine's weights are the trainer's parameters. Under LoRA the two differ, so
-the engine has a copy of its own, but the reference model is the actor's with its adapters off. In a group of ranks the engine, or
-a reward model, lives on the first; its copy of the weights comes through shared memory, as in a worker of its own.
+Actor and rollout in one worker share memory: the engine's weights are the trainer's parameters. Under LoRA the two differ, and with
+placement.overlap they work at the same time, so the engine has a copy of its own; under LoRA the reference model is the actor's with its
+adapters off. In a group of ranks the engine, or a reward model, lives on the first; its copy of the weights comes through shared memory,
+as in a worker of its own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,19 +20,25 @@ def build_parts(roles: Sequence[Role], config: RunConfig, model_path: str, threa
     import torch
 
     from paceline.place.group import is_first_rank
+    from paceline.place.phases import Phases
 
-    torch.set_num_threads(threads)
+    beside = config.placement.overlap and {Role.ACTOR, Role.ROLLOUT} <= set(roles)
+    torch.set_num_threads(max(1, threads // 2) if beside else threads)
     parts: dict[str, Any] = {}
     engine = None
+    here = Role.ROLLOUT in roles and is_first_rank()
+    phases = Phases() if here and not beside else None
     if Role.ACTOR in roles:
-        parts[Role.ACTOR], engine = _actor(config, model_path)
+        parts[Role.ACTOR], engine = _actor(config, model_path, phases)
     if Role.CRITIC in roles:
-        parts[Role.CRITIC] = _critic(config, model_path)
+        parts[Role.CRITIC] = _critic(config, model_path, phases)
     if Role.REF in roles:
-        parts[Role.REF] = _ref(config, model_path, engine)
+        parts[Role.REF] = _ref(config, model_path, engine, phases)
     if Role.REWARD in roles and is_first_rank():
         parts[Role.REWARD] = _reward(config)
-    if Role.ROLLOUT in roles and is_first_rank():
+    if here and config.rollout.engine == "vllm":
+        parts[Role.ROLLOUT] = _vllm(config, model_path, engine, parts.get(Role.ACTOR))
+    elif here:
         parts[Role.ROLLOUT] = _rollout(config, model_path, engine)
     return parts
 
@@ -49,7 +57,14 @@ def _engine(config: RunConfig, model_path: str, head: Literal["policy", "value"]
         return Fsdp(model if head == "policy" else model.base_model, settings, temperature, head)
     from paceline.train.single import SingleDevice
 
+    model.to(_device())
     return SingleDevice(model if head == "policy" else model.base_model, settings, temperature, head)
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _megatron(config: RunConfig, model_path: str, head: Literal["policy", "value"]) -> Any:
@@ -66,35 +81,35 @@ def _megatron(config: RunConfig, model_path: str, head: Literal["policy", "value
     return Megatron(load_config(model_path), weights, config.train, config.rollout.temperature, head)
 
 
-def _actor(config: RunConfig, model_path: str) -> tuple[Any, Any]:
+def _actor(config: RunConfig, model_path: str, phases: Any) -> tuple[Any, Any]:
     from paceline.models import load_model
     from paceline.train.actor import Actor
     from paceline.train.lora import LoraDevice
     from paceline.train.service import ActorService
 
     if config.train.lora:
-        engine: Any = LoraDevice(load_model(model_path), config.train, config.rollout.temperature, config.seed)
+        engine: Any = LoraDevice(load_model(model_path).to(_device()), config.train, config.rollout.temperature, config.seed)
     else:
         engine = _engine(config, model_path)
     actor = Actor(engine, config.algorithm, config.train, config.steps, config.rollout.max_response_length)
-    return ActorService(actor, config.train.offload), engine
+    return ActorService(actor, config.train.offload, phases), engine
 
 
-def _critic(config: RunConfig, model_path: str) -> Any:
+def _critic(config: RunConfig, model_path: str, phases: Any) -> Any:
     from paceline.train.critic import Critic
     from paceline.train.service import CriticService
 
     critic = Critic(_engine(config, model_path, "value"), config.algorithm, config.train, config.steps)
-    return CriticService(critic, config.train.offload)
+    return CriticService(critic, config.train.offload, phases)
 
 
-def _ref(config: RunConfig, model_path: str, actor: Any) -> Any:
+def _ref(config: RunConfig, model_path: str, actor: Any, phases: Any) -> Any:
     from paceline.train.lora import LoraDevice
     from paceline.train.service import RefService
 
     if isinstance(actor, LoraDevice):
-        return RefService(actor, config.train.offload, actor.adapters_off)
-    return RefService(_engine(config, model_path), config.train.offload)
+        return RefService(actor, config.train.offload, actor.adapters_off, phases)
+    return RefService(_engine(config, model_path), config.train.offload, phases=phases)
 
 
 def _reward(config: RunConfig) -> Any:
@@ -105,28 +120,63 @@ def _reward(config: RunConfig) -> Any:
 
 
 def _rollout(config: RunConfig, model_path: str, actor: Any) -> Any:
-    import torch
-
-    from paceline.models import load_model, load_tokenizer
+    from paceline.models import load_config, load_tokenizer
     from paceline.rollout.native.engine import NativeEngine
-    from paceline.rollout.native.weights import DecoderWeights
     from paceline.rollout.service import RolloutService
-    from paceline.train.lora import LoraDevice
+    from paceline.train.neighbour import Neighbour
     from paceline.train.single import SingleDevice
 
     decode: Callable[[list[int]], str] | None = load_tokenizer(model_path).decode if config.rollout.stop else None
-    lent = actor.lend_model() if isinstance(actor, SingleDevice) else None
-    merged = actor.merged_weights if isinstance(actor, LoraDevice) else None
-    share = lent is not None and merged is None
-    model = lent if share else load_model(model_path, config.train.dtype).to("cuda" if torch.cuda.is_available() else "cpu")
-    assert model is not None
-    weights = DecoderWeights.from_module(model, share=share)
+    weights, newest = _rollout_weights(config, model_path, actor)
     engine = NativeEngine(
-        model.config,
+        load_config(model_path),
         weights,
         slots=config.rollout.slots,
         max_length=config.data.max_prompt_length + config.rollout.max_response_length,
         decode=decode,
         kv_memory_fraction=config.rollout.kv_memory_fraction,
     )
-    return RolloutService(engine, merged)
+    if isinstance(actor, SingleDevice):
+        make_way = None if config.placement.overlap else engine.sleep if config.train.offload else engine.settle
+        actor.neighbours.append(Neighbour("keys and values of the rollout engine", engine.cache_bytes, make_way))
+    return RolloutService(engine, newest)
+
+
+def _rollout_weights(config: RunConfig, model_path: str, actor: Any) -> tuple[Any, Any]:
+    """The engine's weights, and where it gets newer ones when the trainer is here but its weights are not the engine's own."""
+    from paceline.models import load_model
+    from paceline.rollout.native.weights import DecoderWeights
+    from paceline.train.lora import LoraDevice
+    from paceline.train.single import SingleDevice
+
+    if isinstance(actor, SingleDevice) and not isinstance(actor, LoraDevice):
+        if not config.placement.overlap:
+            return actor.lend_weights(), None
+        return actor.copied_weights(), lambda: nullcontext(actor.current_weights())
+    weights = DecoderWeights.from_module(load_model(model_path, config.train.dtype).to(_device()), share=False)
+    return weights, (lambda: nullcontext(actor.merged_weights())) if isinstance(actor, LoraDevice) else None
+
+
+def _vllm(config: RunConfig, model_path: str, actor: Any, service: Any) -> Any:
+    """vLLM has its weights in a form of its own, so they are copied even where the trainer is in the same worker."""
+    from paceline.models import load_tokenizer
+    from paceline.rollout.service import RolloutService
+    from paceline.rollout.vllm import VllmEngine
+    from paceline.train.lora import LoraDevice
+    from paceline.train.neighbour import Neighbour
+
+    engine = VllmEngine(
+        model_path,
+        config.rollout.vllm,
+        dtype=config.train.dtype,
+        slots=config.rollout.slots,
+        max_length=config.data.max_prompt_length + config.rollout.max_response_length,
+        decode=load_tokenizer(model_path).decode if config.rollout.stop else None,
+        kv_memory_fraction=config.rollout.kv_memory_fraction,
+        sleeps=config.train.offload and service is not None,
+    )
+    if service is None:
+        return RolloutService(engine)
+    actor.neighbours.append(Neighbour("vLLM", engine.held_bytes, engine.sleep if config.train.offload else None))
+    weights = actor.merged_weights if isinstance(actor, LoraDevice) else lambda: dict(actor.export_weights())
+    return RolloutService(engine, lambda: service.weights_at_hand(weights))

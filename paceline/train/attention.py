@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from paceline.train.packing import RowLayout
+from paceline.train.packing import RowLayout, Varlen
 
 PACKED = "paceline_packed"
 # Up to this row length two plain matrix products beat the fused CPU kernel (by 2x at 70 tokens); beyond it the scores
@@ -39,6 +39,8 @@ def packed_attention(
         )
         return result
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if row_layout.varlen is not None and query.dtype == torch.bfloat16 and (sliding_window is None or sliding_window >= row_layout.longest):
+        return _end_to_end(query, key, value, row_layout.varlen, scale)[None], None
     q, k, v = (_unpack(states, row_layout) for states in (query, key, value))
     window = sliding_window if sliding_window is not None and sliding_window < row_layout.longest else None
     if window is not None:
@@ -54,6 +56,17 @@ def _unpack(states: Tensor, layout: RowLayout) -> Tensor:
     """[1, heads, T, size] packed -> [rows, heads, longest, size]."""
     _, heads, _, size = states.shape
     return states[0].transpose(0, 1).index_select(0, layout.spread).view(layout.rows, layout.longest, heads, size).transpose(1, 2)
+
+
+def _end_to_end(query: Tensor, key: Tensor, value: Tensor, rows: Varlen, scale: float) -> Tensor:
+    """On a GPU: rows of any length, no rectangle. [T, heads, size]"""
+    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+    if rows.source is not None:
+        k, v = k.index_select(0, rows.source), v.index_select(0, rows.source)
+    out: Tensor = torch.ops.aten._flash_attention_forward(
+        q, k, v, rows.queries, rows.keys, rows.longest_query, rows.longest_key, 0.0, True, False, scale=scale
+    )[0]
+    return out
 
 
 def _short_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

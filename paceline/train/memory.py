@@ -35,8 +35,9 @@ def memory_estimate(config: PretrainedConfig, settings: TrainSettings, ranks: in
     else:
         held = -(-sum(p.numel() for p in parameters.values()) // (tensor * pipeline))
         state = -(-held // data)
+    copied = settings.backend == "single" and settings.dtype == "bfloat16" and torch.cuda.is_available()  # see fused.py
     return {
-        "parameters": held * FLOAT,
+        "parameters": held * (FLOAT + 2 * copied),
         "gradients": held * FLOAT,
         "optimizer": 2 * state * FLOAT,
         "activations": activation_bound(config, settings),
