@@ -29,8 +29,8 @@ from rich.table import Table
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from paceline.place.host import Later
 from paceline.place.local import ProcessWorker, available_cores, process_group
+from paceline.place.message import Later
 from paceline.place.worker import Worker
 from paceline.rollout.service import RolloutService
 from paceline.sync.collective import Collective

@@ -13,12 +13,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from paceline.place.message import Call, Event, Reply
+from paceline.place.message import Call, Event, Later, Reply
 
 log = logging.getLogger(__name__)
 
@@ -61,14 +60,6 @@ class ThreadChannel:
 
     def send(self, message: Any) -> None:
         self.outbox.put(message)
-
-
-@dataclass(frozen=True, slots=True)
-class Later:
-    """What a method returns when its answer is not there yet: others are answered meanwhile, and parts work."""
-
-    done: Callable[[], bool]
-    result: Callable[[], Any]
 
 
 def serve(channel: Channel, parts: Mapping[str, Any]) -> None:

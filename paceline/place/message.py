@@ -1,5 +1,6 @@
 """What controller and workers say to each other, over a pipe or between threads."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,3 +30,11 @@ class Event:
 
     role: str
     value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """What a method returns when its answer is not there yet: others are answered meanwhile, and parts work."""
+
+    done: Callable[[], bool]
+    result: Callable[[], Any]

@@ -7,7 +7,8 @@ from typing import Protocol
 from torch import Tensor
 
 from paceline.errors import RolloutError, SyncError
-from paceline.place.host import BusyClock, Later
+from paceline.place.host import BusyClock
+from paceline.place.message import Later
 from paceline.rollout.engine import EngineStats
 from paceline.sync.block import Layout, WeightBlock
 from paceline.sync.collective import CollectiveReceiver
@@ -22,6 +23,10 @@ TrainerWeights = Callable[[], AbstractContextManager[Mapping[str, Tensor]]]
 class SteppedEngine(Protocol):
     """What the native engine and vLLM's adapter have in common; see the former for what each part means."""
 
+    @property
+    def slots(self) -> int: ...
+    @property
+    def kv_used(self) -> float: ...
     @property
     def running(self) -> int: ...
     @property
@@ -47,6 +52,7 @@ class RolloutService:
         self._engine = engine
         self._trainer_weights = trainer_weights
         self._held = False
+        self._whole = True  # else its weights are partly of one version and partly of another, and it waits for better ones
         self._block: WeightBlock | None = None
         self._receiver: StreamReceiver | None = None
         self._busy = BusyClock()
@@ -54,7 +60,7 @@ class RolloutService:
 
     def work(self) -> Finished | None:
         leaving, self._leaving = self._leaving, []
-        if self._held or not self._engine.has_work:
+        if self._held or not self._whole or not self._engine.has_work:
             return leaving or None
         with self._busy:
             return leaving + self._engine.step()
@@ -125,9 +131,21 @@ class RolloutService:
         if self._block is None:
             raise SyncError(f"weights of version {weights.version} were announced before the shared memory was attached")
         self._block.verify(weights)
+        self._whole = False
         self._engine.load(self._block.tensors.items(), weights.version)
+        self._block.verify(weights)  # nobody waits for a late engine: the trainer may have begun to write the next version
+        self._whole = True
         return None
 
     def stats(self) -> EngineStats:
         engine = self._engine
-        return EngineStats(engine.version, engine.running, engine.waiting, engine.tokens_sampled, self._busy.seconds, self._held)
+        return EngineStats(
+            engine.version,
+            engine.running,
+            engine.waiting,
+            engine.tokens_sampled,
+            self._busy.seconds,
+            self._held,
+            engine.slots,
+            engine.kv_used,
+        )

@@ -159,8 +159,8 @@ class Collective(Stream):
 
     async def publish(self, version: int) -> Weights:
         living = list(self._living())
-        able = [engine for engine in living if engine not in self._rounds or _fine(self._rounds[engine])]
-        if not self._rounds or able != list(self._rounds):
+        able = [engine for engine in living if engine not in self._rounds or _answered(self._rounds[engine])]
+        if able != list(self._rounds) or not all(answer.result() for answer in self._rounds.values()):
             await self._meet(able)
         for engine in living:
             if engine not in self._rounds:
@@ -197,5 +197,5 @@ class Collective(Stream):
         self._rounds = dict.fromkeys(engines, past)
 
 
-def _fine(answer: "asyncio.Future[bool]") -> bool:
-    return answer.done() and not answer.cancelled() and answer.exception() is None and answer.result()
+def _answered(answer: "asyncio.Future[bool]") -> bool:
+    return answer.done() and not answer.cancelled() and answer.exception() is None
