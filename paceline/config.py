@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from pydantic import AliasChoices, BaseModel, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from paceline.algo.mismatch import LIMITS
 from paceline.algo.settings import AlgorithmSettings
 from paceline.data.prompts import DataSettings
 from paceline.errors import ConfigError
@@ -110,6 +111,15 @@ class RunConfig(Settings):
                     f"pool of its own"
                 )
         return self
+
+    @property
+    def mismatch_limit(self) -> float:
+        return self.sync.mismatch_limit or LIMITS[self.train.dtype]
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the engine reads the trainer's own parameters, so that new weights need not travel."""
+        return self.train.backend == "single" and self.placement.shared(Role.ACTOR, Role.ROLLOUT)
 
     @property
     def heartbeat_timeout_s(self) -> float:

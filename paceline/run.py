@@ -144,7 +144,9 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
         reward = judge or ModelReward(workers[Role.REWARD][0], config.data.prompt_key, config.data.system)
         actor, critic, ref = (next(iter(workers[role]), None) for role in (Role.ACTOR, Role.CRITIC, Role.REF))
         assert actor is not None, "every run has an actor"
-        trainer = Trainer(actor, config.algorithm, config.step_timeout_s, critic, ref, config.rollout.max_response_length)
+        trainer = Trainer(
+            actor, config.algorithm, config.step_timeout_s, critic, ref, config.rollout.max_response_length, config.mismatch_limit
+        )
         if start.checkpoint:
             await trainer.load(start.checkpoint)
             state = read_state(start.checkpoint)

@@ -18,6 +18,8 @@ from paceline.algo.kl import k3
 from paceline.algo.rows import row_mean, row_sum
 from paceline.algo.settings import AlgorithmSettings
 
+FAR = 0.2  # a distance of log-probs of the same version that only low precision explains
+MISMATCH = ("logprob_gap_mean", "logprob_gap_max", "mismatch_beyond_share")
 LARGEST_LOG = 20.0  # a log-weight beyond this is as good as infinite, and would overflow
 
 
@@ -82,7 +84,11 @@ Measures = dict[str, Tensor]
 def off_policy_measures(log_ratio: Tensor, fresh: Tensor) -> tuple[Measures, Measures]:
     """Sums and maxima of log(trainer / sampler), apart for tokens of the newest version (mismatch) and older ones (staleness)."""
     ratio, distance, gap = log_ratio.exp(), k3(torch.zeros_like(log_ratio), log_ratio), log_ratio.abs()
-    sums: Measures = {"logprob_gap_mean": torch.where(fresh, gap, 0.0).sum()}
+    sums: Measures = {
+        "logprob_gap_mean": torch.where(fresh, gap, 0.0).sum(),
+        "mismatch_beyond_share": (fresh & (gap > FAR)).sum(),
+        "staleness_gap_mean": torch.where(fresh, 0.0, gap).sum(),
+    }
     maxima: Measures = {"logprob_gap_max": torch.where(fresh, gap, 0.0).max()}
     for kind, where in (("mismatch", fresh), ("staleness", ~fresh)):
         sums[f"{kind}_share"] = where.sum()
@@ -95,7 +101,7 @@ def off_policy_measures(log_ratio: Tensor, fresh: Tensor) -> tuple[Measures, Mea
 def named_measures(measures: dict[str, float]) -> dict[str, float]:
     """Means over the tokens of each kind, from sums divided by the number of all; a kind that is not there is left out."""
     result = {"stale_share": measures["staleness_share"]}
-    for kind, more in (("mismatch", ("logprob_gap_mean", "logprob_gap_max")), ("staleness", ())):
+    for kind, more in (("mismatch", MISMATCH), ("staleness", ("staleness_gap_mean",))):
         share = measures[f"{kind}_share"]
         if share > 0:
             for name in (f"{kind}_kl", f"{kind}_ratio_mean", f"{kind}_ratio_max", *more):

@@ -82,8 +82,16 @@ class Recorder:
             "rollout_busy_share": min(1.0, sum(e.busy_s for e in self.engines) / max(1, len(self.engines)) / wall),
             "train_busy_share": min(1.0, total("train/busy_s") / wall),
             "memory_peak_bytes": memory_peak_bytes,
+            "memory_phases": self._memory_phases(),  # the most of each phase, where engine and trainer take turns
             "ledger": ledger,
         }
+
+    def _memory_phases(self) -> dict[str, int]:
+        peaks: dict[str, int] = {}
+        for name, value in ((name, value) for row in self.rows for name, value in row.items() if name.startswith("memory/")):
+            phase = name.removeprefix("memory/").removesuffix("_bytes")
+            peaks[phase] = max(peaks.get(phase, 0), int(value))
+        return peaks
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ from paceline.errors import RolloutError, SyncError
 from paceline.models import load_config
 from paceline.rollout.native.sampling import Sampler, row_keys
 from paceline.rollout.native.slots import already_ended, ends_in_stop
-from paceline.rollout.vllm_memory import expected_weights, kv_bytes
+from paceline.rollout.vllm_memory import expected_weights, kv_bytes, weight_bytes
 from paceline.rollout.vllm_settings import VllmSettings
 from paceline.types import Completion, Finish, Request
 
@@ -121,6 +121,8 @@ class VllmEngine:
         self._slots, self._max_length, self._decode = slots, max_length, decode
         self._vocabulary = config.vocab_size
         self._sleeps = sleeps and torch.cuda.is_available()
+        cache = kv_bytes(config, self._expected, dtype, slots, max_length, kv_memory_fraction)
+        self._bytes = {WEIGHTS: weight_bytes(self._expected, dtype), CACHE: cache}
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=model_path,
@@ -129,7 +131,7 @@ class VllmEngine:
                 max_model_len=max_length,
                 max_num_seqs=slots,
                 max_num_batched_tokens=max(8192 if torch.cuda.is_available() else 2048, max_length, slots),
-                kv_cache_memory_bytes=kv_bytes(config, self._expected, dtype, slots, max_length, kv_memory_fraction),
+                kv_cache_memory_bytes=cache,
                 enforce_eager=settings.eager or not torch.cuda.is_available(),
                 enable_sleep_mode=self._sleeps,
                 enable_prefix_caching=True,
@@ -147,6 +149,14 @@ class VllmEngine:
         self._whole = False  # whether the weights are those of one version
         self._version = -1
         self._tokens_sampled = 0
+
+    @property
+    def slots(self) -> int:
+        return self._slots
+
+    @property
+    def kv_used(self) -> float:
+        return self.running / self._slots  # its memory is made for that many
 
     @property
     def running(self) -> int:
@@ -239,6 +249,10 @@ class VllmEngine:
         for part in [part for part in self._away if part in (parts or (WEIGHTS, CACHE))]:
             self._engine.wake_up([part])
             self._away.remove(part)
+
+    def held_bytes(self) -> int:
+        """On the device, by weights, keys and values."""
+        return sum(size for part, size in self._bytes.items() if part not in self._away)
 
     def _load(self, method: str, version: int, **arguments: Any) -> None:
         self.wake(WEIGHTS)

@@ -25,8 +25,11 @@ def kv_bytes(
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     blocks = slots * -(-max_length // BLOCK) + 2  # one is vLLM's own
     useful = blocks * BLOCK * 2 * config.num_hidden_layers * heads * size * item
-    taken = sum(torch.Size(shape).numel() for shape in weights.values()) * item
-    return max(LEAST, min(useful, int((_free_memory() - taken) * fraction)))
+    return max(LEAST, min(useful, int((_free_memory() - weight_bytes(weights, dtype)) * fraction)))
+
+
+def weight_bytes(weights: dict[str, tuple[int, ...]], dtype: str) -> int:
+    return sum(torch.Size(shape).numel() for shape in weights.values()) * getattr(torch, dtype).itemsize
 
 
 def _free_memory() -> int:

@@ -29,6 +29,17 @@ BACK_OFF_S = 0.1  # before the first retry; doubles from there
 
 
 class SyncSettings(Settings):
+    mismatch_limit: float | None = Field(None, gt=0)
+    """Mean distance of the engine's and the trainer's log-probs, of the same version, that ends the run. Unset: by `train.dtype`."""
+    transport: Literal["auto", "stream", "collective"] = "auto"
+    """How weights reach engines in other workers: over TCP, by broadcast (NCCL or gloo), or what suits the cluster: shared memory on one
+    machine, else a broadcast between GPUs and a stream between CPUs."""
+    retries: int = Field(3, ge=0)
+    """How often a failed hand-over is tried again before the run ends (or the one engine that fails is replaced)."""
+    timeout_s: float = Field(60.0, gt=0)
+    """Longest one hand-over may take."""
+    grace_s: float = Field(5.0, gt=0)
+    """How long the other engines are waited for once one has the new weights; a later one is out of rotation until it has them."""
 
 
 class ParameterSynchronizer:

@@ -13,6 +13,7 @@ import numpy as np
 from paceline.algo.advantage import advantages
 from paceline.algo.health import Health
 from paceline.algo.kl import adapted
+from paceline.algo.mismatch import LIMITS, MismatchMonitor
 from paceline.algo.settings import AlgorithmSettings
 from paceline.algo.shaping import shape_rewards
 from paceline.errors import StalledError
@@ -29,6 +30,7 @@ class Trainer:
         critic: Worker | None = None,
         ref: Worker | None = None,
         max_length: int | None = None,
+        mismatch_limit: float = LIMITS["float32"],
     ) -> None:
         """`max_length` is the longest answer that can be generated."""
         self._actor = actor
@@ -38,7 +40,7 @@ class Trainer:
         self._timeout = step_timeout_s
         self._max_length = max_length
         self._kl_coef = algorithm.kl_coef
-        self._health = Health()
+        self._health, self._mismatch = Health(), MismatchMonitor(mismatch_limit)
 
     async def step(self, batch: Batch, step: int) -> dict[str, float]:
         """Train on the batch; afterwards the actor's version is step + 1."""
@@ -52,6 +54,7 @@ class Trainer:
         if self._algorithm.kl_target is not None and "train/kl_reference" in metrics:
             self._kl_coef = adapted(self._kl_coef, metrics["train/kl_reference"], self._algorithm.kl_target)
         self._health.look(metrics, step)
+        self._mismatch.look(metrics, step)
         return metrics
 
     async def _step(self, batch: Batch, step: int) -> dict[str, float]:

@@ -94,6 +94,8 @@ def test_mismatch_and_staleness_are_measured_apart() -> None:
             "mismatch_kl": sum(math.exp(x) - 1 - x for x in (0.01, -0.02)) / 2,
             "staleness_ratio_mean": (math.exp(0.5) + math.exp(-1)) / 2,
             "staleness_ratio_max": math.exp(0.5),
+            "mismatch_beyond_share": 0.0,
+            "staleness_gap_mean": 0.75,
             "staleness_kl": sum(math.exp(x) - 1 - x for x in (0.5, -1.0)) / 2,
         },
         rel=1e-3,

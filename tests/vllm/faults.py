@@ -1,0 +1,30 @@
+"""Parts that go wrong on purpose, for workers of tests."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from paceline.config import RunConfig
+from paceline.place.build import build_parts
+from paceline.types import Role
+
+SPOILED_VERSION = 2
+
+
+def build_with_a_wrong_tensor(roles: Sequence[Role], config: RunConfig, model_path: str, threads: int) -> Mapping[str, Any]:
+    """An engine that mislays one tensor of version 2, after every check has passed."""
+    parts = build_parts(roles, config, model_path, threads)
+    if Role.ROLLOUT in parts:
+        engine = parts[Role.ROLLOUT]._engine
+        load = engine.load
+
+        def spoiled(tensors: Any, version: int) -> None:
+            named = dict(tensors)
+            if version == SPOILED_VERSION:
+                name = next(name for name in named if name.endswith("layers.1.mlp.down_proj.weight"))
+                named[name] = 5 * torch.randn_like(named[name])
+            load(named, version)
+
+        engine.load = spoiled
+    return parts
