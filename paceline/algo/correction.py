@@ -81,8 +81,14 @@ def importance_weights(log_weight: Tensor, rows: Tensor, s: AlgorithmSettings) -
 Measures = dict[str, Tensor]
 
 
+def fresh_tokens(versions: Tensor, rows: Tensor, step: int) -> Tensor:
+    """[M] which tokens are of the trainer's version, as are all of their answer. After a swap of weights in mid-answer the keys and values
+    of older tokens stay, so what follows them is of no single version, and its distance says nothing about the weights."""
+    return row_sum((versions != step).to(torch.float32), rows) == 0
+
+
 def off_policy_measures(log_ratio: Tensor, fresh: Tensor) -> tuple[Measures, Measures]:
-    """Sums and maxima of log(trainer / sampler), apart for tokens of the newest version (mismatch) and older ones (staleness)."""
+    """Sums and maxima of log(trainer / sampler), apart for tokens of the newest version (mismatch) and others (staleness)."""
     ratio, distance, gap = log_ratio.exp(), k3(torch.zeros_like(log_ratio), log_ratio), log_ratio.abs()
     sums: Measures = {
         "logprob_gap_mean": torch.where(fresh, gap, 0.0).sum(),

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.algo.correction import importance_weights, interpolated, off_policy_measures
+from paceline.algo.correction import fresh_tokens, importance_weights, interpolated, off_policy_measures
 from paceline.algo.kl import k3, kl_loss
 from paceline.algo.objective import objective
 from paceline.algo.settings import Aggregation, AlgorithmSettings
@@ -102,7 +102,8 @@ class PolicyLoss:
         s = self.settings
         assert outputs.logprobs is not None and outputs.entropy is not None and data.advantages is not None
         current = outputs.logprobs.detach()
-        sums, maxima = ({}, {}) if self.corrected else off_policy_measures(current - data.logprobs, data.versions == self.step)
+        fresh = fresh_tokens(data.versions, data.rows, self.step)
+        sums, maxima = ({}, {}) if self.corrected else off_policy_measures(current - data.logprobs, fresh)
         anchor, advantages = data.logprobs, data.advantages
         if not self.corrected and s.proximal != "behaviour":
             # With one update per step the policy at its start is the current one, so recomputing it costs nothing.

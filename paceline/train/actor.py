@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from paceline.algo.correction import importance_weights, named_measures, off_policy_measures
+from paceline.algo.correction import fresh_tokens, importance_weights, named_measures, off_policy_measures
 from paceline.algo.loss import LossFn, PolicyLoss
 from paceline.algo.settings import AlgorithmSettings
 from paceline.errors import DataError
@@ -66,7 +66,7 @@ def correct(batch: Batch, proximal: FloatArray, settings: AlgorithmSettings, ste
     log_ratio = torch.from_numpy((proximal - batch.logprobs)[keep])
     rows = torch.from_numpy(np.repeat(np.arange(batch.num_rows), batch.lengths)[keep])
     rows = torch.unique(rows, return_inverse=True)[1]  # rows without a trained token do not count
-    sums, maxima = off_policy_measures(log_ratio, torch.from_numpy(batch.versions[keep]) == step)
+    sums, maxima = off_policy_measures(log_ratio, fresh_tokens(torch.from_numpy(batch.versions[keep]), rows, step))
     weights = importance_weights(log_ratio, rows, settings)
     sums |= {"masked_share": weights.masked.sum(), "truncated_share": weights.truncated.sum()}
     measures = {name: float(value) / len(rows) for name, value in sums.items()} | {name: float(value) for name, value in maxima.items()}

@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.algo.correction import importance_weights, interpolated, named_measures, off_policy_measures, second_moment_kept
+from paceline.algo.correction import (
+    fresh_tokens,
+    importance_weights,
+    interpolated,
+    named_measures,
+    off_policy_measures,
+    second_moment_kept,
+)
 from paceline.algo.settings import AlgorithmSettings
 
 TOKENS = 30
@@ -100,6 +107,11 @@ def test_mismatch_and_staleness_are_measured_apart() -> None:
         },
         rel=1e-3,
     )
+
+
+def test_fresh_are_the_tokens_of_answers_that_no_older_version_began() -> None:
+    rows, versions = torch.tensor([0, 0, 1, 1, 2, 2]), torch.tensor([7, 7, 6, 7, 6, 6])
+    assert fresh_tokens(versions, rows, step=7).tolist() == [True, True, False, False, False, False]
 
 
 def test_a_kind_that_is_absent_is_left_out() -> None:

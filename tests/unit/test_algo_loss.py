@@ -100,7 +100,7 @@ def test_a_decoupled_loss_weighs_by_proximal_over_sampler_and_clips_by_current_o
 
 def test_diagnostics_are_what_they_are_called() -> None:
     t = tensors()
-    given = replace(data(t), versions=torch.arange(TOKENS) % 2)
+    given = replace(data(t), rows=torch.arange(TOKENS) % 2, versions=torch.arange(TOKENS) % 2)
     terms = PolicyLoss(AlgorithmSettings(clip_high=0.3), step=1)(TokenOutputs(logprobs=t["new"], entropy=t["entropy"]), given)
     log_ratio = [float(a - b) for a, b in zip(t["new"], t["old"], strict=True)]
     ratio = [math.exp(x) for x in log_ratio]
