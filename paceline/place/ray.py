@@ -167,6 +167,8 @@ class RayCluster:
 
     @classmethod
     async def open(cls, config: RunConfig, model_path: str, log_folder: Path) -> "RayCluster":
+        if config.placement.overlap:
+            raise ConfigError("placement.overlap is for one process of this machine; set cluster = 'local', or give rollout its own pool")
         if ray.is_initialized():
             raise ConfigError("Ray is already connected in this process; set ray.address to that cluster and leave connecting to the run")
         cluster = cls(config, model_path, log_folder)

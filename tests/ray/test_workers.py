@@ -63,6 +63,7 @@ def test_workers_live_on_the_nodes_they_were_planned_for_answer_in_order_and_lea
             await asyncio.gather(*(worker.ready() for worker in (*workers, later)))
             (one, first_raylet), (two, second_raylet) = [await worker.call("part", "where") for worker in workers]
             assert first_raylet != second_raylet, "each node has a raylet of its own"
+            assert "RayHost" in " ".join(psutil.Process(one).cmdline()), "the name that other tests look for"
             answers = [workers[0].start_call("part", "note", number) for number in range(100)]
             assert await asyncio.gather(*answers) == list(range(100))
             assert await workers[0].call("part", "noted") == list(range(100))
