@@ -48,6 +48,10 @@ $(VENV)/.ray: $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt "ray==2.60.*"
 	@touch $@
 
+$(VENV)/.plots: $(READY)  # for the reports of run_benchmark.sh
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt "matplotlib>=3.9"
+	@touch $@
+
 .venv-trl/.ready: benchmarks/install_trl.sh
 	PYTHON=$(PYTHON) bash benchmarks/install_trl.sh
 	.venv-trl/bin/pip install --quiet --disable-pip-version-check pytest pytest-timeout pydantic typer rich
