@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import pickle
+import secrets
 import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from paceline.place.worker import Build, Worker
 
 try:
     import ray
+    from ray._private import ray_constants
     from ray.exceptions import ActorUnavailableError, RayError
     from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
@@ -260,15 +262,16 @@ async def look_at(address: str) -> list[Node]:
 def connect(address: str) -> None:
     """To the cluster at `address`, or ("local") to one of our own that listens to this machine only and ends with us."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": None}
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == "local":
-        ray.init(
-            address="local",
-            num_cpus=len(available_cores()),
-            object_store_memory=STORE_BYTES,
-            _node_ip_address="127.0.0.1",
-            **quiet | {"include_dashboard": False},
-        )
+        if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # else Ray makes one for good, in the user's home
+        usual, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False  # as on a Mac: listen to this machine only
+        try:
+            quiet["include_dashboard"] = False
+            ray.init(address="local", num_cpus=len(available_cores()), object_store_memory=STORE_BYTES, **quiet)
+        finally:
+            ray_constants.ENABLE_RAY_CLUSTER = usual
         return
     host, _, port = address.rpartition(":")
     # workers elsewhere run the code that runs here

@@ -1,8 +1,11 @@
 """Workers on Ray: on the nodes they were planned for, heard, mourned, fenced, and gone when the run is."""
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -157,3 +160,21 @@ def test_devices_that_others_hold_and_addresses_where_nobody_is_are_refused(
                 pass
 
     asyncio.run(check())
+
+
+def test_a_cluster_of_our_own_listens_to_this_machine_only_and_asks_for_a_token(tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")} | {"HOME": str(tmp_path)}
+    shown = subprocess.run([sys.executable, "-c", _LISTENING], env=env, check=True, timeout=60, capture_output=True, text=True).stdout
+    found = json.loads(shown)
+    assert len(found["hosts"]) >= 4 and all("127.0.0.1" in host for host in found["hosts"]), found
+    assert found["mode"] == "token" and not list(tmp_path.iterdir()), "nothing is written to the user's home"
+
+
+_LISTENING = """
+import json, os, psutil
+from paceline.place.ray import connect
+connect("local")
+us = [psutil.Process(), *psutil.Process().children(recursive=True)]
+hosts = [c.laddr.ip for process in us for c in process.net_connections("inet") if c.status == "LISTEN"]
+print(json.dumps({"hosts": hosts, "mode": os.environ["RAY_AUTH_MODE"]}))
+"""
