@@ -1,0 +1,71 @@
+"""A worker on threads of this process: its roles take turns, except those that have a thread of their own."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from paceline.errors import WorkerDied
+from paceline.place.local import ThreadWorker
+
+
+class Gate:
+    """A part that waits until another one is called."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+
+    def wait(self) -> str:
+        return "came" if self.opened.wait(10) else "never came"
+
+    def open(self) -> str:
+        self.opened.set()
+        return threading.current_thread().name
+
+
+class Broken:
+    def __init__(self) -> None:
+        self.start = False
+
+    def begin(self) -> None:
+        self.start = True
+
+    def work(self) -> list[Any] | None:
+        if self.start:
+            raise ValueError("a bug")
+        return None
+
+
+def with_worker(build: Callable[[], dict[str, Any]], scenario: Callable[[ThreadWorker], Coroutine[Any, Any, None]]) -> None:
+    async def main() -> None:
+        worker = ThreadWorker("main", build, (), beside={"rollout"})
+        await worker.ready()
+        try:
+            await asyncio.wait_for(scenario(worker), 20)
+        finally:
+            await worker.close()
+
+    asyncio.run(main())
+
+
+def test_a_role_beside_works_while_the_others_do() -> None:
+    gate = Gate()
+
+    async def scenario(worker: ThreadWorker) -> None:
+        waiting = worker.start_call("actor", "wait")
+        assert await worker.call("rollout", "open") == "main-second"
+        assert await waiting == "came"
+        assert await worker.call("actor", "open") == "main"
+
+    with_worker(lambda: {"actor": gate, "rollout": gate}, scenario)
+
+
+def test_a_role_beside_that_fails_takes_the_worker_with_it() -> None:
+    async def scenario(worker: ThreadWorker) -> None:
+        await worker.call("rollout", "begin")
+        with pytest.raises(WorkerDied):
+            await worker.died
+
+    with_worker(lambda: {"actor": Gate(), "rollout": Broken()}, scenario)
