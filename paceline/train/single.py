@@ -97,7 +97,7 @@ class SingleDevice:
             else:
                 for micro in self._micro_batches(batch):
                     data = token_data(batch, micro, weights)
-                    tally.add(self._fused.add_gradient(micro, partial(_swapped, loss_fn, data)))
+                    tally.add(self._fused.add_gradient(micro, partial(_loss_of, loss_fn, data)))
             return tally.metrics()
 
     def _module_gradient(self, batch: Batch, loss_fn: LossFn, weights: FloatArray, tally: Tally) -> None:
@@ -202,7 +202,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _swapped(loss_fn: LossFn, data: TokenData, outputs: TokenOutputs) -> LossTerms:
+def _loss_of(loss_fn: LossFn, data: TokenData, outputs: TokenOutputs) -> LossTerms:
     return loss_fn(outputs, data)
 
 
