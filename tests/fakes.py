@@ -54,6 +54,8 @@ class FakeEngine:
         self.worker = FakeWorker(name)
         self.version = 0
         self.tokens = 0
+        self.resumed = 0  # tokens that came with requests
+        self.seen: list[str] = []  # requests
         self.running: dict[str, dict[str, Any]] = {}
         self.fail_loads = 0
         self.load_s = 0.1
@@ -90,7 +92,9 @@ class FakeEngine:
     async def _produce(self, request: Request) -> Completion:
         tokens = list(request.partial.tokens) if request.partial else []
         versions = list(request.partial.versions) if request.partial else []
-        state: dict[str, Any] = {"end": None}
+        state: dict[str, Any] = {"end": None, "tokens": tokens}
+        self.seen.append(request.id)
+        self.resumed += len(tokens)
         self.running[request.id] = state
         length = max(len(tokens) + 1, min(request.sampling.max_new_tokens, 1 + int(self._rng.expovariate(0.25))))
         try:
@@ -250,6 +254,7 @@ class World:
     generation_timeout: float = 1e5
     stall_timeout_s: float = 1e4
     elastic: bool = False
+    make_engine: type[FakeEngine] = FakeEngine
     start_s: float = 5.0
     start_failures: int = 0
     max_restarts: int = 3
@@ -261,7 +266,7 @@ class World:
     def build(self, ledger: Ledger | None = None) -> Loop:
         rng = random.Random(self.seed)
         self.rng = rng
-        self.engines = [FakeEngine(rng, self.engine_s, f"rollout-{number}") for number in range(self.num_engines)]
+        self.engines = [self.make_engine(rng, self.engine_s, f"rollout-{number}") for number in range(self.num_engines)]
         self.fleet = Fleet(
             self.engines,  # type: ignore[arg-type]
             launch=self._launch if self.elastic else None,  # type: ignore[arg-type]
@@ -316,10 +321,10 @@ class World:
         return self.loop
 
     async def _launch(self, name: str) -> FakeEngine:
-        await asyncio.sleep(self.rng.expovariate(1 / self.start_s))
+        await asyncio.sleep(self.start_s * (0.5 + self.rng.random()))
         if self.start_failures:
             self.start_failures -= 1
             raise WorkerDied(f"worker {name!r} died at its start (planted)")
-        engine = FakeEngine(self.rng, self.engine_s, name)
+        engine = self.make_engine(self.rng, self.engine_s, name)
         self.engines.append(engine)
         return engine

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from paceline.config import RunConfig, load_config
 from paceline.control import ask
+from paceline.errors import ConfigError, WorkerDied
 from paceline.run import train
 from tests.models import random_model
 from tests.processes import children
@@ -89,7 +91,7 @@ def play(config: RunConfig, script: Callable[[Steps], Awaitable[None]]) -> Steps
             if acting in done:
                 acting.result()
                 steps.done = True
-            with pytest.raises(Enough):
+            with suppress(Enough):
                 await run
         finally:
             acting.cancel()
@@ -132,19 +134,72 @@ async def mid_generation(folder: Path, name: str) -> None:
         await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("engines", [1, 2])
-def test_a_rollout_worker_killed_mid_generation_is_replaced_and_its_groups_are_trained_once(
-    engines: int, model: str, tmp_path: Path
-) -> None:
+def test_the_only_rollout_worker_killed_mid_generation_is_replaced_and_its_groups_are_trained_once(model: str, tmp_path: Path) -> None:
     async def script(steps: Steps) -> None:
         await steps.more(3)
         before = pids(tmp_path)["rollout"]
         await mid_generation(tmp_path, "rollout")
         os.kill(before, signal.SIGKILL)
-        await steps.until(lambda: steps.metrics[-1]["fleet/replaced"] == 1 and steps.metrics[-1]["fleet/engines"] == engines)
+        await steps.until(lambda: steps.metrics[-1]["fleet/replaced"] == 1 and steps.metrics[-1]["fleet/engines"] == 1)
         await steps.more(5)
         assert pids(tmp_path)["rollout"] != before
-        rows = await tell(tmp_path, "list")
-        assert [row["state"] for row in rows] == ["live"] * engines and max(row["incarnation"] for row in rows) == engines
+        assert [(row["state"], row["incarnation"]) for row in await tell(tmp_path, "list")] == [("live", 1)]
 
-    play(config(model, tmp_path, f"placement.rollout_workers={engines}"), script)
+    play(config(model, tmp_path), script)
+
+
+def test_a_stopped_worker_is_replaced_and_when_it_wakes_up_nobody_listens(model: str, tmp_path: Path) -> None:
+    async def script(steps: Steps) -> None:
+        await steps.more(3)
+        zombie = pids(tmp_path)["rollout"]
+        await mid_generation(tmp_path, "rollout")
+        os.kill(zombie, signal.SIGSTOP)
+        while any(row["incarnation"] == 0 for row in await tell(tmp_path, "list")):  # until its silence has been noticed
+            await asyncio.sleep(0.01)
+        os.kill(zombie, signal.SIGCONT)
+        await steps.until(lambda: steps.metrics[-1]["fleet/refused"] > 0)
+        await steps.until(lambda: steps.metrics[-1]["fleet/replaced"] == 1 and steps.metrics[-1]["fleet/engines"] == 2)
+        await steps.more(5)
+        assert not psutil.pid_exists(zombie) or psutil.Process(zombie).status() == psutil.STATUS_ZOMBIE
+
+    play(config(model, tmp_path, "placement.rollout_workers=2"), script)
+
+
+def test_two_workers_join_and_one_leaves_every_engine_gets_every_version_and_the_job_can_be_paused(model: str, tmp_path: Path) -> None:
+    async def script(steps: Steps) -> None:
+        await steps.more(2)
+        assert await tell(tmp_path, "add", count=2) == ["rollout-1", "rollout-2"]
+        await steps.until(lambda: steps.metrics[-1]["fleet/engines"] == 3)
+        await mid_generation(tmp_path, "rollout")
+        await tell(tmp_path, "remove", name="rollout")
+        await steps.until(lambda: steps.metrics[-1]["fleet/engines"] == 2)
+        await steps.more(3)
+        reached = steps.step
+        while not all(row["version"] > reached for row in await tell(tmp_path, "list")):
+            await steps.more(1)
+        rows = await tell(tmp_path, "list")
+        assert {row["name"] for row in rows} == {"rollout-1", "rollout-2"} and all(row["state"] == "live" for row in rows)
+        while "rollout" in pids(tmp_path):
+            await asyncio.sleep(0.05)
+        with pytest.raises(ConfigError, match="there is no rollout worker 'rollout'; there are rollout-"):
+            await tell(tmp_path, "remove", name="rollout")
+        assert await tell(tmp_path, "pause") is True
+        while any(row["tokens_per_s"] for row in await tell(tmp_path, "list")):
+            await asyncio.sleep(0.1)
+        assert await tell(tmp_path, "resume") is True
+        await steps.more(3)
+
+    play(config(model, tmp_path), script)
+
+
+def test_a_worker_that_cannot_live_ends_the_run_by_name(model: str, tmp_path: Path) -> None:
+    async def script(steps: Steps) -> None:
+        await steps.more(1)
+        while True:  # kill whoever comes, before it has finished an answer
+            if pid := pids(tmp_path).get("rollout"):
+                os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(0.05)
+
+    with pytest.raises(WorkerDied, match=r"rollout worker 'rollout' failed 2 times in a row .* fleet\.max_restarts = 1"):
+        play(config(model, tmp_path, "fleet.max_restarts=1"), script)
+    assert not children()

@@ -6,8 +6,11 @@ from collections import Counter
 
 import pytest
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, WorkerDied
 from paceline.rollout import router
+from paceline.rollout.fleet import Fleet
+from paceline.rollout.member import State
+from paceline.types import Completion, Request
 from tests.fakes import FakeEngine, World
 from tests.torture.test_loop import MODES, random_world, staleness_in_data
 from tests.virtual import run_virtual
@@ -114,3 +117,175 @@ def test_whatever_happens_to_engines_every_prompt_is_trained_once_in_order_and_w
         f"it happened: {done}"
     )
     assert replaced > 20 and refused > 0
+
+
+def play(world: World, script: object) -> World:
+    """Run the loop, and the script beside it; the world when the loop has ended."""
+
+    async def scenario() -> World:
+        loop = world.build()
+        await world.synchronizer.sync_weights(0)
+        acting = asyncio.create_task(script(world))  # type: ignore[operator]
+        try:
+            await loop.run()
+        finally:
+            acting.cancel()
+            await asyncio.wait({acting})
+        assert not acting.done() or acting.cancelled() or not acting.exception(), acting.exception()
+        return world
+
+    return run_virtual(scenario())  # type: ignore[no-any-return]
+
+
+def test_an_engine_that_stays_in_rotation_with_old_weights_breaks_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Being out of rotation until it has caught up is what holds the bound: the torture must notice when that is missing."""
+    monkeypatch.setattr(Fleet, "fell_behind", lambda self, member: None)
+    monkeypatch.setattr(router, "MAX_LOSSES", 1000)
+    assert sum(torture(seed, "async swap")[0].ledger.dropped["stale"] for seed in range(30))
+
+
+def test_a_dead_engine_is_replaced_and_the_others_do_its_work_meanwhile() -> None:
+    async def script(world: World) -> None:
+        await asyncio.sleep(3)
+        world.engines[0].die()
+        before = world.loop.step
+        await asyncio.sleep(50)
+        assert world.loop.step > before + 3, "training went on while the new engine was being started"
+        assert [member.name for member in world.fleet] == ["rollout-1"] and world.fleet.replaced == 0
+
+    world = play(World(schedule=MODES["async swap"], num_engines=2, elastic=True, start_s=120, steps=150), script)
+    assert world.fleet.replaced == 1 and {member.name for member in world.fleet} == {"rollout-0", "rollout-1"}
+    assert {member.incarnation for member in world.fleet} == {1, 2}
+
+
+def test_an_engine_that_stops_answering_is_replaced_and_what_it_says_later_is_refused_and_counted() -> None:
+    async def script(world: World) -> None:
+        await asyncio.sleep(3)
+        frozen = world.engines[0]
+        assert frozen.running
+        frozen.freeze()
+        await asyncio.sleep(19)
+        assert not frozen.worker.died.done()
+        await asyncio.sleep(3)
+        assert frozen.worker.died.done()
+        frozen.thaw()
+        await asyncio.sleep(30)
+        assert world.fleet.refused > 0
+
+    world = play(World(schedule=MODES["async swap"], num_engines=2, elastic=True, steps=40), script)
+    assert [group.seq for group in world.notes.groups] == list(range(40 * 3))
+
+
+def test_an_engine_that_dies_again_and_again_ends_the_run_with_its_name() -> None:
+    async def script(world: World) -> None:
+        await asyncio.sleep(3)
+        world.start_failures = 10
+        world.engines[1].die()
+
+    with pytest.raises(WorkerDied, match=r"(?s)'rollout-1' failed 3 times in a row .*max_restarts = 2 .*died at its start \(planted\)"):
+        play(World(schedule=MODES["async swap"], num_engines=2, elastic=True, steps=1000, max_restarts=2), script)
+
+
+def test_an_engine_that_dies_after_finishing_answers_is_replaced_for_ever() -> None:
+    async def script(world: World) -> None:
+        for _ in range(10):
+            await asyncio.sleep(60)
+            world.engines[-1].die()
+
+    world = play(World(schedule=MODES["async swap"], elastic=True, steps=600, max_restarts=1, train_s=0.5), script)
+    assert world.fleet.replaced == 10
+
+
+def test_a_prompt_that_kills_three_engines_is_a_failed_group_and_kills_no_fourth() -> None:
+    killed = []
+
+    class Touchy(FakeEngine):
+        async def _produce(self, request: Request) -> Completion:
+            if request.prompt == (4,):
+                await asyncio.sleep(0.5)
+                killed.append(self.worker.name)
+                self.die()
+            return await super()._produce(request)
+
+    world = World(schedule=MODES["async swap"], num_engines=2, elastic=True, steps=30, max_failed_groups=9, make_engine=Touchy)
+    play(world, lambda _: asyncio.sleep(0))
+    assert world.ledger.dropped["rollout_failed"] >= 1 and 4 not in {group.seq for group in world.notes.groups}
+    assert len(killed) >= 3 and world.fleet.replaced == 3
+
+
+def test_a_removed_engine_hands_its_answers_back_and_they_go_on_elsewhere_from_where_they_were() -> None:
+    async def script(world: World) -> None:
+        await asyncio.sleep(3)
+        made = sum(len(state["tokens"]) for state in world.engines[0].running.values())
+        assert made > 3
+        await world.fleet.remove("rollout-0")
+        await asyncio.sleep(1)
+        assert world.engines[1].resumed >= made
+        with pytest.raises(ConfigError, match="no other is in rotation"):
+            await world.fleet.remove("rollout-1")
+        with pytest.raises(ConfigError, match="there is no rollout worker 'rollout-0'; there are rollout-1"):
+            await world.fleet.remove("rollout-0")
+
+    world = play(World(schedule=MODES["async swap"], num_engines=2, elastic=True, group_size=4), script)
+    assert [member.name for member in world.fleet] == ["rollout-1"] and world.fleet.replaced == 0
+
+
+def test_an_engine_that_misses_a_hand_over_gets_no_new_work_until_it_has_caught_up_and_nobody_waits_for_it() -> None:
+    async def script(world: World) -> None:
+        await asyncio.sleep(3)
+        world.engines[1].load_s = 400.0
+        while world.engines[1].version == world.synchronizer.version or world.synchronizer.version < 3:
+            await asyncio.sleep(0.5)
+        slow = next(member for member in world.fleet if member.name == "rollout-1")
+        assert slow.state is State.BEHIND and not slow.in_rotation
+        tokens, before = world.engines[1].tokens, world.loop.step
+        await asyncio.sleep(60)
+        made = world.engines[1].tokens
+        await asyncio.sleep(30)
+        assert world.engines[1].tokens == made or slow.state is State.LIVE, f"it finished what it had ({made - tokens}) and got no more"
+        assert world.loop.step > before + 3, "training went on"
+        world.engines[1].load_s = 0.1
+        while not slow.in_rotation:
+            await asyncio.sleep(1)
+        assert world.engines[1].version >= world.synchronizer.version
+
+    world = play(World(schedule=MODES["async swap"], num_engines=2, elastic=True, steps=500, train_s=1.0), script)
+    assert max(world.synchronizer.seconds) < 30
+
+
+def test_a_fleet_that_shares_its_worker_with_the_trainer_stays_as_it_is() -> None:
+    async def script(world: World) -> None:
+        await asyncio.sleep(3)
+        with pytest.raises(ConfigError, match="give rollout a pool of its own"):
+            await world.fleet.add()
+        with pytest.raises(ConfigError, match="it plays other roles too"):
+            await world.fleet.remove("rollout-0")
+        world.engines[0].die()
+
+    with pytest.raises(WorkerDied, match="'rollout-0' died"):
+        play(World(schedule=MODES["async swap"], num_engines=2, steps=100), script)
+
+
+def test_a_late_answer_is_started_again_elsewhere_and_the_first_to_finish_counts() -> None:
+    async def script(world: World) -> None:
+        await asyncio.sleep(3)
+        world.engines[0].freeze()  # shorter than its heartbeat may fail
+        await asyncio.sleep(15)
+        assert any(request_id.endswith("+") for request_id in world.engines[1].seen)
+        world.engines[0].thaw()
+
+    world = World(schedule=MODES["async swap"], num_engines=2, elastic=True, steps=20, hedge_after_s=5.0, heartbeat_timeout_s=60)
+    play(world, script)
+    assert [group.seq for group in world.notes.groups] == list(range(20 * 3)) and not world.ledger.dropped
+    assert world.fleet.replaced == 0
+
+
+def test_prompts_go_where_there_is_most_room_and_all_attempts_at_one_stay_together() -> None:
+    async def script(world: World) -> None:
+        await asyncio.sleep(0.001)
+        assert [member.load for member in world.fleet] == [4 * 4, 4 * 4]
+        homes = {request_id.split(".")[0]: number for number, engine in enumerate(world.engines) for request_id in engine.running}
+        assert [homes[str(seq)] for seq in range(8)] == [0, 1] * 4
+        assert all(len(engine.running) == 16 for engine in world.engines)
+
+    play(World(schedule=MODES["one step off"], num_engines=2, groups_per_step=4, group_size=4), script)

@@ -44,6 +44,10 @@ class Backend(Protocol):
     prefill_tokens: int  # of prompts per step while sequences are decoding: more would hold those up
     admit_share: int  # new sequences wait until this part of the slots is free: prefilling few costs nearly as much as many
 
+    def kv_used(self) -> float | None:
+        """Share of the memory for keys and values that is taken; None where every slot has its own."""
+        ...
+
     def steps(self, rows: int) -> int:
         """Tokens a burst makes for each row."""
         ...
@@ -122,6 +126,9 @@ class SimpleBackend:
         self._weights = weights
         self._model = Decoder(config, weights, slots, max_length)
         self._sampler = Sampler(len(weights.head), weights.head.device)
+
+    def kv_used(self) -> None:
+        return None
 
     def steps(self, rows: int) -> int:
         return 1

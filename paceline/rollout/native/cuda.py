@@ -78,6 +78,9 @@ class CudaBackend:
         self._table_changed = False
         self._used = 0  # rows from here on stand still
 
+    def kv_used(self) -> float:
+        return self.pages.used
+
     def cache_bytes(self) -> int:
         return self.cache.kv.nbytes
 

@@ -86,6 +86,16 @@ class NativeEngine:
         self._tokens_sampled = self._tokens_prefilled = 0
 
     @property
+    def slots(self) -> int:
+        return self._slots.count
+
+    @property
+    def kv_used(self) -> float:
+        """Share of the memory for keys and values that is taken."""
+        used = self._backend.kv_used()
+        return self.running / self.slots if used is None else used
+
+    @property
     def running(self) -> int:
         return len(self._slots.live) + sum(len(filling.sequences) for filling in self._filling)
 

@@ -13,6 +13,11 @@ class Pages:
     def free(self) -> int:
         return len(self._free)
 
+    @property
+    def used(self) -> float:
+        """The share that is held."""
+        return 1 - len(self._free) / max(1, len(self._holders) - 1)
+
     def needed(self, tokens: int) -> int:
         return -(-tokens // self.size)
 
