@@ -109,7 +109,8 @@ def main() -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.info("case %s", json.dumps(spec))
     if not spec["recipe"]:
-        paceline.run.EngineClient = forced_lengths(spec["median"], spec["cap"])  # type: ignore[misc]
+        logging.getLogger("paceline.algo.health").setLevel(logging.ERROR)  # random weights earn nothing, and the run would say so
+        paceline.run.EngineClient = forced_lengths(spec["median"], spec["cap"])  # type: ignore[attr-defined]
     watcher = Watcher()
     try:
         config = load_config(ROOT / "recipes" / f"{spec['recipe']}.toml" if spec["recipe"] else None, spec["settings"])

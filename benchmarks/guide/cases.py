@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from benchmarks.guide.choice import Choice
 
 REFERENCE = "staleness 3"  # also the reference of every other sweep
-SYNC = "hybrid sync"
+SYNC = "hybrid sync"  # names of what async is measured against begin with it; the faster counts
 GROUP_SIZE = 8
 RECIPE_BATCH = {"guide_minimal": 4, "guide_performance": 16}  # what one training device takes
 SEPARATE = ("placement.actor=train", "placement.rollout=rollout", "schedule.on_sync=swap", "schedule.max_staleness=3")
@@ -64,7 +64,10 @@ class Case:
 def all_cases(choice: Choice, work: Work) -> Iterator[Case]:
     """In the order they run in: those that others are compared with first."""
     batch = work.batch * (choice.train_ranks if choice.gpus else 1)
-    yield Case("mode", SYNC, ("placement.rollout_workers=1", "schedule.max_staleness=0"), quick=True)
+    turns = ("placement.rollout_workers=1", "schedule.max_staleness=0")
+    yield Case("mode", SYNC, turns, quick=True)
+    if not choice.gpus:  # a long tail leaves few sequences to decode, which more threads do not speed up
+        yield Case("mode", f"{SYNC}, one thread", (*turns, "placement.threads=1"), quick=True)
     yield from _staleness()
     yield from _modes()
     yield from _queue(batch, (3 + 1) * batch)

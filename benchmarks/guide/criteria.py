@@ -99,6 +99,12 @@ def ledger(events: Iterable[Mapping[str, Any]], counts: Mapping[str, Any], train
     return Verdict("ledger adds up", ok, seen, "" if ok else f"the run says {dict(counts)}, and the steps consumed {trained}")
 
 
+def fastest(cases: Sequence[Mapping[str, Any]], prefix: str) -> Mapping[str, Any] | None:
+    """Of the cases whose names begin so."""
+    able = [case for case in cases if case["state"] == "ok" and case["name"].startswith(prefix)]
+    return max(able, key=lambda case: float(case["figures"]["samples_per_s"]), default=None)
+
+
 def best(cases: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """The setting to take: of those as fast as the fastest, the one with the freshest samples. Only cases that did the same work."""
     able = [
@@ -106,6 +112,6 @@ def best(cases: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     ]
     if not able:
         return None
-    fastest = max(case["figures"]["samples_per_s"] for case in able)
-    near = [case for case in able if case["figures"]["samples_per_s"] >= SLOWER * fastest]
+    most = max(case["figures"]["samples_per_s"] for case in able)
+    near = [case for case in able if case["figures"]["samples_per_s"] >= SLOWER * most]
     return min(near, key=lambda case: (case["figures"]["staleness_mean"], case["figures"]["sample_age_s"]))

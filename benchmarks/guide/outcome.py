@@ -38,7 +38,7 @@ def judge(case: dict[str, Any], work: Work) -> list[criteria.Verdict]:
         criteria.no_deadlock(int(figures["steps"]), int(figures["steps_wanted"]), figures["longest_gap_s"], work.limit_s / 2),
         *(criteria.memory_growth(series["host"]) for series in case["memory"]),
     ]
-    if figures["max_staleness"] > 0:
+    if figures["max_staleness"] > 0 and not case["pause"]:
         use = criteria.queue_use(
             figures["queue_use"],
             max_queue_size=int(figures["max_queue_size"]),
@@ -56,9 +56,8 @@ def judge(case: dict[str, Any], work: Work) -> list[criteria.Verdict]:
 
 def judge_rate(cases: Sequence[dict[str, Any]], target: float | None) -> criteria.Verdict | None:
     """Of the best setting: against the user's target, or against the synchronous mode of the same sweep."""
-    best = criteria.best(cases)
-    base = next((case["figures"]["samples_per_s"] for case in cases if case["name"] == SYNC and case["state"] == "ok"), None)
-    wanted = target or base
+    best, base = criteria.best(cases), criteria.fastest(cases, SYNC)
+    wanted = target or (base["figures"]["samples_per_s"] if base else None)
     if best is None or wanted is None:
         return None
     whose = "TARGET_SAMPLES_PER_S" if target else "what hybrid sync makes here"

@@ -49,7 +49,8 @@ def _rates(cases: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _times(cases: Sequence[Mapping[str, Any]]) -> Any:
-    figure, sides = pyplot.subplots(1, 2, figsize=(11, 1.5 + 0.28 * len(cases)), sharey=True)
+    height = 1.5 + 0.28 * len(cases)
+    figure, sides = pyplot.subplots(1, 2, figsize=(11, height), sharey=True)
     for axes, parts, title in zip(sides, (TRAINER, ROLLOUT), ("trainer", "rollout"), strict=True):
         left = [0.0] * len(cases)
         for (name, label), colour in zip(parts.items(), COLOURS, strict=False):
@@ -57,7 +58,7 @@ def _times(cases: Sequence[Mapping[str, Any]]) -> Any:
             axes.barh([case["name"] for case in cases], shares, left=left, label=label, color=colour)
             left = [a + b for a, b in zip(left, shares, strict=True)]
         axes.set(xlim=(0, 1), title=title)
-        axes.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.08), ncols=4, frameon=False)
+        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.5 / height), ncols=4, frameon=False)
     sides[0].invert_yaxis()
     return figure
 

@@ -4,10 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.guide.cases import REFERENCE, SWEEPS, SYNC
-from benchmarks.guide.criteria import MB, SLOWER, Verdict, best
+from benchmarks.guide.criteria import MB, SLOWER, Verdict, best, fastest
 
 NOTES = {
-    "mode": "Split placement trains a critic as well, so its figures are of more work.",
+    "mode": (
+        f"`{REFERENCE}` is fully async with weights swapped in between two decode steps. Split placement trains a critic as well, "
+        "so its figures are of more work."
+    ),
     "staleness": "How many steps generation may run ahead. 0 waits for every step, in pools of its own; the bound is never exceeded.",
     "queue": (
         f"With `{REFERENCE}` the size is unset: room for all that may be under way, so that nothing is ever dropped. "
@@ -35,11 +38,11 @@ COLUMNS = {
     "memory, MB": "{memory_mb:,.0f}",
 }
 TIMES = {
-    "trains": "{trainer_trains:.0%}",
+    "trainer: trains": "{trainer_trains:.0%}",
     "waits for samples": "{trainer_waits:.0%}",
     "hands over": "{trainer_hands_over:.0%}",
     "else": "{trainer_else:.0%}",
-    "generates": "{rollout_generates:.0%}",
+    "rollout: generates": "{rollout_generates:.0%}",
     "held for a hand-over": "{rollout_held:.0%}",
     "waits for tickets, rewards or its turn": "{rollout_idle:.0%}",
 }
@@ -54,7 +57,8 @@ def report(results: Mapping[str, Any], plots: Mapping[str, str]) -> str:
         f"{results['minutes']:.1f} minutes",
         f"Each case trains {work['steps']} steps of {work['batch']} prompts × 8 answers; the first {work['warm_up']} are not measured. "
         f"Lengths of answers are lognormal (median {work['median']}, p99 {8 * work['median']}, at most {work['cap']} tokens), "
-        f"the same in all cases; {work['rounds']} round{'s' if work['rounds'] > 1 else ''}, medians.",
+        "the same in all cases; random weights unless a model was named, so that nothing is learned. "
+        f"{work['rounds']} round{'s' if work['rounds'] > 1 else ''}, medians.",
         "## The best setting",
         verdict_of_best(results),
         "## Success criteria",
@@ -93,13 +97,14 @@ def verdict_of_best(results: Mapping[str, Any]) -> str:
     if found is None:
         return "No case ended well, so there is nothing to recommend."
     figures = found["figures"]
-    own = [setting for setting in found["settings"] if setting.startswith(("schedule.", "placement.", "queue."))]
-    said = [f"**{found['name']}** (`{' '.join(own)}`): {figures['samples_per_s']:.1f} samples/s."]
-    base = next((case for case in results["cases"] if case["name"] == SYNC and case["state"] == "ok"), None)
-    if base and base is not found:
+    own = dict(setting.split("=", 1) for setting in found["settings"])  # a later one replaces an earlier
+    settings = " ".join(f"{key}={value}" for key, value in own.items())
+    said = [f"**{found['name']}** (`{settings}`): {figures['samples_per_s']:.1f} samples/s."]
+    base = fastest(results["cases"], SYNC)
+    if base and not found["name"].startswith(SYNC):
         ratio = figures["samples_per_s"] / base["figures"]["samples_per_s"]
         said.append(
-            f"That is {ratio:.2f}× hybrid sync: its trainer trains {figures['trainer_trains']:.0%} of the time instead of "
+            f"That is {ratio:.2f}× {base['name']}: its trainer trains {figures['trainer_trains']:.0%} of the time instead of "
             f"{base['figures']['trainer_trains']:.0%}, and engines generate {figures['rollout_busy']:.0%} instead of "
             f"{base['figures']['rollout_busy']:.0%}."
         )

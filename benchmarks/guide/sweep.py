@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,9 @@ from benchmarks.guide.cases import FULL, QUICK, Case, Work, all_cases, case_sett
 from benchmarks.guide.choice import Choice, read_target, take
 from benchmarks.guide.memory import Memory
 from benchmarks.guide.outcome import judge, judge_rate, merged
-from benchmarks.guide.plots import draw
 from benchmarks.guide.report import line, report, summary
 from benchmarks.models import bench_model
+from paceline.data.tiny import no_progress_bars
 from paceline.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,24 +75,25 @@ def sweep(choice: Choice, work: Work, cases: Sequence[Case], folder: Path, tell:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[left]}"))
     begun, done = time.monotonic(), 0
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as scratch, Progress(*columns, console=console) as progress:
-        model = choice.model or bench_model(Path(scratch) / "model")
+        with no_progress_bars():
+            model = choice.model or bench_model(Path(scratch) / "model")
         bar = progress.add_task("", total=len(able) * work.rounds, left="")
         for number in range(work.rounds):
             for case in able:
                 progress.update(bar, description=case.name)
                 run_dir = Path(scratch) / f"{case.file_name}-{number}"
                 settings = [*case_settings(case, choice, work, model), f"run_dir={run_dir}"]
-                found = run_case(case, settings, work, folder / f"{case.file_name}.log", Path(scratch))
-                rounds[case.name].append(found)
+                outcome = run_case(case, settings, work, folder / f"{case.file_name}.log", Path(scratch))
+                rounds[case.name].append(outcome)
                 done += 1
                 left = (time.monotonic() - begun) / done * (len(able) * work.rounds - done)
                 progress.update(bar, advance=1, left=f"about {left / 60:.0f} min left" if left > 90 else f"about {left:.0f} s left")
-                tell(f"[{done}/{len(able) * work.rounds}] {case.name}: {_said(found)}; about {left:.0f} s left")
-    merges = [merged(case, rounds[case.name]) for case in cases]
-    for case in merges:
-        if case["state"] == "ok":
-            case["verdicts"] = [asdict(verdict) for verdict in judge(case, work)]
-    return merges
+                tell(f"[{done}/{len(able) * work.rounds}] {case.name}: {_said(outcome)}; about {left:.0f} s left")
+    found = [merged(case, rounds[case.name]) for case in cases]
+    for one in found:
+        if one["state"] == "ok":
+            one["verdicts"] = [asdict(verdict) for verdict in judge(one, work)]
+    return found
 
 
 def _said(found: dict[str, Any]) -> str:
@@ -104,6 +106,8 @@ def main() -> int:
     options = parser.parse_args()
     try:
         choice, target = take(), read_target(os.environ)
+        if find_spec("matplotlib") is None:
+            raise ConfigError("the report's plots need matplotlib, which is not installed: pip install matplotlib")
     except ConfigError as error:
         console.print(f"error: {error}", style="bold red", markup=False)
         return 2
@@ -126,8 +130,9 @@ def main() -> int:
         "rate": asdict(rate) if rate else None,
     }
     (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    plots = draw(results, folder)
-    (folder / "performance_report.md").write_text(report(results, plots))
+    from benchmarks.guide.plots import draw
+
+    (folder / "performance_report.md").write_text(report(results, draw(results, folder)))
     text = summary(results)
     (folder / "summary.txt").write_text(text)
     console.print("\n" + text, markup=False)
