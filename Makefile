@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow test-megatron test-ray test-bench lint format clean
+.PHONY: demo test test-slow test-megatron test-ray test-vllm test-bench lint format clean
 
 demo: $(READY)  ## fully async training on two CPU cores, under three minutes
 	$(BIN)/paceline train recipes/fully_async.toml run_dir=runs/demo --fresh
@@ -20,6 +20,9 @@ test-megatron: $(VENV)/.megatron  ## the Megatron engine against one device: rea
 
 test-ray: $(VENV)/.ray  ## workers on Ray: two nodes on this machine, lost calls, killed and stopped workers; a few minutes
 	$(BIN)/python -m pytest tests/ray
+
+test-vllm: .venv-vllm/.ready  ## vLLM as the engine, in its own interpreter: contract suite, async and hybrid runs; a few minutes
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/contract/test_rollout_engine.py tests/vllm
 
 test-bench: .venv-trl/.ready  ## our formulas against TRL's own code, in TRL's interpreter
 	OMP_NUM_THREADS=1 .venv-trl/bin/python -m pytest tests/bench
@@ -55,6 +58,12 @@ $(VENV)/.plots: $(READY)  # for the reports of run_benchmark.sh
 .venv-trl/.ready: benchmarks/install_trl.sh
 	PYTHON=$(PYTHON) bash benchmarks/install_trl.sh
 	.venv-trl/bin/pip install --quiet --disable-pip-version-check pytest pytest-timeout pydantic typer rich
+	@touch $@
+
+.venv-vllm/.ready: benchmarks/install_vllm.sh
+	PYTHON=$(PYTHON) bash benchmarks/install_vllm.sh
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check "pytest>=9" "pytest-timeout>=2.4" "psutil>=7" "peft>=0.18" "accelerate>=1.10" "torch==2.13.0"
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
 
 clean:

@@ -249,7 +249,8 @@ def _rollouter(config: RunConfig, inputs: Inputs, fleet: Fleet, reward: Reward) 
 async def _transport(config: RunConfig, workers: dict[Role, list[Worker]]) -> WeightTransport:
     if config.in_place:
         return InPlace()
-    return await connect(config.sync.transport, config.cluster == "local", workers[Role.ACTOR][0], workers[Role.ROLLOUT])
+    actor, engines = workers[Role.ACTOR][0], workers[Role.ROLLOUT]
+    return await connect(config.sync.transport, config.cluster == "local", actor, engines, config.train.dtype)
 
 
 def _loop_settings(config: RunConfig) -> LoopSettings:

@@ -6,12 +6,12 @@ happens between phases. On a CPU it is the most this process held since the phas
 
 from paceline.place.host import take_peak_memory
 
-GENERATE, TRAIN, HAND_OVER = "generate", "train", "hand_over"
+START, GENERATE, TRAIN, HAND_OVER = "start", "generate", "train", "hand_over"
 
 
 class Phases:
     def __init__(self) -> None:
-        self._now = GENERATE
+        self._now = START
         self._peaks: dict[str, int] = {}
 
     def enter(self, phase: str) -> None:

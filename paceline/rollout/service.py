@@ -12,6 +12,7 @@ from paceline.place.message import Later
 from paceline.rollout.engine import EngineStats
 from paceline.sync.block import Layout, WeightBlock
 from paceline.sync.collective import CollectiveReceiver
+from paceline.sync.ipc import Handle, mapped, this_gpu
 from paceline.sync.stream import Address, StreamReceiver
 from paceline.sync.weights import Weights
 from paceline.types import Completion, Request
@@ -91,6 +92,14 @@ class RolloutService:
     def attach_weights(self, path: str, layout: Layout) -> None:
         """Load from shared memory."""
         self._block = WeightBlock(path, layout)
+
+    def map_weights(self, handle: Handle, layout: Layout) -> None:
+        """Load from memory of this GPU that the trainer shares."""
+        if self._block is None:
+            self._block = WeightBlock(None, layout, over=mapped(handle))
+
+    def gpu(self) -> str | None:
+        return this_gpu()
 
     def stream_weights(self, kind: str, layout: Layout, host: str, token: bytes, sources: Sequence[Address]) -> int:
         """Load from another machine, by "stream" or also by "collective"; the port where others can fetch what this one has."""

@@ -36,7 +36,7 @@ from paceline.errors import RolloutError, SyncError
 from paceline.models import load_config
 from paceline.rollout.native.sampling import Sampler, row_keys
 from paceline.rollout.native.slots import already_ended, ends_in_stop
-from paceline.rollout.vllm_memory import expected_weights, kv_bytes, weight_bytes
+from paceline.rollout.vllm_memory import expected_weights, kv_bytes, memory_share, weight_bytes
 from paceline.rollout.vllm_settings import VllmSettings
 from paceline.types import Completion, Finish, Request
 
@@ -132,6 +132,7 @@ class VllmEngine:
                 max_num_seqs=slots,
                 max_num_batched_tokens=max(8192 if torch.cuda.is_available() else 2048, max_length, slots),
                 kv_cache_memory_bytes=cache,
+                gpu_memory_utilization=memory_share(sum(self._bytes.values())),
                 enforce_eager=settings.eager or not torch.cuda.is_available(),
                 enable_sleep_mode=self._sleeps,
                 enable_prefix_caching=True,
@@ -259,6 +260,8 @@ class VllmEngine:
         self._whole = False  # until it is known that all of them arrived
         try:
             self._engine.collective_rpc(method, kwargs=arguments)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # whoever wrote them may write the next ones when this returns
         except Exception as error:
             raise SyncError(f"vLLM could not load the weights of version {version}: {type(error).__name__}: {error}") from error
         self._whole, self._version = True, version

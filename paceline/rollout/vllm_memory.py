@@ -32,6 +32,12 @@ def weight_bytes(weights: dict[str, tuple[int, ...]], dtype: str) -> int:
     return sum(torch.Size(shape).numel() for shape in weights.values()) * getattr(torch, dtype).itemsize
 
 
+def memory_share(size: int) -> float:
+    """Of the device's memory: what must be free for vLLM to start."""
+    total = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(0.95, size / total)
+
+
 def _free_memory() -> int:
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0]

@@ -17,13 +17,16 @@ PIECE = 4 << 20  # bytes that are sent and summed at a time
 
 
 class WeightBlock:
-    """Named tensors over the bytes; in a file that others map too, or (no path) in memory of its own, of the host or of a device."""
+    """Named tensors over the bytes; in a file that others map too, or (no path) in memory of its own, of the host or of a device, or in
+    memory that is there already."""
 
-    def __init__(self, path: str | None, layout: Layout, device: str = "cpu") -> None:
+    def __init__(self, path: str | None, layout: Layout, device: str = "cpu", over: "torch.Tensor | None" = None) -> None:
         import torch
 
         size = block_size(layout)
-        if path is None:
+        if over is not None:
+            self.bytes = over
+        elif path is None:
             pinned = device == "cpu" and torch.cuda.is_available()
             self.bytes = torch.zeros(size, dtype=torch.uint8, device=device, pin_memory=pinned)
         else:

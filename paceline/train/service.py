@@ -15,6 +15,7 @@ from paceline.place.host import BusyClock
 from paceline.place.phases import GENERATE, HAND_OVER, TRAIN, Phases
 from paceline.sync.block import Layout, WeightBlock, layout_of
 from paceline.sync.collective import CollectiveSource
+from paceline.sync.ipc import Handle, handle_of, in_type, this_gpu
 from paceline.sync.stream import Address, StreamSource
 from paceline.train.actor import Actor
 from paceline.train.critic import Critic
@@ -40,6 +41,8 @@ class Turns:
         if self._phases:
             self._phases.enter(GENERATE)
         self._place("host")
+        if self._phases and self._offload:
+            torch.cuda.empty_cache()  # the rollout engine may have another allocator
 
     @contextmanager
     def handing_over(self) -> Iterator[None]:
@@ -139,6 +142,18 @@ class ActorService:
         if is_first_rank():
             block = WeightBlock(path, layout)
             self._write = lambda weights, _: block.write(weights)
+
+    def share_weights(self, dtype: str) -> tuple[Layout, Handle]:
+        """Publish into memory of this GPU, which others there map."""
+        layout = in_type(self.weights_layout(), dtype)
+        if not is_first_rank():
+            return layout, ()
+        block = WeightBlock(None, layout, "cuda")
+        self._write = lambda weights, _: block.write(weights)
+        return layout, handle_of(block.bytes)
+
+    def gpu(self) -> str | None:
+        return this_gpu()
 
     def stream_weights(self, kind: str, layout: Layout, host: str, token: bytes) -> int:
         """Publish to other machines: a "stream" or also a "collective"; the port where to fetch."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +22,8 @@ from paceline.rollout.client import EngineClient
 from paceline.rollout.engine import RolloutEngine
 from paceline.sync.block import WeightBlock, block_size, layout_of
 from paceline.sync.weights import Weights
+from paceline.train.lora import LoraDevice
+from paceline.train.settings import LoraSettings, TrainSettings
 from paceline.types import Completion, Finish, OnSync, Request, Role, Sampling
 from tests.models import random_model
 from tests.processes import children
@@ -52,15 +54,15 @@ class Rig:
                 parameter.add_(0.1 * torch.randn_like(parameter))
         return self.publish()
 
-    def publish(self) -> Weights:
+    def publish(self, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> Weights:
         self.version += 1
-        return Weights(self.version, self.block.write(self.model.state_dict().items()))
+        return Weights(self.version, self.block.write(weights or self.model.state_dict().items()))
 
 
 @asynccontextmanager
 async def rig(kind: str, folder: str, tmp_path: Path) -> AsyncIterator[Rig]:
     settings = [f"model={folder}", "rollout.slots=8", "data.max_prompt_length=64", "rollout.max_response_length=136", "data.task=copy:3"]
-    settings += [f"rollout.engine={kind.split()[0]}"]
+    settings += [f"rollout.engine={kind.split()[0]}", "rollout.vllm.eager=true"]
     args = ((Role.ROLLOUT,), load_config(None, settings), folder, 1)
     worker: Worker
     if kind == "native on a thread":
@@ -200,6 +202,23 @@ def test_after_new_weights_answers_are_those_of_the_new_weights_and_say_so(with_
         assert set(old.versions) == {version} and set(new.versions) == {version + 1}
         assert np.abs(new.logprobs - reference(it.model, new)).max() < 1e-4
         assert np.abs(old.logprobs - reference(it.model, old)).max() > 1e-2
+
+    with_rig(scenario)
+
+
+def test_adapters_reach_the_engine_merged_and_it_answers_as_transformers_does_with_them(with_rig: Any) -> None:
+    async def scenario(it: Rig) -> None:
+        trained = LoraDevice(copy.deepcopy(it.model), TrainSettings(lora=LoraSettings(rank=4)))
+        with torch.no_grad():
+            for name, parameter in trained.model.named_parameters():
+                if "lora_B" in name:  # 0 to begin with
+                    parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+        plain = await it.engine.generate(ask(temperature=0.0))
+        await it.engine.load_weights(it.publish(trained.export_weights()))
+        adapted = await it.engine.generate(ask(temperature=0.0))
+        expected = trained.model.generate(torch.tensor([PROMPT]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert adapted.tokens.tolist() == expected[0, len(PROMPT) :].tolist() != plain.tokens.tolist()
+        assert np.abs(adapted.logprobs - reference(trained.model, adapted)).max() < 1e-4
 
     with_rig(scenario)
 

@@ -22,7 +22,7 @@ def build_with_a_wrong_tensor(roles: Sequence[Role], config: RunConfig, model_pa
         def spoiled(tensors: Any, version: int) -> None:
             named = dict(tensors)
             if version == SPOILED_VERSION:
-                name = next(name for name in named if name.endswith("layers.1.mlp.down_proj.weight"))
+                name = next(name for name in named if name.endswith("embed_tokens.weight"))
                 named[name] = 5 * torch.randn_like(named[name])
             load(named, version)
 

@@ -1,0 +1,35 @@
+"""A wrong tensor in the engine ends the run within a step, whatever the mode; and native runs measure what each phase holds."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import MismatchError
+from paceline.run import train
+from tests.e2e.test_runs import SEPARATE, config
+from tests.models import random_model
+from tests.vllm import faults
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return random_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ([*SEPARATE], "step 2: engine and trainer do not have the same weights"),
+        ([*SEPARATE, "schedule.max_staleness=1"], "step 3: .*over tokens of older versions"),
+    ],
+    ids=["sync", "one step off"],
+)
+def test_a_wrong_tensor_in_the_engine_stops_the_run_within_one_step_of_its_tokens(
+    settings: list[str], message: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.place.local.build_parts", faults.build_with_a_wrong_tensor)
+    with pytest.raises(MismatchError, match=message):
+        asyncio.run(train(config(model, tmp_path, "steps=6", *settings)))
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] <= 3
