@@ -9,4 +9,4 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_every_folder_of_tests_is_run_by_one_command_or_the_other() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["testpaths"]
     found = {str(path.parent.relative_to(ROOT)) for path in ROOT.glob("tests/*/__init__.py")}
-    assert found - set(listed) == {"tests/bench", "tests/megatron", "tests/ray"}
+    assert found - set(listed) == {"tests/bench", "tests/megatron", "tests/ray", "tests/vllm"}
