@@ -158,6 +158,8 @@ class MessageQueue:
         self, count: int, current_param_version: int, keys: Sequence[int | str] | None = None
     ) -> tuple[int, list[Item]] | None:  # fmt: skip
         """The same, but to be acknowledged: until then the items can come back. The number names the lease."""
+        if len(self._items) < count:
+            return None
         for item in list(self._items.values()):
             staleness = current_param_version - item.param_version
             if staleness > self.max_staleness:

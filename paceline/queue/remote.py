@@ -11,8 +11,8 @@ import asyncio
 import hmac
 import itertools
 import json
+import socket
 import struct
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -63,6 +63,7 @@ class QueueServer:
         assert task
         self._connections.add(task)
         connection = _Connection(self.queue, writer)
+        _widen(writer)
         try:
             async with asyncio.timeout(HELLO_S):
                 hello, _ = await _receive(reader)
@@ -71,7 +72,7 @@ class QueueServer:
             if hello.get("producer"):
                 connection.producer = Producer(*hello["producer"])
                 self.queue.fence(Producer(connection.producer.name, connection.producer.incarnation - 1))  # a new one replaces the old
-            await _send(writer, {"welcome": True})
+            _write(writer, {"welcome": True})
             while True:
                 header, body = await _receive(reader)
                 connection.answer(header, body)
@@ -84,52 +85,65 @@ class QueueServer:
 
 
 class _Connection:
-    """The server's end of one client: each request is answered when it can be, in whatever order."""
+    """The server's end of one client. A request that cannot be answered yet waits, and lets later ones pass."""
 
     def __init__(self, queue: MessageQueue, writer: asyncio.StreamWriter) -> None:
         self.producer: Producer | None = None
         self._queue = queue
         self._writer = writer
         self._leases: set[int] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._actions: dict[str, Callable[..., Awaitable[tuple[Header, list[Buffer]]]]] = {"put": self._put, "get": self._get}
+        self._waiting: set[asyncio.Task[None]] = set()
 
     def answer(self, header: Header, body: Buffer) -> None:
         if header["action"] == "acknowledge":
             self._leases.discard(header["lease"])
             self._queue.acknowledge(header["lease"])
-            return
-        task = asyncio.ensure_future(self._answer(header, body))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        elif not self._try(header, body):
+            task = asyncio.ensure_future(self._wait(header, body))
+            self._waiting.add(task)
+            task.add_done_callback(self._waiting.discard)
 
     def end(self) -> None:
-        for task in self._tasks:
+        for task in self._waiting:
             task.cancel()
         for lease in self._leases:
             self._queue.give_back(lease)
 
-    async def _answer(self, header: Header, body: Buffer) -> None:
+    async def _wait(self, header: Header, body: Buffer) -> None:
         try:
-            reply, payloads = await self._actions[header["action"]](header, body)
-        except (PacelineError, TimeoutError) as error:
-            reply, payloads = {"error": type(error).__name__, "message": str(error)}, []
-        with suppress(ConnectionError):
-            await _send(self._writer, {"id": header["id"], **reply}, *payloads)
+            async with asyncio.timeout(header.get("timeout_s")):
+                while not self._try(header, body):
+                    await self._queue.changed.wait()
+        except TimeoutError as error:
+            self._refuse(header, error)
 
-    async def _put(self, header: Header, body: Buffer) -> tuple[Header, list[Buffer]]:
-        while header["wait"] and self._queue.full(len(body)):
-            await self._queue.changed.wait()
-        return {"in": self._queue.put(body, header["version"], header["key"], len(body), self.producer)}, []
+    def _try(self, header: Header, body: Buffer) -> bool:
+        """Answer, if that can be done now."""
+        try:
+            return self._put(header, body) if header["action"] == "put" else self._get(header)
+        except PacelineError as error:
+            self._refuse(header, error)
+            return True
 
-    async def _get(self, header: Header, _: Buffer) -> tuple[Header, list[Buffer]]:
-        async with asyncio.timeout(header["timeout_s"]):
-            while (leased := self._queue.lease(header["count"], header["version"])) is None:
-                await self._queue.changed.wait()
+    def _put(self, header: Header, body: Buffer) -> bool:
+        if header["wait"] and self._queue.full(len(body)):
+            return False
+        taken = self._queue.put(body, header["version"], header["key"], len(body), self.producer)
+        _write(self._writer, {"id": header["id"], "in": taken})
+        return True
+
+    def _get(self, header: Header) -> bool:
+        leased = self._queue.lease(header["count"], header["version"])
+        if leased is None:
+            return False
         lease, items = leased
         self._leases.add(lease)
         payloads = [item.payload if isinstance(item.payload, Buffer) else encode(item.payload) for item in items]
-        return {"lease": lease, "sizes": [len(payload) for payload in payloads]}, payloads
+        _write(self._writer, {"id": header["id"], "lease": lease, "sizes": [len(payload) for payload in payloads]}, *payloads)
+        return True
+
+    def _refuse(self, header: Header, error: Exception) -> None:
+        _write(self._writer, {"id": header["id"], "error": type(error).__name__, "message": str(error)})
 
 
 class RemoteQueueClient:
@@ -151,7 +165,8 @@ class RemoteQueueClient:
         else:
             host, _, port = place.rpartition(":")
             reader, writer = await asyncio.open_connection(host, int(port), limit=WINDOW)
-        await _send(writer, {"token": token, "producer": [producer.name, producer.incarnation] if producer else None})
+        _widen(writer)
+        _write(writer, {"token": token, "producer": [producer.name, producer.incarnation] if producer else None})
         try:
             await _receive(reader)
         except asyncio.IncompleteReadError:
@@ -176,7 +191,8 @@ class RemoteQueueClient:
         """All that was taken so far has been used, and must not come back."""
         leases, self._leases = self._leases, []
         for lease in leases:
-            await _send(self._writer, {"action": "acknowledge", "lease": lease})
+            _write(self._writer, {"action": "acknowledge", "lease": lease})
+        await self._writer.drain()
 
     async def close(self) -> None:
         self._listener.cancel()
@@ -191,7 +207,8 @@ class RemoteQueueClient:
         number = next(self._ids)
         self._pending[number] = asyncio.get_running_loop().create_future()
         try:
-            await _send(self._writer, {"id": number, **header}, body)
+            _write(self._writer, {"id": number, **header}, body)
+            await self._writer.drain()
             reply, body = await self._pending[number]
         except ConnectionError:
             raise self._lost() from None
@@ -216,12 +233,16 @@ class RemoteQueueClient:
         return WorkerDied(f"the message queue at {self._address} is gone")
 
 
-async def _send(writer: asyncio.StreamWriter, header: Header, *bodies: Buffer) -> None:
+def _write(writer: asyncio.StreamWriter, header: Header, *bodies: Buffer) -> None:
     head = json.dumps(header, separators=(",", ":")).encode()
     writer.write(_LENGTHS.pack(len(head), sum(len(body) for body in bodies)) + head)
     for body in bodies:
         writer.write(body)
-    await writer.drain()
+
+
+def _widen(writer: asyncio.StreamWriter) -> None:
+    """Let the system hold more on the way, so that both ends wake up less often."""
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, WINDOW)
 
 
 async def _receive(reader: asyncio.StreamReader) -> tuple[Header, Buffer]:

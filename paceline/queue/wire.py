@@ -1,12 +1,14 @@
 """Groups as bytes: a small header, then every attempt's numbers laid end to end as flat arrays. Nothing is pickled, and what is
 read are views into the bytes that arrived.
 
-    length of header (u32) | header (JSON) | padding to 8 | tables of trajectories and turns | prompts | tokens | log-probs | versions
+    length of header (u32) | header (JSON) | padding to 8 | trajectories | turns | prompts | tokens | log-probs | versions | texts
+
+A turn that was shown the group's prompt, as nearly all are, says so instead of repeating it.
 """
 
+import itertools
 import json
 import struct
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,8 +21,9 @@ Buffer = bytes | bytearray | memoryview
 FINISHES = tuple(Finish)
 FORMAT = 1
 _LENGTH = struct.Struct("<I")
-_TRAJECTORY = np.dtype([("turns", "<i4"), ("text", "<i4"), ("scored", "<i4"), ("unused", "<i4"), ("reward", "<f8")])
-_TURN = np.dtype([("prompt", "<i4"), ("answer", "<i4"), ("finish", "<i4"), ("unused", "<i4"), ("reward", "<f8")])
+_TRAJECTORY = np.dtype([("turns", "<i4"), ("text", "<i4"), ("scored", "<i8"), ("reward", "<f8")])
+_TURN = np.dtype([("prompt", "<i4"), ("answer", "<i4"), ("finish", "<i8"), ("reward", "<f8")])
+_SAME = -1  # length of a turn's prompt that is the group's
 
 
 class WireError(PacelineError):
@@ -28,40 +31,48 @@ class WireError(PacelineError):
 
 
 def encode(group: Group) -> bytes:
+    asked = group.prompt.tokens
     turns = [turn for trajectory in group.trajectories for turn in trajectory.turns]
-    trajectory_table = np.zeros(len(group.trajectories), _TRAJECTORY)
+    prompts = [() if turn.prompt == asked else turn.prompt for turn in turns]
     texts = [trajectory.text.encode("utf-8", "surrogatepass") for trajectory in group.trajectories]
-    for row, (trajectory, text) in enumerate(zip(group.trajectories, texts, strict=True)):
-        scored = trajectory.reward is not None
-        trajectory_table[row] = (len(trajectory.turns), len(text), scored, 0, trajectory.reward if scored else 0.0)
-    turn_table = np.zeros(len(turns), _TURN)
-    for row, turn in enumerate(turns):
-        turn_table[row] = (len(turn.prompt), len(turn.completion), FINISHES.index(turn.completion.finish), 0, turn.reward)
+    completions = [turn.completion for turn in turns]
+    trajectory_rows = [
+        (len(trajectory.turns), len(text), trajectory.reward is not None, trajectory.reward or 0.0)
+        for trajectory, text in zip(group.trajectories, texts, strict=True)
+    ]
+    turn_rows = [
+        (_SAME if turn.prompt == asked else len(turn.prompt), len(turn.completion), FINISHES.index(turn.completion.finish), turn.reward)
+        for turn in turns
+    ]
+    head = _header(group, len(turns))
+    return b"".join(
+        [
+            _LENGTH.pack(len(head)) + head + bytes(-(_LENGTH.size + len(head)) % 8),
+            np.array(trajectory_rows, _TRAJECTORY).tobytes(),
+            np.array(turn_rows, _TURN).tobytes(),
+            np.array([*asked, *itertools.chain.from_iterable(prompts)], "<i4").tobytes(),
+            *(np.ascontiguousarray(completion.tokens, "<i4").data for completion in completions),
+            *(np.ascontiguousarray(completion.logprobs, "<f4").data for completion in completions),
+            *(np.ascontiguousarray(completion.versions, "<i4").data for completion in completions),
+            *texts,
+        ]
+    )
+
+
+def _header(group: Group, turns: int) -> bytes:
     header: dict[str, Any] = {
         "format": FORMAT,
         "seq": group.seq,
-        "prompt": [group.prompt.uid, group.prompt.tokens, group.prompt.text, dict(group.prompt.row)],
+        "prompt": [group.prompt.uid, len(group.prompt.tokens), group.prompt.text, dict(group.prompt.row)],
         "times": [group.started_s, group.finished_s],
         "baseline": group.baseline,
         "details": [dict(trajectory.details) for trajectory in group.trajectories],
-        "counts": [len(group.trajectories), len(turns)],
+        "turns": turns,
     }
     try:
-        head = json.dumps(header, separators=(",", ":")).encode()
+        return json.dumps(header, separators=(",", ":")).encode()
     except TypeError as error:
         raise WireError(f"the row of prompt {group.prompt.uid} cannot travel: {error}; use numbers, text, lists and tables") from None
-    completions = [turn.completion for turn in turns]
-    parts = [
-        _LENGTH.pack(len(head)) + head + bytes(-(_LENGTH.size + len(head)) % 8),
-        trajectory_table,
-        turn_table,
-        np.array([token for turn in turns for token in turn.prompt], "<i4"),
-        _joined([completion.tokens for completion in completions], "<i4"),
-        _joined([completion.logprobs for completion in completions], "<f4"),
-        _joined([completion.versions for completion in completions], "<i4"),
-        *texts,
-    ]
-    return b"".join(part if isinstance(part, bytes) else memoryview(part).cast("B") for part in parts)
 
 
 def decode(buffer: Buffer) -> Group:
@@ -85,33 +96,25 @@ def _decode(buffer: Buffer) -> Group:
         at += array.nbytes
         return array
 
-    trajectory_table, turn_table = (take(dtype, count) for dtype, count in zip((_TRAJECTORY, _TURN), header["counts"], strict=True))
-    prompts = take("<i4", int(turn_table["prompt"].sum()))
+    trajectory_table, turn_table = take(_TRAJECTORY, len(header["details"])), take(_TURN, header["turns"])
+    uid, asked_length, prompt_text, fields = header["prompt"]
+    asked = tuple(take("<i4", asked_length).tolist())
+    others = take("<i4", int(turn_table["prompt"].clip(0).sum())).tolist()
     total = int(turn_table["answer"].sum())
     tokens, logprobs, versions = take("<i4", total), take("<f4", total), take("<i4", total)
-    turns = []
-    asked, answered = _offsets(turn_table["prompt"]), _offsets(turn_table["answer"])
-    for (a, b), (c, d), finish, reward in zip(
-        pairwise(asked), pairwise(answered), turn_table["finish"].tolist(), turn_table["reward"].tolist(), strict=True
-    ):
-        completion = Completion(tokens[c:d], logprobs[c:d], versions[c:d], FINISHES[finish])
-        turns.append(Turn(tuple(prompts[a:b].tolist()), completion, reward))
+    turns: list[Turn] = []
+    shown = made = 0
+    for length, answer, finish, reward in turn_table.tolist():
+        prompt = asked if length == _SAME else tuple(others[shown : shown + length])
+        shown += max(0, length)
+        part = slice(made, made + answer)
+        made += answer
+        turns.append(Turn(prompt, Completion(tokens[part], logprobs[part], versions[part], FINISHES[finish]), reward))
     trajectories = []
-    for (a, b), row, details in zip(
-        pairwise(_offsets(trajectory_table["turns"])), trajectory_table.tolist(), header["details"], strict=True
-    ):
-        _, text_length, scored, _, reward = row
+    first = 0
+    for (count, text_length, scored, reward), details in zip(trajectory_table.tolist(), header["details"], strict=True):
         text = bytes(take("u1", text_length)).decode("utf-8", "surrogatepass")
-        trajectories.append(Trajectory(tuple(turns[a:b]), text, reward if scored else None, details))
-    uid, prompt_tokens, text, fields = header["prompt"]
-    prompt = Prompt(uid, tuple(prompt_tokens), text, fields)
+        trajectories.append(Trajectory(tuple(turns[first : first + count]), text, reward if scored else None, details))
+        first += count
     started, finished = header["times"]
-    return Group(header["seq"], prompt, tuple(trajectories), started, finished, header["baseline"])
-
-
-def _joined(arrays: list[Any], dtype: str) -> Any:
-    return np.ascontiguousarray(np.concatenate(arrays) if arrays else np.zeros(0), dtype)
-
-
-def _offsets(lengths: Any) -> list[int]:
-    return [0, *np.cumsum(lengths).tolist()]
+    return Group(header["seq"], Prompt(uid, asked, prompt_text, fields), tuple(trajectories), started, finished, header["baseline"])
