@@ -92,12 +92,12 @@ class CollectiveSource(StreamSource):
         if self._circle is None:
             return super().write(tensors, version)
         self._new_shelf()
+        self._shelf.readers += 1
         self._sender = threading.Thread(target=self._send, args=(self._circle, self._shelf, version), name="weights", daemon=True)
         self._sender.start()
         return self._fill(tensors, version)
 
     def _send(self, circle: Circle, shelf: Shelf, version: int) -> None:
-        shelf.readers += 1
         sent = 0
         try:
             while sent < shelf.size and (filled := shelf.wait(version, sent)):
@@ -109,7 +109,9 @@ class CollectiveSource(StreamSource):
             self._circle = None
             log.warning("the broadcast of version %d failed, engines fetch the rest: %s", version, error)
         finally:
-            shelf.readers -= 1
+            with self._changed:
+                shelf.readers -= 1
+                self._changed.notify_all()
 
 
 class CollectiveReceiver(StreamReceiver):

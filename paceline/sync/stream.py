@@ -29,6 +29,7 @@ Address = tuple[str, int]
 
 REQUEST = struct.Struct("!32sqq")  # token, version, first byte wanted
 SILENCE_S = 5.0  # without a byte from one source before the next is asked
+PATIENCE_S = 0.02  # before memory for another version is made
 FAN_OUT = 2  # engines that fetch from one
 
 
@@ -74,6 +75,11 @@ class Shelf:
             self._changed.wait_for(lambda: self.version > version or (self.version == version and self.filled > start), SILENCE_S)
             return self.filled if self.version == version and self.filled > start else 0
 
+    def free(self) -> bool:
+        """Whether nobody reads it any more. Who has sent the last byte is given a moment to say so."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self.readers, PATIENCE_S)
+
     @property
     def done(self) -> bool:
         return self.failure is not None or self.filled == self.size
@@ -96,7 +102,7 @@ class StreamServer:
     def _serve(self, connection: socket.socket) -> None:
         with connection:
             try:
-                connection.settimeout(SILENCE_S)
+                prepare(connection)
                 token, version, start = REQUEST.unpack(_receive(connection, REQUEST.size))
                 if hmac.compare_digest(token, self._token):
                     self._send(connection, version, start)
@@ -116,6 +122,7 @@ class StreamServer:
         finally:
             with self._changed:
                 shelf.readers -= 1
+                self._changed.notify_all()
 
 
 class StreamSource:
@@ -132,7 +139,7 @@ class StreamSource:
         return self._fill(tensors, version)
 
     def _new_shelf(self) -> None:
-        if self._shelf.readers:
+        if not self._shelf.free():
             self._shelf = Shelf(self._layout, self._changed)  # whoever is slow goes on reading the old one
 
     def _fill(self, tensors: "Iterable[tuple[str, torch.Tensor]]", version: int) -> int:
@@ -171,7 +178,7 @@ class StreamReceiver:
         self._start(version)
 
     def _start(self, version: int, *args: Any) -> None:
-        if self.shelf.readers or not self.shelf.done:
+        if not (self.shelf.done and self.shelf.free()):
             self.shelf = Shelf(self._layout, self._changed, self._device)  # somebody is still at the old one
         self.shelf.begin(version)
         self._thread = threading.Thread(target=self._fetch, args=(self.shelf, version, *args), name="weights", daemon=True)
@@ -204,6 +211,7 @@ class StreamReceiver:
 
     def _fetch_from(self, source: Address, shelf: Shelf, version: int) -> None:
         with socket.create_connection(source, timeout=SILENCE_S) as connection:
+            prepare(connection)
             connection.sendall(REQUEST.pack(self._token, version, shelf.filled))
             while not shelf.done:
                 start, end = shelf.piece()
@@ -211,7 +219,7 @@ class StreamReceiver:
                 host = piece.cpu()  # the piece itself, unless it is on a device
                 view, at = host.numpy().data, 0
                 while at < len(view):
-                    got = connection.recv_into(view[at:])
+                    got = connection.recv_into(view[at:], 0, socket.MSG_WAITALL)
                     if not got:
                         raise ConnectionError(f"the connection ended after {start + at} of {shelf.size} bytes")
                     at += got
@@ -256,6 +264,16 @@ class Stream:
     def _living(self) -> dict[Worker, Address]:
         self._engines = {engine: address for engine, address in self._engines.items() if not engine.died.done()}
         return self._engines
+
+
+def prepare(connection: socket.socket) -> None:
+    """Large pieces: the kernel waits, with a limit, until one is through (Python would look after every buffer), and the end of a piece
+    does not wait for the next."""
+    connection.settimeout(None)
+    limit = struct.pack("@ll", int(SILENCE_S), int(SILENCE_S % 1 * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
