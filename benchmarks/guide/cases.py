@@ -4,14 +4,17 @@ The reference is fully async with a staleness bound of 3 and weights swapped in 
 a long-tailed distribution, fixed per (prompt, attempt), so that all cases generate and train the same.
 """
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 from benchmarks.guide.choice import Choice
 
 REFERENCE = "staleness 3"  # also the reference of every other sweep
 SYNC = "hybrid sync"  # names of what async is measured against begin with it; the faster counts
+VLLM_PYTHON = Path(__file__).resolve().parents[2] / ".venv-vllm" / "bin" / "python"  # where vLLM has an environment of its own
 GROUP_SIZE = 8
 RECIPE_BATCH = {"guide_minimal": 4, "guide_performance": 16}  # what one training device takes
 SEPARATE = ("placement.actor=train", "placement.rollout=rollout", "schedule.on_sync=swap", "schedule.max_staleness=3")
@@ -55,6 +58,7 @@ class Case:
     pause: bool = False
     recipe: str | None = None  # run as it is, instead of the benchmark's own work
     skip: str = ""  # why it cannot run here
+    python: str = sys.executable  # what runs it
 
     @property
     def file_name(self) -> str:
@@ -139,7 +143,8 @@ def _backends(choice: Choice) -> Iterator[Case]:
     yield Case("backend", "fsdp2", (*SEPARATE, "train.backend=fsdp", *shards), quick=True)
     needs = "" if choice.gpus and find_spec("megatron") else "needs GPUs and megatron-core"
     yield Case("backend", "megatron", (*SEPARATE, "train.backend=megatron", *shards), skip=needs)
-    needs = "" if find_spec("vllm") else "vLLM is not installed in this environment"
-    yield Case("backend", "vllm engine", (*SEPARATE, "rollout.engine=vllm", "placement.rollout_workers=1"), skip=needs)
+    python = sys.executable if find_spec("vllm") else str(VLLM_PYTHON)
+    needs = "" if Path(python).exists() else "vLLM is not installed: benchmarks/install_vllm.sh"
+    yield Case("backend", "vllm engine", (*SEPARATE, "rollout.engine=vllm", "placement.rollout_workers=1"), skip=needs, python=python)
     needs = "" if find_spec("ray") else "Ray is not installed: make .venv/.ray"
     yield Case("backend", "ray cluster", (*SEPARATE, "cluster=ray"), skip=needs)

@@ -68,7 +68,7 @@ def samples(run: Run) -> Verdict:
 def versions(run: Run, engines: int) -> Verdict:
     found = [engine.version for engine in run.watcher.engines]
     latency = run.summary["sync_latency_s"] * 1000
-    seen = f"{len(found)} engines at versions {found} after step {run.config.steps}, {latency:.1f} ms a hand-over"
+    seen = f"{len(found)} engine{'s' if len(found) > 1 else ''} at {found} after step {run.config.steps}, {latency:.1f} ms a hand-over"
     return Verdict("versions advanced on every engine", found == [run.config.steps] * engines, seen)
 
 

@@ -8,7 +8,10 @@ python=
 for known in "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" .venv/bin/python .venv-vllm/bin/python; do
 	if [ -z "$python" ] && [ -n "$known" ] && has_all "$known"; then python="$known"; fi
 done
-if [ -z "$python" ] || [ "$python" = .venv/bin/python ]; then
+if [ -z "$python" ] && [ "${ENGINE:-}" = vllm ]; then
+	make --silent .venv-vllm/.ready
+	python=.venv-vllm/bin/python
+elif [ -z "$python" ] || [ "$python" = .venv/bin/python ]; then
 	make --silent .venv/.ready
 	python=.venv/bin/python
 	[ "${CLUSTER:-}" != ray ] || make --silent .venv/.ray

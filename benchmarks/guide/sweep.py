@@ -44,7 +44,7 @@ def run_case(case: Case, settings: Sequence[str], work: Work, log: Path, scratch
     (scratch / "spec.json").write_text(json.dumps(spec | {"median": work.median, "cap": work.cap, "warm_up": work.warm_up}))
     result = scratch / "result.json"
     result.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "benchmarks.guide.case", str(scratch / "spec.json"), str(result)]
+    command = [case.python, "-m", "benchmarks.guide.case", str(scratch / "spec.json"), str(result)]
     begun = time.monotonic()
     with log.open("a") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
