@@ -5,6 +5,7 @@ Only the owner of the run folder can connect. The socket is there while the job 
 
 import asyncio
 import json
+import logging
 import os
 import socket
 import tempfile
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError, PacelineError
+
+log = logging.getLogger(__name__)
 
 SOCKET = "control.sock"
 LONGEST = 100  # bytes of a socket's path that every system takes
@@ -32,16 +35,22 @@ class Control:
         self._asking: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "Control":
-        (self._folder / SOCKET).unlink(missing_ok=True)  # of a run that was killed: this one holds the folder's lock
         listening = socket.socket(socket.AF_UNIX)
-        with _short_path(self._folder) as path:
-            listening.bind(path)
-            os.chmod(path, 0o600)
+        try:
+            (self._folder / SOCKET).unlink(missing_ok=True)  # of a run that was killed: this one holds the folder's lock
+            with _short_path(self._folder) as path:
+                listening.bind(path)
+                os.chmod(path, 0o600)
+        except OSError as error:
+            listening.close()
+            log.warning("nobody can talk to this job: no socket can be made in %s (%s)", self._folder, error)
+            return self
         self._server = await asyncio.start_unix_server(self._asked, sock=listening)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._server
+        if self._server is None:
+            return
         self._server.close()
         for task in list(self._asking):
             task.cancel()

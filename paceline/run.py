@@ -192,6 +192,7 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
         living = set(unique_workers(workers)) - fleet.elastic | {member.engine.worker for member in fleet.in_rotation}
         peak = peak_memory() + sum(await _answers([worker.peak_memory() for worker in living]))
         summary = recorder.summary(sync_s=synchronizer.seconds, ledger=ledger.counts(), memory_peak_bytes=peak)
+        summary["fleet"] = {"replaced": fleet.replaced, "refused": fleet.refused}
         write_json(folder / "summary.json", summary)
         return summary
 

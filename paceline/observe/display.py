@@ -75,7 +75,7 @@ class Display:
     def looked(self, engines: Sequence[EngineStats], queue_utilisation: float) -> None:
         self._queue_use = queue_utilisation
         tokens = sum(e.tokens for e in engines)
-        self._tokens_per_s = self._rate("tokens", float(tokens))
+        self._tokens_per_s = max(0.0, self._rate("tokens", float(tokens)))  # a new engine counts from 0
         self._share("rollout", sum(e.busy_s for e in engines) / max(1, len(engines)))
 
     def _rate(self, name: str, value: float) -> float:
@@ -122,6 +122,8 @@ def closing_table(console: Console, summary: dict[str, Any], folder: str) -> Non
         ("ledger", f"{ledger['issued']} issued = {ledger['trained']} trained + {dropped} dropped + {ledger['outstanding']} unfinished"),
         ("run folder", folder),
     ]
+    if replaced := summary.get("fleet", {}).get("replaced"):
+        rows.insert(-1, ("rollout workers replaced", str(replaced)))
     for name, value in rows:
         table.add_row(name, value)
     console.print(table)

@@ -202,7 +202,11 @@ class Fleet:
         free = (name for number in itertools.count(1) if (name := f"{self._pool}-{number}") not in self._names)
         names = list(itertools.islice(free, count))
         self._names.update(names)
-        await asyncio.gather(*(self._start(name) for name in names))
+        started = await asyncio.gather(*(self._start(name) for name in names), return_exceptions=True)
+        for name, outcome in zip(names, started, strict=True):
+            if isinstance(outcome, BaseException):
+                self._names.discard(name)
+                raise outcome
         return names
 
     async def remove(self, name: str) -> None:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from paceline.errors import SyncError, WorkerDied
+from paceline.errors import PacelineError, SyncError, WorkerDied
 from paceline.queue.pulse import Pulse
 from paceline.rollout.fleet import Fleet
 from paceline.rollout.member import Member, State
@@ -90,7 +90,7 @@ class ParameterSynchronizer:
                     await self._load(member, weights)
             except WorkerDied:
                 return  # its watch sees to it
-            except (SyncError, TimeoutError) as error:
+            except (PacelineError, RuntimeError, OSError) as error:
                 failures += weights is self._weights  # else new ones were published meanwhile: no wonder
                 log.warning("worker %r could not take version %d: %s", member.name, weights.version, str(error) or "no answer in time")
                 if failures > self._settings.retries:

@@ -1,0 +1,99 @@
+"""Talking to a running job through its folder, however deep that lies."""
+
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline.cli import app
+from paceline.control import SOCKET, Control, ask
+from paceline.errors import ConfigError
+
+ROWS = [{"name": "rollout", "node": "local", "incarnation": 3, "state": "live", "version": 7, "load": 16, "tokens_per_s": 1234.5}]
+
+
+async def rows() -> list[dict[str, Any]]:
+    return ROWS
+
+
+async def add(count: int) -> list[str]:
+    if count > 2:
+        raise ConfigError("no room for that many")
+    return [f"rollout-{number}" for number in range(count)]
+
+
+async def slow() -> None:
+    await asyncio.sleep(3600)
+
+
+COMMANDS = {"list": rows, "add": add, "slow": slow}
+
+
+def talk(folder: Path, *args: str) -> Any:
+    """The command line's answer while a job runs in the folder."""
+
+    async def run() -> Any:
+        async with Control(folder, COMMANDS):
+            return await asyncio.to_thread(CliRunner().invoke, app, [*args])
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("depth", [0, 10])
+def test_workers_are_listed_added_and_refused_in_words_in_a_folder_of_any_length(depth: int, tmp_path: Path) -> None:
+    folder = tmp_path.joinpath(*["a rather long name"] * depth)
+    folder.mkdir(parents=True, exist_ok=True)
+    listed = talk(folder, "workers", "list", str(folder))
+    assert listed.exit_code == 0 and all(word in listed.stdout for word in ("rollout", "local", "live", "1,23", "16"))
+    assert '"tokens_per_s": 1234.5' in talk(folder, "workers", "list", str(folder), "--json").stdout
+    assert "added rollout-0, rollout-1" in talk(folder, "workers", "add", str(folder), "-n", "2").stdout
+    refused = talk(folder, "workers", "add", str(folder), "-n", "3")
+    assert refused.exit_code == 2 and "no room for that many" in refused.stderr
+    assert not (folder / SOCKET).exists(), "nothing is left behind"
+
+
+def test_the_socket_of_a_killed_job_is_replaced_and_only_the_owner_can_connect(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(str(tmp_path / SOCKET))
+    with pytest.raises(ConfigError, match="no job is running in"):
+        ask(tmp_path, "list")
+
+    async def run() -> Any:
+        async with Control(tmp_path, COMMANDS):
+            assert (tmp_path / SOCKET).stat().st_mode & 0o777 == 0o600
+            return await asyncio.to_thread(ask, tmp_path, "list")
+
+    assert asyncio.run(run()) == ROWS
+
+
+@pytest.mark.parametrize(("command", "arguments", "complaint"), [("fly", {}, "not understood"), ("add", {"much": 1}, "unexpected keyword")])
+def test_what_is_not_understood_is_said(command: str, arguments: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with Control(tmp_path, COMMANDS):
+            with pytest.raises(ConfigError, match=complaint):
+                await asyncio.to_thread(ask, tmp_path, command, **arguments)
+
+    asyncio.run(run())
+
+
+def test_a_job_that_ends_does_not_wait_for_who_asks_and_tells_them(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with Control(tmp_path, COMMANDS) as control:
+            asking = asyncio.create_task(asyncio.to_thread(ask, tmp_path, "slow"))
+            while not control._asking:
+                await asyncio.sleep(0)
+        with pytest.raises(ConfigError, match="ended before it could answer"):
+            await asking
+
+    asyncio.run(run())
+
+
+def test_a_folder_without_sockets_does_not_stop_a_job(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with Control(tmp_path / "gone", COMMANDS):
+            pass
+
+    asyncio.run(run())
