@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from paceline.errors import SyncError
+from paceline.rollout.service import RolloutService
 from paceline.sync.block import WeightBlock, block_size, layout_of
 from paceline.sync.weights import Weights
 
@@ -41,3 +42,28 @@ def test_one_flipped_bit_anywhere_is_noticed(path: str, position: int) -> None:
 def test_an_incomplete_export_is_refused(path: str) -> None:
     with pytest.raises(SyncError, match=r"did not export \['c'\]"):
         WeightBlock(path, layout_of(TENSORS)).write(TENSORS[:2])
+
+
+def test_an_engine_whose_weights_were_overwritten_while_it_loaded_them_makes_no_token_until_it_has_whole_ones(path: str) -> None:
+    block = WeightBlock(path, layout_of(TENSORS))
+
+    class Engine:
+        has_work = True
+        interfere = True
+
+        def load(self, tensors: object, version: int) -> None:
+            if self.interfere:
+                block.tensors["a"].add_(1)  # the trainer has begun to write the next version
+
+        def step(self) -> list[object]:
+            return ["a token"]
+
+    engine = Engine()
+    service = RolloutService(engine)  # type: ignore[arg-type]
+    service.attach_weights(path, layout_of(TENSORS))
+    with pytest.raises(SyncError, match="version 1 arrived damaged"):
+        service.load_weights(Weights(1, block.write(TENSORS)))
+    assert service.work() is None
+    engine.interfere = False
+    service.load_weights(Weights(2, block.write(TENSORS)))
+    assert service.work() == ["a token"]
