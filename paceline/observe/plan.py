@@ -15,20 +15,23 @@ async def plan_table(config: RunConfig) -> tuple[Table, list[str]]:
     nodes = await find_nodes(config)
     plans = plan_workers(config, nodes)
     warnings = check_fit(plans, nodes, config, model_path)
-    table = Table("node", "device", "pool", "worker", "role", "threads", "memory", "at most", title=_title(config, nodes))
+    table = Table("device", "worker", "role", "threads", "memory", "at most", title=_title(config, nodes))
     by_name = {node.name: node for node in nodes}
     position = {node.name: number for number, node in enumerate(nodes)}
     rows = [(device, rank, plan) for plan in plans for rank, device in enumerate(plan.devices)]
     rows.sort(key=lambda row: (position[row[0].node], row[0].index))
     for device, rank, plan in rows:
         need = needs(plan, config, model_path)
-        kind = "GPU" if by_name[device.node].gpus else "CPU slot"
+        place = f"{device.node[:8]} {'GPU' if by_name[device.node].gpus else 'CPU slot'} {device.index}"
         name = f"{plan.name} rank {rank}" if plan.ranks else plan.name
         for number, role in enumerate(plan.roles):
-            place = (device.node[:12], f"{kind} {device.index}", plan.pool, name) if number == 0 else ("", "", "", "")
-            fixed, most = need[role].fixed, need[role].at_most
-            table.add_row(*place, role.value, str(plan.threads), f"{fixed / GB:.2f} GB", f"{most / GB:.2f} GB")
+            cells = (place, name) if number == 0 else ("", "")
+            table.add_row(*cells, role.value, str(plan.threads), size(need[role].fixed), size(need[role].at_most))
     return table, warnings
+
+
+def size(number: int) -> str:
+    return f"{number / GB:.1f} GB" if number >= GB / 10 else f"{number / 2**20:.0f} MB"
 
 
 def _title(config: RunConfig, nodes: list[Node]) -> str:

@@ -158,11 +158,19 @@ class Collective(Stream):
         super().__init__(trainer, layout, token, source)
         self._rounds: dict[Worker, asyncio.Future[bool]] = {}  # members, and whether they got all of the last version by broadcast
         self._epoch = 0
+        self._new = False  # the circle has not broadcast a whole version yet
+        self._failed: set[Worker] = set()
 
     async def publish(self, version: int) -> Weights:
         living = list(self._living())
         able = [engine for engine in living if engine not in self._rounds or _answered(self._rounds[engine])]
-        if able != list(self._rounds) or not all(answer.result() for answer in self._rounds.values()):
+        went_well = all(_answered(answer) and answer.result() for answer in self._rounds.values())
+        if self._new and not went_well:
+            self._failed = set(self._rounds)  # not even their first broadcast went through
+        self._new = self._new and not went_well
+        if set(able) == self._failed:
+            self._rounds = {}  # they fetch, until the circle would be another
+        elif able != list(self._rounds) or not went_well:
             await self._meet(able)
         for engine in living:
             if engine not in self._rounds:
@@ -191,12 +199,13 @@ class Collective(Stream):
             async with asyncio.timeout(MEET_TIMEOUT_S):
                 await asyncio.gather(*calls)
         except (TimeoutError, RuntimeError, SyncError, WorkerDied) as error:
-            log.warning("no circle of %d came together, engines fetch this version: %s", size, error)
+            log.warning("no circle of %d came together, so engines fetch: %s", size, error)
+            self._failed = set(engines)
             await self._trainer.call(Role.ACTOR, "join_circle", self._epoch, 1)
             return
         past: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         past.set_result(True)
-        self._rounds = dict.fromkeys(engines, past)
+        self._rounds, self._new = dict.fromkeys(engines, past), True
 
 
 def _answered(answer: "asyncio.Future[bool]") -> bool:

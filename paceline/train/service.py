@@ -163,9 +163,6 @@ class ActorService:
         self._write = self._source.write
         return self._source.server.port
 
-    def on_gpu(self) -> bool:
-        return torch.cuda.is_available()
-
     def circle_store(self) -> Address | None:
         """Where a circle for broadcasts meets."""
         return self._source.store if isinstance(self._source, CollectiveSource) else None
