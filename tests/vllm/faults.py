@@ -10,6 +10,7 @@ from paceline.place.build import build_parts
 from paceline.types import Role
 
 SPOILED_VERSION = 2
+TIED = ("model.embed_tokens.weight", "lm_head.weight")  # one tensor under two names
 
 
 def build_with_a_wrong_tensor(roles: Sequence[Role], config: RunConfig, model_path: str, threads: int) -> Mapping[str, Any]:
@@ -22,8 +23,8 @@ def build_with_a_wrong_tensor(roles: Sequence[Role], config: RunConfig, model_pa
         def spoiled(tensors: Any, version: int) -> None:
             named = dict(tensors)
             if version == SPOILED_VERSION:
-                name = next(name for name in named if name.endswith("embed_tokens.weight"))
-                named[name] = 5 * torch.randn_like(named[name])
+                wrong = 5 * torch.randn_like(named["model.embed_tokens.weight"])
+                named.update({name: wrong for name in TIED if name in named})
             load(named, version)
 
         engine.load = spoiled

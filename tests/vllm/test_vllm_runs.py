@@ -78,9 +78,8 @@ def test_on_a_shared_pool_vllm_and_trainer_take_turns_and_each_phase_says_what_i
     for row in rows(tmp_path):
         assert row["train/logprob_gap_max"] < 1e-3, "the engine did not have the trainer's weights"
         assert min(row[f"memory/{phase}_bytes"] for phase in ("generate", "train", "hand_over")) > 0
-    assert set(summary["memory_phases"]) == {"generate", "train", "hand_over"}
-    changed = [row["train/logprob_gap_mean"] for row in rows(tmp_path)]
-    assert len(changed) == 4 and all(row["train/weights_changed"] == 1 for row in rows(tmp_path))
+    assert set(summary["memory_phases"]) == {"start", "generate", "train", "hand_over"}
+    assert all(row["train/weights_changed"] == 1 for row in rows(tmp_path))
 
 
 def test_a_killed_engine_is_replaced_or_ends_the_run_by_name_in_time(model: str, tmp_path: Path) -> None:
@@ -98,7 +97,8 @@ def test_a_killed_engine_is_replaced_or_ends_the_run_by_name_in_time(model: str,
             return
 
     try:
-        summary = asyncio.run(asyncio.wait_for(train(config(model, tmp_path, "steps=6", *SEPARATE), lambda _: Killer()), 120))
+        chosen = config(model, tmp_path, "steps=6", "sync.transport=collective", *SEPARATE)  # and broadcast reaches vLLM, old and new
+        summary = asyncio.run(asyncio.wait_for(train(chosen, lambda _: Killer()), 120))
         assert summary["steps"] == 6 and summary["ledger"]["trained"] == 24, "healed: every prompt trained once"
     except PacelineError as error:
         assert killed and "rollout" in str(error) and time.monotonic() - killed[0] < 30, error
