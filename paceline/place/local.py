@@ -32,6 +32,9 @@ from paceline.types import Role
 log = logging.getLogger(__name__)
 
 
+SWITCH_S = 2e-4  # a worker's thread asks for Python's lock between any two operations; it must not wait for the controller's whole turn
+
+
 class ThreadWorker(Worker):
     """A worker on a thread of this process: the hybrid engine, where generation and training share memory.
 
@@ -42,6 +45,7 @@ class ThreadWorker(Worker):
         self._channel, self._second = ThreadChannel(), ThreadChannel()
         self._second.outbox = self._channel.outbox
         self._beside = frozenset(beside)
+        sys.setswitchinterval(SWITCH_S)
         self._host = threading.Thread(target=self._run, args=(build, args), name=name, daemon=True)
         self._reader = threading.Thread(target=self._read, name=f"{name}-reader", daemon=True)
         self._host.start()
