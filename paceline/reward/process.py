@@ -26,11 +26,12 @@ from paceline.types import Prompt, Trajectory
 log = logging.getLogger(__name__)
 
 START_S = 120.0  # a reward may import torch or more
+PIPE_BYTES = 32 * 1024  # fit into any pipe's buffer
 GRACE_S = 1.0  # for a worker to flush its files when the pool closes
 
 
 class Worker:
-    """One process that holds the function and scores one answer at a time."""
+    """One process that holds the function and scores one answer after the other."""
 
     def __init__(self, function: str) -> None:
         self.function = function
@@ -58,15 +59,22 @@ class Worker:
             raise ConfigError(f"reward.function = {self.function!r}: {message['problem']}")
         self._ready = True
 
-    def score(self, answer: str, row: Mapping[str, Any], uid: str, timeout_s: float) -> float:
+    def score(self, answers: Sequence[str], row: Mapping[str, Any], uid: str, timeout_s: float) -> list[float]:
+        """Scored one after the other, each with its own deadline, but sent together, as far as a pipe takes it without a reader."""
         what = f"reward {self.function!r}, prompt {uid!r}"
         self.wait_ready()
-        with suppress(BrokenPipeError):  # it has died; reading tells
-            self._connection.send_bytes(pickle.dumps((answer, dict(row))))
-        message = self._receive(timeout_s, what, "(reward.timeout_s)")
-        if "problem" in message:
-            raise RewardError(f"{what}: {message['problem']}")
-        return float(message["reward"])
+        requests = [pickle.dumps((answer, dict(row))) for answer in answers]
+        together = sum(map(len, requests)) <= PIPE_BYTES
+        replies = []
+        for number, request in enumerate(requests):
+            with suppress(BrokenPipeError):  # it has died; reading tells
+                for outgoing in (requests if number == 0 else ()) if together else (request,):
+                    self._connection.send_bytes(outgoing)
+            replies.append(self._receive(timeout_s, what, "(reward.timeout_s)"))
+        for reply in replies:
+            if "problem" in reply:
+                raise RewardError(f"{what}: {reply['problem']}")
+        return [float(reply["reward"]) for reply in replies]
 
     def finish(self) -> None:
         """Let an idle worker leave by itself, so that the user's files are flushed; then make sure."""
@@ -178,7 +186,7 @@ class ProcessReward:
         except queue.Empty:
             raise RewardError(f"reward {self._function!r}, prompt {prompt.uid!r}: closed") from None
         try:
-            return [worker.score(answer, prompt.row, prompt.uid, self._timeout_s) for answer in answers]
+            return worker.score(answers, prompt.row, prompt.uid, self._timeout_s)
         except _Lost as e:
             log.warning("%s; starting another worker", e)
             worker = self._replace(worker)
