@@ -120,6 +120,9 @@ class BusyClock:
 class Vitals:
     """The part every worker process has."""
 
+    def pid(self) -> int:
+        return os.getpid()
+
     def peak_memory(self) -> int:
         return peak_memory()
 

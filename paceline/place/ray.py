@@ -24,6 +24,7 @@ from paceline.place.cluster import Node, PlannedWorker
 from paceline.place.group import IN_RANKS, Rank, WorkerGroup, start_rank
 from paceline.place.local import available_cores
 from paceline.place.mailbox import PULL_S
+from paceline.place.message import Reply
 from paceline.place.ray_host import RayHost, smallest_gpu
 from paceline.place.worker import Build, Worker
 
@@ -54,7 +55,7 @@ class RayWorker(Rank):
         self._log_path = log_path
         self._actor = ray.remote(RayHost).options(max_restarts=0, max_task_retries=0, max_concurrency=8, **options).remote(environment)
         self._outbox: list[Any] = []
-        self._heard = False
+        self._started = False
         self._sent = 0  # numbers given to messages so far
         self._more = asyncio.Event()
         self._end: asyncio.Future[None] = self._loop.create_future()
@@ -102,16 +103,16 @@ class RayWorker(Rank):
         elif isinstance(message, BaseException):
             self._dead(message)
         else:
+            self._started = self._started or (isinstance(message, Reply) and message.id == 0)
             self._receive(message)
 
     async def _retried(self, method: str, *args: Any) -> Any:
         """Ray's answer, however often it takes; all methods of a host may be called again. Raises once it is clear that there is none."""
         while True:
             try:
-                async with asyncio.timeout(PULL_S + SILENCE_S if self._heard else None):  # before, its start has a limit of its own
-                    answer = await getattr(self._actor, method).remote(*args)
-                self._heard = True
-                return answer
+                # its start has a limit of its own, and loading libraries can keep it from saying anything
+                async with asyncio.timeout(PULL_S + SILENCE_S if self._started else None):
+                    return await getattr(self._actor, method).remote(*args)
             except ActorUnavailableError as error:
                 log.info("worker %r: a call got lost and is sent again: %s", self.name, str(error).splitlines()[0])
                 await asyncio.sleep(RETRY_S)

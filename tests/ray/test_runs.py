@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from paceline.observe.plan import plan_table
 from paceline.place.worker import Worker
 from paceline.run import train
 from tests.e2e.test_runs import SEPARATE, config, run, weights
@@ -27,14 +29,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def nodes(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Which worker was on which node, once a run is over."""
-    found: dict[str, str] = {}
+def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Worker]:
+    """The workers of a run by name, as they come up."""
+    found: dict[str, Worker] = {}
     original = Worker.ready
 
     async def ready(worker: Worker) -> None:
         await original(worker)
-        found[worker.name] = worker.node
+        found.setdefault(worker.name, worker)
 
     monkeypatch.setattr(Worker, "ready", ready)
     return found
@@ -56,12 +58,12 @@ def trained(folder: Path) -> list[int]:
 
 
 def test_max_staleness_0_on_two_nodes_gives_the_same_weights_bit_for_bit_as_local(
-    model: str, address: str, nodes: dict[str, str], tmp_path: Path
+    model: str, address: str, started: dict[str, Worker], tmp_path: Path
 ) -> None:
-    run(model, tmp_path / "local", "steps=8", *SEPARATE)
     on_ray(model, tmp_path / "ray", address, "steps=8", *SEPARATE, "placement.rollout_workers=2")
+    assert len({worker.node for worker in started.values()}) == 2
+    run(model, tmp_path / "local", "steps=8", *SEPARATE)
     assert weights(tmp_path / "local", 8) == weights(tmp_path / "ray", 8)
-    assert len({nodes[name] for name in ("train", "rollout", "rollout-1")}) == 2, nodes
     assert {path.name for path in (tmp_path / "ray" / "logs").iterdir()} == {"train.log", "rollout.log", "rollout-1.log"}
 
 
@@ -76,15 +78,40 @@ def test_max_staleness_0_on_two_nodes_gives_the_same_weights_bit_for_bit_as_loca
     }.items(),
 )
 def test_every_mode_runs_on_ray_within_its_bound_and_its_books_add_up(
-    name: str, settings: list[str], model: str, address: str, nodes: dict[str, str], tmp_path: Path
+    name: str, settings: list[str], model: str, address: str, started: dict[str, Worker], tmp_path: Path
 ) -> None:
     summary = on_ray(model, tmp_path, address, *settings)
     assert summary["steps"] == 4 and not summary["ledger"]["dropped"]
     assert 0 <= summary["staleness_max"] <= config(model, tmp_path, *settings).schedule.max_staleness
     assert trained(tmp_path) == list(range(16)), "every prompt once, in order"
     if name in ("split", "trainer over two nodes"):
-        assert len(set(nodes.values())) == 2, "both nodes take part"
+        assert len({worker.node for worker in started.values()}) == 2, "both nodes take part"
     assert not workers_left(), "a worker was left behind"
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rollout_worker_that_is_killed_or_stopped_is_replaced_and_every_prompt_is_trained_once(
+    blow: signal.Signals, model: str, address: str, started: dict[str, Worker], tmp_path: Path
+) -> None:
+    async def strike() -> None:
+        os.kill(await started["rollout"].call("host", "pid"), blow)
+
+    class Striker:
+        def step_done(self, step: int, *_: object) -> None:
+            if step == 3:
+                self.strike = asyncio.ensure_future(strike())
+
+        def looked(self, *_: object) -> None:
+            return
+
+    settings = [*SEPARATE, "placement.rollout_workers=2", "schedule.max_staleness=2", "schedule.on_sync=swap", "steps=60"]
+    settings += ["fleet.heartbeat_timeout_s=3", "rollout.generation_timeout=60", "save_every=0"]
+    chosen = config(model, tmp_path, "cluster=ray", f"ray.address={address}", *settings)
+    asyncio.run(train(chosen, lambda _: Striker()))
+    assert trained(tmp_path) == list(range(240)), "every prompt once, in order"
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert min(row["fleet/engines"] for row in rows) == 1, "it was missed"
+    assert not workers_left()
 
 
 def test_a_two_role_run_on_a_cluster_of_its_own_has_trained_within_half_a_minute_and_leaves_nothing(model: str, tmp_path: Path) -> None:
@@ -140,3 +167,12 @@ def test_a_run_that_is_stopped_gives_its_devices_back(model: str, address: str, 
     with pytest.raises(Stop):
         asyncio.run(train(chosen, lambda _: Stopper()))
     assert on_ray(model, tmp_path, address, *SEPARATE, "train.backend=fsdp", "placement.train_ranks=3")["steps"] == 4
+
+
+def test_the_plan_shows_the_nodes_of_the_cluster_and_takes_nothing(model: str, address: str, tmp_path: Path) -> None:
+    chosen = config(model, tmp_path, "cluster=ray", f"ray.address={address}", "algorithm.name=ppo", *SPLIT)
+    table, warnings = asyncio.run(plan_table(chosen))
+    devices = list(table.columns[0].cells)
+    assert table.title == "ray: 2 nodes, 4 CPU slots" and not warnings
+    assert len({str(device).split()[0] for device in devices if device}) == 2, devices
+    assert not tmp_path.joinpath("logs").exists()
