@@ -14,6 +14,7 @@ import json
 import socket
 import struct
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError, PacelineError, WorkerDied
@@ -26,7 +27,7 @@ Header = dict[str, Any]
 _LENGTHS = struct.Struct("<II")  # of the header and of what follows it
 _ERRORS = {error.__name__: error for error in (FencedError, FutureVersionError, TimeoutError)}
 WINDOW = 1 << 22  # bytes a socket holds before the sender waits
-HELLO_S = 10.0  # for a newcomer to say who it is
+HELLO_S, HELLO_BYTES = 10.0, 4096  # for a newcomer to say who it is
 
 
 class QueueServer:
@@ -57,6 +58,9 @@ class QueueServer:
         for task in list(self._connections):
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
+        kind, place = _parse(self.address)
+        if kind == "unix":
+            Path(place).unlink(missing_ok=True)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -66,17 +70,17 @@ class QueueServer:
         _widen(writer)
         try:
             async with asyncio.timeout(HELLO_S):
-                hello, _ = await _receive(reader)
-            if not hmac.compare_digest(str(hello.get("token")), self._token):
+                hello, _ = await _receive(reader, HELLO_BYTES)
+            if not hmac.compare_digest(str(hello["token"]), self._token):
                 return
-            if hello.get("producer"):
+            if hello["producer"]:
                 connection.producer = Producer(*hello["producer"])
                 self.queue.fence(Producer(connection.producer.name, connection.producer.incarnation - 1))  # a new one replaces the old
             _write(writer, {"welcome": True})
             while True:
                 header, body = await _receive(reader)
                 connection.answer(header, body)
-        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, ValueError, asyncio.CancelledError):
+        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, ValueError, KeyError, TypeError, asyncio.CancelledError):
             pass  # it has left, it never spoke our language, or we are closing
         finally:
             connection.end()
@@ -245,8 +249,10 @@ def _widen(writer: asyncio.StreamWriter) -> None:
     writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, WINDOW)
 
 
-async def _receive(reader: asyncio.StreamReader) -> tuple[Header, Buffer]:
+async def _receive(reader: asyncio.StreamReader, most: int = 1 << 32) -> tuple[Header, Buffer]:
     head_length, body_length = _LENGTHS.unpack(await reader.readexactly(_LENGTHS.size))
+    if head_length + body_length > most:
+        raise ValueError(f"{head_length + body_length} bytes are more than {most}")
     header: Header = json.loads(await reader.readexactly(head_length))
     return header, await reader.readexactly(body_length) if body_length else b""
 

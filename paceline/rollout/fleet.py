@@ -211,7 +211,7 @@ class Fleet:
 
     async def remove(self, name: str) -> None:
         """Let an engine go; its unfinished answers go on elsewhere from where they are."""
-        member = next((member for member in self._members if member.name == name), None)
+        member = next((member for member in self._members if member.name == name and member.state is not State.LEAVING), None)
         if member is None:
             raise ConfigError(f"there is no rollout worker {name!r}; there are {', '.join(m.name for m in self._members)}")
         if not member.elastic:

@@ -193,7 +193,6 @@ def test_a_full_queue_holds_its_producers_back_by_items_and_by_bytes_or_drops_it
                 await taker.get_samples(2, current_param_version=0)
             assert all(await asyncio.gather(*putting))
 
-        (tmp_path / "queue").unlink(missing_ok=True)
         queue = serve(tmp_path, scenario, **limits)
         assert queue.counts.dropped_full == 0 and queue.counts.put == 6
     dropping = MessageQueue(max_queue_bytes=2 * size)
@@ -219,6 +218,20 @@ def test_errors_cross_the_wire_as_what_they_are(tmp_path: Path) -> None:
             await client.put_samples(group(), param_version=3)
 
     serve(tmp_path, scenario)
+
+
+def test_who_does_not_speak_the_language_is_shown_out_and_nobody_else_notices(tmp_path: Path) -> None:
+    async def scenario(server: QueueServer, connect: Any) -> None:
+        client = await connect()
+        for noise in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100, b"\x02\x00\x00\x00\x00\x00\x00\x00[]"):
+            reader, writer = await asyncio.open_unix_connection(tmp_path / "queue")
+            writer.write(noise)
+            assert await reader.read() == b""
+            writer.close()
+        assert await client.put_samples(group(), 0)
+
+    serve(tmp_path, scenario)
+    assert not (tmp_path / "queue").exists()
 
 
 def test_a_producer_in_another_process_that_is_killed_leaves_whole_groups_only(tmp_path: Path) -> None:
