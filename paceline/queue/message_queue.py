@@ -86,6 +86,7 @@ class MessageQueue:
         self.bytes = 0
         self.counts = QueueCounts()
         self.changed = changed or Pulse()
+        self.freed = Pulse()  # there is room again; a put wakes nobody who waits for that
         self.on_drop = on_drop
         self._items: dict[int | str, Item] = {}  # oldest first
         self._gone: dict[int | str, None] = {}  # keys taken or dropped, oldest first
@@ -196,6 +197,7 @@ class MessageQueue:
         self._gone[key] = None
         if len(self._gone) > REMEMBERED:
             del self._gone[next(iter(self._gone))]
+        self.freed.fire()
         self.changed.fire()
         return item
 
@@ -217,7 +219,7 @@ class MessageQueueClient:
     async def put_samples(self, samples: Any, param_version: int, key: int | str | None = None, *, wait: bool = False) -> bool:
         """True if they are in, False if the key was put before. `wait`: for room, instead of dropping the oldest."""
         while wait and self.queue.full():
-            await self.queue.changed.wait()
+            await self.queue.freed.wait()
         return self.queue.put(samples, param_version, key)
 
     async def get_samples(self, count: int = 1, *, current_param_version: int, timeout_s: float | None = None) -> list[Any]:

@@ -114,10 +114,11 @@ class _Connection:
             self._queue.give_back(lease)
 
     async def _wait(self, header: Header, body: Buffer) -> None:
+        awaited = self._queue.freed if header["action"] == "put" else self._queue.changed
         try:
             async with asyncio.timeout(header.get("timeout_s")):
                 while not self._try(header, body):
-                    await self._queue.changed.wait()
+                    await awaited.wait()
         except TimeoutError as error:
             self._refuse(header, error)
 
