@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from paceline.config import load_config
+from paceline.data.tiny import make_tokenizer
 from paceline.errors import RolloutError, SyncError
 from paceline.place.build import build_parts
 from paceline.place.local import ProcessWorker, ThreadWorker
@@ -62,7 +63,7 @@ class Rig:
 @asynccontextmanager
 async def rig(kind: str, folder: str, tmp_path: Path) -> AsyncIterator[Rig]:
     settings = [f"model={folder}", "rollout.slots=8", "data.max_prompt_length=64", "rollout.max_response_length=136", "data.task=copy:3"]
-    settings += [f"rollout.engine={kind.split()[0]}", "rollout.vllm.eager=true"]
+    settings += [f"rollout.engine={kind.split()[0]}", "rollout.vllm.eager=true", 'rollout.stop=["unused"]']
     args = ((Role.ROLLOUT,), load_config(None, settings), folder, 1)
     worker: Worker
     if kind == "native on a thread":
@@ -288,6 +289,19 @@ def test_stop_tokens_end_an_answer_and_stay_in_it(with_rig: Any) -> None:
         stopped = await it.engine.generate(ask(stop_token_ids=(stop,)))
         first = free.tokens.tolist().index(stop)
         assert stopped.finish is Finish.STOP and stopped.tokens.tolist() == free.tokens[: first + 1].tolist()
+
+    with_rig(scenario)
+
+
+def test_a_stop_string_ends_an_answer_and_stays_in_it(with_rig: Any) -> None:
+    async def scenario(it: Rig) -> None:
+        decode = make_tokenizer().decode
+        free = await it.engine.generate(ask())
+        stop = decode(free.tokens[10:12].tolist())
+        stopped = await it.engine.generate(ask(stop=(stop,)))
+        assert stopped.finish is Finish.STOP and stopped.tokens.tolist() == free.tokens[: len(stopped)].tolist()
+        assert stop in decode(stopped.tokens.tolist()) and stop not in decode(stopped.tokens[:-1].tolist())
+        assert (await it.engine.stats()).running == 0
 
     with_rig(scenario)
 
