@@ -2,8 +2,8 @@
 one JSON line out. `reward` is what both sides are scored with.
 
 Run twice: as it comes, and set up for speed (one batch of 64, no gradient checkpointing, float32 products, since with bfloat16 it
-was slower here, SDPA attention, fused AdamW, nothing logged). No reference model in either. Its continuous batching is left off: tried once on CPU, it took
-4 s a step, not 0.6.
+was slower here, SDPA attention, fused AdamW, nothing logged). No reference model in either. Its continuous batching is left off: tried
+once on CPU, it took 4 s a step, not 0.6.
 """
 
 import json
