@@ -44,7 +44,7 @@ class Work:
     limit_s: float  # of one case
 
 
-QUICK = Work(batch=8, median=24, cap=192, steps=18, warm_up=5, rounds=1, limit_s=60.0)
+QUICK = Work(batch=8, median=24, cap=192, steps=18, warm_up=5, rounds=1, limit_s=90.0)
 FULL = Work(batch=16, median=40, cap=512, steps=32, warm_up=6, rounds=2, limit_s=300.0)
 
 

@@ -36,7 +36,7 @@ def judge(case: dict[str, Any], work: Work) -> list[criteria.Verdict]:
     verdicts = [
         criteria.staleness(figures["staleness_mean"], figures["staleness_max"], int(figures["max_staleness"])),
         criteria.no_deadlock(int(figures["steps"]), int(figures["steps_wanted"]), figures["longest_gap_s"], work.limit_s / 2),
-        *(criteria.memory_growth(series["host"]) for series in case["memory"]),
+        *(criteria.memory_growth(series[where]) for series in case["memory"] for where in ("host", "gpu") if any(series[where])),
     ]
     if figures["max_staleness"] > 0 and not case["pause"]:
         use = criteria.queue_use(

@@ -111,6 +111,7 @@ def main() -> int:
     except ConfigError as error:
         console.print(f"error: {error}", style="bold red", markup=False)
         return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the case that runs is ended too
     work = QUICK if options.quick else FULL
     cases = [case for case in all_cases(choice, work) if case.quick or not options.quick]
     folder = ROOT / time.strftime("benchmark_results_%Y%m%d_%H%M%S")
