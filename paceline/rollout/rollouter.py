@@ -133,7 +133,9 @@ class Rollouter:
 
     async def resume_rollout(self, who: str = "user") -> bool:
         """Go on where `pause_rollout` stopped, unless somebody else still wants it to be paused. Idempotent."""
-        self._holds.discard(who)
+        if who not in self._holds:
+            return True
+        self._holds.remove(who)
         if self._holds:
             return True
         await self._fleet.resume()
