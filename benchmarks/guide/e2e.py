@@ -1,14 +1,15 @@
 """The whole system end to end in its smallest real form, checked part by part: what `./run_e2e_test.sh` runs.
 
 The guide's minimal recipe runs its two steps; then the same folder is continued for some more, and paused and resumed meanwhile. Real
-model, engines in processes of their own, real queue, versions, losses, checkpoints, ledger. The exit code is 0 when every check holds,
-1 when one fails, 2 when the environment asks for something that does not exist.
+model, engines in processes of their own, real queue, versions, losses, checkpoints, ledger. The run folder stays only when a check fails.
+The exit code is 0 when every check holds, 1 when one fails, 2 when the environment asks for something that does not exist.
 """
 
 import asyncio
 import json
 import logging
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from benchmarks.guide.choice import Choice, take
 from benchmarks.guide.criteria import Verdict, ledger
 from benchmarks.guide.watcher import Pause, Watcher
 from paceline.config import RunConfig, load_config
-from paceline.errors import ConfigError, PacelineError, first_error
+from paceline.errors import ConfigError, ModelError, PacelineError, first_error
 from paceline.queue.message_queue import MessageQueue, MessageQueueClient
 from paceline.run import train
 
@@ -149,7 +150,7 @@ def main() -> int:
         choice = take()
         console.print(f"end to end: {choice}; run folder {folder}")
         verdicts = asyncio.run(asyncio.wait_for(checks(choice, folder), LIMIT_S))
-    except ConfigError as error:
+    except (ConfigError, ModelError) as error:
         console.print(f"error: {error}", style="bold red", markup=False)
         return 2
     except PacelineError as error:
@@ -159,6 +160,8 @@ def main() -> int:
         console.print(f"FAIL  not done within {LIMIT_S:g} s; the logs are in {folder}/logs", style="bold red", markup=False)
         return 1
     failed = sum(not verdict.ok for verdict in verdicts)
+    if not failed:
+        shutil.rmtree(folder)
     said = f"{failed} of {len(verdicts)} checks failed; the run is in {folder}" if failed else f"all {len(verdicts)} checks hold"
     console.print(f"{said}; {time.monotonic() - begun:.0f} s", style="bold red" if failed else "bold green")
     return 1 if failed else 0
