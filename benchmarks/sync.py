@@ -2,9 +2,9 @@
 
     python benchmarks/sync.py [--quick]
 
-A hand-over is everything: the trainer's live tensors are gathered, sent, checked and swapped into each engine's live weights; the
-figure beside it ends when every engine has all bytes, checked. Raw is one tensor of the same size through the same kind of pipe with
-nothing around it: sendall and recv_into over TCP, one gloo broadcast, one copy into and out of shared memory. Medians of interleaved runs.
+A hand-over is everything: the trainer's live tensors are gathered, sent and checked ("arrived"), then swapped into each engine's live
+weights ("live"). Raw is one tensor of the same size through the same pipe with nothing around it: sendall and recv_into over TCP, one gloo
+broadcast, one copy into and out of shared memory. Both in the same processes, by turns; medians.
 """
 
 import argparse
@@ -17,80 +17,70 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from paceline.place.local import ProcessWorker, available_cores, process_group
+from paceline.place.local import ProcessWorker, available_cores
 from paceline.place.message import Later
-from paceline.place.worker import Worker
 from paceline.rollout.service import RolloutService
-from paceline.sync.collective import Collective
+from paceline.sync.collective import Circle, Collective
 from paceline.sync.stream import Stream
 from paceline.sync.transport import SharedMemory
 from paceline.train.service import ActorService
 
 RESULTS = Path(__file__).parent / "results" / "sync.json"
 TRANSPORTS: dict[str, Any] = {"shared memory": SharedMemory, "stream": Stream, "collective": Collective}
-MB = 1_000_000
+MB, TENSOR = 1_000_000, 1 << 20  # numbers in a tensor
+
+Workers = tuple[ProcessWorker, list[ProcessWorker]]
 
 
-def tensors(size: int) -> dict[str, Tensor]:
-    """Like a model's: matrices of some MB and vectors in between, `size` bytes in all."""
-    found: dict[str, Tensor] = {}
-    matrix = torch.randn(1024, 1024)
-    while (left := size - sum(t.nbytes for t in found.values())) > 0:
-        found[f"layer.{len(found)}.weight"] = matrix[: max(1, min(1024, left // 4096))].clone()
-    return found
-
-
-class Trainer:
-    """The parts of a train engine that the transport needs."""
-
-    def __init__(self, size: int) -> None:
-        self._tensors = tensors(size)
-
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self._tensors.items())
-
-
-class Engine:
-    """The parts of a rollout engine that the transport needs: weights that are replaced all at once."""
+class Model:
+    """Weights in one piece of memory, which raw transfers use too: what both a train engine and a rollout engine need here."""
 
     has_work = False
 
     def __init__(self, size: int) -> None:
-        self._tensors, self.version = tensors(size), -1
+        self.flat = torch.randn(size // 4)
+        self._tensors = {f"layer.{number}.weight": part for number, part in enumerate(self.flat.split(TENSOR))}
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._tensors.items())
 
     def load(self, incoming: Any, version: int) -> None:
         for name, tensor in incoming:
             self._tensors[name].copy_(tensor)
-        self.version = version
 
 
-class Service(RolloutService):
+class Engine(RolloutService):
     def await_weights(self, version: int) -> Later:
         """Answers once all of them are here."""
         receiver = self._receiver
         assert receiver
         return Later(lambda: receiver.done(version), lambda: None)
 
+    def forget(self) -> None:
+        """Make room for another transport."""
+        self._receiver = self._block = None
+
 
 class Raw:
-    """One tensor, through the pipes themselves."""
+    """The pipes themselves."""
 
-    def __init__(self, size: int) -> None:
-        self._data = torch.zeros(size, dtype=torch.uint8)
+    def __init__(self, data: Tensor) -> None:
+        self._data = data.view(torch.uint8)
         self._shared: Tensor | None = None
         self._socket = socket.create_server(("127.0.0.1", 0))
+        self._circle: Circle | None = None
+        self._store: Any = None
 
     def port(self) -> int:
         return int(self._socket.getsockname()[1])
@@ -122,116 +112,89 @@ class Raw:
         assert self._shared is not None
         self._data.copy_(self._shared)
 
-    def broadcast(self) -> None:
-        dist.broadcast(self._data, 0)
+    def store(self) -> int:
+        distributed: Any = torch.distributed
+        self._store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return int(self._store.port)
+
+    def join(self, port: int, rank: int, size: int) -> None:
+        self._circle = Circle(("127.0.0.1", port), 0, rank, size)
+
+    def broadcast(self, send: bool) -> None:
+        assert self._circle
+        self._circle.broadcast(self._data, send)
 
 
-def build_trainer(size: int) -> Mapping[str, Any]:
+def build(size: int, role: str) -> Mapping[str, Any]:
     torch.set_num_threads(1)
-    actor: Any = SimpleNamespace(engine=Trainer(size))
-    return {"actor": ActorService(actor)}
+    model: Any = Model(size)
+    actor: Any = SimpleNamespace(engine=model)
+    return {role: ActorService(actor) if role == "actor" else Engine(model), "raw": Raw(model.flat)}
 
 
-def build_engine(size: int) -> Mapping[str, Any]:
-    torch.set_num_threads(1)
-    engine: Any = Engine(size)
-    return {"rollout": Service(engine)}
+async def raw_stream(workers: Workers) -> Callable[[], Awaitable[Any]]:
+    trainer, engines = workers
+    ports = [await engine.call("raw", "port") for engine in engines]
+    return lambda: asyncio.gather(trainer.call("raw", "send", ports), *(engine.call("raw", "receive") for engine in engines))
 
 
-def build_raw(size: int) -> Mapping[str, Any]:
-    torch.set_num_threads(1)
-    return {"raw": Raw(size)}
-
-
-async def hand_over(transport: Any, size: int, count: int, repeats: int, logs: Path) -> list[dict[str, float]]:
-    """Seconds until all bytes are there and checked, and until every engine has swapped them in."""
-    options: dict[str, Any] = {"cores": [], "threads": 1}
-    trainer = ProcessWorker("trainer", build_trainer, (size,), log_path=logs / "trainer.log", **options)
-    engines = [ProcessWorker(f"e{n}", build_engine, (size,), log_path=logs / f"e{n}.log", **options) for n in range(count)]
-    found = []
-    try:
-        await asyncio.gather(*(worker.ready() for worker in (trainer, *engines)))
-        path = await transport.connect(trainer, engines)
-        for version in range(repeats + 1):
-            begun = time.perf_counter()
-            weights = await path.publish(version)
-            if transport is not SharedMemory:
-                await asyncio.gather(*(arrived(engine, version) for engine in engines))
-            there = time.perf_counter()
-            await asyncio.gather(*(engine.call("rollout", "load_weights", weights) for engine in engines))
-            found.append({"arrived_s": there - begun, "live_s": time.perf_counter() - begun})
-    finally:
-        await asyncio.gather(*(worker.close() for worker in (trainer, *engines)))
-    return found[1:]  # the first one makes connections
-
-
-async def arrived(engine: Worker, version: int) -> None:
-    await engine.call("rollout", "await_weights", version)
-
-
-async def raw_tcp(size: int, count: int, repeats: int, logs: Path) -> list[float]:
-    workers = [ProcessWorker(f"raw{n}", build_raw, (size,), cores=[], threads=1, log_path=logs / f"raw{n}.log") for n in range(count + 1)]
-    found = []
-    try:
-        await asyncio.gather(*(worker.ready() for worker in workers))
-        sender, *receivers = workers
-        ports = [await worker.call("raw", "port") for worker in receivers]
-        for _ in range(repeats + 1):
-            begun = time.perf_counter()
-            await asyncio.gather(sender.call("raw", "send", ports), *(worker.call("raw", "receive") for worker in receivers))
-            found.append(time.perf_counter() - begun)
-    finally:
-        await asyncio.gather(*(worker.close() for worker in workers))
-    return found[1:]
-
-
-async def raw_memory(size: int, count: int, repeats: int, logs: Path) -> list[float]:
-    workers = [ProcessWorker(f"raw{n}", build_raw, (size,), cores=[], threads=1, log_path=logs / f"raw{n}.log") for n in range(count + 1)]
-    found = []
+async def raw_memory(workers: Workers, size: int) -> Callable[[], Awaitable[Any]]:
+    trainer, engines = workers
     with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
         file.truncate(size)
-        try:
-            await asyncio.gather(*(worker.ready() for worker in workers))
-            await asyncio.gather(*(worker.call("raw", "map", file.name) for worker in workers))
-            for _ in range(repeats + 1):
-                begun = time.perf_counter()
-                await workers[0].call("raw", "write")
-                await asyncio.gather(*(worker.call("raw", "read") for worker in workers[1:]))
-                found.append(time.perf_counter() - begun)
-        finally:
-            await asyncio.gather(*(worker.close() for worker in workers))
-    return found[1:]
+        await asyncio.gather(*(worker.call("raw", "map", file.name) for worker in (trainer, *engines)))
+
+    async def copy() -> None:
+        await trainer.call("raw", "write")
+        await asyncio.gather(*(engine.call("raw", "read") for engine in engines))
+
+    return copy
 
 
-async def raw_gloo(size: int, count: int, repeats: int, logs: Path) -> list[float]:
-    group = process_group("raw", build_raw, (size,), ranks=count + 1, threads=1, log_folder=logs)
-    found = []
+async def raw_collective(workers: Workers) -> Callable[[], Awaitable[Any]]:
+    trainer, engines = workers
+    port = await trainer.call("raw", "store")
+    everyone = [trainer, *engines]
+    await asyncio.gather(*(worker.call("raw", "join", port, rank, len(everyone)) for rank, worker in enumerate(everyone)))
+    return lambda: asyncio.gather(*(worker.call("raw", "broadcast", worker is trainer) for worker in everyone))
+
+
+async def measure(name: str, workers: Workers, size: int, repeats: int) -> dict[str, Any]:
+    trainer, engines = workers
+    raw = {"shared memory": raw_memory(workers, size), "stream": raw_stream(workers), "collective": raw_collective(workers)}
+    send_raw = await raw.pop(name)
+    for other in raw.values():
+        other.close()
+    await asyncio.gather(*(engine.call("rollout", "forget") for engine in engines))
+    transport = await TRANSPORTS[name].connect(trainer, engines)
+    found: dict[str, list[float]] = {"raw_s": [], "arrived_s": [], "live_s": []}
+    for version in range(repeats + 1):
+        begun = time.perf_counter()
+        await send_raw()
+        sent = time.perf_counter()
+        weights = await transport.publish(version)
+        if name != "shared memory":  # there it arrives as it is loaded
+            await asyncio.gather(*(engine.call("rollout", "await_weights", version) for engine in engines))
+        there = time.perf_counter()
+        await asyncio.gather(*(engine.call("rollout", "load_weights", weights) for engine in engines))
+        live = time.perf_counter()
+        found["raw_s"].append(sent - begun)
+        found["arrived_s"].append((live if name == "shared memory" else there) - sent)
+        found["live_s"].append(live - sent)
+    medians = {key: statistics.median(values[1:]) for key, values in found.items()}  # the first one makes connections
+    return {"transport": name, "megabytes": size // MB, "engines": len(engines), **medians}
+
+
+async def measure_all(size: int, count: int, repeats: int, logs: Path) -> list[dict[str, Any]]:
+    def start(name: str, role: str) -> ProcessWorker:
+        return ProcessWorker(name, build, (size, role), cores=[], threads=1, log_path=logs / f"{name}.log")
+
+    workers = start("trainer", "actor"), [start(f"engine{number}", "rollout") for number in range(count)]
     try:
-        await group.ready()
-        for _ in range(repeats + 1):
-            begun = time.perf_counter()
-            await group.call("raw", "broadcast")
-            found.append(time.perf_counter() - begun)
+        await asyncio.gather(*(worker.ready() for worker in (workers[0], *workers[1])))
+        return [await measure(name, workers, size, repeats) for name in TRANSPORTS]
     finally:
-        await group.close()
-    return found[1:]
-
-
-RAW: dict[str, Any] = {"shared memory": raw_memory, "stream": raw_tcp, "collective": raw_gloo}
-
-
-async def measure(size: int, counts: Sequence[int], rounds: int, repeats: int, logs: Path) -> list[dict[str, Any]]:
-    rows = []
-    for name, transport in TRANSPORTS.items():
-        for count in counts:
-            ours: list[dict[str, float]] = []
-            raw: list[float] = []
-            for _ in range(rounds):
-                raw += await RAW[name](size, count, repeats, logs)
-                ours += await hand_over(transport, size, count, repeats, logs)
-            found = {key: statistics.median(run[key] for run in ours) for key in ours[0]}
-            rows.append({"transport": name, "megabytes": size // MB, "engines": count, "raw_s": statistics.median(raw), **found})
-    return rows
+        await asyncio.gather(*(worker.close() for worker in (workers[0], *workers[1])))
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -273,14 +236,15 @@ def show(report: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="100 MB only, once, nothing written")
+    parser.add_argument("--quick", action="store_true", help="100 MB only, nothing written")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
     rows = []
     with tempfile.TemporaryDirectory() as logs:
-        for size in (100 * MB,) if options.quick else (100 * MB, 1000 * MB):
-            rounds = 1 if options.quick else 2
-            rows += asyncio.run(measure(size, (1, 4), rounds, 3 if options.quick else 5, Path(logs)))
+        for size, repeats in ((100 * MB, 9),) if options.quick else ((100 * MB, 15), (1000 * MB, 7)):
+            for count in (1, 4):
+                rows += asyncio.run(measure_all(size, count, repeats, Path(logs)))
+    rows.sort(key=lambda row: (list(TRANSPORTS).index(row["transport"]), row["megabytes"], row["engines"]))
     report = summarize(rows)
     show(report)
     if not options.quick:
