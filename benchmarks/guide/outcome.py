@@ -15,9 +15,11 @@ def merged(case: Case, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {name: getattr(case, name) for name in ("sweep", "name", "settings", "comparable")} | {"verdicts": []}
     if case.skip:
         return found | {"state": "skipped", "reason": case.skip}
-    failed = [one for one in rounds if one["state"] != "ok"]
-    if failed:
-        return found | {"state": "failed", "reason": failed[0]["reason"]}
+    for state in ("failed", "skipped"):
+        reason = next((one["reason"] for one in rounds if one["state"] == state), None)
+        if reason and (state == "failed" or all(one["state"] == state for one in rounds)):
+            return found | {"state": state, "reason": reason}
+    rounds = [one for one in rounds if one["state"] == "ok"]
     names = rounds[0]["figures"]
     figures = {name: statistics.median(one["figures"][name] for one in rounds) for name in names if not name.startswith("steady_")}
     figures |= {name: max(one["figures"][name] for one in rounds) for name in WORST}

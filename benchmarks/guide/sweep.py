@@ -83,7 +83,9 @@ def sweep(choice: Choice, work: Work, cases: Sequence[Case], folder: Path, tell:
                 progress.update(bar, description=case.name)
                 run_dir = Path(scratch) / f"{case.file_name}-{number}"
                 settings = [*case_settings(case, choice, work, model), f"run_dir={run_dir}"]
-                outcome = run_case(case, settings, work, folder / f"{case.file_name}.log", Path(scratch))
+                outcome: dict[str, Any] = {"state": "skipped", "reason": f"{work.budget_s / 60:.0f} minutes were up before its turn"}
+                if time.monotonic() - begun < work.budget_s:
+                    outcome = run_case(case, settings, work, folder / f"{case.file_name}.log", Path(scratch))
                 rounds[case.name].append(outcome)
                 done += 1
                 left = (time.monotonic() - begun) / done * (len(able) * work.rounds - done)
@@ -97,7 +99,7 @@ def sweep(choice: Choice, work: Work, cases: Sequence[Case], folder: Path, tell:
 
 
 def _said(found: dict[str, Any]) -> str:
-    return line(found["figures"]) if found["state"] == "ok" else f"FAILED: {found['reason'].splitlines()[0]}"
+    return line(found["figures"]) if found["state"] == "ok" else f"{found['state']}: {found['reason'].splitlines()[0]}"
 
 
 def main() -> int:

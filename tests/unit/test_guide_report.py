@@ -101,6 +101,8 @@ def test_a_case_fails_when_one_of_its_rounds_does_and_else_has_their_median() ->
     rounds = [round_of(case, samples_per_s=rate, dropped=rate) for rate in (10.0, 30.0)]
     assert merged(case, rounds)["figures"]["samples_per_s"] == 20 and merged(case, rounds)["figures"]["dropped"] == 30
     assert merged(case, [*rounds, {"state": "failed", "reason": "no"}])["state"] == "failed"
+    late = {"state": "skipped", "reason": "the time was up"}
+    assert merged(case, [*rounds, late])["state"] == "ok" and merged(case, [late])["reason"] == "the time was up"
 
 
 def test_plots_are_files_beside_the_report(results: dict[str, Any], tmp_path: Path) -> None:
