@@ -39,7 +39,6 @@ from paceline.types import Request  # noqa: E402
 
 PROMPT, NEW, LONGEST = 128, 512, 2048
 MEDIAN, SIGMA = 400, math.log(8) / 2.3263  # 99th percentile: 8 times the median
-TRL = {"transformers generation": 15.6, "vLLM colocated": 11.6}  # seconds a step, TRL 1.16, same GPU, model and load as "512"
 SHAPE = {
     "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
     "vocab_size": 151936,
@@ -140,7 +139,7 @@ def main() -> None:
     results: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "command": "python " + " ".join(sys.argv),
         "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
-        "load": "GRPO, 0.5B, 32 prompts x 8 answers, 128-token prompts, bfloat16 products; mean of steady steps", "trl_step_s": TRL,
+        "load": "GRPO, 0.5B, 32 prompts x 8 answers, 128-token prompts, bfloat16 products; mean of steady steps",
         "runs": [],
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
