@@ -91,8 +91,9 @@ def measure(config: RunConfig, warm_up: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short repetition, nothing written")
+    parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    repeats, steps, warm_up = (1, 8, 3) if options.quick else (3, 24, 6)
+    repeats, steps, warm_up = (1, 8, 3) if options.quick else (options.repeats, 24, 6)
     paceline.run.EngineClient = ForcedLengths  # type: ignore[misc]
     logging.getLogger("paceline").setLevel(logging.ERROR)  # a random model earns nothing, and the run says so
     runs: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
@@ -115,7 +116,7 @@ def summarize(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     for figures in modes.values():
         figures["ratio"] = figures["tokens_per_s"] / base
     return {
-        "command": "python benchmarks/modes.py",
+        "command": " ".join(["python", *sys.argv]),
         "machine": f"{torch.get_num_threads()} cores, {platform.machine()}",
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
         "work": f"128 answers a step, lognormal lengths, median {MEDIAN}, p99 {MEDIAN * 8}, cap {CAP}; 0.8M-parameter Qwen2 shape",
