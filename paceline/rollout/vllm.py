@@ -35,7 +35,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, proces
 from paceline.errors import RolloutError, SyncError
 from paceline.models import load_config
 from paceline.rollout.native.sampling import Sampler, row_keys
-from paceline.rollout.native.slots import already_ended, ends_in_stop
+from paceline.rollout.native.slots import already_ended, ends_in_stop, refusal
 from paceline.rollout.vllm_memory import expected_weights, kv_bytes, memory_share, weight_bytes
 from paceline.rollout.vllm_settings import VllmSettings
 from paceline.types import Completion, Finish, Request
@@ -277,23 +277,7 @@ class VllmEngine:
                 raise SyncError(f"new weights: {name} has shape {shape}, the model has {self._expected[name]}")
 
     def _check(self, request: Request, taken: set[str]) -> None:
-        sampling, made = request.sampling, 0 if request.partial is None else len(request.partial)
-        problem = None
-        if request.id in taken:
-            problem = "its id is already in use; ids must be unique among running and waiting requests"
-        elif not request.prompt:
-            problem = "its prompt is empty; at least one token is needed"
-        elif len(request.prompt) + max(made, 1) > self._max_length:
-            problem = (
-                f"{len(request.prompt)} prompt and {max(made, 1)} new tokens do not fit; shorten the prompt or raise max_length "
-                f"{self._max_length}"
-            )
-        elif min(request.prompt) < 0 or max(request.prompt) >= self._vocabulary:
-            problem = f"its prompt has token ids outside 0..{self._vocabulary - 1}; is the tokenizer the model's own?"
-        elif sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
-            problem = f"temperature must be >= 0, top_p in (0, 1], top_k >= 0; got {sampling}"
-        elif sampling.stop and self._decode is None:
-            problem = "it has stop strings, but the engine was made without a `decode` function"
+        problem = refusal(request, request.id in taken, self._max_length, self._vocabulary, self._decode is not None)
         if problem:
             raise RolloutError(f"request {request.id!r} cannot be generated: {problem}")
 

@@ -248,7 +248,7 @@ def test_pause_stops_admission_and_tokens_and_resume_goes_on(mode: str) -> None:
 
 
 def test_time_spent_paused_does_not_count_against_the_generation_timeout() -> None:
-    async def scenario() -> None:
+    async def scenario() -> World:
         world = World(schedule=MODES["async swap"], generation_timeout=300)
         run = asyncio.create_task(world.build().run())
         await asyncio.sleep(2)
@@ -256,8 +256,10 @@ def test_time_spent_paused_does_not_count_against_the_generation_timeout() -> No
         await asyncio.sleep(10_000)
         await world.rollouter.resume_rollout()
         await run
+        return world
 
-    run_virtual(scenario())
+    world = run_virtual(scenario())
+    assert len(world.notes.groups) == world.steps * world.groups_per_step and not world.ledger.dropped
 
 
 def test_a_continued_run_issues_the_unfinished_prompts_again_first_and_trains_each_once() -> None:

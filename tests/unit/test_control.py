@@ -91,9 +91,10 @@ def test_a_job_that_ends_does_not_wait_for_who_asks_and_tells_them(tmp_path: Pat
     asyncio.run(run())
 
 
-def test_a_folder_without_sockets_does_not_stop_a_job(tmp_path: Path) -> None:
-    async def run() -> None:
+def test_a_folder_without_sockets_does_not_stop_a_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> str:
         async with Control(tmp_path / "gone", COMMANDS):
-            pass
+            return "done"
 
-    asyncio.run(run())
+    assert asyncio.run(run()) == "done"
+    assert "nobody can talk to this job" in caplog.text

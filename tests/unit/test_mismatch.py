@@ -35,7 +35,10 @@ def test_a_distance_that_is_no_number_is_wrong() -> None:
 
 
 def test_a_handful_of_tokens_proves_nothing() -> None:
-    MismatchMonitor(0.02).look(batch(0.5, tokens=8), 0)
+    monitor = MismatchMonitor(0.02)
+    monitor.look(batch(0.5, tokens=8), 0)
+    with pytest.raises(MismatchError, match="step 1"):  # many do
+        monitor.look(batch(0.5), 1)
 
 
 def test_stale_tokens_differ_because_the_policy_moved_and_only_a_jump_far_beyond_that_is_wrong() -> None:
@@ -55,4 +58,7 @@ def test_when_all_tokens_are_stale_it_says_once_that_it_sees_less(caplog: pytest
 
 
 def test_a_step_that_did_not_train_the_actor_is_not_judged() -> None:
-    MismatchMonitor(0.02).look({"critic/loss": 1.0}, 0)
+    monitor = MismatchMonitor(0.02)
+    monitor.look({"critic/loss": 1.0}, 0)
+    with pytest.raises(MismatchError, match="step 1"):  # the next one is
+        monitor.look(batch(0.5), 1)

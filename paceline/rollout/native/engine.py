@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from paceline.errors import ModelError, RolloutError
 from paceline.rollout.native.backend import Backend, Burst, Piece, choose_backend
 from paceline.rollout.native.slots import Sequence as Running
-from paceline.rollout.native.slots import Slots, already_ended
+from paceline.rollout.native.slots import Slots, already_ended, refusal
 from paceline.rollout.native.weights import DecoderWeights, sliding_window
 from paceline.types import Completion, Finish, Request
 
@@ -205,23 +205,8 @@ class NativeEngine:
             self._asleep = False
 
     def _check(self, request: Request, taken: set[str]) -> None:
-        sampling, vocabulary, longest = request.sampling, len(self._weights.embedding), self._slots.max_length
-        made = 0 if request.partial is None else len(request.partial)
-        problem = None
-        if request.id in taken or request.id in self._waiting or request.id in self._ended:
-            problem = "its id is already in use; ids must be unique among running and waiting requests"
-        elif not request.prompt:
-            problem = "its prompt is empty; at least one token is needed"
-        elif len(request.prompt) + max(made, 1) > longest:
-            problem = (
-                f"{len(request.prompt)} prompt and {max(made, 1)} new tokens do not fit; shorten the prompt or raise max_length {longest}"
-            )
-        elif min(request.prompt) < 0 or max(request.prompt) >= vocabulary:
-            problem = f"its prompt has token ids outside 0..{vocabulary - 1}; is the tokenizer the model's own?"
-        elif sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
-            problem = f"temperature must be >= 0, top_p in (0, 1], top_k >= 0; got {sampling}"
-        elif sampling.stop and self._decode is None:
-            problem = "it has stop strings, but the engine was made without a `decode` function"
+        known = request.id in taken or request.id in self._waiting or request.id in self._ended
+        problem = refusal(request, known, self._slots.max_length, len(self._weights.embedding), self._decode is not None)
         if problem:
             raise RolloutError(f"request {request.id!r} cannot be generated: {problem}")
 

@@ -125,6 +125,24 @@ def ends_in_stop(tokens: NDArray[np.int32], stops: tuple[str, ...], decode: Call
     return any(stop in text for stop in stops)
 
 
+def refusal(request: Request, taken: bool, max_length: int, vocabulary: int, can_decode: bool) -> str | None:
+    """Why an engine cannot generate this, if so."""
+    sampling, made = request.sampling, 0 if request.partial is None else len(request.partial)
+    if taken:
+        return "its id is already in use; ids must be unique among running and waiting requests"
+    if not request.prompt:
+        return "its prompt is empty; at least one token is needed"
+    if len(request.prompt) + max(made, 1) > max_length:
+        return f"{len(request.prompt)} prompt and {max(made, 1)} new tokens do not fit; shorten the prompt or raise max_length {max_length}"
+    if min(request.prompt) < 0 or max(request.prompt) >= vocabulary:
+        return f"its prompt has token ids outside 0..{vocabulary - 1}; is the tokenizer the model's own?"
+    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
+        return f"temperature must be >= 0, top_p in (0, 1], top_k >= 0; got {sampling}"
+    if sampling.stop and not can_decode:
+        return "it has stop strings, but the engine was made without a `decode` function"
+    return None
+
+
 def already_ended(request: Request, max_length: int, decode: Callable[[list[int]], str] | None) -> Finish | None:
     """Why a request needs no more tokens, if so: its partial answer is complete."""
     made = request.partial.tokens if request.partial is not None else np.zeros(0, np.int32)
