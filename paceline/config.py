@@ -31,7 +31,7 @@ from paceline.types import Role
 class RunConfig(Settings):
     model: str = "tiny"
     """A local folder, a hub id, or "tiny": a model of our own, made on first use for the task at hand."""
-    run_dir: str = "runs/default"
+    run_dir: str = Field("runs/default", min_length=1)
     """Where metrics, ledger, logs, summary and checkpoints go. An existing run there is continued."""
     seed: int = Field(0, ge=0)
     steps: int = Field(100, ge=1, validation_alias=AliasChoices("steps", "total_training_steps"))
@@ -133,6 +133,8 @@ class RunConfig(Settings):
 # Settings that may differ when a run is continued: they change how long, on what or how it is watched, not what is learned.
 MAY_CHANGE = {"run_dir", "steps", "save_every", "keep_checkpoints", "step_timeout_s", "stall_timeout_s", "sync", "fleet", "cluster", "ray"}
 MAY_CHANGE |= {"train.backend", "train.tensor_parallel", "train.pipeline_parallel", "train.offload", "placement.train_ranks"}
+# Of these a run has one or the other: what the command line chooses replaces what the recipe has chosen.
+ALTERNATIVES = (("data.task", "data.path"), ("reward.function", "reward.model"))
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -148,8 +150,12 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"recipe {path} is not valid TOML: {error}") from None
         values = {"run_dir": f"runs/{Path(path).stem}"} | values
-    for override in overrides:
-        _apply(values, override)
+    given = {_apply(values, override) for override in overrides}
+    for pair in ALTERNATIVES:
+        for chosen, other in (pair, pair[::-1]):
+            section, name = other.split(".")
+            if chosen in given and other not in given and isinstance(values[section], dict):
+                values[section].pop(name, None)
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
@@ -174,7 +180,8 @@ def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -
     return found
 
 
-def _apply(values: dict[str, Any], override: str) -> None:
+def _apply(values: dict[str, Any], override: str) -> str:
+    """Set what `key=value` says; returns the key."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"{override!r} is not a setting; write key=value, for example schedule.max_staleness=2")
@@ -191,6 +198,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
     for alias in _aliases(sections, name):
         target.pop(alias, None)
     target[name] = value
+    return key.strip()
 
 
 def _aliases(sections: Sequence[str], name: str) -> list[str]:
@@ -226,8 +234,19 @@ def _explain(problem: ErrorDetails) -> str:
         hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
         return f"unknown setting {location!r}; {hint}"
     if problem["type"] == "value_error":
-        return str(problem["ctx"]["error"]) if not location or "." not in location else f"{problem['ctx']['error']}"
+        what = str(problem["ctx"]["error"])
+        return what if not location or what.startswith(f"{problem['loc'][0]}.") else f"{location}: {what}"
+    if problem["type"] == "model_type":
+        return (
+            f"{location} = {problem['input']!r}: this is a section; set what is in it, for example {location}.{_first(problem['loc'])}=..."
+        )
+    if problem["type"] == "tuple_type":
+        return f"{location} = {problem['input']!r}: expected a list, in brackets"
     return f"{location} = {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
+
+
+def _first(path: Sequence[str | int]) -> str:
+    return next(iter(_section(path).model_fields))
 
 
 def _similar_recipes(path: Path) -> str:

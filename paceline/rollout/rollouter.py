@@ -11,7 +11,7 @@ import itertools
 import logging
 import math
 from dataclasses import replace
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import AliasChoices, Field
 
@@ -39,7 +39,7 @@ class RolloutSettings(Settings):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
     """0 = off."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end an answer, besides the tokenizer's end tokens."""
     slots: int = Field(64, ge=1)
     """Sequences an engine decodes at the same time."""

@@ -88,7 +88,11 @@ def test_a_run_leaves_a_summary_metrics_ledger_and_checkpoint(recipe: Path, tmp_
         ("queue.max_queue_size=1", ["queue.max_queue_size = 1", "groups_per_step = 2"]),
         ("group_size=1", ["group_size = 1", "algorithm.name = 'grpo'"]),
         ("rollout.top_p=0.9", ["rollout.top_p = 0.9"]),
-        ("data.path=x.jsonl", ["task = 'copy:3'", "path = 'x.jsonl'"]),
+        ("run_dir=", ["run_dir = ''"]),
+        ("data=3", ["data = 3: this is a section", "data.task=..."]),
+        ("rollout.stop=a", ["rollout.stop = 'a': expected a list"]),
+        ('rollout.stop=[""]', ["rollout.stop.0 = ''", "at least 1 character"]),
+        ("algorithm.kl_target=0.1", ["algorithm: kl_target = 0.1 contradicts kl_coef = 0.0"]),
         ("data.task=sorrt:5", ["did you mean 'sort'"]),
         ("nonsense", ["key=value"]),
         ("model.size=3", ["'model' is a single setting"]),
@@ -105,6 +109,30 @@ def test_the_documents_names_are_accepted_and_win_over_the_recipe(recipe: Path) 
     result = paceline(recipe, "schedule.staleness_threshold=3", "total_training_steps=7", "train_batch_size=3", "--dry-run")
     shown = json.loads(result.output)
     assert (shown["schedule"]["max_staleness"], shown["steps"], shown["groups_per_step"]) == (3, 7, 3)
+
+
+def test_prompts_and_judge_of_the_command_line_replace_those_of_the_recipe_but_not_each_other(recipe: Path) -> None:
+    recipe.write_text(recipe.read_text() + '[reward]\nfunction = "exact"\n')
+    shown = json.loads(paceline(recipe, "data.path=mine.jsonl", "reward.model=judge", "--dry-run").output)
+    assert (shown["data"]["task"], shown["data"]["path"]) == (None, "mine.jsonl")
+    assert (shown["reward"]["function"], shown["reward"]["model"]) == (None, "judge")
+    refused(paceline(recipe, "data.path=mine.jsonl", "data.task=sort:5"), 2, "data: task = 'sort:5' and path = 'mine.jsonl' are both set")
+
+
+def test_the_commands_of_the_readme_have_valid_settings() -> None:
+    commands = [
+        line.split() for line in (ROOT / "README.md").read_text().replace("\\\n", " ").splitlines() if "paceline train recipes/" in line
+    ]
+    assert len(commands) >= 2
+    for words in commands:
+        start = words.index("train") + 1
+        result = paceline(ROOT / words[start], *(word for word in words[start + 1 :] if "=" in word), "--dry-run")
+        assert result.exit_code == 0, f"{words}: {result.output}"
+
+
+def test_python_m_paceline_is_the_command_line() -> None:
+    said = subprocess.run([sys.executable, "-m", "paceline", "--help"], capture_output=True, text=True).stdout
+    assert "Usage: paceline" in said
 
 
 def test_a_missing_or_broken_recipe_is_named(recipe: Path, tmp_path: Path) -> None:
