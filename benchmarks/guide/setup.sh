@@ -1,10 +1,17 @@
-# Sourced by the test guide's commands: sets $python to an interpreter that has what the environment asks for, made first if need be.
+# Sourced by the test guide's commands: sets $python to an interpreter that has what the environment asks for. PYTHON is taken as it is, and
+# nothing is installed; else the active environment, .venv or .venv-vllm if they have all, else one of the two is made.
 need="torch transformers pydantic typer rich psutil"
 case "${ENGINE:-}" in vllm) need="$need vllm" ;; esac
 
-has_all() { [ -x "$1" ] && "$1" -c 'import sys; from importlib.util import find_spec as f; sys.exit(not all(map(f, sys.argv[1:])))' $need; }
+missing() { "$1" -c 'import sys; from importlib.util import find_spec as f; print(*[n for n in sys.argv[1:] if not f(n)])' $need; }
+has_all() { [ -x "$1" ] && [ -z "$(missing "$1")" ]; }
 
-python=
+python="${PYTHON:-}"
+if [ -n "$python" ]; then
+	lacks=$(missing "$python") || { echo "error: PYTHON=$python does not run; name a Python interpreter, or leave it unset"; exit 2; }
+	[ -z "$lacks" ] || { echo "error: PYTHON=$python has no $lacks; install what is missing, or leave it unset"; exit 2; }
+	return
+fi
 for known in "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" .venv/bin/python .venv-vllm/bin/python; do
 	if [ -z "$python" ] && [ -n "$known" ] && has_all "$known"; then python="$known"; fi
 done

@@ -84,7 +84,9 @@ def sweep(choice: Choice, work: Work, cases: Sequence[Case], folder: Path, tell:
                 run_dir = Path(scratch) / f"{case.file_name}-{number}"
                 settings = [*case_settings(case, choice, work, model), f"run_dir={run_dir}"]
                 outcome: dict[str, Any] = {"state": "skipped", "reason": f"{work.budget_s / 60:.0f} minutes were up before its turn"}
-                if time.monotonic() - begun < work.budget_s:
+                if any(earlier["state"] == "failed" for earlier in rounds[case.name]):
+                    outcome["reason"] = "it has failed before"
+                elif time.monotonic() - begun < work.budget_s:
                     outcome = run_case(case, settings, work, folder / f"{case.file_name}.log", Path(scratch))
                 rounds[case.name].append(outcome)
                 done += 1

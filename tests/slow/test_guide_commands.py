@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-OURS = ("MODEL_ID", "MODEL_PATH", "ACTOR_STRATEGY", "ENGINE", "CLUSTER")
+OURS = ("PYTHON", "MODEL_ID", "MODEL_PATH", "ACTOR_STRATEGY", "ENGINE", "CLUSTER")
 
 
 def command(name: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -30,3 +30,10 @@ def test_every_check_of_the_end_to_end_command_holds() -> None:
 def test_a_strategy_that_does_not_exist_is_refused(name: str) -> None:
     done = command(name, ACTOR_STRATEGY="zero3")
     assert done.returncode == 2 and "ACTOR_STRATEGY=zero3 is not known; use one of single, fsdp2, megatron" in done.stdout, done.stdout
+
+
+@pytest.mark.slow
+def test_a_python_that_is_named_is_used_as_it_is_or_refused() -> None:
+    done = command("run_e2e_test.sh", PYTHON=sys.executable, ACTOR_STRATEGY="zero3")
+    assert done.returncode == 2 and "zero3 is not known" in done.stdout, "it came as far as reading the environment"
+    assert "PYTHON=no-such-python does not run" in command("run_e2e_test.sh", PYTHON="no-such-python").stdout
