@@ -133,7 +133,7 @@ def _splits(choice: Choice) -> Iterator[Case]:
         yield Case("split", f"{engines} engines", (*SEPARATE, f"placement.rollout_workers={engines}"), quick=engines == 2)
     if choice.backend == "single" and choice.engine == "native":
         shared = ("placement.overlap=true", "schedule.on_sync=swap", "schedule.max_staleness=3", "placement.rollout_workers=1")
-        yield Case("split", "one pool, both at once", shared)
+        yield Case("split", "one pool, both at once", shared, quick=bool(choice.gpus))  # what one GPU is best at
 
 
 def _backends(choice: Choice) -> Iterator[Case]:

@@ -23,6 +23,8 @@ def merged(case: Case, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     names = rounds[0]["figures"]
     figures = {name: statistics.median(one["figures"][name] for one in rounds) for name in names if not name.startswith("steady_")}
     figures |= {name: max(one["figures"][name] for one in rounds) for name in WORST}
+    looks = {name: [look for one in rounds for look in one["memory"][name]] or [0.0] for name in ("gpu", "gpu_use")}
+    figures |= {"gpu_memory_bytes": max(looks["gpu"]), "gpu_use": statistics.fmean(looks["gpu_use"])}
     return found | {
         "state": "ok",
         "figures": figures,

@@ -20,7 +20,7 @@ NOTES = {
         "Paceline has no clock between two generations: a new group starts when a ticket is free, and tickets come back when "
         "new weights are live. So the interval at which generation gets new work is the number of train steps per hand-over."
     ),
-    "split": "Which devices generate and which train; without GPUs a device is a core's worth of processes.",
+    "split": "Which devices generate and which train; without GPUs a device is a core's worth of processes, and one GPU is shared by all.",
     "pause": "The job was asked to pause and go on while it ran, as `paceline pause` and `paceline resume` do; figures include it.",
     "backend": "The same loop, another trainer, engine or way to start workers.",
     "guide": "Short answers of the built-in model and few steps: what the guide's own settings do, not a measurement of speed.",
@@ -37,6 +37,7 @@ COLUMNS = {
     "dropped": "{dropped:.0f}",
     "memory, MB": "{memory_mb:,.0f}",
 }
+GPU_COLUMNS = {"GPU use": "{gpu_use:.0%}", "GPU memory, MB": "{gpu_memory_mb:,.0f}"}  # as the GPUs themselves say
 TIMES = {
     "trainer: trains": "{trainer_trains:.0%}",
     "waits for samples": "{trainer_waits:.0%}",
@@ -65,11 +66,12 @@ def report(results: Mapping[str, Any], plots: Mapping[str, str]) -> str:
         _criteria(results),
         *(f"![{shows}]({file})" for shows, file in plots.items()),
     ]
+    measured = [case for case in cases if case["state"] == "ok"]
+    columns = COLUMNS | GPU_COLUMNS if any(case["figures"]["gpu_memory_bytes"] for case in measured) else COLUMNS
     for sweep, title in SWEEPS.items():
         rows = rows_of(sweep, cases)
         if rows:
-            sections += [f"## {title}", NOTES[sweep], _table(rows), *_pauses(rows), *_reasons(rows)]
-    measured = [case for case in cases if case["state"] == "ok"]
+            sections += [f"## {title}", NOTES[sweep], _table(rows, columns), *_pauses(rows), *_reasons(rows)]
     sections += ["## Where the time of both sides went", _table(measured, TIMES)]
     return "\n\n".join(section for section in sections if section) + "\n"
 
@@ -124,11 +126,12 @@ def rows_of(sweep: str, cases: Sequence[Mapping[str, Any]]) -> list[Mapping[str,
     return [*other, *own] if own else []
 
 
-def _table(cases: Sequence[Mapping[str, Any]], columns: Mapping[str, str] = COLUMNS) -> str:
+def _table(cases: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
     lines = [f"| case | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for case in cases:
         if case["state"] == "ok":
             figures = case["figures"] | {"memory_mb": case["figures"]["memory_peak_bytes"] / MB}
+            figures |= {"gpu_memory_mb": figures["gpu_memory_bytes"] / MB}
             lines.append(f"| {case['name']} | {' | '.join(text.format(**figures) for text in columns.values())} |")
     return "\n".join(lines)
 

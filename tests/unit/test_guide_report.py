@@ -42,7 +42,7 @@ PAUSE = {"paused": True, "pause_s": 0.01, "held": True, "tokens": 0, "watched_s"
 
 
 def round_of(case: Case, **more: float) -> dict[str, Any]:
-    memory = {"seconds": [0.5 * index for index in range(12)], "host": [1e9] * 12, "gpu": [0] * 12}
+    memory = {"seconds": [0.5 * index for index in range(12)], "host": [1e9] * 12, "gpu": [0] * 12, "gpu_use": [0.0] * 12}
     figures = FIGURES | {"steady_from_s": 0.0, "steady_to_s": 6.0} | more
     return {"state": "ok", "figures": figures, "memory": memory, "pause": PAUSE if case.pause else None, "seconds": 9.0}
 
@@ -84,6 +84,15 @@ def test_the_report_has_every_sweep_the_best_setting_and_what_failed(results: di
     assert "queue 1000 failed: StalledError: nothing moved" in text
     assert "![Samples per second](rate.svg)" in text and "generation rate above target | yes" in text
     assert "pause, swap: pause answered True in 10 ms, 0 tokens in 2.0 s of pause" in text
+
+
+def test_the_memory_and_use_that_gpus_report_are_shown_where_there_are_gpus(results: dict[str, Any]) -> None:
+    assert "GPU use" not in report.report(results, {})
+    case = Case("mode", "hybrid sync", ())
+    on_gpu = round_of(case)
+    on_gpu["memory"] |= {"gpu": [3 << 30, 2 << 30], "gpu_use": [0.5, 0.7]}
+    text = report.report(results | {"cases": [merged(case, [on_gpu])]}, {})
+    assert "GPU use | GPU memory, MB |" in text and "60% | 3,072 |" in text
 
 
 def test_a_case_that_cannot_run_here_is_told_with_its_reason(results: dict[str, Any]) -> None:
