@@ -76,12 +76,13 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_generation_config(name: str) -> GenerationConfig | None:
-    """How the model wants to be sampled, if it says so; its list of end tokens matters to us."""
+def load_generation_config(name: str) -> GenerationConfig:
+    """How the model wants to be sampled: its own file, or else what its config says. Its list of end tokens matters to us."""
+    source = resolve_model(name)
     try:
-        return GenerationConfig.from_pretrained(resolve_model(name))
+        return GenerationConfig.from_pretrained(source)
     except (OSError, ValueError):
-        return None
+        return GenerationConfig.from_model_config(load_config(source))
 
 
 def model_fingerprint(name: str) -> str:

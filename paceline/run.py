@@ -7,23 +7,24 @@ import asyncio
 import fcntl
 import json
 import logging
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from paceline.config import RunConfig, differences
 from paceline.control import Command, Control
 from paceline.data.chat import stop_token_ids
 from paceline.data.prompts import PromptSource
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, ModelError
 from paceline.loop import Loop, LoopSettings, Observer
-from paceline.models import load_generation_config, load_tokenizer, model_fingerprint, resolve_model
+from paceline.models import load_config, load_generation_config, load_tokenizer, model_fingerprint, resolve_model
 from paceline.observe.recorder import Recorder, write_json
 from paceline.place.cluster import Cluster, PlannedWorker
+from paceline.place.fit import plan_that_fits
 from paceline.place.host import peak_memory
 from paceline.place.pools import close_workers, open_cluster, plan_workers, start_worker, start_workers, unique_workers
 from paceline.place.worker import Worker
@@ -31,10 +32,11 @@ from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger, LedgerState
 from paceline.queue.message_queue import MessageQueue
 from paceline.reward.model import ModelReward, check_reward_model
-from paceline.reward.reward import Reward, open_reward
+from paceline.reward.reward import Reward, TrustedReward, open_reward
 from paceline.rollout.client import EngineClient
 from paceline.rollout.environment import SingleTurn
 from paceline.rollout.fleet import Fleet
+from paceline.rollout.native.weights import check_supported, sliding_window
 from paceline.rollout.rollouter import Rollouter
 from paceline.rollout.vllm_settings import check_vllm
 from paceline.sync.connect import connect
@@ -97,6 +99,7 @@ class Inputs:
 
     model_path: str
     tokenizer: PreTrainedTokenizerBase
+    generation: GenerationConfig
     source: PromptSource
     identity: dict[str, Any]
 
@@ -113,25 +116,58 @@ def load_inputs(config: RunConfig) -> Inputs:
     identity = {"config": config.model_dump(mode="json"), "model": model_fingerprint(model_path), "data": source.fingerprint}
     if config.rollout.engine == "vllm":
         check_vllm()
+    check_model(config, model_path, source)
     if config.reward.model:
         check_reward_model(config.reward.model)
         identity["reward model"] = model_fingerprint(config.reward.model)
-    return Inputs(model_path, tokenizer, source, identity)
+    return Inputs(model_path, tokenizer, load_generation_config(model_path), source, identity)
+
+
+def check_model(config: RunConfig, model_path: str, source: PromptSource) -> None:
+    """Refuse a model that could not do what is asked of it; warn where it would do it badly."""
+    model = load_config(model_path)
+    shape = model.get_text_config()
+    asked, answered = config.data.max_prompt_length, config.rollout.max_response_length
+    if config.rollout.engine == "native":
+        check_supported(model)
+        window = sliding_window(shape)
+        if window is not None and asked + answered > window:
+            raise ModelError(
+                f"the model sees only {window} tokens back (sliding window), and data.max_prompt_length = {asked} and "
+                f"rollout.max_response_length = {answered} are more; lower them"
+            )
+    if source.highest_token >= shape.vocab_size:
+        raise ModelError(
+            f"{model_path}: a prompt has token {source.highest_token}, but the model knows {shape.vocab_size} tokens; "
+            "its tokenizer is not its own"
+        )
+    rope = getattr(shape, "rope_parameters", None) or {}
+    reach = (getattr(shape, "max_position_embeddings", None) or float("inf")) * rope.get("factor", 1.0)
+    if source.longest + answered > reach:
+        log.warning(
+            "the model was made for %d tokens, the longest prompt has %d and rollout.max_response_length = %d: what comes beyond may be noise",
+            reach, source.longest, answered,
+        )  # fmt: skip
 
 
 async def train(config: RunConfig, make_display: Callable[[int], Observer] | None = None) -> dict[str, Any]:
     """Run to the last step and return the summary. `make_display(first_step)` makes the observer of every step."""
     inputs = load_inputs(config)
     folder = Path(config.run_dir)
+    for warning in (await plan_that_fits(config, inputs.model_path))[2]:
+        log.warning("%s", warning)
     async with AsyncExitStack() as stack:
         judge = None if config.reward.model else await open_reward(config.reward, config.data.task)
         if judge:
             stack.push_async_callback(judge.close)
+        if isinstance(judge, TrustedReward):
+            judge.check(inputs.source.rows())
         stack.enter_context(open_folder(config))
         start = find_start(config, inputs.identity)
         if start.step >= config.steps and (folder / "summary.json").exists():
             finished: dict[str, Any] = json.loads((folder / "summary.json").read_text())
             return finished
+        stack.enter_context(_log_file(folder / "logs"))
         (folder / "config.json").write_text(json.dumps(inputs.identity["config"], indent=1))
         ledger = Ledger(folder / "ledger.jsonl", start.ledger)
         stack.callback(ledger.close)
@@ -164,6 +200,7 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
         async def write(target: Path) -> None:
             await trainer.save(target)
             inputs.tokenizer.save_pretrained(target / Role.ACTOR)  # so that the folder is a model like any other
+            inputs.generation.to_json_file(target / Role.ACTOR / "generation_config.json")
 
         async def save(step: int) -> None:
             state = {"step": step, "ledger": ledger.state().to_json(), "metrics_length": recorder.length, **inputs.identity}
@@ -197,6 +234,23 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
         return summary
 
 
+@contextmanager
+def _log_file(folder: Path) -> Iterator[None]:
+    """What this process has to say, warnings and a reward's prints among it, goes to a file beside the workers' own."""
+    folder.mkdir(exist_ok=True)
+    logger, handler = logging.getLogger("paceline"), logging.FileHandler(folder / "main.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+        handler.close()
+
+
 async def _answers(questions: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """What those say who still answer: the run is over, and nobody is waited for any more."""
     answers = await asyncio.gather(*(asyncio.wait_for(question, LAST_WORDS_S) for question in questions), return_exceptions=True)
@@ -224,12 +278,15 @@ def _fleet(config: RunConfig, cluster: Cluster, plans: Sequence[PlannedWorker], 
 
 def _rollouter(config: RunConfig, inputs: Inputs, fleet: Fleet, reward: Reward) -> Rollouter:
     tokenizer, settings = inputs.tokenizer, config.rollout
+    ends = stop_token_ids(tokenizer, inputs.generation)
+    if not ends and not settings.stop:
+        log.warning("neither the model nor its tokenizer names an end token: every answer goes on to rollout.max_response_length")
     sampling = Sampling(
         max_new_tokens=settings.max_response_length,
         temperature=settings.temperature,
         top_p=settings.top_p,
         top_k=settings.top_k,
-        stop_token_ids=stop_token_ids(tokenizer, load_generation_config(inputs.model_path)),
+        stop_token_ids=ends,
         stop=settings.stop,
     )
     return Rollouter(

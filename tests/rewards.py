@@ -33,3 +33,8 @@ def sometimes_raises(answer: str, row: dict[str, Any]) -> float:
 
 def always_one(answer: str, row: dict[str, Any]) -> float:
     return 1.0
+
+
+def prints(answer: str, row: dict[str, Any]) -> float:
+    print("looking at", answer)
+    return letters(answer, row)

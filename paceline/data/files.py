@@ -1,5 +1,6 @@
 """Rows out of JSONL and parquet files. A row that cannot be read is reported with its file and number, never dropped in silence."""
 
+import codecs
 import glob
 import json
 from collections import Counter
@@ -33,7 +34,7 @@ def find_files(patterns: tuple[str, ...]) -> list[Path]:
         for file in found:
             if file.is_dir():
                 raise DataError(f"data.path {str(file)!r} is a folder; name its files, for example '{file}/*.jsonl'")
-            if file.suffix not in (*JSONL, ".parquet"):
+            if file.suffix.lower() not in (*JSONL, ".parquet"):
                 raise DataError(f"{file}: cannot read {file.suffix or 'a file without ending'}; data files end in .jsonl or .parquet")
             files[file] = None
     return list(files)
@@ -47,13 +48,15 @@ def read_files(files: list[Path]) -> Iterator[Read]:
         try:
             if file.stat().st_size == 0:
                 raise DataError(f"{file} is empty; expected at least one row")
-            yield from _read_jsonl(file, label) if file.suffix in JSONL else _read_parquet(file, label)
+            yield from _read_jsonl(file, label) if file.suffix.lower() in JSONL else _read_parquet(file, label)
         except OSError as e:
             raise DataError(f"cannot read {file}: {e.strerror or e}") from e
 
 
 def _read_jsonl(file: Path, label: str) -> Iterator[Read]:
     with file.open("rb") as lines:
+        if lines.peek(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+            raise DataError(f"{file} is one JSON array; expected JSONL, a row per line: jq -c '.[]' {file} > {file.with_suffix('.jsonl')}")
         for number, line in enumerate(lines, 1):
             where = f"{label}:{number}"
             if not line.strip():

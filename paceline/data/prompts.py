@@ -6,7 +6,7 @@
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -100,6 +100,19 @@ class PromptSource:
         row = self._rows[self._row_at(seq)]
         return Prompt(row.uid, tuple(row.tokens.tolist()), row.text, row.row)
 
+    def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Every row with where it stands."""
+        return ((row.where, row.row) for row in self._rows)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(len(row.tokens) for row in self._rows)
+
+    @property
+    def highest_token(self) -> int:
+        return max(int(row.tokens.max()) for row in self._rows)
+
     def observe(self, groups: Sequence[Group]) -> None:
         """These were trained on; a curriculum learns from how they went."""
         if self._curriculum:
@@ -155,7 +168,8 @@ def _load(settings: DataSettings, tokenizer: "PreTrainedTokenizerBase", seed: in
     rows: dict[str, _Row] = {}
     for (i, text), tokens in zip(texts.items(), encoded, strict=True):
         read = reads[i]
-        uid = str(read.row.get("id", read.where))
+        name = read.row.get("id")
+        uid = read.where if name is None else str(name)
         if uid in rows:
             problems[i] = f"id {uid!r} was already used at {rows[uid].where}"
         elif not 0 < len(tokens) <= settings.max_prompt_length:

@@ -6,14 +6,14 @@ reward that raises, hangs or returns something else than a number is a RewardErr
 
 import asyncio
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from pydantic import Field, model_validator
 
 from paceline.data.tasks import get_task
-from paceline.errors import ConfigError, RewardError
+from paceline.errors import ConfigError, DataError, RewardError
 from paceline.reward import verify
 from paceline.reward.process import ProcessReward
 from paceline.reward.worker import Problem, call
@@ -60,6 +60,14 @@ class TrustedReward:
             return [call(self._function, t.text, prompt.row) for t in trajectories]
         except Problem as e:
             raise RewardError(f"reward {self.name!r}, prompt {prompt.uid!r}: {e}") from e
+
+    def check(self, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+        """Refuse rows, given with where they stand, that no answer could be compared with. Raises DataError."""
+        for where, row in rows:
+            try:
+                call(self._function, "", row)
+            except Problem as e:
+                raise DataError(f"{where} cannot be judged with reward.function = {self.name!r}: {e}") from e
 
     async def close(self) -> None:
         return

@@ -17,27 +17,27 @@ _NUMBER = re.compile(rf"(?:(?<!\d)[-+{_MINUS}])?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 
 def exact(answer: str, row: Mapping[str, Any]) -> float:
     """The whole answer is the expected text, spaces around it aside."""
-    return float(answer.strip() == str(row["answer"]).strip())
+    return float(answer.strip() == _expected(row).strip())
 
 
 def last_number(answer: str, row: Mapping[str, Any]) -> float:
     """The last number of the answer is the last number of row["answer"], as in GSM8K ("... #### 1,234")."""
-    wanted = _last_number(str(row["answer"]))
+    wanted = _last_number(_expected(row))
     if wanted is None:
-        raise ValueError(f"row['answer'] holds no number: {str(row['answer'])[-80:]!r}")
+        raise ValueError(f"row['answer'] holds no number: {_expected(row)[-80:]!r}")
     return float(_last_number(answer) == wanted)
 
 
 def boxed(answer: str, row: Mapping[str, Any]) -> float:
     r"""The last \boxed{...} of the answer holds the expected text (or the same number)."""
-    return float(_same(_last_boxed(answer), str(row["answer"])))
+    return float(_same(_last_boxed(answer), _expected(row)))
 
 
 def tagged(answer: str, row: Mapping[str, Any]) -> float:
     """The last <answer>...</answer> of the answer holds the expected text (or the same number)."""
     head, closing, _ = answer.rpartition("</answer>")
     _, opening, found = head.rpartition("<answer>")
-    return float(_same(found if closing and opening else None, str(row["answer"])))
+    return float(_same(found if closing and opening else None, _expected(row)))
 
 
 def regex(answer: str, row: Mapping[str, Any]) -> float:
@@ -45,10 +45,19 @@ def regex(answer: str, row: Mapping[str, Any]) -> float:
     found = None
     for match in re.finditer(row["pattern"], answer, re.DOTALL):
         found = match[1]
-    return float(_same(found, str(row["answer"])))
+    return float(_same(found, _expected(row)))
 
 
 IN_PROCESS: dict[str, Function] = {"exact": exact, "last_number": last_number, "boxed": boxed, "tagged": tagged}
+
+
+def _expected(row: Mapping[str, Any]) -> str:
+    answer = row.get("answer")
+    if answer is None:
+        raise ValueError("the row has no 'answer' to compare with")
+    if not isinstance(answer, str | int | float | Decimal):
+        raise ValueError(f"row['answer'] is {type(answer).__name__}; expected text or a number")
+    return str(answer)
 
 
 def _last_number(text: str) -> Decimal | None:

@@ -44,6 +44,8 @@ def find_function(spec: str) -> Callable[..., Any]:
         function = getattr(function, part)
     if not callable(function):
         raise Problem(f"{name!r} in {module.__file__} is {type(function).__name__}, not a function")
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise Problem(f"{name!r} in {module.__file__} is async or a generator; expected a plain function that returns a number")
     try:
         inspect.signature(function).bind("", {})
     except TypeError as e:
@@ -55,6 +57,8 @@ def find_function(spec: str) -> Callable[..., Any]:
 
 def as_reward(value: Any) -> float:
     """The value as a finite float; raises Problem otherwise."""
+    if not isinstance(value, numbers.Real) and getattr(value, "ndim", None) == 0:
+        value = value.item()  # a number of numpy or torch
     if not isinstance(value, numbers.Real):
         raise Problem(f"returned {_short(value)} ({type(value).__name__}); expected a number")
     try:

@@ -185,6 +185,17 @@ def test_a_reward_that_fails_ends_the_run_with_its_story_and_trains_nothing(
     assert {event["event"] for event in events} == {"issued", "dropped"}
 
 
+def test_what_a_reward_prints_is_in_the_logs_of_the_run(recipe: Path, tmp_path: Path) -> None:
+    assert paceline(recipe, f"reward.function={REWARDS}:prints").exit_code == 0
+    assert "reward says: looking at" in (tmp_path / "run" / "logs" / "main.log").read_text()
+
+
+def test_a_row_without_an_answer_is_refused_before_anything_starts(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b"}\n')
+    refused(paceline(recipe, f"data.path={tmp_path}/data.jsonl", "reward.function=exact"), 3, "data.jsonl:2", "no 'answer'")
+    assert not (tmp_path / "run").exists()
+
+
 def test_failed_groups_within_the_budget_are_dropped_by_name_and_never_trained(recipe: Path, tmp_path: Path) -> None:
     result = paceline(recipe, f"reward.function={REWARDS}:sometimes_raises", "rollout.max_failed_groups=1000", "steps=6")
     assert result.exit_code == 0, result.output

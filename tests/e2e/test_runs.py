@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from paceline.config import RunConfig, load_config
 from paceline.errors import CheckpointError, WorkerDied
@@ -143,9 +144,13 @@ def test_a_run_killed_between_checkpoints_continues_from_the_last_one(model: str
 
 
 def test_a_checkpoint_is_a_model_that_transformers_loads_and_another_run_starts_from(model: str, tmp_path: Path) -> None:
-    run(model, tmp_path / "first", "steps=2")
+    ends = GenerationConfig(eos_token_id=[2, 9], temperature=0.6)  # as many have it; transformers itself refuses to save it
+    copy = shutil.copytree(model, tmp_path / "model")
+    ends.to_json_file(copy / "generation_config.json")
+    run(str(copy), tmp_path / "first", "steps=2")
     trained = tmp_path / "first" / "checkpoints" / "step_00000002" / "actor"
     loaded = AutoModelForCausalLM.from_pretrained(trained)
+    assert loaded.generation_config.eos_token_id == [2, 9]
     assert AutoTokenizer.from_pretrained(trained).decode([5, 6])
     before = AutoModelForCausalLM.from_pretrained(model).state_dict()
     assert any(not torch.equal(tensor, before[name]) for name, tensor in loaded.state_dict().items())

@@ -140,6 +140,21 @@ def test_a_repeated_id_is_a_bad_row(tmp_path: Path) -> None:
     assert source(path, on_bad_row="skip", shuffle=False)[1].uid == "q2"
 
 
+def test_a_row_without_an_id_goes_by_its_place(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", GOOD | {"id": None}, GOOD | {"id": None}, GOOD)
+    assert {source(path)[i].uid for i in range(3)} == {"a.jsonl:1", "a.jsonl:2", "a.jsonl:3"}
+
+
+def test_an_array_of_rows_is_refused_with_how_to_make_lines_of_it(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([GOOD, GOOD], indent=1))
+    with pytest.raises(DataError, match=r"a\.json is one JSON array; expected JSONL.*jq -c .*a\.jsonl"):
+        source(str(tmp_path / "a.json"))
+
+
+def test_endings_may_be_in_capitals(tmp_path: Path) -> None:
+    assert len(source(write(tmp_path / "A.JSONL", GOOD))) == 1
+
+
 def test_many_bad_rows_are_counted_and_the_first_few_shown_in_order(tmp_path: Path) -> None:
     rows = [{"prompt": "x" * 600}, {"prompt": ""}] * 10
     with pytest.raises(DataError) as caught:

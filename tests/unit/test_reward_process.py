@@ -12,11 +12,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from paceline.errors import ConfigError, RewardError
+from paceline.errors import ConfigError, DataError, RewardError
 from paceline.reward.process import ProcessReward
 from paceline.reward.reward import Reward, RewardSettings, TrustedReward, open_reward
+from paceline.reward.worker import Problem, as_reward
 from paceline.types import Prompt, Trajectory
 
 Test = Callable[..., Coroutine[Any, Any, None]]
@@ -124,6 +127,14 @@ async def test_a_truth_value_is_a_number(functions: Path) -> None:
         assert await ask(reward, "a") == [1.0]
 
 
+def test_numbers_of_numpy_and_torch_are_numbers_but_arrays_of_them_are_not() -> None:
+    values = [np.float32(0.5), np.int64(2), np.True_, np.array(1.5), torch.tensor(0.25), torch.tensor(True)]
+    assert [as_reward(value) for value in values] == [0.5, 2.0, 1.0, 1.5, 0.25, 1.0]
+    for value in (np.array([1.5]), torch.tensor([1.5]), torch.tensor(1j), np.array("text"), np.float32("nan")):
+        with pytest.raises(Problem, match="expected a"):
+            as_reward(value)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -135,7 +146,6 @@ async def test_a_truth_value_is_a_number(functions: Path) -> None:
         ("huge", r"returned 10{190}.*\(int\); expected a finite number"),
         ("text", r"returned '1\.0' \(str\); expected a number"),
         ("array", r"returned \[1\.0\] \(list\); expected a number"),
-        ("coroutine", r"\(coroutine\); expected a number"),
         ("dying", "its process ended with exit code 3"),
         ("crashing", "its process ended with signal SIGSEGV"),
     ],
@@ -269,6 +279,7 @@ async def test_workers_end_with_a_parent_that_is_killed(functions: Path, name: s
         ("{file}:gud", "no 'gud' in .*my_rewards.py; it has good, true"),
         ("{file}:number", "'number' in .*my_rewards.py is int, not a function"),
         ("{file}:one_argument", r"one_argument\(answer\) in .* cannot be called as reward\(answer, row\)"),
+        ("{file}:coroutine", "'coroutine' in .*my_rewards.py is async or a generator; expected a plain function"),
         ("{broken}:f", r"importing it raised NameError: name 'oops' is not defined \(.*broken\.py:2\)"),
         ("last_nubmer", "neither a verifier nor an entry point of 'paceline.rewards'; did you mean 'last_number'?"),
     ],
@@ -304,6 +315,24 @@ async def test_verifiers_go_by_their_names() -> None:
     assert await ask(reward, "it is 7", answer="#### 7") == [1.0]
     async with opened("regex") as reward:
         assert await ask(reward, "A: 7", pattern=r"A: (\d)", answer="7") == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "message"),
+    [
+        ("exact", {}, "the row has no 'answer' to compare with"),
+        ("boxed", {"answer": None}, "the row has no 'answer' to compare with"),
+        ("tagged", {"answer": ["a", "b"]}, r"row\['answer'\] is list; expected text or a number"),
+        ("last_number", {"answer": "none"}, "holds no number"),
+    ],
+)
+@in_loop
+async def test_a_row_no_answer_can_be_compared_with_is_refused_by_its_place(name: str, row: dict[str, Any], message: str) -> None:
+    reward = await open_reward(RewardSettings(function=name), task=None)
+    assert isinstance(reward, TrustedReward)
+    reward.check([("a.jsonl:1", {"answer": "1"})])
+    with pytest.raises(DataError, match=rf"a\.jsonl:2 cannot be judged with reward\.function = '{name}': .*{message}"):
+        reward.check([("a.jsonl:1", {"answer": "1"}), ("a.jsonl:2", row)])
 
 
 @in_loop

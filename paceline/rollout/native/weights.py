@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from paceline.errors import ModelError, SyncError
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
-ELSE = "use another rollout engine for this model"
+ELSE = "set rollout.engine = 'vllm' for this model"
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # the others change their frequencies with the length of the sequence
 
 
