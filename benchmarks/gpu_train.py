@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.gpu_engine import bandwidth, make_model, matrix_rate  # noqa: E402
 from paceline.algo.loss import PolicyLoss  # noqa: E402
 from paceline.algo.settings import AlgorithmSettings  # noqa: E402
+from paceline.train.engine import TrainEngine  # noqa: E402
 from paceline.train.settings import TrainSettings  # noqa: E402
 from paceline.train.single import SingleDevice  # noqa: E402
 from paceline.types import Batch  # noqa: E402
@@ -52,7 +53,7 @@ def make_batch(rows: int, group: int, lengths: list[int] | None = None) -> Batch
     )
 
 
-def update(engine: SingleDevice, batch: Batch) -> tuple[float, float]:
+def update(engine: TrainEngine, batch: Batch) -> tuple[float, float]:
     """Seconds of forward and backward pass, and of the optimizer."""
     torch.cuda.synchronize()
     start = time.perf_counter()

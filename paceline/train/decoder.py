@@ -19,7 +19,7 @@ from paceline.train.packing import MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """What a layer keeps for its backward pass, besides its input."""
+    """What a layer makes on its way, and its backward pass needs."""
 
     normed: Tensor
     qkv: Tensor  # before rotation, if that is not done in place
@@ -30,76 +30,39 @@ class Inside:
     gate_up: Tensor
 
 
-@dataclass(slots=True)
-class Tape:
-    """What a forward pass leaves for the backward pass."""
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a layer keeps for its backward pass: its input, and the rest unless that is to be computed again."""
 
-    positions: Positions
-    layers: list[tuple[Tensor, Inside | None]] = field(default_factory=list)  # the input of each; None: to be computed again
-    last: Tensor | None = None  # what the last norm saw
+    start: Tensor
+    inside: Inside | None
 
 
-class TrainDecoder:
-    def __init__(
-        self, config: PretrainedConfig, weights: DecoderWeights, checkpointing: bool = False, operations: Operations | None = None
-    ) -> None:
-        self.weights = weights
+class LayerPasses:
+    """The parts of a forward and backward pass, over weights that come with the call. Between layers go a sum and what is still to be
+    added to it; backwards the gradient of the sum, and the same in the type of products."""
+
+    def __init__(self, config: PretrainedConfig, checkpointing: bool = False, operations: Operations | None = None) -> None:
         self._checkpointing = checkpointing
         shape = Shape(config.num_attention_heads, config.num_key_value_heads, head_dim(config), config.rms_norm_eps)
         self._do = operations or Operations(shape)
 
-    def start(self, micro: MicroBatch) -> Tape:
-        rows = micro.layout.varlen
-        assert rows is not None, "micro-batches on a GPU have it"
-        w = self.weights
-        angles = micro.position_ids[0].float()[:, None] * w.inv_freq.to(micro.position_ids.device)
-        return Tape(Positions(angles.cos() * w.rope_scale, angles.sin() * w.rope_scale, rows))
+    def embed(self, ids: Tensor, embedding: Tensor) -> Tensor:
+        x = torch.nn.functional.embedding(ids, embedding)
+        return x.to(torch.promote_types(x.dtype, torch.float32))
 
-    @torch.no_grad()
-    def forward(self, micro: MicroBatch, tape: Tape, keep: bool) -> Tensor:
-        """[M, hidden] the last hidden states of the tokens that predict a trained one, normed. `keep`: a backward pass will follow."""
-        x = torch.nn.functional.embedding(micro.input_ids[0], self.weights.embedding)
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        delta: Tensor | None = None
-        for layer in self.weights.layers:
-            x, normed = self._do.add_norm(x, delta, layer.input_norm)
-            start = x
-            inside, x, delta = self._inside(layer, x, normed, tape.positions)
-            if keep:
-                tape.layers.append((start, None if self._checkpointing else inside))
-        x, normed = self._do.add_norm(x, delta, self.weights.norm)
-        tape.last = x if keep else None
-        return normed.index_select(0, micro.predict)
+    def forward(self, layer: Layer, x: Tensor, delta: Tensor | None, at: Positions) -> tuple[Kept, Tensor, Tensor]:
+        """Through one layer: what to keep, the sum after attention, and what is still to be added to it."""
+        start, normed = self._do.add_norm(x, delta, layer.input_norm)
+        inside, middle, after = self._inside(layer, start, normed, at)
+        return Kept(start, None if self._checkpointing else inside), middle, after
 
-    @torch.no_grad()
-    def backward(self, micro: MicroBatch, tape: Tape, d_hidden: Tensor, to: DecoderWeights) -> None:
-        """Add the gradients of all weights but the head's to `to`; uses up the tape."""
-        assert tape.last is not None, "a forward pass that keeps what is needed comes first"
-        d_normed = torch.zeros_like(tape.last).index_add_(0, micro.predict, d_hidden.to(tape.last.dtype))
-        d = torch.zeros_like(tape.last)
-        narrow = self._do.norm_backward(tape.last, self.weights.norm, d_normed, d, to.norm)
-        for layer, gradient in zip(reversed(self.weights.layers), reversed(to.layers), strict=True):
-            start, inside = tape.layers.pop()
-            if inside is None:
-                inside, _, _ = self._inside(layer, start, self._do.add_norm(start, None, layer.input_norm)[1], tape.positions)
-            narrow = self._layer_backward(layer, gradient, start, inside, tape.positions, d, narrow)
-            del inside
-        to.embedding.index_add_(0, micro.input_ids[0], d)
-
-    def _inside(self, layer: Layer, x: Tensor, normed: Tensor, at: Positions) -> tuple[Inside, Tensor, Tensor]:
-        """Through one layer: what its backward pass needs, the sum after attention, and what is still to be added to it."""
-        qkv = layer.qkv(normed)
-        rotated = self._do.rotate(qkv, at, layer.q_norm, layer.k_norm)
-        attended = self._do.attend(rotated, at)
-        middle, normed_middle = self._do.add_norm(x, layer.out(attended[0]), layer.mlp_norm)
-        gate_up = layer.gate_up(normed_middle)
-        delta = layer.down(self._do.silu_mul(gate_up))
-        return Inside(normed, qkv, rotated, attended, middle, normed_middle, gate_up), middle, delta
-
-    def _layer_backward(
-        self, layer: Layer, to: Layer, start: Tensor, inside: Inside, at: Positions, d: Tensor, narrow: Tensor
-    ) -> Tensor:  # fmt: skip
-        """`d`, of the layer's output, becomes that of its input; `narrow` is the same in the type of products, and what is returned."""
+    def backward(self, layer: Layer, to: Layer, kept: Kept, at: Positions, d: Tensor, narrow: Tensor) -> Tensor:
+        """`d`, of the layer's output, becomes that of its input; `narrow` is the same in the type of products, and what is returned.
+        Gradients of the weights are added to `to`."""
+        start, inside = kept.start, kept.inside
+        if inside is None:
+            inside, _, _ = self._inside(layer, start, self._do.add_norm(start, None, layer.input_norm)[1], at)
         d_gate_up = inside.gate_up
         active = self._do.silu_mul_backward(d_gate_up, narrow @ layer.down.weight)
         _add(to.down, narrow, active)
@@ -113,6 +76,77 @@ class TrainDecoder:
             to.k_norm.add_(norms[1])
         _add(to.qkv, d_qkv, inside.normed)
         return self._do.norm_backward(start, layer.input_norm, d_qkv @ layer.qkv.weight, d, to.input_norm)
+
+    def last(self, norm: Tensor, x: Tensor, delta: Tensor, predict: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum after all layers, and its norm where that predicts a trained token."""
+        total, normed = self._do.add_norm(x, delta, norm)
+        return total, normed.index_select(0, predict)
+
+    def last_backward(self, norm: Tensor, to: Tensor, total: Tensor, predict: Tensor, d_hidden: Tensor) -> tuple[Tensor, Tensor]:
+        d_normed = torch.zeros_like(total).index_add_(0, predict, d_hidden.to(total.dtype))
+        d = torch.zeros_like(total)
+        return d, self._do.norm_backward(total, norm, d_normed, d, to)
+
+    def _inside(self, layer: Layer, x: Tensor, normed: Tensor, at: Positions) -> tuple[Inside, Tensor, Tensor]:
+        qkv = layer.qkv(normed)
+        rotated = self._do.rotate(qkv, at, layer.q_norm, layer.k_norm)
+        attended = self._do.attend(rotated, at)
+        middle, normed_middle = self._do.add_norm(x, layer.out(attended[0]), layer.mlp_norm)
+        gate_up = layer.gate_up(normed_middle)
+        delta = layer.down(self._do.silu_mul(gate_up))
+        # The sum is kept under a name of its own: autograd may mark the other one as made here, and whoever keeps what it made never goes.
+        return Inside(normed, qkv, rotated, attended, middle.detach(), normed_middle, gate_up), middle, delta
+
+
+@dataclass(slots=True)
+class Tape:
+    """What a forward pass leaves for the backward pass."""
+
+    positions: Positions
+    layers: list[Kept] = field(default_factory=list)
+    last: Tensor | None = None  # what the last norm saw
+
+
+class TrainDecoder:
+    """All layers, on weights that one device holds."""
+
+    def __init__(self, passes: LayerPasses, weights: DecoderWeights) -> None:
+        self.weights = weights
+        self._passes = passes
+
+    def start(self, micro: MicroBatch) -> Tape:
+        return Tape(positions(micro, self.weights.inv_freq, self.weights.rope_scale))
+
+    @torch.no_grad()
+    def forward(self, micro: MicroBatch, tape: Tape, keep: bool) -> Tensor:
+        """[M, hidden] the last hidden states of the tokens that predict a trained one, normed. `keep`: a backward pass will follow."""
+        x = self._passes.embed(micro.input_ids[0], self.weights.embedding)
+        delta: Tensor | None = None
+        for layer in self.weights.layers:
+            kept, x, delta = self._passes.forward(layer, x, delta, tape.positions)
+            if keep:
+                tape.layers.append(kept)
+            del kept
+        assert delta is not None, "there is a layer"
+        x, hidden = self._passes.last(self.weights.norm, x, delta, micro.predict)
+        tape.last = x if keep else None
+        return hidden
+
+    @torch.no_grad()
+    def backward(self, micro: MicroBatch, tape: Tape, d_hidden: Tensor, to: DecoderWeights) -> None:
+        """Add the gradients of all weights but the head's to `to`; uses up the tape."""
+        assert tape.last is not None, "a forward pass that keeps what is needed comes first"
+        d, narrow = self._passes.last_backward(self.weights.norm, to.norm, tape.last, micro.predict, d_hidden)
+        for layer, gradient in zip(reversed(self.weights.layers), reversed(to.layers), strict=True):
+            narrow = self._passes.backward(layer, gradient, tape.layers.pop(), tape.positions, d, narrow)
+        to.embedding.index_add_(0, micro.input_ids[0], d)
+
+
+def positions(micro: MicroBatch, inv_freq: Tensor, rope_scale: float) -> Positions:
+    rows = micro.layout.varlen
+    assert rows is not None, "micro-batches on a GPU have it"
+    angles = micro.position_ids[0].float()[:, None] * inv_freq.to(micro.position_ids.device)
+    return Positions(angles.cos() * rope_scale, angles.sin() * rope_scale, rows)
 
 
 def _add(to: Linear, d_out: Tensor, x: Tensor) -> None:

@@ -24,12 +24,15 @@ from transformers import PreTrainedModel
 from paceline.algo.loss import LossFn, TokenOutputs
 from paceline.errors import ConfigError, ModelError
 from paceline.place.group import is_first_rank
+from paceline.train.decoder import LayerPasses
+from paceline.train.fused import can_fuse
 from paceline.train.offload import HostShelf, Moved
 from paceline.train.optimizer import adamw, optimizer_state
 from paceline.train.packed import Head, PackedModel, Tally
 from paceline.train.packing import MicroBatch, empty_micro_batch, micro_batch, token_data, trained_lengths
 from paceline.train.saved import MODEL_FILE, Region, load_training, save_training, whole
 from paceline.train.settings import TrainSettings
+from paceline.train.sharded_decoder import ShardedDecoder
 from paceline.train.shares import passes
 from paceline.types import Batch, FloatArray
 
@@ -47,12 +50,22 @@ class Fsdp:
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         self._mesh = _mesh(self._device, settings.tensor_parallel)
         self._packed = PackedModel(model, settings, temperature, head)  # looks at the model while it is whole
+        self._packed.fused = self._fused(model, temperature or 1.0) if head == "policy" else None
         _shard(self._packed, self._mesh, settings)
         self._parameters = {name: cast(DTensor, p) for name, p in self._packed.trained_parameters().items()}
         # The optimizer works on this rank's slices as plain tensors: its fused kernel knows no mixture of meshes.
         self._slices = {name: nn.Parameter(_local(p)) for name, p in self._parameters.items()}
         self._optimizer = adamw(self._slices, settings)
         self._shelf = HostShelf()
+        if self._packed.fused is not None:
+            self._packed.check(lambda micro: self._packed(micro)["logprobs"])
+            self._reshard()
+
+    def _fused(self, model: PreTrainedModel, temperature: float) -> ShardedDecoder | None:
+        settings = self._settings
+        if settings.tensor_parallel > 1 or not can_fuse(model, self._packed.trained_parameters(), self._device, settings):
+            return None
+        return ShardedDecoder(model, LayerPasses(model.config, settings.gradient_checkpointing), temperature)
 
     # -- forward and backward
 
@@ -66,7 +79,8 @@ class Fsdp:
 
     def forward_backward(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]:
         tally, weights = Tally(batch), loss_fn.weights(batch)
-        for micro in self._micro_batches(batch):
+        for micro, is_last in self._micro_batches(batch):
+            self._let_go(is_last)
             outputs = self._packed(micro)
             if len(micro.flat) == 0:
                 torch.stack([tensor.sum() for tensor in outputs.values()]).sum().backward()  # adds 0, and lets the others go on
@@ -81,22 +95,34 @@ class Fsdp:
             total.merge(*part)
         return total.metrics()
 
-    def _micro_batches(self, batch: Batch) -> Iterator[MicroBatch]:
+    def _micro_batches(self, batch: Batch) -> Iterator[tuple[MicroBatch, bool]]:
+        """This rank's, and whether it is the last one."""
         needed = trained_lengths(batch)
         share = passes(needed, self._settings.micro_batch_tokens, self._mesh.size(0))[self._mesh.get_local_rank("data")]
-        for rows in share:
-            yield micro_batch(batch, rows, needed, self._device) if len(rows) else empty_micro_batch(self._device)
+        for left, rows in zip(reversed(range(len(share))), share, strict=True):
+            yield micro_batch(batch, rows, needed, self._device) if len(rows) else empty_micro_batch(self._device), left == 0
+
+    def _let_go(self, of_it: bool) -> None:
+        """Of gathered weights and their gradients, after the next backward pass? One rank alone need not before the last."""
+        if self._mesh.size(0) == 1:
+            root = cast(FSDPModule, self._packed)
+            root.set_requires_gradient_sync(of_it)
+            root.set_reshard_after_backward(of_it)
 
     @torch.no_grad()
     def _read(self, batch: Batch, name: Literal["logprobs", "values"]) -> FloatArray:
         result = np.zeros(batch.num_tokens, np.float32)
-        for micro in self._micro_batches(batch):
+        for micro, _ in self._micro_batches(batch):
             result[micro.flat] = self._packed(micro)[name].float().cpu().numpy()
-        for module in self._packed.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # without a backward pass, what was gathered would stay and grow stale
+        self._reshard()
         dist.all_reduce(torch.from_numpy(result), group=self._mesh.get_group("data"))
         return result
+
+    def _reshard(self) -> None:
+        """Without a backward pass, what was gathered would stay and grow stale."""
+        for module in self._packed.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     # -- update
 
@@ -131,8 +157,10 @@ class Fsdp:
 
     def _norm(self, gradients: dict[str, Tensor]) -> float:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for (name, _), norm in zip(gradients.items(), torch._foreach_norm(list(gradients.values())) if gradients else [], strict=True):
-            total += norm.double().square() / (1 if self._is_split(name) else self._mesh.size(1))
+        if gradients:
+            squares = torch.stack(torch._foreach_norm(list(gradients.values()))).double().square()
+            holders = [1.0 if self._is_split(name) else float(self._mesh.size(1)) for name in gradients]
+            total = (squares / torch.tensor(holders, dtype=torch.float64, device=self._device)).sum()
         dist.all_reduce(total)
         return float(total.sqrt())
 
@@ -194,7 +222,8 @@ def _shard(packed: PackedModel, mesh: DeviceMesh, settings: TrainSettings) -> No
     policy = MixedPrecisionPolicy(narrow, torch.float32 if narrow else None, cast_forward_inputs=False)
     for layer in layers:
         fully_shard(layer, mesh=mesh["data"], reshard_after_forward=mesh.size(0) > 1, mp_policy=policy)
-    fully_shard(packed, mesh=mesh["data"], reshard_after_forward=False)
+    rest = MixedPrecisionPolicy() if packed.fused is None else policy  # a module casts by itself what it wants narrow
+    fully_shard(packed, mesh=mesh["data"], reshard_after_forward=False, mp_policy=rest)
     for module in packed.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from paceline.algo.loss import LossTerms, TokenOutputs
 from paceline.errors import ModelError
-from paceline.rollout.native.weights import DecoderWeights, sliding_window
-from paceline.train.decoder import TrainDecoder
+from paceline.rollout.native.weights import DecoderWeights, check_supported, sliding_window
+from paceline.train.decoder import LayerPasses, TrainDecoder
 from paceline.train.head import chunked_logprobs
 from paceline.train.packing import MicroBatch
 from paceline.train.settings import TrainSettings
@@ -70,15 +70,21 @@ def fused_policy(
     model: PreTrainedModel, parameters: dict[str, nn.Parameter], settings: TrainSettings, temperature: float
 ) -> FusedPolicy | None:  # fmt: skip
     """For a model and a device it can do, otherwise None."""
-    device = next(model.parameters()).device
+    if not can_fuse(model, parameters, next(model.parameters()).device, settings):
+        return None
+    weights = DecoderWeights.from_module(model, share=False, dtype=torch.bfloat16)
+    return FusedPolicy(TrainDecoder(LayerPasses(model.config, settings.gradient_checkpointing), weights), parameters, temperature or 1.0)
+
+
+def can_fuse(model: PreTrainedModel, parameters: dict[str, nn.Parameter], device: torch.device, settings: TrainSettings) -> bool:
+    """Does our own forward and backward pass know this decoder, with these weights to learn, on this device?"""
     if device.type != "cuda" or settings.dtype != "bfloat16" or not importlib.util.find_spec("triton"):
-        return None
+        return False
     try:
-        if sliding_window(model.config) is not None:
-            return None
-        weights = DecoderWeights.from_module(model, share=False, dtype=torch.bfloat16)
+        check_supported(model.config)
+        with torch.device("meta"):
+            weights = DecoderWeights.from_module(type(model)(model.config), share=False)
     except ModelError:
-        return None
-    if 2 * weights.inv_freq.numel() not in DIMS or weights.named.keys() != parameters.keys():
-        return None
-    return FusedPolicy(TrainDecoder(model.config, weights, settings.gradient_checkpointing), parameters, temperature or 1.0)
+        return False
+    known = sliding_window(model.config) is None and weights.named.keys() == parameters.keys()
+    return known and 2 * weights.inv_freq.numel() in DIMS

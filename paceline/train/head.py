@@ -21,11 +21,19 @@ BLOCK = 4096  # logits that a program of a GPU kernel works on at a time
 class ChunkedLogprobs(torch.autograd.Function):
     """(hidden [M, D], weight [V, D], bias [V] | None, targets [M]) -> log-prob of the targets [M], entropy [M].
 
-    Products are computed in the type of `hidden`; the gradient of the weight is kept in the weight's own."""
+    Products are computed in the type of `hidden`; the gradient of the weight is kept in the weight's own, or added to `gradient` if that
+    is given."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk: int,
+        gradient: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs, entropy = (torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(2))
@@ -35,17 +43,19 @@ class ChunkedLogprobs(torch.autograd.Function):
             logprobs[rows] = log_p.gather(1, targets[rows, None]).squeeze(1)
             entropy[rows] = -(log_p.exp() * log_p).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature, ctx.chunk, ctx.gradient = temperature, chunk, gradient
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None, None]:
         hidden, weight, bias, targets, entropy = ctx.saved_tensors
         to_logprobs, to_entropy = upstream
         by_entropy = bool(to_entropy.any())  # an entropy bonus is rare: skip its share of the work
         d_hidden = torch.empty_like(hidden)
-        d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None  # a frozen layer costs nothing here
+        d_weight = ctx.gradient
+        if d_weight is None and ctx.needs_input_grad[1]:  # a frozen layer costs nothing here
+            d_weight = torch.zeros_like(weight)
         d_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
         narrow = weight.to(hidden.dtype)
         for rows in _chunks(len(hidden), ctx.chunk):
@@ -62,11 +72,11 @@ class ChunkedLogprobs(torch.autograd.Function):
             torch.mm(d_logits, narrow, out=d_hidden[rows])
             if d_weight is None:
                 continue
-            if narrow is weight:
+            if d_weight.dtype == d_logits.dtype:
                 d_weight.addmm_(d_logits.t(), hidden[rows])
             else:
                 d_weight += _wide_product(d_logits.t(), hidden[rows])
-        return d_hidden, d_weight, d_bias, None, None, None
+        return d_hidden, d_weight if ctx.gradient is None else None, d_bias, None, None, None, None
 
 
 class FusedLogprobs(torch.autograd.Function):
@@ -149,13 +159,13 @@ def chunked_logprobs(
     gradient: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target at a temperature, and the entropy of the distribution it was drawn from. `gradient`: where that of the
-    weight is added (bfloat16 on a GPU), in place of the weight's own."""
+    weight is added, in place of the weight's own."""
     if chunk is None:
         chunk = max(1, CHUNK_LOGITS.get(hidden.device.type, 2**20) // len(weight))
     if hidden.is_cuda and hidden.dtype == torch.bfloat16 and bias is None and HAS_TRITON:
         logprobs, entropy = FusedLogprobs.apply(hidden, weight, targets, temperature, chunk, gradient)
         return logprobs, entropy
-    logprobs, entropy = ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, chunk)
+    logprobs, entropy = ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, chunk, gradient)
     return logprobs, entropy
 
 

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -17,7 +18,7 @@ from paceline.train.attention import PACKED
 from paceline.train.head import PolicyHead, ValueHead
 from paceline.train.packing import MicroBatch, micro_batches
 from paceline.train.settings import TrainSettings
-from paceline.types import Batch
+from paceline.types import Batch, FloatArray
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +38,18 @@ class PackedModel(nn.Module):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.head: PolicyHead | ValueHead = _policy_head(model, temperature) if head == "policy" else ValueHead(model.config.hidden_size)
         self.head.to(next(model.parameters()).device)
+        self.fused: Callable[[MicroBatch], TokenOutputs] | None = None  # what computes in place of the module
         if isinstance(self.head, PolicyHead):
-            check_policy(model, self.head.temperature, settings.dtype, lambda micro: self(micro)["logprobs"])
+            self._plain = plain_logprobs(model, self.head.temperature)
+            self.check(lambda micro: self(micro)["logprobs"])
 
     def forward(self, micro: MicroBatch) -> dict[str, Tensor]:
         """The fields of TokenOutputs, by name: FSDP finds tensors in a dict, but not in a class it does not know."""
+        outputs = self._through_the_module(micro) if self.fused is None else self.fused(micro)
+        found = {"logprobs": outputs.logprobs, "entropy": outputs.entropy, "values": outputs.values}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def _through_the_module(self, micro: MicroBatch) -> TokenOutputs:
         device, dtype = micro.input_ids.device.type, self._settings.dtype
         # transformers recomputes activations only in train mode; without dropout the two modes are the same function.
         self.model.train(self._settings.gradient_checkpointing and torch.is_grad_enabled())
@@ -54,8 +62,21 @@ class PackedModel(nn.Module):
                 row_layout=micro.layout,
             ).last_hidden_state[0]
         outputs: TokenOutputs = self.head(hidden.index_select(0, micro.predict).to(getattr(torch, dtype)), micro.targets)
-        found = {"logprobs": outputs.logprobs, "entropy": outputs.entropy, "values": outputs.values}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        return outputs
+
+    @torch.no_grad()
+    def check(self, logprobs: Callable[[MicroBatch], Tensor]) -> None:
+        """Can this model be trained this way at all? Compare packed rows with the model's own forward: catches what our path does not
+        know of, such as scaled or capped logits, other kinds of attention, positions that are not relative."""
+        device, found = next(self.model.parameters()).device, np.zeros_like(self._plain)
+        for micro in micro_batches(_few_rows(self.model), 4096, device):
+            found[micro.flat] = logprobs(micro).float().cpu().numpy()
+        gap = float(np.abs(found - self._plain).max())
+        if not gap <= (1e-3 if self._settings.dtype == "float32" else 0.3):
+            raise ModelError(
+                f"{type(self.model).__name__} cannot be trained packed: its log-probs differ by {gap:.2g} from its own plain forward. "
+                "Supported are plain decoders (Llama, Qwen2, Qwen3 and their like) without capped or scaled logits"
+            )
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """All parameters by the names a checkpoint has for them; tied ones once."""
@@ -74,28 +95,24 @@ class PackedModel(nn.Module):
 
 
 @torch.no_grad()
-def check_policy(model: PreTrainedModel, temperature: float, dtype: str, logprobs: Callable[[MicroBatch], Tensor]) -> None:
-    """Can this model be trained this way at all? Compare packed rows with the model's own forward: catches what our path does not
-    know of, such as scaled or capped logits, other kinds of attention, positions that are not relative."""
-    device = next(model.parameters()).device
+def plain_logprobs(model: PreTrainedModel, temperature: float) -> FloatArray:
+    """What the model itself says of a few rows, one after the other."""
+    batch, device = _few_rows(model), next(model.parameters()).device
+    found = np.zeros(batch.num_tokens, np.float32)
+    for start, stop in pairwise(batch.offsets):
+        ids = torch.from_numpy(batch.tokens[start:stop].astype(np.int64)).to(device)[None]
+        logp = (model(input_ids=ids, use_cache=False).logits[0, :-1].float() / temperature).log_softmax(-1)
+        found[start + 1 : stop] = logp.gather(1, ids[0, 1:, None])[:, 0].cpu().numpy()
+    return found
+
+
+def _few_rows(model: PreTrainedModel) -> Batch:
     lengths = np.array([7, 4], np.int32)
     tokens = (np.arange(11) * 7 % model.config.vocab_size).astype(np.int32)
     mask = np.ones(11, np.bool_)
     mask[[0, 7]] = False
     zeros = np.zeros(11, np.float32)
-    found, expected = zeros.copy(), zeros.copy()
-    for micro in micro_batches(Batch(tokens, lengths, mask, zeros, tokens, zeros[:2], lengths), 4096, device):
-        found[micro.flat] = logprobs(micro).float().cpu().numpy()
-    for row in (slice(0, 7), slice(7, 11)):
-        ids = torch.from_numpy(tokens[row].astype(np.int64)).to(device)[None]
-        logp = (model(input_ids=ids, use_cache=False).logits[0, :-1].float() / temperature).log_softmax(-1)
-        expected[row.start + 1 : row.stop] = logp.gather(1, ids[0, 1:, None])[:, 0].cpu().numpy()
-    gap = float(np.abs(found - expected).max())
-    if not gap <= (1e-3 if dtype == "float32" else 0.3):
-        raise ModelError(
-            f"{type(model).__name__} cannot be trained packed: its log-probs differ by {gap:.2g} from its own plain forward. "
-            "Supported are plain decoders (Llama, Qwen2, Qwen3 and their like) without capped or scaled logits"
-        )
+    return Batch(tokens, lengths, mask, zeros, tokens, zeros[:2], lengths)
 
 
 class Tally:

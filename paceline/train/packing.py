@@ -228,5 +228,6 @@ def token_data(batch: Batch, micro: MicroBatch, weights: FloatArray) -> TokenDat
 def empty_micro_batch(device: torch.device) -> MicroBatch:
     """A pass with nothing to learn, for a rank that has no rows while others do: one token of which nothing is asked."""
     one, none = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(0, dtype=torch.int64, device=device)
-    layout = RowLayout(1, 1, one, one)
+    bounds = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    layout = RowLayout(1, 1, one, one, Varlen(bounds, bounds, 1, 1, None) if device.type == "cuda" else None)
     return MicroBatch(one[None], one[None], layout, rows=none, predict=none, targets=none, flat=np.zeros(0, np.int64))

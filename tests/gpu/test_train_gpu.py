@@ -1,15 +1,22 @@
 """Train engines on a GPU: FSDP agrees with a single device, and what is put away frees the device."""
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
+from paceline.train.engine import TrainEngine
 from paceline.train.fsdp import Fsdp
 from paceline.train.settings import TrainSettings
 from paceline.train.single import SingleDevice
 from tests.contract.test_train_engine import LOSS, random_batch, same_bits, tiny, weights_of
+from tests.gpu.test_fused_gpu import batch_of, gradient, off
+from tests.gpu.test_native_gpu import MODELS, build
 from tests.ranks import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -33,6 +40,30 @@ def test_one_fsdp_rank_learns_what_a_single_device_does(ranks: Ranks, dtype: str
     sharded.save(tmp_path)
     single.load(tmp_path)
     assert same_bits({name: weight.cpu() for name, weight in weights_of(single).items()}, weights_of(sharded))
+
+
+def fused(model: PreTrainedModel, settings: TrainSettings, **options: Any) -> TrainEngine:
+    engine = Fsdp(model, settings, **options)
+    assert engine._packed.fused is not None
+    return engine
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_our_own_passes_give_the_same_sharded(ranks: Ranks, name: str, checkpointing: bool) -> None:
+    settings = TrainSettings(dtype="bfloat16", gradient_checkpointing=checkpointing, micro_batch_tokens=500)
+    batch, model = batch_of(12, 150), build(name)
+    sharded = ranks(model, settings, make=fused, temperature=0.8)
+    single = SingleDevice(copy.deepcopy(model).cuda(), settings, temperature=0.8)
+    assert np.abs(single.logprobs(batch) - sharded.logprobs(batch)).max() < 0.05
+    one, two = (engine.forward_backward(batch, LOSS)["loss"] for engine in (single, sharded))
+    assert two == pytest.approx(one, abs=1e-3)
+    wanted, found = gradient(single.model), sharded.gradients()
+    assert found.keys() == wanted.keys()
+    errors = {key: off(found[key], wanted[key]) for key in wanted}
+    assert max(errors.values()) < 0.02, max(errors.items(), key=lambda item: item[1])
+    assert sharded.optimizer_step(1e-3) == pytest.approx(single.optimizer_step(1e-3), rel=1e-3)
+    assert np.abs(single.logprobs(batch) - sharded.logprobs(batch)).mean() < 0.01, "the next pass sees the new weights"
 
 
 def test_what_is_put_away_frees_the_device_and_comes_back_the_same(ranks: Ranks) -> None:

@@ -2,22 +2,24 @@
 (On a GPU our kernels stand there: tests/gpu.)"""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from paceline.rollout.native.weights import DecoderWeights, head_dim
-from paceline.train.decoder import TrainDecoder
+from paceline.train.decoder import LayerPasses, TrainDecoder
 from paceline.train.operations import Attended, Operations, Positions, Shape
-from paceline.train.packing import MicroBatch, RowLayout, cut_shared, make_varlen, micro_batch, trained_lengths
+from paceline.train.packing import MicroBatch, cut_shared, make_varlen, micro_batch, trained_lengths
 from tests.contract.test_train_engine import MODELS, random_batch, tiny
 
 
 class TorchOperations(Operations):
-    """The same operations in float64, their gradients by autograd."""
+    """The same operations in plain torch, their gradients by autograd."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -30,7 +32,7 @@ class TorchOperations(Operations):
         from_x, from_weight = gradient(self._norm, (x, weight), d_out)
         d_x += from_x
         d_weight += from_weight
-        return d_x
+        return d_x.to(weight.dtype)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, 1)
@@ -74,12 +76,12 @@ class TorchOperations(Operations):
         return gradient(lambda x: self.attend(x, at)[0], (qkv,), d_out)[0]
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + self.shape.eps).rsqrt() * weight
+        return (x * (x.square().mean(-1, keepdim=True) + self.shape.eps).rsqrt() * weight).to(weight.dtype)
 
     def _turn(self, x: Tensor, at: Positions) -> Tensor:
         a, b = x.chunk(2, -1)
         cos, sin = at.cos[:, None], at.sin[:, None]
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
 def gradient(function: Any, given: tuple[Tensor, ...], d_out: Tensor) -> tuple[Tensor, ...]:
@@ -88,15 +90,20 @@ def gradient(function: Any, given: tuple[Tensor, ...], d_out: Tensor) -> tuple[T
         return torch.autograd.grad(function(*leaves), leaves, d_out)
 
 
-def with_varlen(micro: MicroBatch, batch_rows: np.ndarray, needed: np.ndarray) -> MicroBatch:
+def with_varlen(micro: MicroBatch) -> MicroBatch:
     """A CPU's micro-batch with the layout a GPU's has."""
-    lengths, layout = needed[batch_rows], micro.layout
-    spread = layout.spread.view(layout.rows, layout.longest).numpy()
-    own = np.bincount(layout.slots.numpy() // layout.longest, minlength=layout.rows)
+    layout = micro.layout
+    row, position = np.divmod(layout.slots.numpy(), layout.longest)  # of each token, in the first row that has it
+    own, lengths = np.bincount(row, minlength=layout.rows), np.zeros(layout.rows, np.int64)
+    np.maximum.at(lengths, row, position + 1)
     inside = np.arange(layout.longest)[None, :] < lengths[:, None]
-    varlen = make_varlen(own, lengths, spread[inside], torch.device("cpu"))
-    wide = RowLayout(layout.rows, layout.longest, layout.spread, layout.slots, varlen)
-    return MicroBatch(micro.input_ids, micro.position_ids, wide, micro.rows, micro.predict, micro.targets, micro.flat)
+    varlen = make_varlen(own, lengths, layout.spread.view(layout.rows, layout.longest).numpy()[inside], torch.device("cpu"))
+    return replace(micro, layout=replace(layout, varlen=varlen))
+
+
+def torch_passes(config: PretrainedConfig, checkpointing: bool) -> LayerPasses:
+    shape = Shape(config.num_attention_heads, config.num_key_value_heads, head_dim(config), config.rms_norm_eps)
+    return LayerPasses(config, checkpointing, TorchOperations(shape))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -104,13 +111,11 @@ def with_varlen(micro: MicroBatch, batch_rows: np.ndarray, needed: np.ndarray) -
 def test_hidden_states_and_gradients_are_those_of_transformers(name: str, checkpointing: bool) -> None:
     model, batch = tiny(name).double(), random_batch()
     weights = DecoderWeights.from_module(copy.deepcopy(model), share=False)
-    config = model.config
-    shape = Shape(config.num_attention_heads, config.num_key_value_heads, head_dim(config), config.rms_norm_eps)
     needed = trained_lengths(batch)
     rows = np.flatnonzero(needed)
-    micro = with_varlen(micro_batch(batch, rows, needed, torch.device("cpu")), rows, needed)
+    micro = with_varlen(micro_batch(batch, rows, needed, torch.device("cpu")))
     assert micro.layout.varlen is not None and micro.layout.varlen.source is not None, "two rows share their prompt"
-    decoder = TrainDecoder(config, weights, checkpointing, TorchOperations(shape))
+    decoder = TrainDecoder(torch_passes(model.config, checkpointing), weights)
     tape = decoder.start(micro)
     hidden = decoder.forward(micro, tape, keep=True)
 
