@@ -145,7 +145,7 @@ def check_model(config: RunConfig, model_path: str, source: PromptSource) -> Non
     reach = (getattr(shape, "max_position_embeddings", None) or float("inf")) * rope.get("factor", 1.0)
     if source.longest + answered > reach:
         log.warning(
-            "the model was made for %d tokens, the longest prompt has %d and rollout.max_response_length = %d: what comes beyond may be noise",
+            "the model was made for %d tokens, the longest prompt has %d and rollout.max_response_length = %d: beyond it may be noise",
             reach, source.longest, answered,
         )  # fmt: skip
 
