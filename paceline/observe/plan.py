@@ -5,16 +5,13 @@ from rich.table import Table
 from paceline.config import RunConfig
 from paceline.models import resolve_model
 from paceline.place.cluster import Node
-from paceline.place.fit import GB, check_fit, needs
-from paceline.place.pools import find_nodes, plan_workers
+from paceline.place.fit import GB, needs, plan_that_fits
 
 
 async def plan_table(config: RunConfig) -> tuple[Table, list[str]]:
     """The table, and warnings about what may not fit. Raises ConfigError for what cannot."""
     model_path = resolve_model(config.model, config.data.task)
-    nodes = await find_nodes(config)
-    plans = plan_workers(config, nodes)
-    warnings = check_fit(plans, nodes, config, model_path)
+    nodes, plans, warnings = await plan_that_fits(config, model_path)
     table = Table("device", "worker", "role", "threads", "memory", "at most", title=_title(config, nodes))
     by_name = {node.name: node for node in nodes}
     position = {node.name: number for number, node in enumerate(nodes)}

@@ -4,7 +4,7 @@ Parameters, gradients and optimizer are exact, and what is refused is refused fo
 bounds: shown, and warned of, since smaller ones also work.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,11 +15,17 @@ from paceline.config import RunConfig
 from paceline.errors import ConfigError
 from paceline.models import load_config
 from paceline.place.cluster import Device, Node, PlannedWorker
+from paceline.place.pools import find_nodes, plan_workers
 from paceline.train.memory import memory_estimate
 from paceline.types import Role
 
 PROCESS = 300 << 20  # of host memory: an interpreter with torch in it
 GB = 1 << 30
+TIPS_GPU = (
+    "use more placement.train_ranks with train.backend = 'fsdp', give roles pools of their own, train adapters ([train.lora]), "
+    "or take a smaller model"
+)
+TIPS_NODE = "lower placement.rollout_workers, train adapters ([train.lora]), add machines (cluster = 'ray'), or take a smaller model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,31 +60,40 @@ def needs(plan: PlannedWorker, config: RunConfig, model_path: str) -> dict[Role,
     return found
 
 
+async def plan_that_fits(config: RunConfig, model_path: str) -> tuple[list[Node], list[PlannedWorker], list[str]]:
+    """What there is, who would run where, and warnings about what may not fit. Raises ConfigError for what cannot. Starts nothing."""
+    nodes = await find_nodes(config)
+    plans = plan_workers(config, nodes)
+    return nodes, plans, check_fit(plans, nodes, config, model_path)
+
+
 def check_fit(plans: Sequence[PlannedWorker], nodes: Sequence[Node], config: RunConfig, model_path: str) -> list[str]:
     """Raises ConfigError for what cannot fit; returns warnings about what may not. Memory that is not known is not judged."""
     by_name = {node.name: node for node in nodes}
-    used: dict[Device, Need] = defaultdict(lambda: Need(0, 0))
-    tenants: dict[Device, list[str]] = defaultdict(list)
+    used: dict[Device, Counter[str]] = defaultdict(Counter)  # by worker: what nothing works without
+    at_most: Counter[Device] = Counter()
     for plan in plans:
         need = sum(needs(plan, config, model_path).values(), Need(0, 0))
         for device in plan.devices:
-            place = device if by_name[device.node].gpus else Device(device.node, -1)  # CPU slots share the node's memory
-            used[place] += need if by_name[device.node].gpus else need + Need(PROCESS, PROCESS)
-            tenants[place].append(plan.name)
+            on_gpu = by_name[device.node].gpus > 0
+            place = device if on_gpu else Device(device.node, -1)  # CPU slots share the node's memory
+            used[place][plan.name] += need.fixed + (0 if on_gpu else PROCESS)
+            at_most[place] += need.at_most + (0 if on_gpu else PROCESS)
     warnings = []
-    for place, need in used.items():
+    for place, tenants in used.items():
         node = by_name[place.node]
         has, what = (node.gpu_memory, f"GPU {place}") if node.gpus else (node.memory, f"node {place.node}")
-        who = ", ".join(dict.fromkeys(tenants[place]))
-        if 0 < has < need.fixed:
+        who = ", ".join(f"{name} {size / GB:.1f} GB" for name, size in tenants.items())
+        if 0 < has < tenants.total():
             raise ConfigError(
-                f"{what} has {has / GB:.1f} GB, and what is planned for it ({who}) needs at least {need.fixed / GB:.1f} GB: "
-                f"use more train_ranks with train.backend = 'fsdp', give roles pools of their own, or take a smaller model"
+                f"{what} has {has / GB:.1f} GB, and what is planned for it needs at least {tenants.total() / GB:.1f} GB ({who}): "
+                f"{TIPS_GPU if node.gpus else TIPS_NODE}"
             )
-        if 0 < has < need.at_most:
+        if 0 < has < at_most[place]:
             warnings.append(
-                f"{what} has {has / GB:.1f} GB; with full micro-batches and caches {who} would take {need.at_most / GB:.1f} GB: "
-                f"lower train.micro_batch_tokens or rollout.slots, or set train.gradient_checkpointing = true, if memory runs out"
+                f"{what} has {has / GB:.1f} GB; with full micro-batches and caches {', '.join(tenants)} would take "
+                f"{at_most[place] / GB:.1f} GB: lower train.micro_batch_tokens or rollout.slots, or set "
+                f"train.gradient_checkpointing = true, if memory runs out"
             )
     return warnings
 

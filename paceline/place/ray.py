@@ -172,8 +172,6 @@ class RayCluster:
     async def open(cls, config: RunConfig, model_path: str, log_folder: Path) -> "RayCluster":
         if config.placement.overlap:
             raise ConfigError("placement.overlap is for one process of this machine; set cluster = 'local', or give rollout its own pool")
-        if ray.is_initialized():
-            raise ConfigError("Ray is already connected in this process; set ray.address to that cluster and leave connecting to the run")
         cluster = cls(config, model_path, log_folder)
         await asyncio.to_thread(connect, config.ray.address)
         cluster._nodes = await asyncio.to_thread(_nodes)
@@ -262,6 +260,8 @@ async def look_at(address: str) -> list[Node]:
 
 def connect(address: str) -> None:
     """To the cluster at `address`, or ("local") to one of our own that listens to this machine only and ends with us."""
+    if ray.is_initialized():
+        raise ConfigError("Ray is already connected in this process; set ray.address to that cluster and leave connecting to the run")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == "local":

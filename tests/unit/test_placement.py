@@ -1,5 +1,7 @@
 """Which device each role gets: on one machine or several, equal or not, enough or too few."""
 
+import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from paceline.place.placement import ResourcePool, split
 from paceline.place.pools import plan_workers
 from paceline.types import Role
 from tests.models import random_model
+from tests.processes import children
 
 GB = 1 << 30
 SEPARATE = ["placement.actor=train", "placement.rollout=rollout"]
@@ -104,12 +107,12 @@ def test_what_cannot_fit_is_refused_with_its_size_and_what_may_not_is_warned_of(
     config = load_config(None, [*SEPARATE, f"model={model}"])
     gpu: dict[str, Any] = {"cpus": 8, "gpus": 2, "memory": 64 * GB}
     assert fit(config, model, [Node("a", **gpu, gpu_memory=80 * GB)]) == []
-    with pytest.raises(ConfigError, match=r"GPU a:0 has 0\.0 GB, and what is planned for it \(train\) needs at least"):
+    with pytest.raises(ConfigError, match=r"GPU a:0 has 0\.0 GB, and what is planned for it needs at least .* \(train 0\.0 GB\): use more"):
         fit(config, model, [Node("a", **gpu, gpu_memory=100_000)])
     (warning,) = fit(config, model, [Node("a", **gpu, gpu_memory=20 << 20)])
     assert "micro_batch_tokens" in warning
     assert fit(config, model, [Node("a", 2, memory=0)]) == [], "memory that is not known is not judged"
-    with pytest.raises(ConfigError, match=r"node a has 0\.1 GB.*\(train, rollout\)"):
+    with pytest.raises(ConfigError, match=r"node a has 0\.1 GB.* at least 0\.6 GB \(train 0\.3 GB, rollout 0\.3 GB\): lower"):
         fit(config, model, [Node("a", 2, memory=100 << 20)])
 
 
@@ -131,3 +134,20 @@ def test_the_plan_is_printed_as_a_table_and_a_refusal_has_its_exit_code(model: s
     assert shown.exit_code == 0, shown.output
     for word in ("main", "critic_pool", "actor", "rollout", "critic", "GB"):
         assert word in shown.output
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_a_model_that_fits_nowhere_is_refused_before_anything_starts(command: str, model: str, tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from paceline.cli import app
+
+    giant = shutil.copytree(model, tmp_path / "giant")
+    shape = json.loads((giant / "config.json").read_text()) | {"hidden_size": 1 << 18, "intermediate_size": 1 << 18}
+    (giant / "config.json").write_text(json.dumps(shape))
+    (tmp_path / "r.toml").write_text(f'model = "{giant}"\nrun_dir = "{tmp_path}/run"\n[data]\ntask = "copy:3"\n')
+    said = CliRunner(env={"COLUMNS": "140"}).invoke(app, [command, str(tmp_path / "r.toml"), *SEPARATE])
+    assert said.exit_code == 2, said.output
+    for word in ("needs at least", "(train ", "take a smaller model"):
+        assert word in said.output
+    assert not (tmp_path / "run").exists() and not children()
