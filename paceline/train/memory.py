@@ -31,7 +31,9 @@ def memory_estimate(config: PretrainedConfig, settings: TrainSettings, ranks: in
         held = state = sum(-(-shape[0] // data) * _numel(shape[1:]) for shape in split.values())
         layers = [sum(_numel(s) for name, s in split.items() if f".layers.{i}." in name) for i in range(config.num_hidden_layers)]
         root = sum(_numel(s) for name, s in split.items() if ".layers." not in name)
-        gathered = 2 * (root + 2 * max(layers)) * FLOAT if data > 1 else 0  # weights and gradients, of a layer and the one fetched ahead
+        gathered = 2 * (root + 2 * max(layers)) * FLOAT  # weights and gradients, of a layer and the one fetched ahead
+        if data == 1:  # one rank keeps its weights whole until the last pass
+            gathered = held * (2 if settings.dtype == "bfloat16" else FLOAT) + 2 * max(root, *layers) * FLOAT
     else:
         held = -(-sum(p.numel() for p in parameters.values()) // (tensor * pipeline))
         state = -(-held // data)

@@ -91,7 +91,7 @@ class _LastNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_hidden: Tensor) -> tuple[Tensor | None, ...]:
         total, ctx.total = ctx.total, None
-        d, narrow = ctx.passes.last_backward(ctx.weight.detach(), _gradient([ctx.weight]), total, ctx.predict, d_hidden)
+        d, narrow = ctx.passes.last_backward(ctx.weight, _gradient([ctx.weight]), total, ctx.predict, d_hidden)
         return d, narrow, None, None, None
 
 
@@ -119,7 +119,7 @@ def _read(module: Any, take: Callable[[Sequence[Tensor]], Tensor]) -> Layer:
 
 
 def _weight(parameters: Sequence[Tensor]) -> Tensor:
-    return parameters[0].detach() if len(parameters) == 1 else torch.cat([p.detach() for p in parameters])
+    return parameters[0] if len(parameters) == 1 else torch.cat(tuple(parameters))
 
 
 def _gradient(parameters: Sequence[Tensor]) -> Tensor:

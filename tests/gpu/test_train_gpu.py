@@ -55,7 +55,8 @@ def test_our_own_passes_give_the_same_sharded(ranks: Ranks, name: str, checkpoin
     batch, model = batch_of(12, 150), build(name)
     sharded = ranks(model, settings, make=fused, temperature=0.8)
     single = SingleDevice(copy.deepcopy(model).cuda(), settings, temperature=0.8)
-    assert np.abs(single.logprobs(batch) - sharded.logprobs(batch)).max() < 0.05
+    before = single.logprobs(batch)
+    assert np.abs(before - sharded.logprobs(batch)).max() < 0.05
     one, two = (engine.forward_backward(batch, LOSS)["loss"] for engine in (single, sharded))
     assert two == pytest.approx(one, abs=1e-3)
     wanted, found = gradient(single.model), sharded.gradients()
@@ -63,7 +64,8 @@ def test_our_own_passes_give_the_same_sharded(ranks: Ranks, name: str, checkpoin
     errors = {key: off(found[key], wanted[key]) for key in wanted}
     assert max(errors.values()) < 0.02, max(errors.items(), key=lambda item: item[1])
     assert sharded.optimizer_step(1e-3) == pytest.approx(single.optimizer_step(1e-3), rel=1e-3)
-    assert np.abs(single.logprobs(batch) - sharded.logprobs(batch)).mean() < 0.01, "the next pass sees the new weights"
+    after = single.logprobs(batch)
+    assert np.abs(after - sharded.logprobs(batch)).mean() < 0.1 * np.abs(after - before).mean(), "the next pass sees the new weights"
 
 
 def test_what_is_put_away_frees_the_device_and_comes_back_the_same(ranks: Ranks) -> None:
