@@ -49,6 +49,7 @@ async def run(config: RunConfig, watcher: Watcher, pause: bool) -> tuple[dict[st
     try:
         async with asyncio.TaskGroup() as tasks:
             training = tasks.create_task(paceline.run.train(config, watcher.begin))
+            training.add_done_callback(watcher.end)
             pausing = tasks.create_task(watcher.pause_and_resume(Path(config.run_dir), PAUSE_LOOKS)) if pause else None
     except BaseExceptionGroup as failed:
         raise first_error(failed) from None

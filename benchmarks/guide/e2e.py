@@ -21,6 +21,7 @@ from rich.console import Console
 
 from benchmarks.guide.choice import Choice, take
 from benchmarks.guide.criteria import Verdict, ledger
+from benchmarks.guide.memory import MB, Memory
 from benchmarks.guide.watcher import Pause, Watcher
 from paceline.config import RunConfig, load_config
 from paceline.errors import ConfigError, ModelError, PacelineError, first_error
@@ -32,6 +33,8 @@ RECIPE = ROOT / "recipes" / "guide_minimal.toml"
 BATCH, FIRST_STEPS, ALL_STEPS = 4, 2, 14  # the first two are the recipe's own
 ENGINES = 2  # at least, so that "every engine" means something
 LIMIT_S = 600.0
+LOOK_S = 0.5
+CONTEXT_MB = 200  # the least a process takes of a GPU it computes on
 
 console = Console(soft_wrap=True, highlight=False)
 
@@ -43,18 +46,28 @@ class Run:
         self.config = config
         self.watcher = Watcher()
         self.pause: Pause | None = None
+        self.memory = Memory(os.getpid())
         self.summary: dict[str, Any] = {}
 
     async def go(self, pause: bool = False) -> "Run":
+        self.memory.look()
         try:
             async with asyncio.TaskGroup() as tasks:
                 training = tasks.create_task(train(self.config, self.watcher.begin))
+                looking = tasks.create_task(self._look())
+                training.add_done_callback(lambda _: looking.cancel())
+                training.add_done_callback(self.watcher.end)
                 pausing = tasks.create_task(self.watcher.pause_and_resume(Path(self.config.run_dir), looks=2)) if pause else None
         except BaseExceptionGroup as failed:
             raise first_error(failed) from None
         self.summary = training.result()
         self.pause = pausing.result() if pausing else None
         return self
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.to_thread(self.memory.look)
+            await asyncio.sleep(LOOK_S)
 
 
 def samples(run: Run) -> Verdict:
@@ -71,6 +84,13 @@ def versions(run: Run, engines: int) -> Verdict:
     latency = run.summary["sync_latency_s"] * 1000
     seen = f"{len(found)} engine{'s' if len(found) > 1 else ''} at {found} after step {run.config.steps}, {latency:.1f} ms a hand-over"
     return Verdict("versions advanced on every engine", found == [run.config.steps] * engines, seen)
+
+
+def on_gpus(run: Run, workers: int) -> Verdict:
+    """A process that computes on a GPU holds some of its memory, whatever its model."""
+    grown = run.memory.gpu_growth()
+    seen = f"{workers} workers took {grown / MB:,.0f} MB of GPU memory"
+    return Verdict("trainer and engines are on GPUs", grown > workers * CONTEXT_MB * MB, seen)
 
 
 def paused(pause: Pause) -> Iterator[Verdict]:
@@ -129,6 +149,8 @@ async def checks(choice: Choice, folder: Path) -> list[Verdict]:
     first = await Run(load_config(RECIPE, settings)).go()
     show(samples(first))
     show(versions(first, choice.engines(ENGINES)))
+    if choice.gpus:
+        show(on_gpus(first, choice.train_ranks + choice.engines(ENGINES)))
     second = await Run(load_config(RECIPE, [*settings, f"total_training_steps={ALL_STEPS}"])).go(pause=True)
     show(resumed(second))
     assert second.pause

@@ -30,6 +30,11 @@ class Memory:
                 continue
         self._looks.append((time.time(), host, *self._gpus()))
 
+    def gpu_growth(self) -> int:
+        """Bytes of the GPUs, at most, above what was taken when it was first looked."""
+        taken = [look[2] for look in self._looks]
+        return max(taken) - taken[0]
+
     def between(self, begin: float, end: float) -> dict[str, list[float]]:
         looks = [look for look in self._looks if begin <= look[0] <= end]
         names = ("seconds", "host", "gpu", "gpu_use")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.control import ask
+from paceline.errors import PacelineError
 from paceline.loop import Metrics
 from paceline.queue.pulse import Pulse
 from paceline.rollout.engine import EngineStats
@@ -50,6 +51,7 @@ class Watcher:
         self.looks: list[Look] = []
         self.engines: Sequence[EngineStats] = ()
         self._changed = Pulse()
+        self._ended = False
 
     def begin(self, first_step: int) -> "Watcher":
         self.first_step = first_step
@@ -68,12 +70,19 @@ class Watcher:
         self.looks.append(Look(time.time(), queue_utilisation, self.tokens, busy))
         self._changed.fire()
 
+    def end(self, *_: object) -> None:
+        """The run is over: nothing that is waited for can come any more."""
+        self._ended = True
+        self._changed.fire()
+
     @property
     def tokens(self) -> int:
         return sum(engine.tokens for engine in self.engines)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         while not condition():
+            if self._ended:
+                raise PacelineError("the run was over before it had been paused and resumed: give it more steps")
             await self._changed.wait()
 
     async def more_looks(self, count: int) -> None:
