@@ -76,6 +76,7 @@ class CudaBackend:
         self._table = np.zeros((self.slots, self.forward.pages_each), np.int32)
         self._held = np.zeros(self.slots, np.int64)  # pages of each row
         self._table_changed = False
+        self._live = 0  # rows that are decoded
         self._used = 0  # rows from here on stand still
 
     def kv_used(self) -> float:
@@ -97,8 +98,9 @@ class CudaBackend:
         length = len(sequence.context) - 1
         shared = source.pages[: length // PAGE] if source else []
         needed = self.pages.needed(length + 1) - len(shared)
-        if self.pages.free < needed + self._used:  # the live ones soon want one more each
-            if self._used or not (taken := self.pages.take(needed)):
+        growing = int((self._held[: self._live] < self.forward.pages_each).sum())  # those soon want one more each
+        if self.pages.free < needed + growing:
+            if self._live or not (taken := self.pages.take(needed)):
                 return False
         else:
             taken = self.pages.take(needed) or []
@@ -173,7 +175,7 @@ class CudaBackend:
             self._table[index, : len(pages)] = pages
             self._held[index] = len(pages)
         self._table_changed = True
-        self._used = max(self._used, n)
+        self._live, self._used = n, max(self._used, n)
 
     def move(self, slots: Slots, moves: list[tuple[int, int]]) -> None:
         if moves:
@@ -182,7 +184,8 @@ class CudaBackend:
                 both = self._upload(np.stack((sources, targets))).long()
                 self.state.index_copy_(1, both[1], self.state.index_select(1, both[0]))
             self._table[targets], self._held[targets] = self._table[sources], self._held[sources]
-        self._table[len(slots.live) :] = 0
+        self._live = len(slots.live)
+        self._table[self._live :] = 0
         self._table_changed = True
 
     def decode(self, slots: Slots, steps: int) -> Reading:
