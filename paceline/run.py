@@ -272,6 +272,7 @@ def _fleet(config: RunConfig, cluster: Cluster, plans: Sequence[PlannedWorker], 
         shared={plan.name for plan in plans if plan.roles != (Role.ROLLOUT,)},
         launch=None if config.placement.shared(Role.ACTOR, Role.ROLLOUT) else launch,
         heartbeat_timeout_s=config.heartbeat_timeout_s,
+        loading_timeout_s=min(config.sync.timeout_s, 0.75 * config.rollout.generation_timeout),  # before its answers fail for it
         max_restarts=config.fleet.max_restarts,
     )
 

@@ -49,16 +49,17 @@ class Fleet:
         shared: Collection[str] = (),
         launch: Launch | None = None,
         heartbeat_timeout_s: float = 30.0,
+        loading_timeout_s: float = 60.0,
         max_restarts: int = 3,
         changed: Pulse | None = None,
     ) -> None:
         """`shared`: names of workers that play other roles too. `launch(name)` starts one more rollout worker; without it
-        the fleet stays as it is."""
+        the fleet stays as it is. `loading_timeout_s`: how long a worker may be silent that is loading new weights."""
         self.replaced = 0
         self.changed = changed or Pulse()
         self._pool = pool  # names of new workers begin with it
         self._launch = launch
-        self._silence_s = heartbeat_timeout_s
+        self._silence_s, self._loading_s = heartbeat_timeout_s, max(heartbeat_timeout_s, loading_timeout_s)
         self._max_restarts = max_restarts
         self._incarnations = itertools.count()
         self._members = [
@@ -153,9 +154,10 @@ class Fleet:
         beat = asyncio.ensure_future(member.engine.stats())
         try:
             while not beat.done():
-                await asyncio.wait({beat}, timeout=self._silence_s)
-                if not beat.done() and member.elastic and not member.loading:
-                    raise WorkerDied(f"worker {member.name!r} has been silent for {clock() - asked:.0f} s (fleet.heartbeat_timeout_s)")
+                silent_s, may_be_s = clock() - asked, self._loading_s if member.loading else self._silence_s
+                if member.elastic and silent_s >= may_be_s:
+                    raise WorkerDied(f"worker {member.name!r} has been silent for {silent_s:.0f} s (fleet.heartbeat_timeout_s)")
+                await asyncio.wait({beat}, timeout=max(0.01, may_be_s - silent_s) if member.elastic else None)
         finally:
             beat.cancel()
         member.stats, member.heard_s = beat.result(), clock()

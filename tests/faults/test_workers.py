@@ -165,6 +165,16 @@ def test_a_stopped_worker_is_replaced_and_when_it_wakes_up_nobody_listens(model:
     play(config(model, tmp_path, "placement.rollout_workers=2"), script)
 
 
+def test_the_only_worker_stopped_while_it_should_take_new_weights_is_replaced_before_its_answers_fail(model: str, tmp_path: Path) -> None:
+    async def script(steps: Steps) -> None:
+        await steps.more(3)
+        os.kill(pids(tmp_path)["rollout"], signal.SIGSTOP)  # the trainer goes on with what it has, and then nobody takes its weights
+        await steps.until(lambda: steps.metrics[-1]["fleet/replaced"] == 1)
+        await steps.more(5)
+
+    play(config(model, tmp_path, "fleet.heartbeat_timeout_s=1", "rollout.generation_timeout=8"), script)
+
+
 def test_two_workers_join_and_one_leaves_every_engine_gets_every_version_and_the_job_can_be_paused(model: str, tmp_path: Path) -> None:
     async def script(steps: Steps) -> None:
         await steps.more(2)
