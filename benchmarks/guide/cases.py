@@ -45,7 +45,7 @@ class Work:
     budget_s: float  # of all: none starts later, so that together they never take longer than budget_s + limit_s
 
 
-QUICK = Work(batch=8, median=24, cap=192, steps=12, warm_up=3, rounds=1, limit_s=40.0, budget_s=250.0)
+QUICK = Work(batch=8, median=24, cap=192, steps=10, warm_up=3, rounds=1, limit_s=60.0, budget_s=235.0)
 FULL = Work(batch=16, median=40, cap=512, steps=24, warm_up=5, rounds=2, limit_s=240.0, budget_s=3300.0)
 
 

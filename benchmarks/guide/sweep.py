@@ -127,7 +127,7 @@ def main() -> int:
     results = {
         "command": "./run_benchmark.sh" + (" --quick" if options.quick else ""),
         "choice": str(choice),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {choice.gpus} GPUs",
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {choice.gpus} GPU{'' if choice.gpus == 1 else 's'}",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "work": asdict(work),
         "minutes": (time.monotonic() - begun) / 60,
