@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-import time
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -42,19 +42,27 @@ def train(
     """Train a model. The same command on an existing run folder continues that run."""
     from paceline.config import load_config
 
+    stopped_by = signal.SIGINT
+
+    def terminate(*_: object) -> None:
+        nonlocal stopped_by
+        stopped_by = signal.SIGTERM
+        signal.raise_signal(signal.SIGINT)  # a scheduler's way to say Ctrl-C
+
+    before = signal.signal(signal.SIGTERM, terminate)
     try:
         config = load_config(recipe, settings or ())
         if dry_run:
             console.print_json(config.model_dump_json())
             return
-        if fresh:
-            _move_aside(Path(config.run_dir))
-        _train(config)
+        _train(config, fresh)
     except PacelineError as error:
         _fail(error)
     except KeyboardInterrupt:
         console.print("\nstopped; the same command continues from the last checkpoint")
-        raise typer.Exit(130) from None
+        raise typer.Exit(128 + stopped_by) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @app.command()
@@ -132,7 +140,7 @@ def version() -> None:
     console.print(__version__, highlight=False)
 
 
-def _train(config: "RunConfig") -> None:
+def _train(config: "RunConfig", fresh: bool) -> None:
     from paceline.observe.display import Display, closing_table
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -140,8 +148,10 @@ def _train(config: "RunConfig") -> None:
     _log_to_console()
     folder = Path(config.run_dir)
     with console.status("loading torch and transformers …") as status:
-        from paceline.run import prepare_model, train
+        from paceline.run import move_aside, prepare_model, train
 
+        if fresh and (aside := move_aside(Path(config.run_dir))):
+            console.print(f"the run that was in {config.run_dir} is now in {aside}", highlight=False)
         prepare_model(config, lambda step, total: status.update(f"warming up the tiny model, once: step {step} of {total} …"))
         status.update("loading the model and starting the workers …")
         display: Display | None = None
@@ -177,13 +187,6 @@ def _log_to_console() -> None:
     """Our own warnings are for the user; other libraries' are not."""
     logger = logging.getLogger("paceline")
     logger.handlers = [RichHandler(console=console, show_path=False, show_time=False, level=logging.WARNING)]
-
-
-def _move_aside(folder: Path) -> None:
-    if folder.exists():
-        aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}")
-        folder.rename(aside)
-        console.print(f"the run that was in {folder} is now in {aside}", highlight=False)
 
 
 def _fail(error: PacelineError) -> NoReturn:

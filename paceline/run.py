@@ -7,6 +7,7 @@ import asyncio
 import fcntl
 import json
 import logging
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
@@ -64,7 +65,10 @@ class Start:
 
 def open_folder(config: RunConfig) -> IO[str]:
     """Make the run folder and hold its lock, so that two runs never share one."""
-    folder = Path(config.run_dir)
+    return _locked(Path(config.run_dir))
+
+
+def _locked(folder: Path) -> IO[str]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / "lock").open("w")
@@ -76,9 +80,22 @@ def open_folder(config: RunConfig) -> IO[str]:
     return lock
 
 
+def move_aside(folder: Path) -> Path | None:
+    """Make room for a new run; where the one that was there is now. Refused while that one is running."""
+    if not folder.exists():
+        return None
+    aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+    with _locked(folder):
+        folder.rename(aside)
+    return aside
+
+
 def find_start(config: RunConfig, identity: dict[str, Any]) -> Start:
     """Look for a checkpoint to continue from; refuse one of another model, data set or setting, with the differences."""
-    checkpoint = latest_checkpoint(Path(config.run_dir) / "checkpoints")
+    root = Path(config.run_dir) / "checkpoints"
+    checkpoint = latest_checkpoint(root)
+    if checkpoint is None and any(root.glob("step_*")):
+        raise CheckpointError(f"no checkpoint in {root} is whole, so there is nothing to continue from; start over with --fresh")
     if checkpoint is None:
         return Start(None, 0, None, 0)
     state = read_state(checkpoint)

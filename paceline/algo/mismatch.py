@@ -47,7 +47,7 @@ class MismatchMonitor:
         self._stale.append(stale_gap)
         if gap is None and not self._said:
             self._said = True
-            log.warning(
+            log.info(
                 "step %d: no token of this batch was sampled with the trainer's own version, so engine and trainer can only be compared "
                 "loosely (mean distance of log-probs %.3g; above %g the run ends)",
                 step,

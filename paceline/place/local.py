@@ -175,6 +175,8 @@ class ProcessWorker(Rank):
     async def close(self) -> None:
         self._closing = True
         self._send(None)
+        if self.starting:
+            self.process.kill()  # it reads nothing before it stands, and has nothing to lose
         try:
             await asyncio.to_thread(self.process.wait, 5)
         except subprocess.TimeoutExpired:

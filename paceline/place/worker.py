@@ -59,6 +59,10 @@ class Worker(ABC):
         await self._pending[0][1]
         del self._pending[0]
 
+    @property
+    def starting(self) -> bool:
+        return 0 in self._pending and not self._pending[0][1].done()
+
     def waiting_for(self) -> list[str]:
         return [what for what, _ in self._pending.values()]
 

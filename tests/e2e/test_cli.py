@@ -1,6 +1,7 @@
 """The command line as a user meets it: what goes wrong is said in one clear message, with the right exit code."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from paceline.cli import app
+from paceline.config import load_config
+from paceline.run import open_folder
 from tests.models import random_model
 from tests.processes import children
 
@@ -74,6 +77,21 @@ def test_a_run_leaves_a_summary_metrics_ledger_and_checkpoint(recipe: Path, tmp_
     assert (tmp_path / "run" / "ledger.jsonl").exists() and (tmp_path / "run" / "checkpoints" / "step_00000002").is_dir()
     again = paceline(recipe)
     assert again.exit_code == 0 and "2 of 2 steps" in again.output, again.output
+
+
+def test_starting_over_moves_the_old_run_aside_but_not_from_under_a_running_one(recipe: Path, tmp_path: Path) -> None:
+    assert paceline(recipe, "steps=1").exit_code == 0
+    with open_folder(load_config(recipe)):
+        refused(paceline(recipe, "--fresh"), 10, "in use by another run")
+    assert (tmp_path / "run" / "summary.json").exists()
+    assert "is now in" in paceline(recipe, "steps=1", "--fresh").output
+    assert len(list(tmp_path.glob("run*/summary.json"))) == 2
+
+
+def test_when_no_checkpoint_is_whole_the_run_does_not_start_over_by_itself(recipe: Path, tmp_path: Path) -> None:
+    assert paceline(recipe).exit_code == 0
+    (tmp_path / "run" / "checkpoints" / "step_00000002" / "state.json").write_text("{")
+    refused(paceline(recipe, "steps=3"), 10, "state.json is damaged", "no checkpoint", "--fresh")
 
 
 @pytest.mark.parametrize(
@@ -223,7 +241,8 @@ def test_every_recipe_is_valid() -> None:
         assert result.exit_code == 0, f"{path}: {result.output}"
 
 
-def test_ctrl_c_stops_everything_and_says_how_to_go_on(recipe: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_and_a_schedulers_signal_stop_everything_and_say_how_to_go_on(number: int, code: int, recipe: Path, tmp_path: Path) -> None:
     separate = ["placement.actor=train", "placement.rollout=rollout"]
     command = [sys.executable, "-m", "paceline.cli", "train", str(recipe), "steps=100000", *separate]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -233,7 +252,7 @@ def test_ctrl_c_stops_everything_and_says_how_to_go_on(recipe: Path, tmp_path: P
             time.sleep(0.05)
         children = psutil.Process(process.pid).children(recursive=True)
         assert children
-        process.send_signal(2)
+        process.send_signal(number)
         output = process.communicate(timeout=30)[0]
-    assert process.returncode == 130 and "the same command continues" in output and "Traceback" not in output, output
+    assert process.returncode == code and "the same command continues" in output and "Traceback" not in output, output
     assert not any(child.is_running() for child in children)

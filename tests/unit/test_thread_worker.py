@@ -1,14 +1,16 @@
-"""A worker on threads of this process: its roles take turns, except those that have a thread of their own."""
+"""Workers on this machine. On threads of this process roles take turns, except those that have a thread of their own."""
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.errors import WorkerDied
-from paceline.place.local import ThreadWorker
+from paceline.place.local import ProcessWorker, ThreadWorker
 
 
 class Gate:
@@ -69,3 +71,13 @@ def test_a_role_beside_that_fails_takes_the_worker_with_it() -> None:
             await worker.died
 
     with_worker(lambda: {"actor": Gate(), "rollout": Broken()}, scenario)
+
+
+def test_a_process_that_is_still_starting_is_not_waited_for(tmp_path: Path) -> None:
+    async def scenario() -> float:
+        worker = ProcessWorker("slow", time.sleep, (60,), cores=[], threads=1, log_path=tmp_path / "log")  # type: ignore[arg-type]
+        begun = time.monotonic()
+        await worker.close()
+        return time.monotonic() - begun
+
+    assert asyncio.run(scenario()) < 4
