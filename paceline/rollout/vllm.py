@@ -34,7 +34,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, proces
 
 from paceline.errors import RolloutError, SyncError
 from paceline.models import load_config
-from paceline.rollout.native.sampling import Sampler, row_keys
+from paceline.rollout.native.sampling import draw, row_keys
 from paceline.rollout.native.slots import already_ended, ends_in_stop, refusal
 from paceline.rollout.vllm_memory import expected_weights, kv_bytes, memory_share, weight_bytes
 from paceline.rollout.vllm_settings import VllmSettings
@@ -51,7 +51,6 @@ class Draw(LogitsProcessor):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._rows: dict[int, tuple[tuple[int, float, int, float], int, list[int]]] = {}  # how to draw, prompt length, tokens so far
-        self._sampler: Sampler | None = None
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -63,13 +62,9 @@ class Draw(LogitsProcessor):  # type: ignore[misc]
         rows = [self._rows[row] for row in range(len(logits))] if len(self._rows) >= len(logits) else []
         if not rows:
             return logits  # vLLM is warming up
-        if self._sampler is None:
-            self._sampler = Sampler(logits.shape[1], logits.device)
-            if logits.is_cuda:
-                self._sampler.block = 1 << 20  # all rows at once; small blocks are for a CPU's cache
         seeds, temperature, top_k, top_p = zip(*(how for how, _, _ in rows), strict=True)
         positions = np.array([length + len(made) for _, length, made in rows], np.int64)
-        tokens, logprobs = self._sampler.draw(
+        tokens, logprobs = draw(
             logits,
             row_keys(np.array(seeds, np.uint64), positions),
             np.array(temperature, np.float32),

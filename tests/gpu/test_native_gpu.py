@@ -17,9 +17,11 @@ from transformers import (
 )
 
 from paceline.errors import RolloutError
+from paceline.rollout.native import backend
 from paceline.rollout.native.engine import NativeEngine
 from paceline.rollout.native.weights import DecoderWeights
 from paceline.types import Completion, Finish, Request, Sampling
+from tests.gpu.race import draw_by_race
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -99,7 +101,8 @@ def whole(request: Request) -> bool:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_answers_are_those_of_the_cpu_and_logprobs_those_of_transformers(name: str) -> None:
+def test_answers_are_those_of_the_cpu_and_logprobs_those_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "draw", draw_by_race)
     expected = run(engine_of(build(name), "cpu"), mixed())
     module = build(name)
     engine = engine_of(module)
@@ -226,3 +229,12 @@ def test_memory_does_not_grow_over_2000_admissions() -> None:
     before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     work(2000, "r")
     assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
+
+
+def test_an_engine_that_was_full_takes_new_sequences_however_short_they_may_be() -> None:
+    module = build()
+    weights = DecoderWeights.from_module(module.to("cuda"), share=False)
+    engine = NativeEngine(module.config, weights, slots=16, max_length=40)  # one page for each
+    for wave in range(3):
+        wanted = [Request(f"{wave}.{number}", (1, 2, number), number, Sampling(8)) for number in range(16)]
+        assert len(run(engine, wanted, steps=1000)) == 16

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.rollout.native.sampling import Sampler, row_keys
-
-CPU = torch.device("cpu")
+from paceline.rollout.native import sampling
+from paceline.rollout.native.sampling import row_keys
+from tests.gpu.race import exponentials
 
 
 def keys(n: int, seed: int = 0) -> np.ndarray:
@@ -16,7 +16,7 @@ def keys(n: int, seed: int = 0) -> np.ndarray:
 def draw(logits: torch.Tensor, n: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0):
     rows = logits.expand(n, -1).clone()
     full = (np.full(n, temperature, np.float32), np.full(n, top_k, np.int64), np.full(n, top_p, np.float32))
-    return Sampler(logits.shape[-1], CPU).draw(rows, keys(n, seed), *full)
+    return sampling.draw(rows, keys(n, seed), *full)
 
 
 def reference(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> np.ndarray:
@@ -60,11 +60,19 @@ def test_a_large_vocabulary_with_a_flat_nucleus_is_sorted_beyond_the_first_look(
     np.testing.assert_allclose(logprobs, np.log(expected[tokens]), atol=1e-4)
 
 
-def test_draws_of_neighbouring_positions_seeds_and_tokens_are_uncorrelated() -> None:
-    n, vocabulary = 512, 512
-    sampler = Sampler(vocabulary, CPU)
-    words = torch.from_numpy(keys(n)).view(torch.int32).view(n, 2)
-    u = -sampler._negative_exponentials(words[:, :1], words[:, 1:] | 1).double().expm1()
+def test_draws_of_neighbouring_positions_and_seeds_are_uncorrelated() -> None:
+    """A uniform distribution over many tokens shows the random number behind a draw."""
+    n, vocabulary = 256, 4096
+    rows = [draw(torch.zeros(vocabulary), n, seed=seed)[0] for seed in range(64)]
+    u = (torch.from_numpy(np.stack(rows)).double() + 0.5) / vocabulary
+    assert_uniform_and_uncorrelated(u)
+
+
+def test_the_numbers_of_the_race_are_uncorrelated_over_rows_and_tokens() -> None:
+    assert_uniform_and_uncorrelated(-(-exponentials(keys(512), 512)).double().expm1())
+
+
+def assert_uniform_and_uncorrelated(u: torch.Tensor) -> None:
     assert u.min() > 0 and u.max() < 1
     counts = torch.histc(u, 64, 0, 1)
     assert ((counts - u.numel() / 64) ** 2 / (u.numel() / 64)).sum() < 63 + 5 * np.sqrt(126)
@@ -77,7 +85,7 @@ def test_draws_of_neighbouring_positions_seeds_and_tokens_are_uncorrelated() -> 
 def test_greedy_rows_take_the_likeliest_token_with_its_logprob_at_temperature_one_beside_sampled_rows() -> None:
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(3))
     temperature = np.array([0, 1, 0, 0.5, 0, 1], np.float32)
-    tokens, logprobs = Sampler(50, CPU).draw(logits.clone(), keys(6), temperature, np.zeros(6, np.int64), np.ones(6, np.float32))
+    tokens, logprobs = sampling.draw(logits.clone(), keys(6), temperature, np.zeros(6, np.int64), np.ones(6, np.float32))
     greedy = temperature == 0
     assert (tokens[greedy] == logits.argmax(-1).numpy()[greedy]).all()
     expected = logits.log_softmax(-1).max(-1).values.numpy()
@@ -87,9 +95,17 @@ def test_greedy_rows_take_the_likeliest_token_with_its_logprob_at_temperature_on
 def test_a_row_draws_the_same_token_alone_and_in_any_block() -> None:
     vocabulary, n = 50_000, 9  # two rows per block
     logits = torch.randn(n, vocabulary, generator=torch.Generator().manual_seed(4))
-    sampler, row = Sampler(vocabulary, CPU), keys(n)
+    row = keys(n)
     ones, zeros = np.ones(n, np.float32), np.zeros(n, np.int64)
-    together, _ = sampler.draw(logits.clone(), row, ones, zeros, ones)
+    together, _ = sampling.draw(logits.clone(), row, ones, zeros, ones)
     for i in range(n):
-        alone, _ = sampler.draw(logits[i : i + 1].clone(), row[i : i + 1], ones[:1], zeros[:1], ones[:1])
+        alone, _ = sampling.draw(logits[i : i + 1].clone(), row[i : i + 1], ones[:1], zeros[:1], ones[:1])
         assert alone[0] == together[i]
+
+
+def test_a_token_of_probability_zero_is_never_drawn() -> None:
+    logits = torch.full((300,), -torch.inf)
+    logits[[7, 150]] = 0.0
+    tokens, logprobs = draw(logits, 2000)
+    assert set(tokens.tolist()) == {7, 150}
+    np.testing.assert_allclose(logprobs, np.log(0.5), atol=1e-6)

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from paceline.rollout.native.model import Decoder
-from paceline.rollout.native.sampling import Sampler, row_keys
+from paceline.rollout.native.sampling import draw, row_keys
 from paceline.rollout.native.slots import Sequence, Slots
 from paceline.rollout.native.weights import DecoderWeights, head_dim
 
@@ -96,13 +96,13 @@ class Backend(Protocol):
 
 
 def choose_backend(
-    config: PretrainedConfig, weights: DecoderWeights, slots: int, max_length: int, kv_memory_fraction: float
+    config: PretrainedConfig, weights: DecoderWeights, slots: int, max_length: int, kv_memory_fraction: float, brief: bool
 ) -> "Backend":  # fmt: skip
     dim = head_dim(config)
     if weights.head.device.type == "cuda" and dim in (16, 32, 64, 128, 256) and importlib.util.find_spec("triton"):
         from paceline.rollout.native.cuda import CudaBackend
 
-        return CudaBackend(config, weights, slots, max_length, kv_memory_fraction)
+        return CudaBackend(config, weights, slots, max_length, kv_memory_fraction, brief)
     return SimpleBackend(config, weights, slots, max_length)
 
 
@@ -125,7 +125,6 @@ class SimpleBackend:
     def __init__(self, config: PretrainedConfig, weights: DecoderWeights, slots: int, max_length: int) -> None:
         self._weights = weights
         self._model = Decoder(config, weights, slots, max_length)
-        self._sampler = Sampler(len(weights.head), weights.head.device)
 
     def kv_used(self) -> None:
         return None
@@ -167,7 +166,7 @@ class SimpleBackend:
         positions = slots.position[:n]
         logits = self._model.decode(self._tensor(slots.last[:n]), self._tensor(positions), int(positions.max()))
         keys = row_keys(slots.seed[:n], positions + 1)
-        tokens, logprobs = self._sampler.draw(logits, keys, slots.temperature[:n], slots.top_k[:n], slots.top_p[:n])
+        tokens, logprobs = draw(logits, keys, slots.temperature[:n], slots.top_k[:n], slots.top_p[:n])
         return Ready(tokens[None], logprobs[None])
 
     def changing_weights(self) -> AbstractContextManager[object]:

@@ -27,12 +27,16 @@ class Decoder:
         with torch.inference_mode():
             angles = torch.arange(max_length, device=device).float()[:, None] * weights.inv_freq.to(device)
             cos, sin = angles.cos() * weights.rope_scale, angles.sin() * weights.rope_scale
-            # for all heads of a fused q/k/v row: values are multiplied by 1
+            # for all heads of a fused q/k/v row: values are multiplied by 1, and nothing is added to them
             self.cos = torch.ones(max_length, self.heads + 2 * self.kv_heads, self.head_dim, device=device, dtype=dtype)
             self.cos[:, : -self.kv_heads] = torch.cat((cos, cos), -1).unsqueeze(1)
-            self.sin = sin.to(dtype).unsqueeze(1)
+            self.sin = torch.zeros_like(self.cos)
+            self.sin[:, : -self.kv_heads] = torch.cat((-sin, sin), -1).unsqueeze(1)
             self.columns = torch.arange(max_length, device=device)
-            self.rows = torch.arange(slots, device=device)
+            self.rows = torch.arange(slots * self.kv_heads * 2, device=device).view(slots, -1) * max_length  # of a layer's cache
+            width = weights.embedding.shape[1]
+            self.mean = torch.full((width, 1), 1 / width, device=device)
+            self.least = torch.full((1, 1), self.eps, device=device)
         self.make_cache()
 
     @torch.inference_mode()
@@ -51,14 +55,15 @@ class Decoder:
         `longest`: the highest position."""
         n = len(tokens)
         window = min(-(-(longest + 1) // WINDOW) * WINDOW, self.max_length)
+        each = positions.unsqueeze(1)
         # [n * kv heads, 1, window]: 0 where a key may be seen
-        hidden = self.columns[:window] > positions.repeat_interleave(self.kv_heads).unsqueeze(1)
-        mask = torch.zeros(hidden.shape, device=tokens.device, dtype=self.kv.dtype).masked_fill_(hidden, -torch.inf).unsqueeze(1)
-        cos, sin, rows = self.cos[positions], self.sin[positions], self.rows[:n]
-        x = self.weights.embedding[tokens]
+        mask = torch.where(self.columns[:window] > each, -torch.inf, 0.0).to(self.kv.dtype).repeat_interleave(self.kv_heads, 0).unsqueeze(1)
+        places = (self.rows[:n] + each).view(-1)
+        cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+        x = self.weights.embedding.index_select(0, tokens)
         for layer, kv, (keys, values) in zip(self.weights.layers, self.kv, self._keys_values(n, window), strict=True):
             q, new = self._project(layer, x, cos, sin)
-            kv[rows, :, :, positions] = new
+            kv.view(-1, self.head_dim).index_copy_(0, places, new.reshape(-1, self.head_dim))
             scores = torch.baddbmm(mask, q.reshape(n * self.kv_heads, -1, self.head_dim), keys, alpha=self.scale)
             attended = torch.bmm(torch.softmax(scores, -1), values)
             layer.out.add_to(x, attended.view(n, -1))
@@ -102,14 +107,12 @@ class Decoder:
     def _project(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated queries [n, heads, head_dim]; rotated keys and the values, together [n, kv heads, 2, head_dim]."""
         qkv = layer.qkv(self._norm(x, layer.input_norm)).view(len(x), -1, self.head_dim)
-        turned, half = qkv.shape[1] - self.kv_heads, self.head_dim // 2
         if layer.q_norm is not None and layer.k_norm is not None:
+            turned = qkv.shape[1] - self.kv_heads
             normed = F.rms_norm(qkv[:, :turned], (self.head_dim,), None, self.eps)
             torch.mul(normed[:, : self.heads], layer.q_norm, out=qkv[:, : self.heads])
             torch.mul(normed[:, self.heads :], layer.k_norm, out=qkv[:, self.heads : turned])
-        rotated = qkv * cos
-        rotated[:, :turned, :half].addcmul_(qkv[:, :turned, half:], sin, value=-1)
-        rotated[:, :turned, half:].addcmul_(qkv[:, :turned, :half], sin)
+        rotated = (qkv * cos).addcmul_(qkv.roll(self.head_dim // 2, -1), sin)  # halves swapped
         return rotated[:, : self.heads], rotated[:, self.heads :].view(len(x), 2, self.kv_heads, -1).transpose(1, 2)
 
     def _mlp(self, layer: Layer, x: Tensor) -> None:
@@ -117,4 +120,6 @@ class Decoder:
         layer.down.add_to(x, F.silu(gate).mul_(up))
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.eps)
+        if x.dtype != torch.float32:
+            return F.rms_norm(x, weight.shape, weight, self.eps)
+        return (x * torch.addmm(self.least, x.square(), self.mean).rsqrt_()).mul_(weight)  # in half the time of the one above
