@@ -184,9 +184,11 @@ def _ask(run: Path, command: str, **arguments: Any) -> Any:
 
 
 def _log_to_console() -> None:
-    """Our own warnings are for the user; other libraries' are not."""
+    """Our own warnings are for the user; other libraries' are not, and tracebacks belong in the logs."""
     logger = logging.getLogger("paceline")
-    logger.handlers = [RichHandler(console=console, show_path=False, show_time=False, level=logging.WARNING)]
+    handler = RichHandler(console=console, show_path=False, show_time=False, level=logging.WARNING)
+    handler.addFilter(lambda record: not record.exc_info)  # what went wrong ends the run, in its own words
+    logger.handlers = [handler]
 
 
 def _fail(error: PacelineError) -> NoReturn:

@@ -4,6 +4,7 @@ Everything that can be refused is refused before the first worker starts.
 """
 
 import asyncio
+import errno
 import fcntl
 import json
 import logging
@@ -107,7 +108,12 @@ def find_start(config: RunConfig, identity: dict[str, Any]) -> Start:
             + "\n  ".join(found)
             + "\nuse the settings it was started with, set run_dir to another folder, or start over with --fresh"
         )
-    return Start(checkpoint, state["step"], LedgerState.from_json(state["ledger"]), state["metrics_length"])
+    start = Start(checkpoint, state["step"], LedgerState.from_json(state["ledger"]), state["metrics_length"])
+    for name, length in {"metrics.jsonl": start.metrics_length, "ledger.jsonl": state["ledger"]["length"]}.items():
+        path = root.with_name(name)
+        if not path.exists() or path.stat().st_size < length:
+            raise CheckpointError(f"{path} is not what it was at step {start.step}: a part is missing; bring it back, or use --fresh")
+    return start
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +180,7 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
     for warning in (await plan_that_fits(config, inputs.model_path))[2]:
         log.warning("%s", warning)
     async with AsyncExitStack() as stack:
+        stack.enter_context(_disk_explained(folder))
         judge = None if config.reward.model else await open_reward(config.reward, config.data.task)
         if judge:
             stack.push_async_callback(judge.close)
@@ -252,10 +259,27 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
 
 
 @contextmanager
+def _disk_explained(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+            raise
+        raise CheckpointError(
+            f"run folder {folder} cannot be written: {error.strerror}; make room, and the same command continues from the last checkpoint"
+        ) from error
+
+
+class _LogFile(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A full disk is told of by those who cannot do without it."""
+
+
+@contextmanager
 def _log_file(folder: Path) -> Iterator[None]:
     """What this process has to say, warnings and a reward's prints among it, goes to a file beside the workers' own."""
     folder.mkdir(exist_ok=True)
-    logger, handler = logging.getLogger("paceline"), logging.FileHandler(folder / "main.log")
+    logger, handler = logging.getLogger("paceline"), _LogFile(folder / "main.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     level = logger.level
     logger.addHandler(handler)

@@ -1,6 +1,7 @@
 """The command line as a user meets it: what goes wrong is said in one clear message, with the right exit code."""
 
 import json
+import logging
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from paceline.cli import app
+from paceline.cli import _log_to_console, app
 from paceline.config import load_config
 from paceline.run import open_folder
 from tests.models import random_model
@@ -233,6 +234,20 @@ def test_a_run_that_cannot_learn_says_so_loudly(recipe: Path) -> None:
 def test_help_and_wrong_settings_need_no_torch() -> None:
     check = "import sys, paceline.cli, paceline.config; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
+
+
+def test_warnings_are_shown_and_tracebacks_are_not(capsys: pytest.CaptureFixture[str]) -> None:
+    _log_to_console()
+    try:
+        logging.getLogger("paceline.test").warning("look here")
+        try:
+            raise ValueError("deep inside")
+        except ValueError:
+            logging.getLogger("paceline.test").exception("it failed")
+    finally:
+        logging.getLogger("paceline").handlers.clear()
+    said = capsys.readouterr().out
+    assert "look here" in said and "deep inside" not in said
 
 
 def test_every_recipe_is_valid() -> None:

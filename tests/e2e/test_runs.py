@@ -1,6 +1,7 @@
 """Whole runs with real models, real processes and real shared memory, in every mode."""
 
 import asyncio
+import errno
 import hashlib
 import json
 import os
@@ -183,6 +184,26 @@ def test_a_run_folder_in_use_or_unusable_is_refused(model: str, tmp_path: Path) 
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be used"):
         run(model, tmp_path / "file")
+
+
+def test_a_full_disk_ends_the_run_by_name(model: str, tmp_path: Path) -> None:
+    class Full:
+        def step_done(self, *_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def looked(self, *_: object) -> None:
+            return
+
+    with pytest.raises(CheckpointError, match=r"run cannot be written: No space left on device; make room"):
+        asyncio.run(train(config(model, tmp_path / "run"), lambda _: Full()))
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl"])
+def test_a_run_whose_books_are_gone_is_not_continued(name: str, model: str, tmp_path: Path) -> None:
+    run(model, tmp_path, "steps=1")
+    (tmp_path / name).write_text("")
+    with pytest.raises(CheckpointError, match=f"{name} is not what it was at step 1"):
+        run(model, tmp_path, "steps=2")
 
 
 @pytest.mark.parametrize("victim", ["train", "rollout"])
