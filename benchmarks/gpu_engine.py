@@ -184,10 +184,10 @@ def stream_rates(engine: NativeEngine, lengths: list[int]) -> tuple[float, float
 
 
 @torch.inference_mode()
-def accuracy(shape: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Log-probs against a float32 forward pass over the same tokens."""
+def accuracy(shape: str, dtype: torch.dtype, slots: int) -> dict[str, Any]:
+    """Log-probs against a float32 forward pass over the same tokens. Up to 16 sequences are decoded by kernels of their own."""
     model = make_model(shape, dtype)
-    engine = NativeEngine(model.config, DecoderWeights.from_module(model, share=False), slots=32, max_length=PROMPT + NEW)
+    engine = NativeEngine(model.config, DecoderWeights.from_module(model, share=False), slots=slots, max_length=PROMPT + NEW)
     requests = make_requests([NEW] * 32, 5)
     done, _ = generate(engine, requests)
     engine.sleep()
@@ -198,7 +198,10 @@ def accuracy(shape: str, dtype: torch.dtype) -> dict[str, Any]:
         logits = exact(ids).logits[0, PROMPT - 1 : -1].log_softmax(-1)
         off = (logits.gather(1, ids[0, PROMPT:, None])[:, 0] - torch.from_numpy(completion.logprobs).cuda()).abs()
         worst, total, count = max(worst, float(off.max())), total + float(off.sum()), count + len(off)
-    return {"shape": shape, "dtype": str(dtype).removeprefix("torch."), "tokens": count, "mean_error": total / count, "worst_error": worst}
+    return {
+        "shape": shape, "dtype": str(dtype).removeprefix("torch."), "slots": slots, "tokens": count, "mean_error": total / count,
+        "worst_error": worst,
+    }  # fmt: skip
 
 
 def step_times(shape: str) -> dict[int, float]:
@@ -296,7 +299,8 @@ def main() -> None:
         return
     rounds = 1 if options.quick else 3
     note("0.5B", lambda: throughput("0.5B", (64, 256, 512), rounds, ceilings))
-    note("accuracy", lambda: [accuracy("0.5B", torch.bfloat16), accuracy("0.5B", torch.float32)])
+    types = ((torch.bfloat16, 32), (torch.bfloat16, 16), (torch.float32, 32))
+    note("accuracy", lambda: [accuracy("0.5B", dtype, slots) for dtype, slots in types])
     note("long_tail", lambda: long_tail("0.5B", ceilings))
     if not options.quick:
         note("1.5B", lambda: throughput("1.5B", (256,), rounds, ceilings))

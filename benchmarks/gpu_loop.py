@@ -93,6 +93,24 @@ def force_lengths(long_tail: bool, longest: int) -> None:
     NativeEngine.plain_submit, NativeEngine.submit = plain, submit  # type: ignore[attr-defined, method-assign]
 
 
+def time_loads() -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
+    """From now on: when the engine was given new weights, and when the GPU had them where its next steps read them."""
+    plain = NativeEngine.__dict__.get("plain_load", NativeEngine.load)
+    times: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def load(engine: NativeEngine, *args: Any) -> None:
+        if not torch.cuda.is_available():
+            return plain(engine, *args)
+        asked, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        asked.record(torch.cuda.Stream())  # nothing else is queued there
+        plain(engine, *args)
+        done.record(engine._backend.stream)  # type: ignore[attr-defined]
+        times.append((asked, done))
+
+    NativeEngine.plain_load, NativeEngine.load = plain, load  # type: ignore[attr-defined, method-assign]
+    return times
+
+
 def varied(answer: str, row: Mapping[str, Any]) -> float:
     """A reward that tells answers apart: with equal ones every gradient would be 0, and products of zeros are faster."""
     return random.Random(f"{len(answer)} {answer[:40]}").random()
@@ -106,12 +124,14 @@ def measure(model: str, folder: Path, mode: str, load: str, steps: int, extra: l
     overrides = [f"model={model}", f"run_dir={folder}", f"steps={steps}", *COMMON, *MODES[mode], LOADS[load], *extra]
     config = load_config(None, overrides)
     force_lengths(load == "long tail", config.rollout.max_response_length)
+    loads = time_loads()
     asyncio.run(paceline.run.train(config))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     warm_up = max(1, steps // 3)
     times = [after["wall_time_s"] - before["wall_time_s"] for before, after in itertools.pairwise(rows)][warm_up - 1 :]
     times = times[len(times) % ROUND :]  # with a bound on staleness long and short steps take turns: whole rounds of them
     steady = rows[-len(times) :]
+    live = [asked.elapsed_time(done) for asked, done in loads[-len(times) :]]
     tokens = statistics.mean(row["rollout/tokens"] for row in steady)
     seconds = sum(times) / len(times)
     return {
@@ -120,6 +140,8 @@ def measure(model: str, folder: Path, mode: str, load: str, steps: int, extra: l
         "train_s": round(statistics.median(row["time/train_s"] for row in steady), 3),
         "wait_s": round(statistics.median(row["time/wait_s"] for row in steady), 3),
         "sync_ms": round(1e3 * statistics.median(row["time/sync_s"] for row in steady), 2),
+        "sync_max_ms": round(1e3 * max(row["time/sync_s"] for row in steady), 2),
+        "live_ms": round(statistics.median(live), 2) if live else None, "live_max_ms": round(max(live), 2) if live else None,
         "staleness_max": max(row["staleness/max"] for row in steady), "seconds": [round(t, 3) for t in times],
         "memory_GiB": round(torch.cuda.max_memory_allocated() / 2**30, 1) if torch.cuda.is_available() else None,
         "logprob_gap_mean": steady[-1].get("mismatch/logprob_gap_mean", steady[-1].get("train/logprob_gap_mean")),

@@ -135,6 +135,7 @@ def _rollout(config: RunConfig, model_path: str, actor: Any) -> Any:
         max_length=config.data.max_prompt_length + config.rollout.max_response_length,
         decode=decode,
         kv_memory_fraction=config.rollout.kv_memory_fraction,
+        brief=config.placement.overlap,
     )
     if isinstance(actor, SingleDevice):
         make_way = None if config.placement.overlap else engine.sleep if config.train.offload else engine.settle

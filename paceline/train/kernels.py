@@ -50,16 +50,6 @@ def norm_backward(x, weight, d_out, d_x, d_x_narrow, d_weight, eps, rows, WIDTH:
 
 
 @triton.jit
-def silu_mul(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < WIDTH
-    gate = tl.load(gate_up + row * 2 * WIDTH + at, mask=inside, other=0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + at, mask=inside, other=0).to(tl.float32)
-    tl.store(out + row * WIDTH + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def silu_mul_backward(gate_up, d_out, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """gate_up becomes its gradient, out what `silu_mul` made of it: nobody kept that."""
     row = tl.program_id(0).to(tl.int64)

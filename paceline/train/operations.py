@@ -41,9 +41,10 @@ Attended = tuple[Tensor, tuple[Any, ...]]  # [T, heads * dim], and what its back
 
 class Operations:
     def __init__(self, shape: Shape) -> None:
-        from paceline.train import kernels  # needs triton, which only machines with a GPU have
+        from paceline.rollout.native.kernels import silu_mul  # needs triton, which only machines with a GPU have
+        from paceline.train import kernels
 
-        self.shape, self._kernels = shape, kernels
+        self.shape, self._kernels, self._silu_mul = shape, kernels, silu_mul
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
         """x + delta, and its norm in the type of the weight."""
@@ -70,7 +71,7 @@ class Operations:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         width = gate_up.shape[1] // 2
         out = torch.empty(len(gate_up), width, dtype=gate_up.dtype, device=gate_up.device)
-        self._kernels.silu_mul[(len(gate_up), -(-width // BLOCK))](gate_up, out, WIDTH=width, BLOCK=BLOCK)
+        self._silu_mul[(len(gate_up), -(-width // BLOCK))](gate_up, out, WIDTH=width, BLOCK=BLOCK)
         return out
 
     def silu_mul_backward(self, gate_up: Tensor, d_out: Tensor) -> Tensor:

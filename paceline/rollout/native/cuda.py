@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from paceline.errors import RolloutError
+from paceline.rollout.native import small
 from paceline.rollout.native.backend import Piece, Tokens
 from paceline.rollout.native.forward import Cache, Forward
 from paceline.rollout.native.kernels import PAGE, State
@@ -46,8 +47,10 @@ class CudaBackend:
     prefill_tokens = FORWARD_TOKENS
     admit_share = 32
 
-    def __init__(self, config: PretrainedConfig, weights: DecoderWeights, slots: int, max_length: int, kv_memory_fraction: float) -> None:
-        self.device = weights.head.device
+    def __init__(
+        self, config: PretrainedConfig, weights: DecoderWeights, slots: int, max_length: int, kv_memory_fraction: float, brief: bool
+    ) -> None:
+        self.device, self.brief = weights.head.device, brief
         self.slots, self.max_length, self.fraction = slots, max_length, kv_memory_fraction
         self.stream = torch.cuda.Stream(self.device, priority=-1)  # a burst is short: beside training it goes first
         self._after_others()
@@ -92,6 +95,8 @@ class CudaBackend:
         torch.cuda.empty_cache()
 
     def steps(self, rows: int) -> int:
+        if self.brief:
+            return 4 if rows <= small.MOST_ROWS else 2 if rows <= 64 else 1
         return MOST_STEPS if rows <= 128 else MOST_STEPS // 2
 
     def room_for(self, sequence: Sequence, source: Sequence | None) -> bool:

@@ -64,15 +64,17 @@ class NativeEngine:
         version: int = 0,
         decode: Callable[[list[int]], str] | None = None,
         kv_memory_fraction: float = 0.5,
+        brief: bool = False,
         backend: Backend | None = None,
     ) -> None:
         """`slots`: sequences decoded at a time; `max_length`: tokens of prompt and answer together; `decode`: tokens to text,
-        needed for stop strings; `kv_memory_fraction`: of a GPU's free memory, for keys and values."""
+        needed for stop strings; `kv_memory_fraction`: of a GPU's free memory, for keys and values; `brief`: bursts of about 2 ms at most,
+        since whoever brings new weights while it works has to wait for the one under way."""
         window = sliding_window(config)
         if window is not None and max_length > window:
             raise ModelError(f"the model sees only {window} tokens back (sliding window): max_length {max_length} must not be above that")
         self._weights = weights
-        self._backend = backend or choose_backend(config, weights, slots, max_length, kv_memory_fraction)
+        self._backend = backend or choose_backend(config, weights, slots, max_length, kv_memory_fraction, brief)
         self._slots = Slots(slots, max_length)
         self._decode = decode
         self._waiting: OrderedDict[str, Running] = OrderedDict()

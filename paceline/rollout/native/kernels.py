@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 PAGE = 64  # positions per page of the KV cache
-SPLITS = 16  # parts of the vocabulary that are sampled in parallel
 
 
 class State(IntEnum):
@@ -32,9 +31,8 @@ class State(IntEnum):
 POSITION, LAST, LIMIT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 SEED_LOW, SEED_HIGH, TEMPERATURE, TOP_K, TOP_P = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
 _PAGE = tl.constexpr(PAGE)
-_SPLITS = tl.constexpr(SPLITS)
 LOG2_E = tl.constexpr(1.4426950408889634)
-U_STEP = tl.constexpr(2.0**-31 * (1 - 2.0**-20))  # as in sampling.py
+U_STEP = tl.constexpr(2.0**-31 * (1 - 2.0**-20))  # keeps u strictly inside (0, 1), so that a token of probability 0 never wins
 LOWEST = tl.constexpr(-(2**31))
 
 
@@ -147,6 +145,33 @@ def _attend(q, base, table_row, start, stop, seen, scale, KV: tl.constexpr, DIM:
 
 
 @triton.jit
+def join(
+    part, part_log, arrivals, there, mine, first, count, kv,
+    KV: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """The pieces of a row for one kv head, put together; TOGETHER are read at a time, since each read takes long."""
+    g, d = tl.arange(0, ROWS)[:, None], tl.arange(0, DIM)[None, :]
+    most = tl.full([ROWS, DIM], -1e30, tl.float32)
+    mass = tl.zeros([ROWS, DIM], tl.float32)
+    values = tl.zeros([ROWS, DIM], tl.float32)
+    for n in range(0, count, TOGETHER):
+        logs, parts = (), ()
+        for i in tl.static_range(TOGETHER):
+            at = ((first + n + i) * KV + kv) * ROWS + g
+            inside = mine & (n + i < count)
+            logs = logs + (tl.load(part_log + at * DIM + d, mask=inside, other=-1e30, cache_modifier=".cg"),)  # noqa: RUF005
+            parts = parts + (tl.load(part + at * DIM + d, mask=inside, other=0, cache_modifier=".cg"),)  # noqa: RUF005
+        for i in tl.static_range(TOGETHER):
+            higher = tl.maximum(most, logs[i])
+            fade, weight = tl.exp2(most - higher), tl.exp2(logs[i] - higher)
+            values = values * fade + parts[i] * weight
+            mass = mass * fade + weight
+            most = higher
+    tl.store(there, (values / mass).to(there.dtype.element_ty), mask=mine)
+    tl.store(arrivals, 0)
+
+
+@triton.jit
 def attend_decode(
     qkv, cache, table, pieces, out, part, part_log, arrivals, scale, width,
     HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
@@ -169,24 +194,12 @@ def attend_decode(
     if count == 1:
         tl.store(there, values.to(out.dtype.element_ty), mask=mine)
         return
-    at = (piece * KV + kv) * ROWS + g
-    tl.store(part + at[:, None] * DIM + d[None, :], values)
-    tl.store(part_log + at, most + tl.log2(mass))
+    at = ((piece * KV + kv) * ROWS + g)[:, None] * DIM + d[None, :]
+    tl.store(part + at, values)
+    tl.store(part_log + at, tl.zeros([ROWS, DIM], tl.float32) + (most + tl.log2(mass))[:, None])  # as `join` reads it
     tl.debug_barrier()  # all of it is written before this program is counted
     if tl.atomic_add(arrivals + row * KV + kv, 1, sem="acq_rel") == count - 1:
-        most = tl.full([ROWS], -1e30, tl.float32)
-        mass = tl.zeros([ROWS], tl.float32)
-        values = tl.zeros([ROWS, DIM], tl.float32)
-        for i in range(count):
-            at = ((first + i) * KV + kv) * ROWS + g
-            log = tl.load(part_log + at, cache_modifier=".cg")
-            higher = tl.maximum(most, log)
-            fade, weight = tl.exp2(most - higher), tl.exp2(log - higher)
-            values = values * fade[:, None] + tl.load(part + at[:, None] * DIM + d[None, :], cache_modifier=".cg") * weight[:, None]
-            mass = mass * fade + weight
-            most = higher
-        tl.store(there, (values / mass[:, None]).to(out.dtype.element_ty), mask=mine)
-        tl.store(arrivals + row * KV + kv, 0)
+        join(part, part_log, arrivals + row * KV + kv, there, mine, first, count, kv, KV, DIM, ROWS, 2)
 
 
 @triton.jit
@@ -275,7 +288,7 @@ def _row_key(low, high, position):
 
 @triton.jit
 def _exponential(hash, mask, multiplier):
-    """An exponential random number, up to a constant factor: as `Sampler._negative_exponentials`."""
+    """An exponential random number, up to a constant factor, from the hashes of a row and a token; u is as fine as 2^-31 near 0."""
     x = (hash ^ mask) * multiplier
     x = (x ^ (x >> 15)) * 0x2C1B3C6D
     u = (x & 0x7FFFFFFF).to(tl.float32) * U_STEP + U_STEP / 4
@@ -286,11 +299,11 @@ def _exponential(hash, mask, multiplier):
 @triton.jit
 def draw(
     logits, hashes, state, floors, maxima, masses, scores, winners, stride,
-    VOCABULARY: tl.constexpr, BLOCK: tl.constexpr, TRUNCATED: tl.constexpr,
+    VOCABULARY: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, TRUNCATED: tl.constexpr,
 ):  # fmt: skip
-    """One part of the vocabulary of one row: its softmax maximum and sum, and the winner of the exponential race in it, with
-    the random numbers of `sampling.Sampler`. Each lane keeps its best p / E as a pair, so that no quotient is needed; in
-    logarithms to base 2 lanes are compared at the end."""
+    """One part of the vocabulary of one row: its softmax maximum and sum, and the winner of the exponential race in it: the token with
+    the largest p / E is a sample of p (the Gumbel-max trick without the outer logarithm). Each lane keeps its best p / E as a pair, so
+    that no quotient is needed; in logarithms to base 2 lanes are compared at the end."""
     row, split = tl.program_id(0), tl.program_id(1)
     heat = tl.load(state + TEMPERATURE * stride + row).to(tl.float32, bitcast=True)
     greedy = heat == 0
@@ -298,7 +311,7 @@ def draw(
     low, high = tl.load(state + SEED_LOW * stride + row), tl.load(state + SEED_HIGH * stride + row)
     key = _row_key(low, high, tl.load(state + POSITION * stride + row) + 1)
     mask, multiplier = key.to(tl.uint32).to(tl.int32, bitcast=True), ((key >> 32).to(tl.uint32) | 1).to(tl.int32, bitcast=True)
-    PART: tl.constexpr = (VOCABULARY + _SPLITS - 1) // _SPLITS
+    PART: tl.constexpr = (VOCABULARY + SPLITS - 1) // SPLITS
     most = tl.full([BLOCK], -1e30, tl.float32)
     mass = tl.zeros([BLOCK], tl.float32)
     best = tl.zeros([BLOCK], tl.float32)  # p of the winner so far, relative to the lane's maximum
@@ -324,7 +337,7 @@ def draw(
     top = tl.max(most, 0)
     score = tl.where(best > 0, most + tl.log2(best) - tl.log2(time), -float("inf"))
     highest = tl.max(score, 0)
-    to = row * _SPLITS + split
+    to = row * SPLITS + split
     tl.store(maxima + to, top)
     tl.store(masses + to, tl.sum(mass * tl.exp2(most - top), 0))
     tl.store(scores + to, highest)
@@ -332,12 +345,14 @@ def draw(
 
 
 @triton.jit
-def advance(logits, state, maxima, masses, scores, winners, tick, out, stride, VOCABULARY: tl.constexpr):
+def advance(
+    logits, state, maxima, masses, scores, winners, tick, out, stride, VOCABULARY: tl.constexpr, SPLITS: tl.constexpr
+):  # fmt: skip
     """The winner of a row, its log-probability, and the row's next state, unless it stands still. out: [step, 2, row]."""
     row = tl.program_id(0)
-    at = tl.arange(0, _SPLITS)
-    most, mass = tl.load(maxima + row * _SPLITS + at), tl.load(masses + row * _SPLITS + at)
-    score, winner = tl.load(scores + row * _SPLITS + at), tl.load(winners + row * _SPLITS + at)
+    at = tl.arange(0, SPLITS)
+    most, mass = tl.load(maxima + row * SPLITS + at), tl.load(masses + row * SPLITS + at)
+    score, winner = tl.load(scores + row * SPLITS + at), tl.load(winners + row * SPLITS + at)
     token = tl.min(tl.where(score == tl.max(score, 0), winner, VOCABULARY - 1), 0)
     heat = tl.load(state + TEMPERATURE * stride + row).to(tl.float32, bitcast=True)
     logit = tl.load(logits + row.to(tl.int64) * VOCABULARY + token) / tl.where(heat == 0, 1.0, heat)
