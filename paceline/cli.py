@@ -148,7 +148,8 @@ def _train(config: "RunConfig", fresh: bool) -> None:
     _log_to_console()
     folder = Path(config.run_dir)
     with console.status("loading torch and transformers …") as status:
-        from paceline.run import move_aside, prepare_model, train
+        from paceline.folder import move_aside
+        from paceline.run import prepare_model, train
 
         if fresh and (aside := move_aside(Path(config.run_dir))):
             console.print(f"the run that was in {config.run_dir} is now in {aside}", highlight=False)

@@ -4,24 +4,22 @@ Everything that can be refused is refused before the first worker starts.
 """
 
 import asyncio
-import errno
-import fcntl
 import json
 import logging
-import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from paceline.config import RunConfig, differences
+from paceline.config import RunConfig
 from paceline.control import Command, Control
 from paceline.data.chat import stop_token_ids
 from paceline.data.prompts import PromptSource
-from paceline.errors import CheckpointError, ModelError
+from paceline.errors import ModelError
+from paceline.folder import disk_explained, find_start, log_file, open_folder
 from paceline.loop import Loop, LoopSettings, Observer
 from paceline.models import load_config, load_generation_config, load_tokenizer, model_fingerprint, resolve_model
 from paceline.observe.recorder import Recorder, write_json
@@ -31,7 +29,7 @@ from paceline.place.host import peak_memory
 from paceline.place.pools import close_workers, open_cluster, plan_workers, start_worker, start_workers, unique_workers
 from paceline.place.worker import Worker
 from paceline.queue.admission import Admission
-from paceline.queue.ledger import Ledger, LedgerState
+from paceline.queue.ledger import Ledger
 from paceline.queue.message_queue import MessageQueue
 from paceline.reward.model import ModelReward, check_reward_model
 from paceline.reward.reward import Reward, TrustedReward, open_reward
@@ -44,7 +42,7 @@ from paceline.rollout.vllm_settings import check_vllm
 from paceline.sync.connect import connect
 from paceline.sync.synchronizer import ParameterSynchronizer
 from paceline.sync.transport import InPlace, WeightTransport
-from paceline.train.checkpoint import latest_checkpoint, read_state, save_checkpoint
+from paceline.train.checkpoint import read_state, save_checkpoint
 from paceline.train.trainer import Trainer
 from paceline.types import Role, Sampling
 
@@ -52,68 +50,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 LAST_WORDS_S = 10.0  # for workers to give their last figures
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Where a run begins: at step 0, or where its last whole checkpoint left it."""
-
-    checkpoint: Path | None
-    step: int
-    ledger: LedgerState | None
-    metrics_length: int
-
-
-def open_folder(config: RunConfig) -> IO[str]:
-    """Make the run folder and hold its lock, so that two runs never share one."""
-    return _locked(Path(config.run_dir))
-
-
-def _locked(folder: Path) -> IO[str]:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("w")
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise CheckpointError(f"run folder {folder} is in use by another run; wait for it, or set run_dir to another folder") from None
-    except OSError as error:
-        raise CheckpointError(f"run folder {folder} cannot be used: {error}; set run_dir to a folder that can be written") from None
-    return lock
-
-
-def move_aside(folder: Path) -> Path | None:
-    """Make room for a new run; where the one that was there is now. Refused while that one is running."""
-    if not folder.exists():
-        return None
-    aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}")
-    with _locked(folder):
-        folder.rename(aside)
-    return aside
-
-
-def find_start(config: RunConfig, identity: dict[str, Any]) -> Start:
-    """Look for a checkpoint to continue from; refuse one of another model, data set or setting, with the differences."""
-    root = Path(config.run_dir) / "checkpoints"
-    checkpoint = latest_checkpoint(root)
-    if checkpoint is None and any(root.glob("step_*")):
-        raise CheckpointError(f"no checkpoint in {root} is whole, so there is nothing to continue from; start over with --fresh")
-    if checkpoint is None:
-        return Start(None, 0, None, 0)
-    state = read_state(checkpoint)
-    found = differences(state["config"], identity["config"])
-    found += [f"{name}: its content changed" for name in identity if name != "config" and state.get(name) != identity[name] and not found]
-    if found:
-        raise CheckpointError(
-            f"run folder {config.run_dir} holds a run with other settings and cannot be continued with these:\n  "
-            + "\n  ".join(found)
-            + "\nuse the settings it was started with, set run_dir to another folder, or start over with --fresh"
-        )
-    start = Start(checkpoint, state["step"], LedgerState.from_json(state["ledger"]), state["metrics_length"])
-    for name, length in {"metrics.jsonl": start.metrics_length, "ledger.jsonl": state["ledger"]["length"]}.items():
-        path = root.with_name(name)
-        if not path.exists() or path.stat().st_size < length:
-            raise CheckpointError(f"{path} is not what it was at step {start.step}: a part is missing; bring it back, or use --fresh")
-    return start
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +116,7 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
     for warning in (await plan_that_fits(config, inputs.model_path))[2]:
         log.warning("%s", warning)
     async with AsyncExitStack() as stack:
-        stack.enter_context(_disk_explained(folder))
+        stack.enter_context(disk_explained(folder))
         judge = None if config.reward.model else await open_reward(config.reward, config.data.task)
         if judge:
             stack.push_async_callback(judge.close)
@@ -191,7 +127,7 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
         if start.step >= config.steps and (folder / "summary.json").exists():
             finished: dict[str, Any] = json.loads((folder / "summary.json").read_text())
             return finished
-        stack.enter_context(_log_file(folder / "logs"))
+        stack.enter_context(log_file(folder / "logs"))
         (folder / "config.json").write_text(json.dumps(inputs.identity["config"], indent=1))
         ledger = Ledger(folder / "ledger.jsonl", start.ledger)
         stack.callback(ledger.close)
@@ -256,40 +192,6 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
         summary["fleet"] = {"replaced": fleet.replaced, "refused": fleet.refused}
         write_json(folder / "summary.json", summary)
         return summary
-
-
-@contextmanager
-def _disk_explained(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
-            raise
-        raise CheckpointError(
-            f"run folder {folder} cannot be written: {error.strerror}; make room, and the same command continues from the last checkpoint"
-        ) from error
-
-
-class _LogFile(logging.FileHandler):
-    def handleError(self, record: logging.LogRecord) -> None:
-        """A full disk is told of by those who cannot do without it."""
-
-
-@contextmanager
-def _log_file(folder: Path) -> Iterator[None]:
-    """What this process has to say, warnings and a reward's prints among it, goes to a file beside the workers' own."""
-    folder.mkdir(exist_ok=True)
-    logger, handler = logging.getLogger("paceline"), _LogFile(folder / "main.log")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        logger.removeHandler(handler)
-        handler.close()
 
 
 async def _answers(questions: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

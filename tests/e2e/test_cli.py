@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from paceline.cli import _log_to_console, app
 from paceline.config import load_config
-from paceline.run import open_folder
+from paceline.folder import open_folder
 from tests.models import random_model
 from tests.processes import children
 

@@ -176,7 +176,7 @@ def test_another_model_data_or_setting_is_refused_with_the_difference(model: str
 
 
 def test_a_run_folder_in_use_or_unusable_is_refused(model: str, tmp_path: Path) -> None:
-    from paceline.run import open_folder
+    from paceline.folder import open_folder
 
     chosen = config(model, tmp_path / "run")
     with open_folder(chosen), pytest.raises(CheckpointError, match="in use by another run"):

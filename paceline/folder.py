@@ -1,0 +1,112 @@
+"""The run folder: one run at a time holds it; what it holds is continued, refused or moved aside."""
+
+import errno
+import fcntl
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from paceline.config import RunConfig, differences
+from paceline.errors import CheckpointError
+from paceline.queue.ledger import LedgerState
+from paceline.train.checkpoint import latest_checkpoint, read_state
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a run begins: at step 0, or where its last whole checkpoint left it."""
+
+    checkpoint: Path | None
+    step: int
+    ledger: LedgerState | None
+    metrics_length: int
+
+
+def open_folder(config: RunConfig) -> IO[str]:
+    """Make the run folder and hold its lock, so that two runs never share one."""
+    return _locked(Path(config.run_dir))
+
+
+def _locked(folder: Path) -> IO[str]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise CheckpointError(f"run folder {folder} is in use by another run; wait for it, or set run_dir to another folder") from None
+    except OSError as error:
+        raise CheckpointError(f"run folder {folder} cannot be used: {error}; set run_dir to a folder that can be written") from None
+    return lock
+
+
+def move_aside(folder: Path) -> Path | None:
+    """Make room for a new run; where the one that was there is now. Refused while that one is running."""
+    if not folder.exists():
+        return None
+    aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+    with _locked(folder):
+        folder.rename(aside)
+    return aside
+
+
+def find_start(config: RunConfig, identity: dict[str, Any]) -> Start:
+    """Look for a checkpoint to continue from; refuse one of another model, data set or setting, with the differences."""
+    root = Path(config.run_dir) / "checkpoints"
+    checkpoint = latest_checkpoint(root)
+    if checkpoint is None and any(root.glob("step_*")):
+        raise CheckpointError(f"no checkpoint in {root} is whole, so there is nothing to continue from; start over with --fresh")
+    if checkpoint is None:
+        return Start(None, 0, None, 0)
+    state = read_state(checkpoint)
+    found = differences(state["config"], identity["config"])
+    found += [f"{name}: its content changed" for name in identity if name != "config" and state.get(name) != identity[name] and not found]
+    if found:
+        raise CheckpointError(
+            f"run folder {config.run_dir} holds a run with other settings and cannot be continued with these:\n  "
+            + "\n  ".join(found)
+            + "\nuse the settings it was started with, set run_dir to another folder, or start over with --fresh"
+        )
+    start = Start(checkpoint, state["step"], LedgerState.from_json(state["ledger"]), state["metrics_length"])
+    for name, length in {"metrics.jsonl": start.metrics_length, "ledger.jsonl": state["ledger"]["length"]}.items():
+        path = root.with_name(name)
+        if not path.exists() or path.stat().st_size < length:
+            raise CheckpointError(f"{path} is not what it was at step {start.step}: a part is missing; bring it back, or use --fresh")
+    return start
+
+
+@contextmanager
+def disk_explained(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+            raise
+        raise CheckpointError(
+            f"run folder {folder} cannot be written: {error.strerror}; make room, and the same command continues from the last checkpoint"
+        ) from error
+
+
+class _LogFile(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A full disk is told of by those who cannot do without it."""
+
+
+@contextmanager
+def log_file(folder: Path) -> Iterator[None]:
+    """What this process has to say, warnings and a reward's prints among it, goes to a file beside the workers' own."""
+    folder.mkdir(exist_ok=True)
+    logger, handler = logging.getLogger("paceline"), _LogFile(folder / "main.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+        handler.close()
