@@ -6,9 +6,11 @@ it is. So nobody waits for an engine longer than one timeout, and no engine is w
 """
 
 import asyncio
+import contextlib
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,7 @@ log = logging.getLogger(__name__)
 
 TIMEOUT_S = 10.0  # of one piece, and of meeting
 MEET_TIMEOUT_S = 30.0
+AHEAD = 3  # pieces that are broadcast at the same time
 
 
 class Circle:
@@ -55,11 +58,16 @@ class Circle:
 
     def broadcast(self, piece: "torch.Tensor", send: bool) -> None:
         """The trainer's piece to all; it is in place when this returns."""
+        self.start(piece, send)()
+
+    def start(self, piece: "torch.Tensor", send: bool) -> Callable[[], object]:
+        """Begin to broadcast the trainer's piece to all. It is in place when what is returned has been called. Pieces that are under way
+        at the same time must be the same, in the same order, everywhere."""
         import torch
 
         if self._bucket is None:
-            self._group.broadcast([piece], self._first).wait()
-            return
+            waiting: Callable[[], object] = self._group.broadcast([piece], self._first).wait
+            return waiting
         with torch.cuda.stream(self._stream):  # beside whatever this device computes
             bucket = self._bucket[: len(piece)]
             if send:
@@ -67,7 +75,34 @@ class Circle:
             self._group.broadcast([bucket], self._first).wait()
             if not send:
                 piece.copy_(bucket, non_blocking=True)
-        self._stream.synchronize()
+        return self._stream.synchronize
+
+
+class Pieces:
+    """Pieces that are being broadcast, oldest first: the next ones travel while one is filled or summed."""
+
+    def __init__(self, circle: Circle, send: bool) -> None:
+        self._circle, self._send = circle, send
+        self._waits: deque[Callable[[], object]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waits)
+
+    def start(self, piece: "torch.Tensor") -> None:
+        self._waits.append(self._circle.start(piece, self._send))
+
+    def finish_one(self) -> None:
+        self._waits.popleft()()
+
+    def finish(self) -> None:
+        while self._waits:
+            self.finish_one()
+
+    def give_up(self) -> None:
+        """Wait until none is written to or read from any more: with one of them the others fail."""
+        while self._waits:
+            with contextlib.suppress(RuntimeError):
+                self.finish_one()
 
 
 class CollectiveSource(StreamSource):
@@ -98,14 +133,18 @@ class CollectiveSource(StreamSource):
         return self._fill(tensors, version)
 
     def _send(self, circle: Circle, shelf: Shelf, version: int) -> None:
-        sent = 0
+        sent, pieces = 0, Pieces(circle, send=True)
         try:
             while sent < shelf.size and (filled := shelf.wait(version, sent)):
                 while sent < filled:
                     end = min(filled, sent + PIECE)
-                    circle.broadcast(shelf.block.bytes[sent:end], send=True)
+                    if len(pieces) == AHEAD:
+                        pieces.finish_one()
+                    pieces.start(shelf.block.bytes[sent:end])
                     sent = end
+            pieces.finish()
         except RuntimeError as error:
+            pieces.give_up()
             self._circle = None
             log.warning("the broadcast of version %d failed, engines fetch the rest: %s", version, error)
         finally:
@@ -136,17 +175,26 @@ class CollectiveReceiver(StreamReceiver):
         return self._circle is not None
 
     def _fetch(self, shelf: Shelf, version: int, circle: Circle | None = None) -> None:
-        try:
-            while circle is not None and not shelf.done:
-                start, end = shelf.piece()
-                circle.broadcast(shelf.block.bytes[start:end], send=False)
-                shelf.advance()
-            if circle is not None:
+        if circle is not None:
+            pieces = Pieces(circle, send=False)
+            try:
+                self._receive(shelf, pieces)
                 self._circle = circle
                 return
-        except RuntimeError as error:
-            log.warning("the broadcast of version %d failed, the rest is fetched: %s", version, error)
+            except RuntimeError as error:
+                pieces.give_up()
+                log.warning("the broadcast of version %d failed, the rest is fetched: %s", version, error)
         super()._fetch(shelf, version)
+
+    def _receive(self, shelf: Shelf, pieces: Pieces) -> None:
+        expected = shelf.filled
+        while not shelf.done:
+            while expected < shelf.size and len(pieces) < AHEAD:
+                end = min(shelf.size, expected + PIECE)
+                pieces.start(shelf.block.bytes[expected:end])
+                expected = end
+            pieces.finish_one()
+            shelf.advance()
 
 
 class Collective(Stream):
