@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -48,7 +49,11 @@ def load_model(name: str, dtype: str = "float32", kind: Any = AutoModelForCausal
     if not isinstance(number, torch.dtype) or not number.is_floating_point:
         raise ModelError(f"model dtype {dtype!r} is not a floating point type of torch; use 'float32' or 'bfloat16'")
     options = {"config": config, "dtype": number, "output_loading_info": True, **_gguf(source)}
+    if "gguf_file" in options and hasattr(transformers, "GgufConfig"):
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model, info = _load(source, lambda: kind.from_pretrained(source, **options))
+    if "gguf_file" in options:
+        _forget_quantization(model)
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise ModelError(f"{source}: {len(missing)} weights are missing, for example {missing[0]!r}; the download may be incomplete")
@@ -122,6 +127,14 @@ def _gguf(source: str) -> dict[str, str]:
     if not folder.is_dir() or (folder / "config.json").exists():
         return {}
     return {"gguf_file": next(folder.glob("*.gguf")).name}
+
+
+def _forget_quantization(model: PreTrainedModel) -> None:
+    """Its weights are plain numbers by now; transformers would refuse to cast it, or take it for quantized when it is loaded again."""
+    model.is_quantized = False
+    for owner, name in ((model, "hf_quantizer"), (model, "quantization_method"), (model.config, "quantization_config")):
+        if hasattr(owner, name):
+            delattr(owner, name)
 
 
 def _load(source: str, load: Callable[[], Any]) -> Any:

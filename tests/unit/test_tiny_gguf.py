@@ -9,6 +9,8 @@ import torch
 from paceline.data import tiny
 from paceline.errors import ModelError
 from paceline.models import load_model, load_tokenizer, model_fingerprint
+from paceline.train.settings import TrainSettings
+from paceline.train.single import SingleDevice
 
 gguf = pytest.importorskip("gguf")
 
@@ -68,6 +70,9 @@ def test_a_gguf_file_gives_the_same_model(tmp_path: Path) -> None:
         torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
     assert load_tokenizer(str(tmp_path)).decode(ids[0].tolist(), skip_special_tokens=True) == "sort 31="
     assert len(model_fingerprint(str(tmp_path))) == 64
+    SingleDevice(loaded, TrainSettings()).save(tmp_path)  # it can be trained, and what is saved is a plain model
+    with torch.no_grad():
+        torch.testing.assert_close(load_model(str(tmp_path))(ids).logits, model(ids).logits)
 
 
 def test_two_gguf_files_are_one_too_many(tmp_path: Path) -> None:
