@@ -13,9 +13,8 @@ NOTES = {
     ),
     "staleness": "How many steps generation may run ahead. 0 waits for every step, in pools of its own; the bound is never exceeded.",
     "queue": (
-        f"With `{REFERENCE}` the size is unset: room for all that may be under way, so that nothing is ever dropped. "
-        "A smaller queue drops its oldest groups, except those the trainer waits for, and others are generated in their place: lost work. "
-        "A larger one is never filled."
+        f"With `{REFERENCE}` the size is unset: room for all that may be under way. A smaller queue holds generation back, so that nothing "
+        "is ever dropped; a larger one is never filled."
     ),
     "interval": (
         "Paceline has no clock between two generations: a new group starts when a ticket is free, and tickets come back when "

@@ -23,8 +23,7 @@ REMEMBERED = 65_536  # keys of items that are gone, to know them again when they
 
 class QueueSettings(Settings):
     max_queue_size: int | None = Field(None, ge=1)
-    """Groups the queue holds. No more are generated ahead of the trainer, so that none has to be dropped. Unset: as many as may be under
-    way by schedule.max_staleness."""
+    """Groups the queue holds; when full, the oldest goes. Unset: all that may be under way, so that none ever has to go."""
 
 
 class DropReason(StrEnum):
@@ -90,7 +89,6 @@ class MessageQueue:
         self.freed = Pulse()  # there is room again; a put wakes nobody who waits for that
         self.on_drop = on_drop
         self._items: dict[int | str, Item] = {}  # oldest first
-        self._wanted: frozenset[int | str] = frozenset()  # keys that were asked for and are not all here yet
         self._gone: dict[int | str, None] = {}  # keys taken or dropped, oldest first
         self._leases: dict[int, list[Item]] = {}
         self._lease_ids = itertools.count(1)
@@ -112,10 +110,6 @@ class MessageQueue:
         over = self.max_queue_bytes is not None and self.bytes + size > self.max_queue_bytes
         return bool(self._items) and (over or len(self._items) >= self.max_queue_size)
 
-    def _overfull(self) -> bool:
-        over = self.max_queue_bytes is not None and self.bytes > self.max_queue_bytes
-        return len(self._items) > 1 and (over or len(self._items) > self.max_queue_size)
-
     def fence(self, producer: Producer) -> None:
         """It has been replaced, or is given up: from here on only later incarnations may put."""
         self._incarnations[producer.name] = max(self._incarnations.get(producer.name, 0), producer.incarnation + 1)
@@ -127,8 +121,7 @@ class MessageQueue:
         self.version = version
 
     def put(self, payload: Any, param_version: int, key: int | str | None = None, size: int = 0, producer: Producer | None = None) -> bool:
-        """False if the key was put before. A full queue makes room by dropping its oldest, but none that is being waited for by its key:
-        else what the trainer needs together might never be there together."""
+        """True if the item is in; False if the key was put before. A full queue makes room by dropping its oldest."""
         if producer and producer.incarnation < self._incarnations.get(producer.name, 0):
             self.counts.fenced_refused += 1
             raise FencedError(f"incarnation {producer.incarnation} of {producer.name!r} has been replaced: sample {key!r} is refused")
@@ -142,12 +135,12 @@ class MessageQueue:
         if key in self._items or key in self._gone:
             self.counts.duplicates_refused += 1
             return False
+        while self.full(size):
+            self.counts.dropped_full += 1
+            self._drop(next(iter(self._items)), DropReason.QUEUE_FULL)
         self._items[key] = Item(key, param_version, payload, size)
         self.bytes += size
         self.counts.put += 1
-        while self._overfull():
-            self.counts.dropped_full += 1
-            self._drop(next((key for key in self._items if key not in self._wanted), key), DropReason.QUEUE_FULL)
         self.changed.fire()
         return True
 
@@ -166,7 +159,6 @@ class MessageQueue:
         self, count: int, current_param_version: int, keys: Sequence[int | str] | None = None
     ) -> tuple[int, list[Item]] | None:  # fmt: skip
         """The same, but to be acknowledged: until then the items can come back. The number names the lease."""
-        self._wanted = frozenset(keys or ())
         if len(self._items) < count:
             return None
         for item in list(self._items.values()):
@@ -180,7 +172,6 @@ class MessageQueue:
         wanted = list(self._items)[:count] if keys is None else list(keys)
         if len(wanted) < count or not all(key in self._items for key in wanted):
             return None
-        self._wanted = frozenset()
         self.counts.taken += len(wanted)
         number = next(self._lease_ids)
         self._leases[number] = [self._remove(key) for key in wanted]

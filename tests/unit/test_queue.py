@@ -63,20 +63,6 @@ def test_a_full_queue_drops_its_oldest_and_counts_it() -> None:
     assert items and [item.payload for item in items] == [2, 3]
 
 
-def test_what_is_waited_for_by_its_key_is_not_dropped_so_that_a_batch_comes_together_in_the_smallest_queue() -> None:
-    queue, _, dropped = make(max_queue_size=2)
-    queue.put("first", 0, key=0)
-    assert queue.get(2, 0, keys=[0, 1]) is None
-    for number in (5, 6, 7):  # all sooner done than 1
-        queue.put(number, 0, key=number)
-    assert [payload for payload, _ in dropped] == [5, 6] and 0 in queue
-    queue.put("second", 0, key=1)
-    queue.put("too many", 0, key=8)  # before the trainer has looked
-    items = queue.get(2, 0, keys=[0, 1])
-    assert items and [item.payload for item in items] == ["first", "second"]
-    assert [payload for payload, _ in dropped] == [5, 6, 7, "too many"]
-
-
 def test_a_version_from_the_future_is_refused() -> None:
     queue, _, dropped = make()
     queue.put("future", param_version=6)
