@@ -131,7 +131,7 @@ class Loop:
     async def _feed(self) -> None:
         while True:
             while self._rollouter.paused or self._admission.free <= 0:
-                self.waits["feed"] = "resume_rollout()" if self._rollouter.paused else "a free ticket (returned after the next sync)"
+                self.waits["feed"] = "resume_rollout()" if self._rollouter.paused else "a free ticket (returned after the next sync) and room in the queue"
                 await self._changed.wait()
             for _ in range(self._admission.free):
                 seq = self._ledger.issue()
@@ -163,7 +163,6 @@ class Loop:
             metrics = await self._trainer.step(batch, self.step)
             for group, stale in zip(groups, staleness, strict=True):
                 self._ledger.trained(group.seq, uid=group.prompt.uid, step=self.step, staleness=stale)
-            self._admission.trained([group.seq for group in groups])
             self._source.observe(groups)
             self._equal.clear()
             self.step += 1
@@ -189,6 +188,7 @@ class Loop:
         while True:
             wanted = self._admission.oldest(count)
             if len(wanted) == count and (items := self._queue.get(count, self.step, keys=wanted)) is not None:
+                self._admission.take(wanted)
                 groups: list[Group] = [item.payload for item in items]
                 return groups
             missing = [seq for seq in wanted if seq not in self._queue]

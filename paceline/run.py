@@ -173,7 +173,7 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
             rollouter=rollouter,
             fleet=fleet,
             queue=MessageQueue(config.max_queue_size, config.schedule.max_staleness, changed=fleet.changed),
-            admission=Admission(config.schedule.capacity(config.groups_per_step), fleet.changed),
+            admission=Admission(config.schedule.capacity(config.groups_per_step), fleet.changed, config.max_queue_size),
             ledger=ledger,
             trainer=trainer,
             synchronizer=synchronizer,

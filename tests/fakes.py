@@ -277,7 +277,7 @@ class World:
         self.notes = Notes()
         self.ledger = ledger or Ledger()
         self.queue = MessageQueue(self.max_queue_size, self.schedule.max_staleness, changed=self.fleet.changed)
-        self.admission = Admission(self.schedule.capacity(self.groups_per_step), self.fleet.changed)
+        self.admission = Admission(self.schedule.capacity(self.groups_per_step), self.fleet.changed, self.max_queue_size)
         self.rollouter = Rollouter(
             self.fleet,
             SingleTurn(str),

@@ -107,7 +107,19 @@ def test_admission_refuses_a_group_without_a_free_ticket() -> None:
     admission.admit(0)
     with pytest.raises(LedgerError, match="without a free ticket"):
         admission.admit(1)
-    admission.trained([0])
-    assert admission.free == 0, "trained is not enough: the weights must be live"
+    admission.take([0])
+    assert admission.free == 0, "taken is not enough: the weights it is trained into must be live"
     admission.release_trained()
     assert admission.free == 1
+
+
+def test_a_queue_smaller_than_what_may_be_under_way_holds_admission_back_until_the_trainer_takes() -> None:
+    admission = Admission(capacity=6, queue_size=2)
+    for seq in range(2):
+        admission.admit(seq)
+    assert admission.free == 0
+    admission.take([0])
+    assert admission.free == 1
+    admission.admit(2)
+    admission.take([1, 2])
+    assert admission.free == 2
