@@ -131,7 +131,9 @@ class Loop:
     async def _feed(self) -> None:
         while True:
             while self._rollouter.paused or self._admission.free <= 0:
-                self.waits["feed"] = "resume_rollout()" if self._rollouter.paused else "a free ticket (returned after the next sync) and room in the queue"
+                self.waits["feed"] = (
+                    "resume_rollout()" if self._rollouter.paused else "a free ticket (returned after the next sync) and room in the queue"
+                )
                 await self._changed.wait()
             for _ in range(self._admission.free):
                 seq = self._ledger.issue()

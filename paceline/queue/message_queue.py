@@ -23,7 +23,8 @@ REMEMBERED = 65_536  # keys of items that are gone, to know them again when they
 
 class QueueSettings(Settings):
     max_queue_size: int | None = Field(None, ge=1)
-    """Groups the queue holds; when full, the oldest goes. Unset: all that may be under way, so that none ever has to go."""
+    """Groups the queue holds. No more are generated ahead of the trainer, so that none has to be dropped. Unset: as many as may be under
+    way by schedule.max_staleness."""
 
 
 class DropReason(StrEnum):
