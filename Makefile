@@ -66,5 +66,5 @@ $(VENV)/.plots: $(READY)  # for the reports of run_benchmark.sh
 	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
 
-clean:
-	rm -rf $(VENV) .venv-* runs .mypy_cache .ruff_cache .pytest_cache
+clean:  ## what can be made again; runs stay
+	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache
