@@ -35,7 +35,7 @@ class Pause:
 
     paused: bool  # what pause_rollout answered
     pause_s: float  # until it had answered
-    held: bool  # every engine says that it is paused
+    held: bool  # every engine says that it holds its answers, or, by `on_sync`, has finished or handed back all of them
     tokens: int  # made while it was paused
     watched_s: float  # how long that was looked at
     resumed: bool  # what resume_rollout answered
@@ -99,7 +99,7 @@ class Watcher:
         before, since = self.tokens, time.monotonic()
         await self.more_looks(looks)
         after, watched = self.tokens, time.monotonic() - since
-        held = bool(self.engines) and all(engine.paused for engine in self.engines)
+        held = bool(self.engines) and all(engine.paused or not engine.running for engine in self.engines)
         going_on = time.monotonic()
         resumed = await asyncio.to_thread(ask, folder, "resume")
         await self.until(lambda: self.tokens > after)
