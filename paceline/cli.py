@@ -50,7 +50,10 @@ def train(
         stopped_by = signal.SIGTERM
         signal.raise_signal(signal.SIGINT)  # a scheduler's way to say Ctrl-C
 
-    before = signal.signal(signal.SIGTERM, terminate)
+    # a shell that starts a job in the background has it ignore Ctrl-C, and then a scheduler's signal would be ignored, too
+    before = {
+        number: signal.signal(number, how) for number, how in {signal.SIGTERM: terminate, signal.SIGINT: signal.default_int_handler}.items()
+    }
     try:
         config = load_config(recipe, settings or ())
         if dry_run:
@@ -63,7 +66,8 @@ def train(
         console.print("\nstopped; the same command continues from the last checkpoint")
         raise typer.Exit(128 + stopped_by) from None
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, how in before.items():
+            signal.signal(number, how)
 
 
 @app.command()

@@ -256,10 +256,16 @@ def test_every_recipe_is_valid() -> None:
         assert result.exit_code == 0, f"{path}: {result.output}"
 
 
+@pytest.mark.parametrize("ignoring", [False, True], ids=["foreground", "background"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_ctrl_c_and_a_schedulers_signal_stop_everything_and_say_how_to_go_on(number: int, code: int, recipe: Path, tmp_path: Path) -> None:
+def test_ctrl_c_and_a_schedulers_signal_stop_everything_and_say_how_to_go_on(
+    number: int, code: int, ignoring: bool, recipe: Path, tmp_path: Path
+) -> None:
+    """`ignoring`: Ctrl-C, as a shell has it for what it starts in the background."""
     separate = ["placement.actor=train", "placement.rollout=rollout"]
     command = [sys.executable, "-m", "paceline.cli", "train", str(recipe), "steps=100000", *separate]
+    if ignoring:
+        command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *command]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         metrics = tmp_path / "run" / "metrics.jsonl"
         deadline = time.monotonic() + 240

@@ -66,12 +66,12 @@ def test_staleness_is_never_negative_and_never_above_the_bound_and_nothing_is_lo
 def test_giving_tickets_back_before_the_weights_are_live_breaks_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """The release point is the invariant: this planted mistake must be seen by the torture test."""
 
-    def trained(self: Admission, seqs: list[int]) -> None:
+    def take(self: Admission, seqs: list[int]) -> None:
         for seq in seqs:
-            del self._untrained[seq]
+            del self._coming[seq]
         self.changed.fire()
 
-    monkeypatch.setattr(Admission, "trained", trained)
+    monkeypatch.setattr(Admission, "take", take)
     broken = 0
     for seed in range(50):
         world = random_world(seed, MODES["async swap"])
