@@ -42,7 +42,8 @@ class Need:
 def needs(plan: PlannedWorker, config: RunConfig, model_path: str) -> dict[Role, Need]:
     """By role, on the rank that holds the most."""
     model = load_config(model_path)
-    parts = memory_estimate(model, config.train, plan.processes)
+    trains = {Role.ACTOR, Role.CRITIC, Role.REF} & set(plan.roles)
+    parts = memory_estimate(model, config.train, plan.processes) if trains else {}  # engines alone are not split as trainers are
     found: dict[Role, Need] = {}
     for role in plan.roles:
         if role in (Role.ACTOR, Role.CRITIC):

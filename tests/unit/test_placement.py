@@ -151,3 +151,9 @@ def test_a_model_that_fits_nowhere_is_refused_before_anything_starts(command: st
     for word in ("needs at least", "(train ", "take a smaller model"):
         assert word in said.output
     assert not (tmp_path / "run").exists() and not children()
+
+
+def test_engines_of_their_own_are_not_split_as_the_trainer_is(model: str) -> None:
+    ranks = ["train.backend=megatron", "train.tensor_parallel=2", "placement.train_ranks=2"]
+    config = load_config(None, [*SEPARATE, *ranks, f"model={model}"])
+    assert fit(config, model, [Node("a", 8, gpus=3, memory=64 * GB, gpu_memory=80 * GB)]) == []
