@@ -23,6 +23,7 @@ from transformers import (
 from paceline.errors import RolloutError
 from paceline.rollout.native import backend
 from paceline.rollout.native.engine import NativeEngine
+from paceline.rollout.native.model import Decoder
 from paceline.rollout.native.weights import DecoderWeights
 from paceline.types import Completion, Finish, Request, Sampling
 
@@ -120,6 +121,15 @@ def test_an_answer_does_not_depend_on_what_else_is_in_the_batch() -> None:
         done = run(engine_of(module, slots=slots), wanted[::-1])
         for request in wanted:
             same(done[request.id], together[request.id])
+
+
+def test_the_norm_of_a_row_has_the_same_bits_in_any_batch() -> None:
+    module = build()
+    decoder = Decoder(module.config, DecoderWeights.from_module(module, share=False), slots=4, max_length=8)
+    rows, weight = torch.randn(100, module.config.hidden_size, generator=torch.Generator().manual_seed(0)), decoder.weights.norm
+    together = decoder._norm(rows, weight)
+    for n in range(1, 40):
+        assert torch.equal(decoder._norm(rows[n : 2 * n], weight), together[n : 2 * n])
 
 
 def test_the_same_calls_give_the_same_bits() -> None:

@@ -34,8 +34,6 @@ class Decoder:
             self.sin[:, : -self.kv_heads] = torch.cat((-sin, sin), -1).unsqueeze(1)
             self.columns = torch.arange(max_length, device=device)
             self.rows = torch.arange(slots * self.kv_heads * 2, device=device).view(slots, -1) * max_length  # of a layer's cache
-            width = weights.embedding.shape[1]
-            self.mean = torch.full((width, 1), 1 / width, device=device)
             self.least = torch.full((1, 1), self.eps, device=device)
         self.make_cache()
 
@@ -122,4 +120,6 @@ class Decoder:
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         if x.dtype != torch.float32:
             return F.rms_norm(x, weight.shape, weight, self.eps)
-        return (x * torch.addmm(self.least, x.square(), self.mean).rsqrt_()).mul_(weight)  # in half the time of the one above
+        # Faster than the one above, and bit for bit the same in any batch, which a matrix product of the squares is not.
+        squares = torch.linalg.vector_norm(x, 2, -1, True).square_()
+        return (x * self.least.add(squares, alpha=1 / x.shape[1]).rsqrt_()).mul_(weight)
