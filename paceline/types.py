@@ -84,7 +84,7 @@ def empty_completion(finish: Finish = Finish.INTERRUPT) -> Completion:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to generate. Random numbers come from (seed, position) alone, so the answer does not
+    """One sequence to generate. Random numbers come from (seed, position, token id) alone, so the answer does not
     depend on what else is in the batch, and a resumed answer equals an uninterrupted one."""
 
     id: str

@@ -17,11 +17,9 @@ from transformers import (
 )
 
 from paceline.errors import RolloutError
-from paceline.rollout.native import backend
 from paceline.rollout.native.engine import NativeEngine
 from paceline.rollout.native.weights import DecoderWeights
 from paceline.types import Completion, Finish, Request, Sampling
-from tests.gpu.race import draw_by_race
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -101,8 +99,7 @@ def whole(request: Request) -> bool:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_answers_are_those_of_the_cpu_and_logprobs_those_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "draw", draw_by_race)
+def test_answers_are_those_of_the_cpu_and_logprobs_those_of_transformers(name: str) -> None:
     expected = run(engine_of(build(name), "cpu"), mixed())
     module = build(name)
     engine = engine_of(module)

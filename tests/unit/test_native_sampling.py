@@ -6,7 +6,6 @@ import torch
 
 from paceline.rollout.native import sampling
 from paceline.rollout.native.sampling import row_keys
-from tests.gpu.race import exponentials
 
 
 def keys(n: int, seed: int = 0) -> np.ndarray:
@@ -60,19 +59,8 @@ def test_a_large_vocabulary_with_a_flat_nucleus_is_sorted_beyond_the_first_look(
     np.testing.assert_allclose(logprobs, np.log(expected[tokens]), atol=1e-4)
 
 
-def test_draws_of_neighbouring_positions_and_seeds_are_uncorrelated() -> None:
-    """A uniform distribution over many tokens shows the random number behind a draw."""
-    n, vocabulary = 256, 4096
-    rows = [draw(torch.zeros(vocabulary), n, seed=seed)[0] for seed in range(64)]
-    u = (torch.from_numpy(np.stack(rows)).double() + 0.5) / vocabulary
-    assert_uniform_and_uncorrelated(u)
-
-
-def test_the_numbers_of_the_race_are_uncorrelated_over_rows_and_tokens() -> None:
-    assert_uniform_and_uncorrelated(-(-exponentials(keys(512), 512)).double().expm1())
-
-
-def assert_uniform_and_uncorrelated(u: torch.Tensor) -> None:
+def test_draws_of_neighbouring_positions_seeds_and_tokens_are_uncorrelated() -> None:
+    u = -sampling.negative_exponentials(keys(512), 512, torch.device("cpu")).double().expm1()
     assert u.min() > 0 and u.max() < 1
     counts = torch.histc(u, 64, 0, 1)
     assert ((counts - u.numel() / 64) ** 2 / (u.numel() / 64)).sum() < 63 + 5 * np.sqrt(126)

@@ -33,7 +33,7 @@ class Forward:
         self.page_bytes = len(weights.layers) * self.kv_heads * 2 * PAGE * self.dim * weights.embedding.element_size()
         angles = torch.arange(max_length, device=device).float()[:, None] * weights.inv_freq.to(device)
         self.cos, self.sin = angles.cos() * weights.rope_scale, angles.sin() * weights.rope_scale
-        self.hashes = torch.from_numpy(token_hashes(len(weights.head))).to(device)
+        self.hashes = token_hashes(len(weights.head), device)
 
     def step(self, cache: "Cache", state: Tensor, out: Tensor, rows: int, truncated: bool) -> None:
         """One token for each of the first `rows` rows."""

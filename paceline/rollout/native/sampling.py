@@ -1,9 +1,12 @@
-"""Drawing tokens with random numbers that are a hash of (seed, position), so that a sequence's answer depends on nothing but its own
-seed: not on the batch, not on being interrupted.
+"""Drawing tokens with random numbers that are a hash of (seed, position, token id), so that a sequence's answer depends on
+nothing but its own seed: not on the batch, not on being interrupted.
 
-Here one number per row is enough: the token is where it falls among the summed probabilities. The kernels for GPUs need no sum over the
-whole vocabulary: they let tokens race, with one number for each from the same hash and `token_hashes`.
+The draw is an exponential race (the Gumbel-max trick without the outer logarithm): with E = -log(1 - u) for a uniform u per
+token, the token with the largest p / E is a sample of p. One number per row, looked up among summed probabilities, would be cheaper; but
+sums of many probabilities that are off in their last bits hit another token far more often than a race has another winner.
 """
+
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -12,6 +15,7 @@ from torch import Tensor
 
 BLOCK = 1 << 17  # logits worked on at a time on a CPU, so that a large vocabulary stays in the cache
 TOKENS = 0xD1B54A32D192ED03  # the "seed" of token ids: a real seed that hashed the same way would meet its own hash and cancel it
+U_STEP = 2.0**-31 * (1 - 2.0**-20)  # keeps u strictly inside (0, 1), so that a token of probability 0 never wins
 FIRST_LOOK = 1024  # tokens sorted for top-p before sorting the whole vocabulary
 
 
@@ -23,9 +27,11 @@ def row_keys(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray
     return (x ^ (x >> np.uint64(31))).view(np.int64)
 
 
-def token_hashes(vocabulary: int) -> NDArray[np.int32]:
+@lru_cache(4)
+def token_hashes(vocabulary: int, device: torch.device) -> Tensor:
     """32 well mixed bits per token id."""
-    return row_keys(np.full(vocabulary, TOKENS, np.uint64), np.arange(vocabulary)).astype(np.int32)
+    hashes = row_keys(np.full(vocabulary, TOKENS, np.uint64), np.arange(vocabulary)).astype(np.int32)
+    return torch.from_numpy(hashes).to(device)
 
 
 @torch.inference_mode()
@@ -60,14 +66,20 @@ def _draw_block(
     p = torch.softmax(logits, -1)
     if top_k.any() or (top_p < 1).any():
         truncate(p, torch.from_numpy(top_k).to(device), torch.from_numpy(top_p).to(device))
-    # float64, in which no token of a large vocabulary is rounded away; a token of probability 0 adds nothing and is never met
-    summed = p.cumsum(-1, dtype=torch.float64)
-    u = torch.from_numpy((keys.view(np.uint64) >> np.uint64(11)) * 2.0**-53).to(device).unsqueeze(1)
-    chosen = torch.searchsorted(summed, u.mul_(summed[:, -1:]), right=True).clamp_(max=p.shape[1] - 1)  # nan falls off the end
+    chosen = torch.div(p, negative_exponentials(keys, p.shape[1], device)).argmin(-1, keepdim=True)
     if greedy.any():
         chosen = torch.where(torch.from_numpy(greedy).to(device).unsqueeze(1), logits.argmax(-1, keepdim=True), chosen)
     logprobs = p.gather(1, chosen).log_()
     return chosen.squeeze(1).cpu().numpy().astype(np.int32), logprobs.squeeze(1).cpu().numpy()
+
+
+def negative_exponentials(keys: NDArray[np.int64], vocabulary: int, device: torch.device) -> Tensor:
+    """-E for each row and token: a 32-bit hash, then log(1 - u) with u as fine as 2^-31 near 0, where the race is decided."""
+    words = torch.from_numpy(keys).to(device).view(torch.int32).view(-1, 2)
+    x = (token_hashes(vocabulary, device) ^ words[:, :1]).mul_(words[:, 1:] | 1)
+    x.bitwise_xor_(x >> 15).mul_(0x2C1B3C6D)
+    u = x.bitwise_and_(0x7FFFFFFF).float()
+    return u.mul_(-U_STEP).sub_(U_STEP / 4).log1p_()
 
 
 def truncate(p: Tensor, top_k: Tensor, top_p: Tensor) -> None:
