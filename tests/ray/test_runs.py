@@ -64,7 +64,7 @@ def test_max_staleness_0_on_two_nodes_gives_the_same_weights_bit_for_bit_as_loca
     assert len({worker.node for worker in started.values()}) == 2
     run(model, tmp_path / "local", "steps=8", *SEPARATE)
     assert weights(tmp_path / "local", 8) == weights(tmp_path / "ray", 8)
-    assert {path.name for path in (tmp_path / "ray" / "logs").iterdir()} == {"train.log", "rollout.log", "rollout-1.log"}
+    assert {path.name for path in (tmp_path / "ray" / "logs").iterdir()} == {"main.log", "train.log", "rollout.log", "rollout-1.log"}
 
 
 @pytest.mark.parametrize(
