@@ -51,9 +51,8 @@ def train(
         signal.raise_signal(signal.SIGINT)  # a scheduler's way to say Ctrl-C
 
     # a shell that starts a job in the background has it ignore Ctrl-C, and then a scheduler's signal would be ignored, too
-    before = {
-        number: signal.signal(number, how) for number, how in {signal.SIGTERM: terminate, signal.SIGINT: signal.default_int_handler}.items()
-    }
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, terminate)}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         config = load_config(recipe, settings or ())
         if dry_run:
