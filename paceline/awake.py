@@ -5,21 +5,26 @@ import selectors
 import time
 from typing import Any
 
-LATE_S = 2.0  # a wait that ends this much later than it was to, or so much time between two waits
+LATE_S = 2.0  # between two looks at the clock, beyond what was to be waited for
 
 
 class _Selector(selectors.DefaultSelector):
-    stopped_s = 0.0  # in all
-    _left: float | None = None  # when the last wait was over
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen = time.monotonic()
+        self._stopped_s = 0.0  # in all
+
+    def now(self, waited: float = 0.0) -> float:
+        """Time without stops; up to `waited` seconds may have passed since the last look."""
+        seen, self._seen = self._seen, time.monotonic()
+        if (late := self._seen - seen - waited) > LATE_S:
+            self._stopped_s += late
+        return self._seen - self._stopped_s
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        begun = time.monotonic()
-        if self._left is not None and (busy := begun - self._left) > LATE_S:
-            self.stopped_s += busy
+        self.now()
         events: list[Any] = super().select(timeout)
-        self._left = time.monotonic()
-        if timeout is not None and (late := self._left - begun - max(0.0, timeout)) > LATE_S:
-            self.stopped_s += late
+        self.now(waited=float("inf") if timeout is None else max(0.0, timeout))
         return events
 
 
@@ -29,4 +34,4 @@ class AwakeLoop(asyncio.SelectorEventLoop):
         super().__init__(self._waits)
 
     def time(self) -> float:
-        return super().time() - self._waits.stopped_s
+        return self._waits.now()
