@@ -144,10 +144,7 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
             actor, config.algorithm, config.step_timeout_s, critic, ref, config.rollout.max_response_length, config.mismatch_limit
         )
         if start.checkpoint:
-            await trainer.load(start.checkpoint)
-            state = read_state(start.checkpoint)
-            inputs.source.load_state(state["source"])
-            trainer.load_state(state["trainer"])
+            await _restore(start.checkpoint, trainer, inputs.source)
         fleet = _fleet(config, cluster, plans, workers[Role.ROLLOUT])
         stack.push_async_callback(fleet.close)
         rollouter = _rollouter(config, inputs, fleet, reward)
@@ -185,13 +182,25 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
         commands |= {"pause": rollouter.pause_rollout, "resume": rollouter.resume_rollout}
         async with Control(folder, commands):
             await loop.run(start.step)
-        recorder.looked(await _answers([member.engine.stats() for member in fleet.in_rotation]), 0.0)
-        living = set(unique_workers(workers)) - fleet.elastic | {member.engine.worker for member in fleet.in_rotation}
-        peak = peak_memory() + sum(await _answers([worker.peak_memory() for worker in living]))
+        peak = await _last_look(recorder, fleet, set(unique_workers(workers)))
         summary = recorder.summary(sync_s=synchronizer.seconds, ledger=ledger.counts(), memory_peak_bytes=peak)
         summary["fleet"] = {"replaced": fleet.replaced, "refused": fleet.refused}
         write_json(folder / "summary.json", summary)
         return summary
+
+
+async def _restore(checkpoint: Path, trainer: Trainer, source: PromptSource) -> None:
+    await trainer.load(checkpoint)
+    state = read_state(checkpoint)
+    source.load_state(state["source"])
+    trainer.load_state(state["trainer"])
+
+
+async def _last_look(recorder: Recorder, fleet: Fleet, workers: set[Worker]) -> int:
+    """What the engines have done in all, for the record; the most memory that all together had."""
+    recorder.looked(await _answers([member.engine.stats() for member in fleet.in_rotation]), 0.0)
+    living = workers - fleet.elastic | {member.engine.worker for member in fleet.in_rotation}
+    return peak_memory() + sum(await _answers([worker.peak_memory() for worker in living]))
 
 
 async def _answers(questions: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

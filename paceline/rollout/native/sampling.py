@@ -43,22 +43,11 @@ def draw(
     top_p: NDArray[np.float32],
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """One token for each row of `logits`, and its log-probability under the final distribution. Overwrites `logits`."""
-    count, vocabulary = logits.shape
-    block = max(1, BLOCK // vocabulary) if logits.device.type == "cpu" else count
-    if count <= block:
-        return _draw_block(logits, keys, temperature, top_k, top_p)
-    parts = [slice(start, start + block) for start in range(0, count, block)]
-    drawn = [_draw_block(logits[rows], keys[rows], temperature[rows], top_k[rows], top_p[rows]) for rows in parts]
-    return np.concatenate([tokens for tokens, _ in drawn]), np.concatenate([logprobs for _, logprobs in drawn])
-
-
-def _draw_block(
-    logits: Tensor,
-    keys: NDArray[np.int64],
-    temperature: NDArray[np.float32],
-    top_k: NDArray[np.int64],
-    top_p: NDArray[np.float32],
-) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    block = max(1, BLOCK // logits.shape[1])
+    if logits.device.type == "cpu" and len(logits) > block:
+        parts = [slice(start, start + block) for start in range(0, len(logits), block)]
+        drawn = [draw(logits[rows], keys[rows], temperature[rows], top_k[rows], top_p[rows]) for rows in parts]
+        return np.concatenate([tokens for tokens, _ in drawn]), np.concatenate([logprobs for _, logprobs in drawn])
     device, greedy = logits.device, temperature == 0
     logits = logits.float()
     if (temperature != 1).any():
@@ -66,9 +55,12 @@ def _draw_block(
     p = torch.softmax(logits, -1)
     if top_k.any() or (top_p < 1).any():
         truncate(p, torch.from_numpy(top_k).to(device), torch.from_numpy(top_p).to(device))
-    chosen = torch.div(p, negative_exponentials(keys, p.shape[1], device)).argmin(-1, keepdim=True)
-    if greedy.any():
-        chosen = torch.where(torch.from_numpy(greedy).to(device).unsqueeze(1), logits.argmax(-1, keepdim=True), chosen)
+    if greedy.all():
+        chosen = logits.argmax(-1, keepdim=True)
+    else:
+        chosen = torch.div(p, negative_exponentials(keys, p.shape[1], device)).argmin(-1, keepdim=True)
+        if greedy.any():
+            chosen = torch.where(torch.from_numpy(greedy).to(device).unsqueeze(1), logits.argmax(-1, keepdim=True), chosen)
     logprobs = p.gather(1, chosen).log_()
     return chosen.squeeze(1).cpu().numpy().astype(np.int32), logprobs.squeeze(1).cpu().numpy()
 
