@@ -37,12 +37,9 @@ def generation_rate(samples_per_s: float, target: float, whose: str, hard: bool)
     return Verdict("generation rate above target", ok, f"{samples_per_s:.1f} samples/s, target {target:.1f} ({whose})", advice, hard)
 
 
-def queue_use(mean: float, *, max_queue_size: int, capacity: int, waiting: float, dropped: int) -> Verdict:
+def queue_use(mean: float, *, max_queue_size: int, capacity: int, waiting: float) -> Verdict:
     """`capacity`: groups that may be under way at once; `waiting`: the trainer's share of time without a batch."""
     seen = f"{mean:.0%} of {max_queue_size} groups"
-    if dropped:
-        advice = f"{dropped} groups were dropped because it was full: raise queue.max_queue_size to {capacity}, or leave it unset"
-        return Verdict("queue use 50–80 %", False, seen, advice, hard=False)
     if QUEUE_LOW <= mean <= QUEUE_HIGH:
         return Verdict("queue use 50–80 %", True, seen, hard=False)
     if mean > QUEUE_HIGH:

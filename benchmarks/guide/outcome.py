@@ -48,7 +48,6 @@ def judge(case: dict[str, Any], work: Work) -> list[criteria.Verdict]:
             max_queue_size=int(figures["max_queue_size"]),
             capacity=int(figures["capacity"]),
             waiting=figures["trainer_waits"],
-            dropped=int(figures["dropped"]),
         )
         verdicts.append(use)
     if pause := case["pause"]:
