@@ -161,13 +161,27 @@ def long_tail(shape: str, ceilings: tuple[float, float]) -> dict[str, Any]:
         "512_prompts": {
             "tokens": int(batch.sum()), "longest": int(batch.max()), "tokens_per_s": round(rate),
             "share_of_steady": round(rate / steady, 3), "seconds": [round(t, 3) for t in times], "longest_alone_s": round(alone, 3),
-            "seconds_at_steady_rate": round(int(batch.sum()) / steady, 3),
+            "seconds_at_steady_rate": round(int(batch.sum()) / steady, 3), "limit": tail_limit(shape, batch.tolist(), context, ceilings),
         },
         "2048_prompts": {
             "tokens": int(lengths.sum()), "tokens_per_s": round(stream), "share_of_steady": round(stream / steady, 3),
             "while_prompts_wait": round(waiting), "while_prompts_wait_share_of_steady": round(waiting / steady, 3),
         },
     }  # fmt: skip
+
+
+def tail_limit(shape: str, lengths: list[int], context: float, ceilings: tuple[float, float]) -> dict[str, float]:
+    """The same batch if every step took no longer than memory and arithmetic need, and its share of a steady state that does so too."""
+    waiting, live = lengths[::-1], []  # live: (tokens left, context)
+    seconds = 0.0
+    while waiting or live:
+        while waiting and len(live) < TAIL_SLOTS:
+            live.append((waiting.pop(), PROMPT))
+        n, steps = len(live), min(left for left, _ in live)
+        seconds += steps * n / limit(shape, n, sum(seen for _, seen in live) / n + steps / 2, *ceilings)
+        live = [(left - steps, seen + steps) for left, seen in live if left > steps]
+    share = sum(lengths) / seconds / limit(shape, TAIL_SLOTS, context, *ceilings)
+    return {"seconds": round(seconds, 3), "share_of_steady": round(share, 3)}
 
 
 def stream_rates(engine: NativeEngine, lengths: list[int]) -> tuple[float, float]:
