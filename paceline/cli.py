@@ -130,6 +130,21 @@ def resume(run: RunFolder) -> None:
 
 
 @app.command()
+def answers(
+    run: Annotated[Path, typer.Argument(help="A run folder, for example runs/fully_async", show_default=False)],
+    step: Annotated[int | None, typer.Option(help="Which step; the last one if not given.", show_default=False)] = None,
+) -> None:
+    """Show what the model answered, best first, with rewards: some prompts of a step (save_answers)."""
+    from paceline.observe.answers import answers_panel, read_answers
+
+    try:
+        for row in read_answers(run, step):
+            console.print(answers_panel(row))
+    except PacelineError as error:
+        _fail(error)
+
+
+@app.command()
 def tasks() -> None:
     """List the built-in tasks."""
     from paceline.data.tasks import describe_tasks

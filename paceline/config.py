@@ -43,6 +43,8 @@ class RunConfig(Settings):
     save_every: int = Field(50, ge=0)
     """Steps between checkpoints; 0 = only at the end."""
     keep_checkpoints: int = Field(2, ge=1)
+    save_answers: int = Field(1, ge=0)
+    """Prompts of each step whose answers go to answers.jsonl, with their rewards."""
     step_timeout_s: float = Field(600.0, gt=0)
     """Longest a train step may take."""
     stall_timeout_s: float = Field(300.0, gt=0)
@@ -131,7 +133,19 @@ class RunConfig(Settings):
 
 
 # Settings that may differ when a run is continued: they change how long, on what or how it is watched, not what is learned.
-MAY_CHANGE = {"run_dir", "steps", "save_every", "keep_checkpoints", "step_timeout_s", "stall_timeout_s", "sync", "fleet", "cluster", "ray"}
+MAY_CHANGE = {
+    "run_dir",
+    "steps",
+    "save_every",
+    "keep_checkpoints",
+    "save_answers",
+    "step_timeout_s",
+    "stall_timeout_s",
+    "sync",
+    "fleet",
+    "cluster",
+    "ray",
+}
 MAY_CHANGE |= {"train.backend", "train.tensor_parallel", "train.pipeline_parallel", "train.offload", "placement.train_ranks"}
 # Of these a run has one or the other: what the command line chooses replaces what the recipe has chosen.
 ALTERNATIVES = (("data.task", "data.path"), ("reward.function", "reward.model"))

@@ -22,6 +22,7 @@ from paceline.errors import ModelError
 from paceline.folder import disk_explained, find_start, log_file, open_folder
 from paceline.loop import Loop, LoopSettings, Observer
 from paceline.models import load_config, load_generation_config, load_tokenizer, model_fingerprint, resolve_model
+from paceline.observe.answers import Answers
 from paceline.observe.recorder import Recorder, write_json
 from paceline.place.cluster import Cluster, PlannedWorker
 from paceline.place.fit import plan_that_fits
@@ -151,7 +152,8 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
         synchronizer = ParameterSynchronizer(await _transport(config, workers), fleet, rollouter, config.schedule.on_sync, config.sync)
         await synchronizer.sync_weights(start.step)  # engines serve the checkpoint's weights, and the path is known to work
 
-        recorder = Recorder(folder, start.metrics_length, make_display(start.step) if make_display else None)
+        answers = Answers(folder, config.save_answers, start.step)
+        recorder = Recorder(folder, start.metrics_length, answers, make_display(start.step) if make_display else None)
         stack.callback(recorder.close)
 
         async def write(target: Path) -> None:

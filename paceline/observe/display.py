@@ -121,9 +121,10 @@ def closing_table(console: Console, summary: dict[str, Any], folder: str) -> Non
         ("peak memory", f"{summary['memory_peak_bytes'] / 2**30:.2f} GiB"),
         ("ledger", f"{ledger['issued']} issued = {ledger['trained']} trained + {dropped} dropped + {ledger['outstanding']} unfinished"),
         ("run folder", folder),
+        ("what it answered", f"paceline answers {folder}"),
     ]
     if replaced := summary.get("fleet", {}).get("replaced"):
-        rows.insert(-1, ("rollout workers replaced", str(replaced)))
+        rows.insert(-2, ("rollout workers replaced", str(replaced)))
     for name, value in rows:
         table.add_row(name, value)
     console.print(table)

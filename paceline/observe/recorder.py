@@ -1,4 +1,4 @@
-"""What a run leaves behind for people and programs: metrics.jsonl (a line per step) and summary.json (the run in figures)."""
+"""What a run leaves behind for people and programs: metrics.jsonl (a line per step), answers.jsonl, summary.json (figures)."""
 
 import json
 import os
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from paceline.loop import Metrics, Observer
+from paceline.observe.answers import Answers
 from paceline.rollout.engine import EngineStats
 from paceline.types import Group
 
@@ -17,9 +18,10 @@ from paceline.types import Group
 class Recorder:
     """An observer of the loop; passes everything on to the display."""
 
-    def __init__(self, folder: Path, length: int, display: Observer | None = None) -> None:
+    def __init__(self, folder: Path, length: int, answers: Answers, display: Observer | None = None) -> None:
         self.rows: list[Metrics] = []
         self.engines: Sequence[EngineStats] = ()
+        self._answers = answers
         self._display = display
         path = folder / "metrics.jsonl"
         with path.open("ab") as file:
@@ -41,6 +43,7 @@ class Recorder:
         self.rows.append(row)
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
+        self._answers.step_done(step, groups)
         if self._display:
             self._display.step_done(step, metrics, groups)
 
@@ -52,6 +55,7 @@ class Recorder:
 
     def close(self) -> None:
         self._file.close()
+        self._answers.close()
 
     def summary(self, *, sync_s: Sequence[float], ledger: dict[str, Any], memory_peak_bytes: int) -> dict[str, Any]:
         """The figures of this run (of this part of it, if it was continued; rewards are those of the whole)."""

@@ -76,6 +76,8 @@ def test_a_run_leaves_a_summary_metrics_ledger_and_checkpoint(recipe: Path, tmp_
     assert expected <= summary.keys()
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == summary["steps"] == 2
     assert (tmp_path / "run" / "ledger.jsonl").exists() and (tmp_path / "run" / "checkpoints" / "step_00000002").is_dir()
+    shown = CliRunner().invoke(app, ["answers", str(tmp_path / "run"), "--step", "1"])
+    assert shown.exit_code == 0 and "step 1: copy:3" in shown.output and shown.output.count("reward ") == 2, shown.output
     again = paceline(recipe)
     assert again.exit_code == 0 and "2 of 2 steps" in again.output, again.output
 
