@@ -4,6 +4,7 @@ A checkpoint is written under a temporary name, checksummed, synced and renamed:
 newest one that verifies is the one a run continues from; older ones go only after the new one has been verified.
 """
 
+import asyncio
 import hashlib
 import json
 import logging
@@ -22,28 +23,44 @@ SCHEMA = 1
 
 
 async def save_checkpoint(root: Path, step: int, state: dict[str, Any], write: Callable[[Path], Awaitable[None]], keep: int) -> Path:
-    """`write` puts the roles' files into the folder it is given; `state` becomes state.json."""
+    """`write` puts the roles' files into the folder it is given; `state` becomes state.json. Of the whole ones `keep` stay."""
     final = root / f"step_{step:08d}"
     temporary = root / f".{final.name}.tmp"
     try:
         root.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
+        for left_behind in root.glob(".step_*.tmp"):  # by a run that was killed
+            shutil.rmtree(left_behind, ignore_errors=True)
         temporary.mkdir()
         await write(temporary)
-        (temporary / "state.json").write_text(json.dumps(state, indent=1))
-        (temporary / MANIFEST).write_text(json.dumps({"schema": SCHEMA, "step": step, "files": _digest(temporary)}, indent=1))
-        for path in [*temporary.rglob("*"), temporary]:
-            _fsync(path)
-        shutil.rmtree(final, ignore_errors=True)
-        temporary.rename(final)
-        _fsync(root)
-        verify_checkpoint(final)
+        await asyncio.to_thread(_finish, temporary, final, step, state)  # reading gigabytes again takes its time
     except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"the checkpoint of step {step} could not be written to {root}: {error}") from error
-    for old in _folders(root)[:-keep]:
-        shutil.rmtree(old)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    await asyncio.to_thread(_prune, root, final, keep)
     return final
+
+
+def _finish(temporary: Path, final: Path, step: int, state: dict[str, Any]) -> None:
+    (temporary / "state.json").write_text(json.dumps(state, indent=1))
+    (temporary / MANIFEST).write_text(json.dumps({"schema": SCHEMA, "step": step, "files": _digest(temporary)}, indent=1))
+    for path in [*temporary.rglob("*"), temporary]:
+        _fsync(path)
+    shutil.rmtree(final, ignore_errors=True)
+    temporary.rename(final)
+    _fsync(final.parent)
+    verify_checkpoint(final)
+
+
+def _prune(root: Path, newest: Path, keep: int) -> None:
+    """Older ones go once `keep` whole ones are there. A damaged one counts for nothing, and neither does one that a continued run found
+    damaged and has not reached again."""
+    kept = 1
+    for folder in reversed([folder for folder in _folders(root) if folder < newest]):
+        if kept >= keep:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            kept += _is_whole(folder)
 
 
 def latest_checkpoint(root: Path) -> Path | None:
@@ -76,6 +93,14 @@ def verify_checkpoint(folder: Path) -> None:
         if expected.get(name) != found.get(name):
             what = "is missing" if name not in found else "does not belong there" if name not in expected else "is damaged"
             raise CheckpointError(f"checkpoint {folder}: file {name} {what}")
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        verify_checkpoint(folder)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _folders(root: Path) -> list[Path]:

@@ -72,3 +72,55 @@ def test_a_save_that_fails_leaves_nothing_and_the_old_one_stays(tmp_path: Path) 
     with pytest.raises(CheckpointError, match=r"step 2 could not be written.*No space left"):
         asyncio.run(save_checkpoint(tmp_path, 2, {}, full_disk, 2))
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+
+
+def harm(folder: Path) -> None:
+    (folder / "actor" / "model.safetensors").write_bytes(b"cut off")
+
+
+def test_a_damaged_checkpoint_is_not_counted_as_one_that_is_kept(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    harm(tmp_path / "step_00000002")
+    save(tmp_path, 3)
+    assert (tmp_path / "step_00000001").exists(), "it is the second whole one"
+    save(tmp_path, 4)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step_00000003", "step_00000004"]
+
+
+def test_a_run_that_passed_over_a_damaged_checkpoint_keeps_what_it_saves_itself(tmp_path: Path) -> None:
+    save(tmp_path, 20)
+    harm(save(tmp_path, 30))
+    save(tmp_path, 25, keep=1)
+    found = latest_checkpoint(tmp_path)
+    assert found and found.name == "step_00000025"
+    save(tmp_path, 30, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000030"] and latest_checkpoint(tmp_path)
+
+
+def test_what_a_killed_save_left_behind_goes_with_the_next_one(tmp_path: Path) -> None:
+    (tmp_path / ".step_00000007.tmp" / "actor").mkdir(parents=True)
+    save(tmp_path, 8)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000008"]
+
+
+def test_the_event_loop_goes_on_while_a_large_checkpoint_is_finished(tmp_path: Path) -> None:
+    ticks = 0
+
+    async def large(folder: Path) -> None:
+        with (folder / "model.safetensors").open("wb") as file:
+            file.truncate(256 << 20)
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.01)
+            ticks += 1
+
+    async def both() -> None:
+        ticking = asyncio.create_task(tick())
+        await save_checkpoint(tmp_path, 1, {}, large, 1)
+        ticking.cancel()
+
+    asyncio.run(both())
+    assert ticks >= 5
