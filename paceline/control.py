@@ -9,8 +9,8 @@ import logging
 import os
 import socket
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,23 @@ Command = Callable[..., Awaitable[Any]]
 
 
 class Control:
-    """The job's end."""
+    """The job's end. It is there as soon as the job is, and says so while there is nothing yet that could be commanded."""
 
-    def __init__(self, folder: Path, commands: Mapping[str, Command]) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._commands = commands
+        self._commands: Mapping[str, Command] = {}
         self._server: asyncio.Server | None = None
         self._asking: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def serving(self, commands: Mapping[str, Command]) -> AsyncIterator[None]:
+        """What can be asked for, until it is over; who still waits for an answer then is told."""
+        self._commands = commands
+        try:
+            yield
+        finally:
+            self._commands = {}
+            await self._dismiss()
 
     async def __aenter__(self) -> "Control":
         listening = socket.socket(socket.AF_UNIX)
@@ -52,10 +62,13 @@ class Control:
         if self._server is None:
             return
         self._server.close()
+        await self._dismiss()
+        (self._folder / SOCKET).unlink(missing_ok=True)
+
+    async def _dismiss(self) -> None:
         for task in list(self._asking):
             task.cancel()
         await asyncio.gather(*self._asking, return_exceptions=True)
-        (self._folder / SOCKET).unlink(missing_ok=True)
 
     async def _asked(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -65,13 +78,15 @@ class Control:
             answer = await self._answer(await reader.readline())
             writer.write(json.dumps(answer).encode() + b"\n")
             await writer.drain()
-        except ConnectionError:
-            pass  # it did not wait for the answer
+        except (ConnectionError, ValueError):
+            pass  # it did not wait for the answer, or sent a line without an end
         finally:
             writer.close()
             self._asking.discard(task)
 
     async def _answer(self, line: bytes) -> dict[str, Any]:
+        if not self._commands:
+            return {"error": f"the job in {self._folder} is starting or ending; ask again in a moment"}
         try:
             request = json.loads(line)
             command = self._commands[request["command"]]
@@ -82,6 +97,9 @@ class Control:
             return {"value": await command(**arguments)}
         except (PacelineError, TypeError) as error:
             return {"error": str(error)}
+        except Exception as error:
+            log.exception("%s failed", request["command"])
+            return {"error": f"{request['command']} failed: {type(error).__name__}: {error}"}
 
 
 def ask(folder: Path, command: str, **arguments: Any) -> Any:
@@ -93,9 +111,16 @@ def ask(folder: Path, command: str, **arguments: Any) -> Any:
                 connection.connect(path)
         except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError):
             raise ConfigError(f"no job is running in {folder}; give the run folder of one that is") from None
-        connection.sendall(json.dumps({"command": command, "arguments": arguments}).encode() + b"\n")
-        with connection.makefile("rb") as stream:
-            line = stream.readline()
+        except PermissionError:
+            raise ConfigError(f"the job in {folder} belongs to somebody else; only its owner can ask it") from None
+        try:
+            connection.sendall(json.dumps({"command": command, "arguments": arguments}).encode() + b"\n")
+            with connection.makefile("rb") as stream:
+                line = stream.readline()
+        except TimeoutError:
+            raise ConfigError(f"the job in {folder} did not answer within {ANSWER_S:g} s; is it stopped (Ctrl-Z)?") from None
+        except ConnectionError:
+            line = b""
     if not line:
         raise ConfigError(f"the job in {folder} ended before it could answer")
     answer = json.loads(line)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from paceline.awake import stay_awake
 from paceline.config import RunConfig
 from paceline.control import Command, Control
 from paceline.data.chat import stop_token_ids
@@ -112,6 +113,7 @@ def check_model(config: RunConfig, model_path: str, source: PromptSource) -> Non
 
 async def train(config: RunConfig, make_display: Callable[[int], Observer] | None = None) -> dict[str, Any]:
     """Run to the last step and return the summary. `make_display(first_step)` makes the observer of every step."""
+    stay_awake(asyncio.get_running_loop())
     inputs = load_inputs(config)
     folder = Path(config.run_dir)
     for warning in (await plan_that_fits(config, inputs.model_path))[2]:
@@ -129,6 +131,7 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
             finished: dict[str, Any] = json.loads((folder / "summary.json").read_text())
             return finished
         stack.enter_context(log_file(folder / "logs"))
+        control = await stack.enter_async_context(Control(folder))
         (folder / "config.json").write_text(json.dumps(inputs.identity["config"], indent=1))
         ledger = Ledger(folder / "ledger.jsonl", start.ledger)
         stack.callback(ledger.close)
@@ -182,7 +185,7 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
         )
         commands: dict[str, Command] = {"list": fleet.describe, "add": fleet.add, "remove": fleet.remove}
         commands |= {"pause": rollouter.pause_rollout, "resume": rollouter.resume_rollout}
-        async with Control(folder, commands):
+        async with control.serving(commands):
             await loop.run(start.step)
         peak = await _last_look(recorder, fleet, set(unique_workers(workers)))
         summary = recorder.summary(sync_s=synchronizer.seconds, ledger=ledger.counts(), memory_peak_bytes=peak)
