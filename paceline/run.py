@@ -133,8 +133,6 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
         stack.enter_context(log_file(folder / "logs"))
         control = await stack.enter_async_context(Control(folder))
         (folder / "config.json").write_text(json.dumps(inputs.identity["config"], indent=1))
-        ledger = Ledger(folder / "ledger.jsonl", start.ledger)
-        stack.callback(ledger.close)
 
         cluster = await open_cluster(config, inputs.model_path, folder / "logs")
         stack.push_async_callback(cluster.close)
@@ -156,6 +154,9 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
         await synchronizer.sync_weights(start.step)  # engines serve the checkpoint's weights, and the path is known to work
 
         answers = Answers(folder, config.save_answers, start.step)
+        # only now are the books cut to what the checkpoint says: a start that fails changes nothing
+        ledger = Ledger(folder / "ledger.jsonl", start.ledger)
+        stack.callback(ledger.close)
         recorder = Recorder(folder, start.metrics_length, answers, make_display(start.step) if make_display else None)
         stack.callback(recorder.close)
 

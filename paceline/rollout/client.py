@@ -19,6 +19,7 @@ class EngineClient:
         self._running: dict[str, asyncio.Future[Completion]] = {}
         self._outbox: list[Request] = []
         self._open = True
+        self._pauses = 0  # so far
         self._changed = Pulse()
         worker.listen(Role.ROLLOUT, self._finished)
         worker.died.add_done_callback(self._worker_died)
@@ -46,6 +47,7 @@ class EngineClient:
 
     async def pause(self, mode: OnSync) -> bool:
         self._open = False
+        self._pauses += 1
         self._flush()
         if mode is OnSync.SWAP:
             await self.worker.call(Role.ROLLOUT, "hold")
@@ -59,9 +61,11 @@ class EngineClient:
         return True
 
     async def resume(self) -> bool:
+        pauses = self._pauses
         await self.worker.call(Role.ROLLOUT, "go_on")
-        self._open = True
-        self._changed.fire()
+        if pauses == self._pauses:  # else it is to be paused again, and was told so after this
+            self._open = True
+            self._changed.fire()
         return True
 
     async def load_weights(self, weights: Weights) -> None:

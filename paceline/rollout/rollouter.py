@@ -124,6 +124,8 @@ class Rollouter:
         """Admit nothing new and, by `on_sync`, let running generations finish, interrupt them or hold them. Idempotent."""
         self._holds.add(who)
         await self._fleet.pause(self._on_sync)
+        if not self.paused:
+            return True  # it has been resumed before the last generation had ended
         now = asyncio.get_running_loop().time()
         for deadline in self._deadlines:  # time spent paused is nobody's fault
             if (when := deadline.when()) is not None and not deadline.expired():
@@ -139,6 +141,8 @@ class Rollouter:
         if self._holds:
             return True
         await self._fleet.resume()
+        if self._holds:
+            return True  # it has been paused again
         now = asyncio.get_running_loop().time()
         for deadline, seconds in self._deadlines.items():
             if deadline.when() is None:

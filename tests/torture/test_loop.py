@@ -262,6 +262,23 @@ def test_time_spent_paused_does_not_count_against_the_generation_timeout() -> No
     assert len(world.notes.groups) == world.steps * world.groups_per_step and not world.ledger.dropped
 
 
+def test_a_pause_that_is_taken_back_before_the_last_answer_has_ended_takes_no_deadline_away() -> None:
+    async def scenario() -> None:
+        world = World(schedule=MODES["one step off"], generation_timeout=300)
+        run = asyncio.create_task(world.build().run())
+        await asyncio.sleep(2)
+        pausing = asyncio.create_task(world.rollouter.pause_rollout())
+        await asyncio.sleep(0)
+        assert not pausing.done(), "answers are being drained"
+        await world.rollouter.resume_rollout()
+        assert await pausing is True
+        world.engines[0].freeze()
+        await run
+
+    with pytest.raises(RolloutError, match=r"took longer than rollout\.generation_timeout = 300 s"):
+        run_virtual(scenario())
+
+
 def test_a_continued_run_issues_the_unfinished_prompts_again_first_and_trains_each_once() -> None:
     for seed in range(50):
         first = random_world(seed, MODES["async swap"])

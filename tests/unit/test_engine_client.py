@@ -1,0 +1,46 @@
+"""The controller's end of an engine, when it is told one thing and then another before it has answered."""
+
+import asyncio
+from typing import Any
+
+from paceline.place.message import Call, Reply
+from paceline.place.worker import Worker
+from paceline.rollout.client import EngineClient
+from paceline.types import OnSync, Request, Sampling
+from tests.virtual import run_virtual
+
+
+class SlowWorker(Worker):
+    """Answers every call after a second, in order."""
+
+    def __init__(self) -> None:
+        super().__init__("slow")
+        self.calls: list[str] = []
+
+    def _send(self, message: Call) -> None:
+        self.calls.append(message.method)
+        self._loop.call_later(1.0, self._receive, Reply(message.id, []))
+
+    async def close(self) -> None:
+        return
+
+
+def test_a_resume_that_is_answered_late_does_not_undo_the_pause_that_came_after_it() -> None:
+    async def scenario() -> Any:
+        worker = SlowWorker()
+        engine = EngineClient(worker)
+        await engine.pause(OnSync.INTERRUPT)
+        resuming = asyncio.ensure_future(engine.resume())
+        await asyncio.sleep(0.5)
+        pausing = asyncio.ensure_future(engine.pause(OnSync.INTERRUPT))
+        await asyncio.gather(resuming, pausing)
+        asked = asyncio.ensure_future(engine.generate(Request("1", (1,), 0, Sampling(4))))
+        await asyncio.sleep(10)
+        assert "submit" not in worker.calls, "nothing is generated while paused"
+        await engine.resume()
+        await asyncio.sleep(1)
+        asked.cancel()
+        await asyncio.wait({asked})
+        return worker.calls
+
+    assert run_virtual(scenario()) == ["interrupt", "go_on", "interrupt", "go_on", "submit", "abort"]
