@@ -13,7 +13,6 @@ from rich.logging import RichHandler
 from rich.markup import escape
 
 from paceline import __version__
-from paceline.awake import AwakeLoop
 from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
@@ -184,8 +183,7 @@ def _train(config: "RunConfig", fresh: bool) -> None:
             return display.__enter__()
 
         try:
-            with asyncio.Runner(loop_factory=AwakeLoop) as runner:
-                summary = runner.run(train(config, make_display))
+            summary = asyncio.run(train(config, make_display))
         finally:
             if display:
                 display.__exit__(None, None, None)

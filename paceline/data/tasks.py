@@ -143,7 +143,7 @@ def get_task(spec: str) -> Task:
     kind = _KINDS.get(name)
     if kind is None:
         close = difflib.get_close_matches(name, TASKS, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = f"; did you mean {close[0]!r}?" if close else "."
         raise ConfigError(f"unknown task {name!r}{hint} Built-in tasks: {', '.join(TASKS)}.")
     if not colon:
         return Task(name, kind.default, kind.make, kind.graded)

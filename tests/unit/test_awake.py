@@ -1,5 +1,6 @@
 """Deadlines do not pass while the process is stopped."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -8,11 +9,20 @@ import textwrap
 import time
 from pathlib import Path
 
+import pytest
+
+from paceline.awake import AwakeClock
+from paceline.config import load_config
+from paceline.errors import DataError
+from paceline.run import train
+
 PROGRAM = textwrap.dedent("""
     import asyncio
-    from paceline.awake import AwakeLoop
+    from paceline.awake import stay_awake
 
     async def main():
+        stay_awake(asyncio.get_running_loop())
+        stay_awake(asyncio.get_running_loop())  # a second time changes nothing
         async with asyncio.timeout(3.0):
             print("begun", flush=True)
             for _ in range(10):
@@ -24,8 +34,7 @@ PROGRAM = textwrap.dedent("""
         except TimeoutError:
             print("and deadlines still pass", flush=True)
 
-    with asyncio.Runner(loop_factory=AwakeLoop) as runner:
-        runner.run(main())
+    asyncio.run(main())
 """)
 
 
@@ -39,3 +48,21 @@ def test_no_time_passes_while_the_process_is_stopped() -> None:
         time.sleep(4)  # longer than the deadline
         process.send_signal(signal.SIGCONT)
         assert process.stdout.read() == "done\nand deadlines still pass\n"
+
+
+def test_a_run_gives_this_clock_to_whatever_loop_a_script_runs_it_in(tmp_path: Path) -> None:
+    async def script() -> bool:
+        with pytest.raises(DataError):
+            await train(load_config(None, [f"run_dir={tmp_path}", "data.path=no/such/file.jsonl"]))
+        return isinstance(getattr(asyncio.get_running_loop().time, "__self__", None), AwakeClock)
+
+    assert asyncio.run(script())
+
+
+def test_time_passes_in_waits_and_work_but_not_in_stops() -> None:
+    seconds = iter([0.0, 1.0, 61.0, 62.5, 100.0])
+    clock = AwakeClock(lambda: next(seconds))
+    assert clock.now() == 1.0, "a look later"
+    assert clock.now(waited=60.0) == 61.0, "as long as was to be waited"
+    assert clock.now() == 62.5, "a little work"
+    assert clock.now() == 62.5, "37.5 seconds in which nothing was to be waited for: a stop"
