@@ -18,7 +18,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from paceline.place.message import Call, Event, Later, Reply
+from paceline.place.message import Call, Event, Later, Reply, portable
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def _answer(call: Call, work: Callable[[], Any]) -> Reply:
         return Reply(call.id, work())
     except Exception as error:
         log.exception("%s.%s failed", call.role, call.method)
-        return Reply(call.id, error=error)
+        return Reply(call.id, error=portable(error))
 
 
 class BusyClock:
@@ -164,7 +164,7 @@ def main() -> None:
             parts = build(*args)
         except Exception as error:
             log.exception("the worker could not start")
-            channel.send(Reply(0, error=error))
+            channel.send(Reply(0, error=portable(error)))
             return
         channel.send(Reply(0))
         serve(channel, {**parts, "host": Vitals()})

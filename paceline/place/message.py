@@ -1,5 +1,6 @@
 """What controller and workers say to each other, over a pipe or between threads."""
 
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,15 @@ class Reply:
     id: int
     value: Any = None
     error: BaseException | None = None
+
+
+def portable(error: BaseException) -> BaseException:
+    """The error, or one that says the same: those of some libraries can be pickled but not unpickled, so nobody would hear of them."""
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 @dataclass(frozen=True, slots=True)

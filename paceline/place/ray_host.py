@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from paceline.place.host import Vitals, serve
 from paceline.place.mailbox import Mailbox
-from paceline.place.message import Reply
+from paceline.place.message import Reply, portable
 
 log = logging.getLogger(__name__)
 
@@ -55,13 +55,13 @@ class RayHost:
                 parts = build(*args)
             except Exception as error:
                 log.exception("the worker could not start")
-                return mailbox.send(Reply(0, error=error))
+                return mailbox.send(Reply(0, error=portable(error)))
             mailbox.send(Reply(0))
             serve(mailbox, {**parts, "host": Vitals()})
             mailbox.send(None)
         except BaseException as error:
             log.exception("the worker failed")
-            mailbox.send(error)
+            mailbox.send(portable(error))
 
 
 def _redirect_output() -> IO[bytes]:

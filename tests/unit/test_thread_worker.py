@@ -27,6 +27,24 @@ class Gate:
         return threading.current_thread().name
 
 
+class Homebound(Exception):
+    """As many libraries have them: it can be pickled, but not unpickled."""
+
+    def __init__(self, message: str, *, code: int) -> None:
+        super().__init__(f"{message} (code {code})")
+
+
+class Library:
+    def fail(self) -> None:
+        raise Homebound("the disk is upside down", code=7)
+
+
+def build_library(works: bool) -> dict[str, Any]:
+    if not works:
+        Library().fail()
+    return {"actor": Library()}
+
+
 class Broken:
     def __init__(self) -> None:
         self.start = False
@@ -81,3 +99,18 @@ def test_a_process_that_is_still_starting_is_not_waited_for(tmp_path: Path) -> N
         return time.monotonic() - begun
 
     assert asyncio.run(scenario()) < 4
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_an_error_that_cannot_travel_is_told_in_its_words(works: bool, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        worker = ProcessWorker("one", build_library, (works,), cores=[], threads=1, log_path=tmp_path / "log")
+        try:
+            async with asyncio.timeout(30):
+                with pytest.raises(RuntimeError, match=r"Homebound: the disk is upside down \(code 7\)"):
+                    await worker.ready()
+                    await worker.call("actor", "fail")
+        finally:
+            await worker.close()
+
+    asyncio.run(scenario())
