@@ -141,16 +141,18 @@ class ProcessWorker(Rank):
                 self._connection.send_bytes(message)
 
     def _read(self) -> None:
+        cause: Exception | None = None
         try:
             while True:
                 self._loop.call_soon_threadsafe(self._receive, self._connection.recv())
         except (EOFError, OSError):
             pass
+        except Exception as error:  # what it says cannot be read, or nobody listens any more
+            cause = error
+            self.process.kill()
         self.process.wait()
-        try:
-            self._loop.call_soon_threadsafe(self._dead, None)
-        except RuntimeError:
-            return  # the event loop is closed; nobody listens any more
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            self._loop.call_soon_threadsafe(self._dead, cause)
 
     async def peak_memory(self) -> int:
         peak: int = await self.call("host", "peak_memory")

@@ -98,7 +98,8 @@ class Worker(ABC):
     def _dead(self, cause: BaseException | None) -> None:
         if self._closing or self.died.done():
             return
-        error = WorkerDied(f"worker {self.name!r} died{self._last_words()}")
+        why = f" of {type(cause).__name__}: {str(cause).partition(chr(10))[0]}" if cause else ""
+        error = WorkerDied(f"worker {self.name!r} died{why}{self._last_words()}")
         error.__cause__ = cause
         self.fence(error)
 
