@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 START_S = 120.0  # a reward may import torch or more
 PIPE_BYTES = 32 * 1024  # fit into any pipe's buffer
+LOOK_S = 0.5  # how often the clock is looked at while an answer is waited for
 GRACE_S = 1.0  # for a worker to flush its files when the pool closes
 
 
@@ -96,14 +97,23 @@ class Worker:
 
     def _receive(self, timeout_s: float, what: str, limit: str) -> dict[str, Any]:
         try:
-            if not self._connection.poll(timeout_s):
+            if not self._answers_within(timeout_s):
                 raise _Lost(f"{what}: no answer within {timeout_s:g} s {limit}; its process was killed")
             message: dict[str, Any] = json.loads(self._connection.recv_bytes())
         except (EOFError, OSError) as e:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(GRACE_S)
-            raise _Lost(f"{what}: its process ended with {_exit(self.process.returncode)}") from e
+            raise _Dead(f"{what}: its process ended with {_exit(self.process.returncode)}") from e
         return message
+
+    def _answers_within(self, timeout_s: float) -> bool:
+        """Time in which this process is stopped (Ctrl-Z, a suspended job) does not count: the worker may have been stopped, too."""
+        while timeout_s > 0:
+            waited = min(LOOK_S, timeout_s)
+            if self._connection.poll(waited):
+                return True
+            timeout_s -= waited
+        return False
 
     def _relay(self) -> None:
         """What the function prints goes to the log."""
@@ -115,6 +125,10 @@ class Worker:
 
 class _Lost(RewardError):
     """The worker hangs or is gone."""
+
+
+class _Dead(_Lost):
+    """It is gone. That may be its own doing, or that of someone who needed its memory."""
 
 
 class ProcessReward:
@@ -186,7 +200,12 @@ class ProcessReward:
         except queue.Empty:
             raise RewardError(f"reward {self._function!r}, prompt {prompt.uid!r}: closed") from None
         try:
-            return worker.score(answers, prompt.row, prompt.uid, self._timeout_s)
+            try:
+                return worker.score(answers, prompt.row, prompt.uid, self._timeout_s)
+            except _Dead as e:
+                log.warning("%s; another worker tries again", e)
+                worker = self._replace(worker)
+                return worker.score(answers, prompt.row, prompt.uid, self._timeout_s)
         except _Lost as e:
             log.warning("%s; starting another worker", e)
             worker = self._replace(worker)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -69,6 +70,7 @@ FUNCTIONS = textwrap.dedent("""
         if answer == "hang": time.sleep(600)
         return 1.0
     def pid(answer, row): return os.getpid()
+    def slow(answer, row): time.sleep(1.5); return 1.0
     def writing(answer, row):
         global log
         log = open(row["log"], "a"); log.write("scored"); return 1.0
@@ -169,6 +171,44 @@ async def test_a_hang_is_killed_at_the_deadline(functions: Path, name: str) -> N
                 await ask(reward, "a")
         assert not alive(before[0])
         assert len(reward.pids) == 1
+
+
+@in_loop
+async def test_a_worker_that_somebody_kills_is_replaced_and_its_group_is_scored_again(functions: Path) -> None:
+    async with opened(f"{functions}:slow", timeout_s=20) as reward:
+        (before,) = reward.pids
+        call = asyncio.ensure_future(ask(reward, "a"))
+        await asyncio.sleep(0.5)
+        os.kill(before, signal.SIGKILL)
+        assert await call == [1.0]
+        assert reward.pids != [before]
+
+
+def test_no_time_of_a_reward_passes_while_the_run_is_stopped(functions: Path) -> None:
+    program = textwrap.dedent(f"""
+        import asyncio
+        from paceline.reward.reward import RewardSettings, open_reward
+        from paceline.types import Prompt, Trajectory
+        async def main():
+            reward = await open_reward(RewardSettings(function={f"{functions}:slow"!r}, timeout_s=3), None)
+            call = asyncio.ensure_future(reward.score(Prompt("q", (1,), "", {{}}), [Trajectory((), "a")]))
+            await asyncio.sleep(0.2)
+            print(*reward.pids, flush=True)
+            print(await call, flush=True)
+            await reward.close()
+        asyncio.run(main())
+    """)
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
+    ) as parent:
+        assert parent.stdout is not None
+        both = [parent.pid, int(parent.stdout.readline())]
+        for signal_number, seconds in ((signal.SIGSTOP, 4), (signal.SIGCONT, 0)):  # for longer than it may take
+            for pid in both:
+                os.kill(pid, signal_number)
+            time.sleep(seconds)
+        assert parent.stdout.read() == "[1.0]\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="descendants outside the process group are found through /proc")
