@@ -2,7 +2,8 @@
 
 Groups travel as flat arrays (`wire.py`) and lie in the queue as the bytes that came; only who takes one reads it. A put is answered
 when the item is in, so a client that lost the answer puts again under the same key. What a trainer rank takes is leased: it comes back
-if the rank's connection ends before `acknowledge`. A producer whose incarnation has been replaced is refused.
+if the rank's connection ends before `acknowledge`, or if nobody waits for it any more when it arrives. A producer whose incarnation has
+been replaced is refused.
 
 An address is "unix:/path" or "tcp://host:port"; who connects must know the token.
 """
@@ -99,9 +100,9 @@ class _Connection:
         self._waiting: set[asyncio.Task[None]] = set()
 
     def answer(self, header: Header, body: Buffer) -> None:
-        if header["action"] == "acknowledge":
+        if header["action"] in ("acknowledge", "give_back"):
             self._leases.discard(header["lease"])
-            self._queue.acknowledge(header["lease"])
+            getattr(self._queue, header["action"])(header["lease"])
         elif not self._try(header, body):
             task = asyncio.ensure_future(self._wait(header, body))
             self._waiting.add(task)
@@ -229,6 +230,8 @@ class RemoteQueueClient:
                 header, body = await _receive(self._reader)
                 if (future := self._pending.get(header["id"])) and not future.done():
                     future.set_result((header, body))
+                elif "lease" in header:  # whoever asked was cancelled meanwhile
+                    _write(self._writer, {"action": "give_back", "lease": header["lease"]})
         except (asyncio.IncompleteReadError, ConnectionError):
             for future in self._pending.values():
                 if not future.done():

@@ -167,6 +167,17 @@ def test_what_a_dead_taker_has_not_acknowledged_comes_back_first(tmp_path: Path)
     assert (queue.counts.taken, queue.counts.returned) == (6, 2 + 3)  # the last taker did not acknowledge either
 
 
+def test_what_comes_for_a_taker_that_no_longer_waits_goes_back(tmp_path: Path) -> None:
+    async def scenario(server: QueueServer, connect: Any) -> None:
+        producer, taker = await connect(), await connect()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(taker.get_samples(current_param_version=0), 0.05)
+        assert await producer.put_samples(group(0), 0)
+        assert [found.seq for found in await taker.get_samples(current_param_version=0, timeout_s=5)] == [0]
+
+    assert serve(tmp_path, scenario).counts.returned == 2  # the second time because the taker left without a word
+
+
 def test_a_producer_that_was_replaced_is_refused_and_counted(tmp_path: Path) -> None:
     async def scenario(server: QueueServer, connect: Any) -> None:
         zombie = await connect(Producer("rollout", 1))
