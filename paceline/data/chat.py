@@ -16,14 +16,25 @@ def has_template(tokenizer: "PreTrainedTokenizerBase") -> bool:
     return bool(tokenizer.chat_template)
 
 
-def render(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], system: str | None = None) -> str:
-    """The messages as the model wants to see them, up to where its answer begins. `system` goes first unless they bring their own."""
-    turns = [dict(m) for m in messages]
-    if system is not None and turns[0]["role"] != "system":
-        turns.insert(0, {"role": "system", "content": system})
-    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+def render(tokenizer: "PreTrainedTokenizerBase", prompt: str | Sequence[Message], system: str | None = None) -> str:
+    """The prompt as the model wants to see it, up to where its answer begins. `system` goes first unless it brings its own."""
+    text = tokenizer.apply_chat_template(conversation(prompt, system), tokenize=False, add_generation_prompt=True)
     assert isinstance(text, str)
     return text
+
+
+def conversation(prompt: str | Sequence[Message], system: str | None = None) -> list[dict[str, Any]]:
+    """A row's prompt as plain messages: text is what the user says; parts of text are put together; what is null is left out, since
+    tables have every field in every message, and templates ask whether one is there."""
+    messages: Sequence[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    turns = [{name: value for name, value in m.items() if value is not None} | {"content": _words(m.get("content"))} for m in messages]
+    if system is not None and turns[0]["role"] != "system":
+        turns.insert(0, {"role": "system", "content": system})
+    return turns
+
+
+def _words(content: Any) -> str:
+    return content if isinstance(content, str) else "".join(part["text"] for part in content or ())
 
 
 def stop_token_ids(tokenizer: "PreTrainedTokenizerBase", generation: "GenerationConfig | None" = None) -> tuple[int, ...]:
@@ -39,16 +50,31 @@ def stop_token_ids(tokenizer: "PreTrainedTokenizerBase", generation: "Generation
 
 def message_problem(prompt: Any) -> str | None:
     """What is wrong with a prompt given as chat messages; None when nothing is."""
-    for number, message in enumerate(prompt, 1):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            return f'message {number} is not {{"role": text, "content": text}}'
     if not prompt:
         return "the list of messages is empty"
-    text = "".join(m["content"] for m in prompt)
+    for number, message in enumerate(prompt, 1):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            return f'message {number} is not {{"role": text, "content": text}}'
+        content = message.get("content")
+        if content is None and message.get("tool_calls"):
+            continue
+        if isinstance(content, list) and (kinds := [_kind(part) for part in content if _kind(part) != "text"]):
+            return f"message {number} has a part of type {kinds[0]!r}; only text can be trained on"
+        if not isinstance(content, str | list):
+            return f'message {number} is not {{"role": text, "content": text}}'
+    text = "".join(_words(m.get("content")) for m in prompt)
     if not text.strip():
         return "the prompt is empty"
-    if any("\ud800" <= c <= "\udfff" for c in text):
+    try:
+        text.encode()
+    except UnicodeEncodeError:
         return "the text holds half a character (a lone surrogate)"
     if prompt[-1]["role"] == "assistant":
         return "the last message is the assistant's, so there is nothing left to answer"
     return None
+
+
+def _kind(part: Any) -> str:
+    if not isinstance(part, Mapping):
+        return type(part).__name__
+    return "text" if isinstance(part.get("text"), str) else str(part.get("type"))

@@ -30,6 +30,8 @@ if TYPE_CHECKING:  # importing transformers takes seconds, and settings are read
 
 log = logging.getLogger(__name__)
 
+LIKELY = ("prompt", "question", "problem", "messages", "conversation", "conversations", "instruction", "query", "input", "text")
+TOGETHER = 1024  # texts tokenized at a time
 SHOWN = 5  # bad rows spelled out in a message; the rest are counted
 
 
@@ -37,7 +39,7 @@ class DataSettings(Settings):
     task: str | None = None
     """A built-in task, "name" or "name:difficulty", for example "sort:5". Give this or path."""
     path: str | tuple[str, ...] | None = None
-    """JSONL or parquet files of prompts: a path, a glob pattern, or a list of them."""
+    """Files of prompts (JSONL, JSON, CSV, parquet, a folder that `datasets` saved): a path, a glob pattern, or a list of them."""
     prompt_key: str = "prompt"
     """The column that holds the prompt: text, or a list of chat messages. The rest of the row goes to the reward."""
     max_prompt_length: int = Field(default=512, ge=1)
@@ -164,9 +166,10 @@ def _load(settings: DataSettings, tokenizer: "PreTrainedTokenizerBase", seed: in
             texts[i] = _text(read, settings, tokenizer, use_chat)
         except (_Unusable, TemplateError) as e:
             problems[i] = str(e)
-    encoded = tokenizer(list(texts.values()), add_special_tokens=not use_chat)["input_ids"] if texts else []
+        except (TypeError, ValueError, LookupError, AttributeError) as e:
+            problems[i] = f"the chat template fails on it: {type(e).__name__}: {e}"
     rows: dict[str, _Row] = {}
-    for (i, text), tokens in zip(texts.items(), encoded, strict=True):
+    for (i, text), tokens in zip(texts.items(), _tokens(list(texts.values()), tokenizer, not use_chat), strict=True):
         read = reads[i]
         name = read.row.get("id")
         uid = read.where if name is None else str(name)
@@ -175,7 +178,7 @@ def _load(settings: DataSettings, tokenizer: "PreTrainedTokenizerBase", seed: in
         elif not 0 < len(tokens) <= settings.max_prompt_length:
             problems[i] = f"the prompt has {len(tokens)} tokens; data.max_prompt_length = {settings.max_prompt_length}"
         else:
-            rows[uid] = _Row(uid, read.where, text, np.array(tokens, np.int32), read.row)
+            rows[uid] = _Row(uid, read.where, text, tokens, read.row)
     bad = tuple(BadRow(reads[i].where, problems[i]) for i in sorted(problems))
     _judge(bad, len(rows), origin, settings)
     return list(rows.values()), bad
@@ -187,11 +190,19 @@ def _read(settings: DataSettings, seed: int) -> tuple[str, Sequence[Read]]:
         task = get_task(settings.task)
         return task.spec, [Read(f"{task.spec}:{i}", task.row(i, seed)) for i in range(settings.limit or task.size)]
     if settings.path is None:
-        raise ConfigError("there are no prompts: set data.task (for example 'sort:5') or data.path (a .jsonl or .parquet file)")
+        raise ConfigError("there are no prompts: set data.task (for example 'sort:5') or data.path (for example 'prompts.jsonl')")
     patterns = (settings.path,) if isinstance(settings.path, str) else settings.path
     files = find_files(patterns)
-    reads = islice(read_files(files), settings.limit)
-    return ", ".join(map(str, files[:3])) + (", ..." if len(files) > 3 else ""), list(reads)
+    origin = ", ".join(map(str, files[:3])) + (", ..." if len(files) > 3 else "")
+    reads = list(islice(read_files(files), settings.limit))
+    columns = dict.fromkeys(name for read in reads for name in read.row)
+    if columns and settings.prompt_key not in columns:
+        likely = next((name for name in LIKELY if name in columns), "NAME")
+        raise DataError(
+            f"no column {settings.prompt_key!r} in {origin}; columns found: {', '.join(columns)}. "
+            f"Say which one holds the prompt: data.prompt_key={likely}"
+        )
+    return origin, reads
 
 
 def _use_chat(settings: DataSettings, tokenizer: "PreTrainedTokenizerBase") -> bool:
@@ -211,18 +222,21 @@ def _text(read: Read, settings: DataSettings, tokenizer: "PreTrainedTokenizerBas
     if key not in read.row:
         raise _Unusable(f"no {key!r} (data.prompt_key); the row has {', '.join(map(repr, read.row)) or 'nothing'}")
     prompt = read.row[key]
-    if isinstance(prompt, str):
-        messages = [{"role": "user", "content": prompt}]
-    elif not isinstance(prompt, list):
+    if not isinstance(prompt, str | list):
         raise _Unusable(f"{key!r} is {type(prompt).__name__}; expected text or a list of chat messages")
-    elif not use_chat:
+    if isinstance(prompt, list) and not use_chat:
         raise _Unusable(f"{key!r} is a list of chat messages, but data.chat is false or the tokenizer has no chat template")
-    else:
-        messages = prompt
-    problem = chat.message_problem(messages)
+    problem = chat.message_problem([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
     if problem:
         raise _Unusable(f"{key!r}: {problem}")
-    return chat.render(tokenizer, messages, settings.system) if use_chat else str(prompt)
+    return chat.render(tokenizer, prompt, settings.system) if use_chat else str(prompt)
+
+
+def _tokens(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase", special: bool) -> Iterator[NDArray[np.int32]]:
+    """A part at a time: what a tokenizer says beside the tokens takes a hundred bytes per token."""
+    for start in range(0, len(texts), TOGETHER):
+        for tokens in tokenizer(texts[start : start + TOGETHER], add_special_tokens=special)["input_ids"]:
+            yield np.array(tokens, np.int32)
 
 
 def _judge(bad: Sequence[BadRow], good: int, origin: str, settings: DataSettings) -> None:

@@ -13,7 +13,7 @@ import torch
 from jinja2 import TemplateError
 from transformers import AutoModelForSequenceClassification
 
-from paceline.data.chat import has_template
+from paceline.data.chat import conversation, has_template
 from paceline.errors import ModelError, RewardError
 from paceline.models import load_config, load_model, load_tokenizer
 from paceline.place.worker import Worker
@@ -102,19 +102,14 @@ class ModelReward:
 
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[float]:
         answers = [trajectory.text for trajectory in trajectories]
+        messages = conversation(prompt.row[self._prompt_key], self._system)
         try:
-            scores: list[float] = await self._worker.call(Role.REWARD, "score", prompt.text, self._messages(prompt), answers)
+            scores: list[float] = await self._worker.call(
+                Role.REWARD, "score", prompt.text, conversation(prompt.row[self._prompt_key], self._system), answers
+            )
         except RewardError as error:
             raise RewardError(f"prompt {prompt.uid!r}: {error}") from error
         return scores
 
     async def close(self) -> None:
         return  # the worker is closed with all the others
-
-    def _messages(self, prompt: Prompt) -> Messages:
-        """The row's messages; text is what the user says."""
-        asked = prompt.row[self._prompt_key]
-        messages: Messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
-        if self._system is not None and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": self._system})
-        return messages

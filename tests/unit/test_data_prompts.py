@@ -1,5 +1,8 @@
 """The stream of prompts: every row once per epoch, any position at any time, and bad rows named by file and number."""
 
+import csv
+import gzip
+import io
 import json
 import sys
 from pathlib import Path
@@ -145,10 +148,57 @@ def test_a_row_without_an_id_goes_by_its_place(tmp_path: Path) -> None:
     assert {source(path)[i].uid for i in range(3)} == {"a.jsonl:1", "a.jsonl:2", "a.jsonl:3"}
 
 
-def test_an_array_of_rows_is_refused_with_how_to_make_lines_of_it(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps([GOOD, GOOD], indent=1))
-    with pytest.raises(DataError, match=r"a\.json is one JSON array; expected JSONL.*jq -c .*a\.jsonl"):
-        source(str(tmp_path / "a.json"))
+@pytest.mark.parametrize("name", ["a.json", "a.csv", "a.tsv", "a.jsonl.gz", "a.csv.gz", "saved"])
+def test_the_same_rows_come_out_of_every_kind_of_file(name: str, tmp_path: Path) -> None:
+    rows = [{"prompt": f'say "{i}",\nplease 🎉', "answer": str(i)} for i in range(3)]
+    lines = io.StringIO(newline="")
+    table = csv.DictWriter(lines, ["prompt", "answer"], delimiter="\t" if ".tsv" in name else ",")
+    table.writeheader()
+    table.writerows(rows)
+    text = json.dumps(rows) if name == "a.json" else lines.getvalue() if "sv" in name else "\r\n".join(map(json.dumps, rows))
+    content = b"\xef\xbb\xbf" + text.encode()  # as programs on Windows write it
+    if name == "saved":
+        save_as_datasets_does(tmp_path / name, rows)
+    else:
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    prompts = source(str(tmp_path / name), shuffle=False)
+    assert [prompts[i].row for i in range(len(prompts))] == rows
+    assert prompts[2].uid.endswith(":3")
+
+
+def save_as_datasets_does(folder: Path, rows: list[dict[str, Any]]) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    folder.mkdir(parents=True)
+    table = pyarrow.Table.from_pylist(rows)
+    with pyarrow.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": "train"}))
+
+
+BROKEN = {
+    "a.json": (b'[{"prompt": "x"}', "begins like a JSON array of rows and is none"),
+    "a.csv": (b"prompt,answer\nx,1\ny\n", r"1 of 2 rows .*\n  a.csv:2: has not the 2 fields of the first line"),
+    "a.tsv": (b'prompt\n"x\n', "not a readable CSV file"),
+    "a.jsonl.gz": (gzip.compress(b'{"prompt": "x"}\n')[:-9], "not a whole gzip file"),
+    "b.jsonl.gz": (b'{"prompt": "x"}\n', "cannot read .*b.jsonl.gz"),
+    "a.arrow": (b"no arrow", "not a readable arrow stream"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_named_with_what_is_wrong(name: str, tmp_path: Path) -> None:
+    content, message = BROKEN[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        source(str(tmp_path / name))
+
+
+def test_a_missing_column_is_told_once_with_those_there_are(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", *[{"question": "x", "answer": 1}] * 9)
+    with pytest.raises(DataError, match=r"columns found: question, answer\. Say which .*: data\.prompt_key=question$"):
+        source(path)
+    with pytest.raises(DataError, match=r"no column 'q' .*data\.prompt_key=question$"):
+        source(path, prompt_key="q", on_bad_row="skip")
 
 
 def test_endings_may_be_in_capitals(tmp_path: Path) -> None:
@@ -185,8 +235,14 @@ def test_a_missing_file_is_named(name: str, tmp_path: Path) -> None:
 def test_folders_and_unknown_endings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is a folder"):
         source(str(tmp_path))
-    with pytest.raises(DataError, match=r"cannot read \.csv"):
-        source(write(tmp_path / "a.csv", GOOD))
+    save_as_datasets_does(tmp_path / "set" / "train", [GOOD])
+    with pytest.raises(DataError, match=r"is a folder; name its files, .* '.*/set/train/\*\.arrow'"):
+        source(str(tmp_path / "set"))
+    (tmp_path / "set" / "dataset_dict.json").write_text("{}")
+    with pytest.raises(DataError, match=r"several splits; name one: .*/set/train$"):
+        source(str(tmp_path / "set"))
+    with pytest.raises(DataError, match=r"cannot read \.txt; data files end in \.jsonl, .*\.parquet"):
+        source(write(tmp_path / "a.txt", GOOD))
 
 
 def test_the_fingerprint_follows_the_rows(tmp_path: Path) -> None:
