@@ -108,6 +108,7 @@ class AlgorithmSettings(Settings):
             (self.correction == "icepop" and self.correction_level != "token", "correction", "correction_level", "icepop masks tokens"),
             (self.correction == "m2po" and self.correction_level != "token", "correction", "correction_level", "m2po masks tokens"),
             (self.normalize == "group" and self.advantage in ("gae", "return"), "normalize", "advantage", "it differs by token"),
+            (self.normalize == "group" and self.advantage == "greedy", "normalize", "advantage", "equal attempts have deviation 0"),
             (self.kl_target is not None and self.kl_coef == 0, "kl_target", "kl_coef", "steering multiplies, so it must start above 0"),
         ):
             if wrong:

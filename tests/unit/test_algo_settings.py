@@ -60,6 +60,7 @@ def test_roles_that_an_algorithm_needs() -> None:
         ({"correction": "m2po", "proximal": "interpolated"}, ["correction = 'm2po'", "proximal = 'interpolated'"]),
         ({"correction": "icepop", "correction_level": "sequence"}, ["'icepop'", "correction_level"]),
         ({"name": "ppo", "normalize": "group"}, ["normalize = 'group'", "advantage = 'gae'"]),
+        ({"name": "grpo", "advantage": "greedy"}, ["normalize = 'group'", "advantage = 'greedy'"]),
         ({"kl_target": 0.1}, ["kl_target", "kl_coef = 0.0"]),
         ({"constant_length": 8}, ["constant_length = 8", "aggregation = 'sequence'"]),
         ({"name": "sapo", "dual_clip": 3.0}, ["dual_clip = 3.0", "loss = 'sapo'"]),
