@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paceline.errors import ConfigError, ModelError
-from paceline.train.saved import MODEL_FILE
+from paceline.train.saved import MODEL_FILE, write_tensors
 from paceline.train.settings import LoraSettings, TrainSettings
 from paceline.train.single import SingleDevice
 
@@ -56,9 +55,9 @@ class LoraDevice(SingleDevice):
         super().save(folder)
         (folder / FOLDER / "adapter_config.json").write_text(json.dumps(self._config, indent=1, sort_keys=True))
         merged = self.merged_weights()
-        names = [_base_name(name) for name, _ in self._model.named_parameters()]  # tied ones once
-        weights = {name: merged[name].clone(memory_format=torch.contiguous_format) for name in names if name in merged}
-        save_file(weights, folder / MODEL_FILE, metadata={"format": "pt"})
+        base = {_base_name(name): p for name, p in self._model.named_parameters() if ".lora_" not in name}  # tied ones once
+        layout = [(name, tuple(p.shape), p.dtype) for name, p in base.items()]
+        write_tensors(folder / MODEL_FILE, layout, (merged[name] for name in base))
 
     def _trained_parameters(self) -> dict[str, nn.Parameter]:
         trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
