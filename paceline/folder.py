@@ -2,6 +2,8 @@
 
 import errno
 import fcntl
+import itertools
+import json
 import logging
 import time
 from collections.abc import Iterator
@@ -47,10 +49,21 @@ def move_aside(folder: Path) -> Path | None:
     """Make room for a new run; where the one that was there is now. Refused while that one is running."""
     if not folder.exists():
         return None
-    aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+    now = f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}"
+    names = (folder.with_name(f"{now}-{number}" if number else now) for number in itertools.count())
     with _locked(folder):
+        aside = next(name for name in names if not name.exists())
         folder.rename(aside)
     return aside
+
+
+def finished_summary(folder: Path, step: int) -> dict[str, Any] | None:
+    """What the run that ended at this step has left; None if it was stopped before it could write it."""
+    try:
+        summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+        return summary if summary["steps"] == step else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def find_start(config: RunConfig, identity: dict[str, Any]) -> Start:
@@ -72,10 +85,23 @@ def find_start(config: RunConfig, identity: dict[str, Any]) -> Start:
         )
     start = Start(checkpoint, state["step"], LedgerState.from_json(state["ledger"]), state["metrics_length"])
     for name, length in {"metrics.jsonl": start.metrics_length, "ledger.jsonl": state["ledger"]["length"]}.items():
-        path = root.with_name(name)
-        if not path.exists() or path.stat().st_size < length:
-            raise CheckpointError(f"{path} is not what it was at step {start.step}: a part is missing; bring it back, or use --fresh")
+        _check_lines(root.with_name(name), length, start.step)
     return start
+
+
+def _check_lines(path: Path, length: int, step: int) -> None:
+    """Refuse books that are not what they were when the checkpoint was made."""
+    content = b""
+    if path.exists():
+        with path.open("rb") as file:
+            content = file.read(length)
+    try:
+        whole = len(content) == length and all(isinstance(json.loads(line), dict) for line in content.splitlines())
+    except ValueError:
+        whole = False
+    if not whole:
+        what = "a part is missing" if len(content) < length else "it is damaged"
+        raise CheckpointError(f"{path} is not what it was at step {step}: {what}; bring it back, or use --fresh")
 
 
 @contextmanager
@@ -83,10 +109,13 @@ def disk_explained(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+        ours = str(error.filename or "").startswith((str(folder), str(folder.resolve())))
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG) and not ours:
             raise
+        where = f" ({error.filename})" if ours else ""
         raise CheckpointError(
-            f"run folder {folder} cannot be written: {error.strerror}; make room, and the same command continues from the last checkpoint"
+            f"run folder {folder} cannot be written: {error.strerror}{where}; "
+            "make that right, and the same command continues from the last checkpoint"
         ) from error
 
 

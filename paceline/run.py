@@ -20,7 +20,7 @@ from paceline.control import Command, Control
 from paceline.data.chat import stop_token_ids
 from paceline.data.prompts import PromptSource
 from paceline.errors import ModelError
-from paceline.folder import disk_explained, find_start, log_file, open_folder
+from paceline.folder import disk_explained, find_start, finished_summary, log_file, open_folder
 from paceline.loop import Loop, LoopSettings, Observer
 from paceline.models import load_config, load_generation_config, load_tokenizer, model_fingerprint, resolve_model
 from paceline.observe.answers import Answers
@@ -127,8 +127,7 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
             judge.check(inputs.source.rows())
         stack.enter_context(open_folder(config))
         start = find_start(config, inputs.identity)
-        if start.step >= config.steps and (folder / "summary.json").exists():
-            finished: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+        if start.step >= config.steps and (finished := finished_summary(folder, start.step)):
             return finished
         stack.enter_context(log_file(folder / "logs"))
         control = await stack.enter_async_context(Control(folder))

@@ -194,16 +194,33 @@ def test_a_full_disk_ends_the_run_by_name(model: str, tmp_path: Path) -> None:
         def looked(self, *_: object) -> None:
             return
 
-    with pytest.raises(CheckpointError, match=r"run cannot be written: No space left on device; make room"):
+    with pytest.raises(CheckpointError, match=r"run cannot be written: No space left on device; make that right"):
         asyncio.run(train(config(model, tmp_path / "run"), lambda _: Full()))
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl"])
 def test_a_run_whose_books_are_gone_is_not_continued(name: str, model: str, tmp_path: Path) -> None:
     run(model, tmp_path, "steps=1")
-    (tmp_path / name).write_text("")
-    with pytest.raises(CheckpointError, match=f"{name} is not what it was at step 1"):
-        run(model, tmp_path, "steps=2")
+    content = (tmp_path / name).read_bytes()
+    for harmed, what in ((b"", "a part is missing"), (content[:-9], "a part is missing"), (b"x" * len(content), "it is damaged")):
+        (tmp_path / name).write_bytes(harmed)
+        with pytest.raises(CheckpointError, match=f"{name} is not what it was at step 1: {what}"):
+            run(model, tmp_path, "steps=2")
+    (tmp_path / name).write_bytes(content + b'{"half a li')
+    assert run(model, tmp_path, "steps=2")["steps"] == 2
+
+
+@pytest.mark.parametrize("harm", ["gone", "damaged", "of an earlier end"])
+def test_a_run_that_was_killed_before_it_could_write_its_summary_writes_it_when_asked_again(harm: str, model: str, tmp_path: Path) -> None:
+    run(model, tmp_path, "steps=1")
+    earlier = (tmp_path / "summary.json").read_text()
+    run(model, tmp_path, "steps=2")
+    if harm == "gone":
+        (tmp_path / "summary.json").unlink()
+    else:
+        (tmp_path / "summary.json").write_text(earlier if harm == "of an earlier end" else "{")
+    assert run(model, tmp_path, "steps=2")["steps"] == 2
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 2
 
 
 @pytest.mark.parametrize("victim", ["train", "rollout"])
