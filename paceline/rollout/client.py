@@ -2,6 +2,7 @@
 so the engine starts a wave of groups together, whatever the timing."""
 
 import asyncio
+from functools import partial
 
 from paceline.errors import RolloutError
 from paceline.place.worker import Worker
@@ -81,13 +82,15 @@ class EngineClient:
 
     def _flush(self) -> None:
         if self._outbox and not self.worker.died.done():
-            self.worker.start_call(Role.ROLLOUT, "submit", self._outbox).add_done_callback(self._submitted)
-            self._outbox = []
+            requests, self._outbox = self._outbox, []
+            self.worker.start_call(Role.ROLLOUT, "submit", requests).add_done_callback(partial(self._submitted, requests))
 
-    def _submitted(self, reply: "asyncio.Future[list[tuple[str, RolloutError]]]") -> None:
-        if reply.cancelled() or reply.exception():
-            return  # the worker is gone; `_worker_died` tells everyone
-        for request_id, error in reply.result():
+    def _submitted(self, requests: list[Request], reply: "asyncio.Future[list[tuple[str, RolloutError]]]") -> None:
+        """Those that the engine refuses fail; all of them when it stumbled."""
+        if reply.cancelled():
+            return  # the run is over
+        stumbled = reply.exception()
+        for request_id, error in [(request.id, stumbled) for request in requests] if stumbled else reply.result():
             future = self._running.pop(request_id, None)
             if future and not future.done():
                 future.set_exception(error)

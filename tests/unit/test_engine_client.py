@@ -3,6 +3,8 @@
 import asyncio
 from typing import Any
 
+import pytest
+
 from paceline.place.message import Call, Reply
 from paceline.place.worker import Worker
 from paceline.rollout.client import EngineClient
@@ -13,13 +15,14 @@ from tests.virtual import run_virtual
 class SlowWorker(Worker):
     """Answers every call after a second, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: Exception | None = None) -> None:
         super().__init__("slow")
         self.calls: list[str] = []
+        self._error = error
 
     def _send(self, message: Call) -> None:
         self.calls.append(message.method)
-        self._loop.call_later(1.0, self._receive, Reply(message.id, []))
+        self._loop.call_later(1.0, self._receive, Reply(message.id, [], self._error))
 
     async def close(self) -> None:
         return
@@ -44,3 +47,13 @@ def test_a_resume_that_is_answered_late_does_not_undo_the_pause_that_came_after_
         return worker.calls
 
     assert run_virtual(scenario()) == ["interrupt", "go_on", "interrupt", "go_on", "submit", "abort"]
+
+
+def test_requests_that_an_engine_stumbles_over_fail_at_once_with_its_error() -> None:
+    async def scenario() -> None:
+        engine = EngineClient(SlowWorker(KeyError("a bug")))
+        with pytest.raises(KeyError, match="a bug"):
+            async with asyncio.timeout(5):
+                await engine.generate(Request("1", (1,), 0, Sampling(4)))
+
+    run_virtual(scenario())
