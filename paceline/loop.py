@@ -255,6 +255,7 @@ class Loop:
             "fleet/replaced": float(self._fleet.replaced),
             "fleet/refused": float(self._fleet.refused),
             "reward/equal_share": sum(_all_equal(group) for group in groups) / len(groups),
+            **_means(groups),
             "rollout/samples": float(batch.num_rows),
             "rollout/tokens": float(tokens),
             "rollout/length_mean": tokens / batch.num_rows,
@@ -284,6 +285,12 @@ class Loop:
 
 def _all_equal(group: Group) -> bool:
     return len({trajectory.reward for trajectory in group.trajectories}) == 1
+
+
+def _means(groups: Sequence[Group]) -> Metrics:
+    """Of what the reward gave for the record."""
+    parts = [trajectory.details for group in groups for trajectory in group.trajectories]
+    return {f"reward_part/{name}": float(np.mean([part[name] for part in parts if name in part])) for name in set().union(*parts)}
 
 
 async def _wait_for(death: asyncio.Future[None]) -> None:

@@ -124,6 +124,10 @@ class Trajectory:
         return replace(self, reward=reward, details=details or {})
 
 
+Score = float | Mapping[str, float]
+"""What a reward gives for one attempt: a number, or several by name, of which "reward" counts and the others are for the record."""
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """All attempts at one prompt: the unit of admission, queue and ledger."""

@@ -38,3 +38,7 @@ def always_one(answer: str, row: dict[str, Any]) -> float:
 def prints(answer: str, row: dict[str, Any]) -> float:
     print("looking at", answer)
     return letters(answer, row)
+
+
+def in_parts(answer: str, row: dict[str, Any]) -> dict[str, float]:
+    return {"reward": letters(answer, row), "length": len(answer)}

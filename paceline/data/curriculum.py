@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from paceline.errors import ConfigError
-from paceline.reward.worker import Problem, find_function
+from paceline.reward.worker import Problem, find_callable
 
 
 class Curriculum(Protocol):
@@ -61,7 +61,7 @@ def load_curriculum(name: str, num_rows: int, seed: int) -> Curriculum:
     if ":" not in name:
         raise ConfigError(f"data.curriculum = {name!r}: use 'adaptive', 'module:Class' or 'file.py:Class'")
     try:
-        curriculum: Curriculum = find_function(name)(num_rows, seed)
+        curriculum: Curriculum = find_callable(name)(num_rows, seed)
     except Problem as problem:
         raise ConfigError(f"data.curriculum = {name!r}: {problem}") from None
     missing = [method for method in ("pick", "observe", "state", "load_state") if not hasattr(curriculum, method)]

@@ -42,6 +42,8 @@ class DataSettings(Settings):
     """Files of prompts (JSONL, JSON, CSV, parquet, a folder that `datasets` saved): a path, a glob pattern, or a list of them."""
     prompt_key: str = "prompt"
     """The column that holds the prompt: text, or a list of chat messages. The rest of the row goes to the reward."""
+    answer_key: str | None = None
+    """The column that a reward finds as row["answer"]; "a.b" is b inside a. Unset: the row's own "answer", if it has one."""
     max_prompt_length: int = Field(default=512, ge=1)
     """Tokens; a longer prompt is a bad row."""
     shuffle: bool = True
@@ -161,9 +163,11 @@ def _load(settings: DataSettings, tokenizer: "PreTrainedTokenizerBase", seed: in
     origin, reads = _read(settings, seed)
     problems: dict[int, str] = {}
     texts: dict[int, str] = {}
+    given: dict[int, Mapping[str, Any]] = {}
     for i, read in enumerate(reads):
         try:
-            texts[i] = _text(read, settings, tokenizer, use_chat)
+            text = _text(read, settings, tokenizer, use_chat)
+            given[i], texts[i] = _with_answer(read.row, settings.answer_key), text
         except (_Unusable, TemplateError) as e:
             problems[i] = str(e)
         except (TypeError, ValueError, LookupError, AttributeError) as e:
@@ -178,7 +182,7 @@ def _load(settings: DataSettings, tokenizer: "PreTrainedTokenizerBase", seed: in
         elif not 0 < len(tokens) <= settings.max_prompt_length:
             problems[i] = f"the prompt has {len(tokens)} tokens; data.max_prompt_length = {settings.max_prompt_length}"
         else:
-            rows[uid] = _Row(uid, read.where, text, tokens, read.row)
+            rows[uid] = _Row(uid, read.where, text, tokens, given[i])
     bad = tuple(BadRow(reads[i].where, problems[i]) for i in sorted(problems))
     _judge(bad, len(rows), origin, settings)
     return list(rows.values()), bad
@@ -230,6 +234,17 @@ def _text(read: Read, settings: DataSettings, tokenizer: "PreTrainedTokenizerBas
     if problem:
         raise _Unusable(f"{key!r}: {problem}")
     return chat.render(tokenizer, prompt, settings.system) if use_chat else str(prompt)
+
+
+def _with_answer(row: Mapping[str, Any], key: str | None) -> Mapping[str, Any]:
+    if key is None:
+        return row
+    value: Any = row
+    for name in [key] if key in row else key.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            raise _Unusable(f"no {key!r} (data.answer_key); the row has {', '.join(map(repr, row))}")
+        value = value[name]
+    return {**row, "answer": value}
 
 
 def _tokens(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase", special: bool) -> Iterator[NDArray[np.int32]]:

@@ -104,9 +104,7 @@ class ModelReward:
         answers = [trajectory.text for trajectory in trajectories]
         messages = conversation(prompt.row[self._prompt_key], self._system)
         try:
-            scores: list[float] = await self._worker.call(
-                Role.REWARD, "score", prompt.text, conversation(prompt.row[self._prompt_key], self._system), answers
-            )
+            scores: list[float] = await self._worker.call(Role.REWARD, "score", prompt.text, messages, answers)
         except RewardError as error:
             raise RewardError(f"prompt {prompt.uid!r}: {error}") from error
         return scores

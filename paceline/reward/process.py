@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError, RewardError
-from paceline.types import Prompt, Trajectory
+from paceline.types import Prompt, Score, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Worker:
             raise ConfigError(f"reward.function = {self.function!r}: {message['problem']}")
         self._ready = True
 
-    def score(self, answers: Sequence[str], row: Mapping[str, Any], uid: str, timeout_s: float) -> list[float]:
+    def score(self, answers: Sequence[str], row: Mapping[str, Any], uid: str, timeout_s: float) -> list[Score]:
         """Scored one after the other, each with its own deadline, but sent together, as far as a pipe takes it without a reader."""
         what = f"reward {self.function!r}, prompt {uid!r}"
         self.wait_ready()
@@ -75,7 +75,7 @@ class Worker:
         for reply in replies:
             if "problem" in reply:
                 raise RewardError(f"{what}: {reply['problem']}")
-        return [float(reply["reward"]) for reply in replies]
+        return [reply["reward"] for reply in replies]
 
     def finish(self) -> None:
         """Let an idle worker leave by itself, so that the user's files are flushed; then make sure."""
@@ -152,7 +152,7 @@ class ProcessReward:
             await self.close()
             raise
 
-    async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[float]:
+    async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
         if self._closed:
             raise RewardError(f"reward {self._function!r}, prompt {prompt.uid!r}: closed")
         answers = [t.text for t in trajectories]
@@ -194,7 +194,7 @@ class ProcessReward:
             self._workers.add(worker)
         return worker
 
-    def _score(self, prompt: Prompt, answers: list[str]) -> list[float]:
+    def _score(self, prompt: Prompt, answers: list[str]) -> list[Score]:
         try:
             worker = self._idle.get_nowait()  # there are as many workers as threads, so this fails only after close
         except queue.Empty:

@@ -18,15 +18,16 @@ from paceline.reward import verify
 from paceline.reward.process import ProcessReward
 from paceline.reward.worker import Problem, call
 from paceline.settings import Settings
-from paceline.types import Prompt, Trajectory
+from paceline.types import Prompt, Score, Trajectory
 
 GROUP = "paceline.rewards"
 
 
 class RewardSettings(Settings):
     function: str | None = None
-    """reward(answer, row) -> number as "module:function", "file.py:function" or an entry point of the group paceline.rewards; or a
-    verifier: exact, last_number, boxed, tagged, regex. Unset: the task's own."""
+    """reward(answer, row) -> number (or a dict: its "reward" counts, other numbers are recorded) as "module:function",
+    "file.py:function" or an entry point of the group paceline.rewards; or a verifier: exact, last_number, boxed, tagged, regex.
+    Unset: the task's own."""
     model: str | None = None
     """Score with a reward model instead: a folder or hub id of a sequence-classification model with one label."""
     timeout_s: float = Field(default=10.0, gt=0)
@@ -42,8 +43,8 @@ class RewardSettings(Settings):
 
 
 class Reward(Protocol):
-    async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[float]:
-        """One finite number per trajectory. Raises RewardError."""
+    async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> Sequence[Score]:
+        """One score per trajectory, of finite numbers. Raises RewardError."""
         ...
 
     async def close(self) -> None: ...
@@ -55,7 +56,7 @@ class TrustedReward:
     def __init__(self, name: str, function: verify.Function) -> None:
         self.name, self._function = name, function
 
-    async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[float]:
+    async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> Sequence[Score]:
         try:
             return [call(self._function, t.text, prompt.row) for t in trajectories]
         except Problem as e:

@@ -7,11 +7,17 @@ exception (its pattern comes from the data) and is run like a user's function, i
 import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 Function = Callable[[str, Mapping[str, Any]], float]
 
+LONGEST_NUMBER = 60  # characters; longer ones are compared as text
 _MINUS = "\u2212"  # the typographic one
+_LOOKS = re.compile(r"\s|\$|\\left(?![a-z])|\\right(?![a-z])|\\[,!; ]")
+_TEXT = re.compile(r"\\(?:text|mathrm|mbox)\{([^{}]*)\}")
+_FRACTION = re.compile(rf"([-{_MINUS}]?)(?:\\frac\{{(\d{{1,30}})\}}\{{(\d{{1,30}})\}}|(\d{{1,30}})/(\d{{1,30}}))")
+_GROUPED = re.compile(rf"[-+{_MINUS}]?(?:(?:\d+|\d{{1,3}}(?:,\d{{3}})+)(?:\.\d+)?|\.\d+)")  # "1,2" is no number
 _NUMBER = re.compile(rf"(?:(?<!\d)[-+{_MINUS}])?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 
 
@@ -29,23 +35,23 @@ def last_number(answer: str, row: Mapping[str, Any]) -> float:
 
 
 def boxed(answer: str, row: Mapping[str, Any]) -> float:
-    r"""The last \boxed{...} of the answer holds the expected text (or the same number)."""
-    return float(_same(_last_boxed(answer), _expected(row)))
+    r"""The last \boxed{...} of the answer holds what is expected: the same text, number or fraction."""
+    return float(_same(_last_boxed(answer), _result(row)))
 
 
 def tagged(answer: str, row: Mapping[str, Any]) -> float:
-    """The last <answer>...</answer> of the answer holds the expected text (or the same number)."""
+    """The last <answer>...</answer> of the answer holds what is expected: the same text, number or fraction."""
     head, closing, _ = answer.rpartition("</answer>")
     _, opening, found = head.rpartition("<answer>")
-    return float(_same(found if closing and opening else None, _expected(row)))
+    return float(_same(found if closing and opening else None, _result(row)))
 
 
 def regex(answer: str, row: Mapping[str, Any]) -> float:
-    """The first group of the last match of row["pattern"] is the expected text (or the same number)."""
+    """The first group of the last match of row["pattern"] is what is expected: the same text, number or fraction."""
     found = None
     for match in re.finditer(row["pattern"], answer, re.DOTALL):
         found = match[1]
-    return float(_same(found, _expected(row)))
+    return float(_same(found, _result(row)))
 
 
 IN_PROCESS: dict[str, Function] = {"exact": exact, "last_number": last_number, "boxed": boxed, "tagged": tagged}
@@ -54,10 +60,16 @@ IN_PROCESS: dict[str, Function] = {"exact": exact, "last_number": last_number, "
 def _expected(row: Mapping[str, Any]) -> str:
     answer = row.get("answer")
     if answer is None:
-        raise ValueError("the row has no 'answer' to compare with")
+        raise ValueError(f"the row has no 'answer' to compare with, but {', '.join(map(repr, row))}; set data.answer_key to one of them")
     if not isinstance(answer, str | int | float | Decimal):
         raise ValueError(f"row['answer'] is {type(answer).__name__}; expected text or a number")
     return str(answer)
+
+
+def _result(row: Mapping[str, Any]) -> str:
+    r"""What counts of row["answer"], where it is a worked solution: its last \boxed{...} (as in MATH), or what follows #### (GSM8K)."""
+    expected = _expected(row)
+    return _last_boxed(expected) or expected.rpartition("####")[2]
 
 
 def _last_number(text: str) -> Decimal | None:
@@ -80,8 +92,19 @@ def _last_boxed(text: str) -> str | None:
 def _same(found: str | None, wanted: str) -> bool:
     if found is None:
         return False
-    found, wanted = found.strip(), wanted.strip()
-    if found == wanted:
-        return True
-    numbers = [_NUMBER.fullmatch(text) for text in (found, wanted)]
-    return all(numbers) and _last_number(found) == _last_number(wanted)
+    found, wanted = _plain(found), _plain(wanted)
+    return found == wanted or ((number := _number(found)) is not None and number == _number(wanted))
+
+
+def _plain(text: str) -> str:
+    """Without what changes only the look: spaces, dollar signs, sizes of brackets and fractions, a final stop."""
+    return _TEXT.sub(r"\1", _LOOKS.sub("", text.strip().rstrip("."))).replace("dfrac", "frac").replace("tfrac", "frac")
+
+
+def _number(text: str) -> Fraction | None:
+    if len(text) > LONGEST_NUMBER:
+        return None
+    if parts := _FRACTION.fullmatch(text):
+        sign, over, under = parts[1], parts[2] or parts[4], parts[3] or parts[5]
+        return Fraction(int(over), int(under)) * (-1 if sign else 1) if int(under) else None
+    return Fraction(_last_number(text) or 0) if _GROUPED.fullmatch(text) else None

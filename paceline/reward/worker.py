@@ -32,31 +32,63 @@ class Problem(Exception):
     """Something to tell the parent."""
 
 
-def find_function(spec: str) -> Callable[..., Any]:
-    """The function that "module:function" or "file.py:function" names."""
+# A parameter that gives away what a reward was written for, and how it is called from ours.
+FOREIGN = {
+    "completions": ("TRL", "return {name}(completions=[answer], **row)[0]"),
+    "solution_str": ("verl", 'return {name}(row["data_source"], answer, row["reward_model"]["ground_truth"], row.get("extra_info"))'),
+}
+
+
+def find_callable(spec: str) -> Callable[..., Any]:
+    """The function or class that "module:name" or "file.py:name" names."""
     place, _, name = spec.rpartition(":")
     module = _load_file(Path(place).expanduser()) if place.endswith(".py") else _load_module(place)
-    function: Any = module
+    found: Any = module
     for part in name.split("."):
-        if not hasattr(function, part):
+        if not hasattr(found, part):
             have = [n for n, f in vars(module).items() if callable(f) and not n.startswith("_")]
             raise Problem(f"no {name!r} in {module.__file__}; it has {', '.join(have) or 'no functions'}")
-        function = getattr(function, part)
-    if not callable(function):
-        raise Problem(f"{name!r} in {module.__file__} is {type(function).__name__}, not a function")
-    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        raise Problem(f"{name!r} in {module.__file__} is async or a generator; expected a plain function that returns a number")
+        found = getattr(found, part)
+    if not callable(found):
+        raise Problem(f"{name!r} in {module.__file__} is {type(found).__name__}, not a function")
+    return found
+
+
+def find_function(spec: str) -> Callable[..., Any]:
+    """The reward that a spec names: a function, or a class of which one is made, to be called as a function."""
+    function, name = find_callable(spec), spec.rpartition(":")[2]
     try:
-        inspect.signature(function).bind("", {})
+        signature = inspect.signature(function.__call__ if inspect.isclass(function) else function)
+        wanted_by, how = next((FOREIGN[parameter] for parameter in signature.parameters if parameter in FOREIGN), ("", ""))
+        if wanted_by:
+            how = f"def reward(answer, row): {how.format(name=name)}"
+            raise Problem(f"{name}{signature} is written for {wanted_by}; here a reward is called as reward(answer, row). Wrap it: {how}")
+        signature.bind(*([None] if inspect.isclass(function) else []), "", {})
     except TypeError as e:
-        raise Problem(f"{name}{inspect.signature(function)} in {module.__file__} cannot be called as reward(answer, row): {e}") from e
+        raise Problem(f"{name}{signature} cannot be called as reward(answer, row), where row is the data set row as a dict: {e}") from e
     except ValueError:
         pass  # some built-in functions do not tell their signature
-    return function
+    if inspect.isgeneratorfunction(function):
+        raise Problem(f"{name!r} is a generator; expected a function that returns a number")
+    made: Callable[..., Any] = function() if isinstance(function, type) else function
+    return made
 
 
-def as_reward(value: Any) -> float:
-    """The value as a finite float; raises Problem otherwise."""
+def as_reward(value: Any) -> float | dict[str, float]:
+    """The value as a finite float, or several by name, the reward among them; raises Problem otherwise."""
+    if isinstance(value, Mapping):
+        named = {"reward" if name == "score" else str(name): part for name, part in value.items()}
+        if "reward" not in named:
+            raise Problem(f"returned {_short(value)}; a dict needs a 'reward' (the rest is for the record)")
+        return {name: _number(part) for name, part in named.items() if name == "reward" or _is_number(part)}
+    return _number(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) or getattr(value, "ndim", None) == 0
+
+
+def _number(value: Any) -> float:
     if not isinstance(value, numbers.Real) and getattr(value, "ndim", None) == 0:
         value = value.item()  # a number of numpy or torch
     if not isinstance(value, numbers.Real):
@@ -70,10 +102,14 @@ def as_reward(value: Any) -> float:
     return number
 
 
-def call(function: Callable[..., Any], answer: str, row: Mapping[str, Any]) -> float:
+def call(function: Callable[..., Any], answer: str, row: Mapping[str, Any]) -> float | dict[str, float]:
     """The function's reward; raises Problem with its exception and the line that raised it."""
     try:
         value = function(answer, row)
+        if inspect.iscoroutine(value):
+            import asyncio  # for those who want it
+
+            value = asyncio.run(value)
     except (Exception, SystemExit) as e:
         raise Problem(f"raised {type(e).__name__}: {_short(str(e), quote=False)}{_line(e, function)}") from e
     return as_reward(value)
@@ -147,8 +183,9 @@ def main(fd: int, parent: int, spec: str) -> None:
     except Problem as e:
         return reply(problem=str(e))
     except (Exception, SystemExit) as e:
-        frame = traceback.extract_tb(e.__traceback__)[-1]
-        return reply(problem=f"importing it raised {type(e).__name__}: {_short(str(e), quote=False)} ({frame.filename}:{frame.lineno})")
+        frame = [f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith("<")][-1]
+        place, what = (f"{frame.filename}:{frame.lineno}", e) if not isinstance(e, SyntaxError) else (f"{e.filename}:{e.lineno}", e.msg)
+        return reply(problem=f"importing it raised {type(e).__name__}: {_short(str(what), quote=False)} ({place})")
     reply(ready=True)
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_watch, args=(connection, requests), daemon=True).start()

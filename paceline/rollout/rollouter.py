@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -103,15 +104,15 @@ class Rollouter:
             lane.close()
         trajectories = [trajectory for task in started_tasks if (trajectory := task.result()) is not None]
         baseline = greedy.result() if self._greedy_baseline else None
-        rewards = await self._score(prompt, trajectories + ([baseline] if baseline else []))
-        scored = tuple(trajectory.scored(reward) for trajectory, reward in zip(trajectories, rewards, strict=False))
-        return Group(seq, prompt, scored, started, clock(), rewards[-1] if baseline else None)
+        scored = await self._score(prompt, trajectories + ([baseline] if baseline else []))
+        return Group(seq, prompt, scored[: len(trajectories)], started, clock(), scored[-1].reward if baseline else None)
 
-    async def _score(self, prompt: Prompt, trajectories: list[Trajectory]) -> list[float]:
-        rewards = await self._reward.score(prompt, trajectories)
-        if len(rewards) != len(trajectories) or not all(math.isfinite(reward) for reward in rewards):
-            raise RewardError(f"the reward of prompt {prompt.uid} gave {rewards!r}; expected {len(trajectories)} finite numbers")
-        return rewards
+    async def _score(self, prompt: Prompt, trajectories: list[Trajectory]) -> tuple[Trajectory, ...]:
+        scores = await self._reward.score(prompt, trajectories)
+        named = [dict(score) if isinstance(score, Mapping) else {"reward": score} for score in scores]
+        if len(named) != len(trajectories) or not all(math.isfinite(number) for score in named for number in score.values()):
+            raise RewardError(f"the reward of prompt {prompt.uid} gave {scores!r}; expected {len(trajectories)} finite numbers")
+        return tuple(trajectory.scored(score.pop("reward"), score) for trajectory, score in zip(trajectories, named, strict=True))
 
     @property
     def paused(self) -> bool:

@@ -211,6 +211,13 @@ def test_what_a_reward_prints_is_in_the_logs_of_the_run(recipe: Path, tmp_path: 
     assert "reward says: looking at" in (tmp_path / "run" / "logs" / "main.log").read_text()
 
 
+def test_the_parts_of_a_reward_are_in_metrics_and_answers(recipe: Path, tmp_path: Path) -> None:
+    assert paceline(recipe, f"reward.function={REWARDS}:in_parts", "steps=1").exit_code == 0
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    answers = json.loads((tmp_path / "run" / "answers.jsonl").read_text().splitlines()[0])["answers"]
+    assert row["reward_part/length"] > 0 and all(answer["details"] == {"length": len(answer["text"])} for answer in answers)
+
+
 def test_a_row_without_an_answer_is_refused_before_anything_starts(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b"}\n')
     refused(paceline(recipe, f"data.path={tmp_path}/data.jsonl", "reward.function=exact"), 3, "data.jsonl:2", "no 'answer'")

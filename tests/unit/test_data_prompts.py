@@ -193,6 +193,14 @@ def test_a_broken_file_is_named_with_what_is_wrong(name: str, tmp_path: Path) ->
         source(str(tmp_path / name))
 
 
+def test_the_answer_may_be_in_any_column(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", GOOD | {"solution": "7", "reward_model": {"ground_truth": 8}})
+    assert source(path, answer_key="solution")[0].row["answer"] == "7"
+    assert source(path, answer_key="reward_model.ground_truth")[0].row["answer"] == 8
+    with pytest.raises(DataError, match=r"a.jsonl:1: no 'reward_model.truth' \(data.answer_key\); the row has 'prompt', 'solution'"):
+        source(path, answer_key="reward_model.truth")
+
+
 def test_a_missing_column_is_told_once_with_those_there_are(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *[{"question": "x", "answer": 1}] * 9)
     with pytest.raises(DataError, match=r"columns found: question, answer\. Say which .*: data\.prompt_key=question$"):

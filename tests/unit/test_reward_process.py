@@ -51,6 +51,16 @@ FUNCTIONS = textwrap.dedent("""
     def text(answer, row): return "1.0"
     def array(answer, row): return [1.0]
     async def coroutine(answer, row): return 1.0
+    def parts(answer, row): return {"score": 0.5, "format": True, "found": "42", "length": len(answer)}
+    def no_reward(answer, row): return {"format": 1.0}
+    def generator(answer, row): yield 1.0
+    def for_trl(prompts, completions, **kwargs): return [1.0]
+    def for_verl(data_source, solution_str, ground_truth, extra_info=None): return 1.0
+    class Judge:
+        def __init__(self): self.seen = 0
+        def __call__(self, answer, row):
+            self.seen += 1
+            return self.seen
     def dying(answer, row): os._exit(3)
     def crashing(answer, row): os.kill(os.getpid(), signal.SIGSEGV)
     def printing(answer, row):
@@ -121,6 +131,19 @@ def ask(reward: Reward, *answers: str, **row: object) -> Coroutine[Any, Any, lis
 async def test_numbers_come_back_in_order(functions: Path) -> None:
     async with opened(f"{functions}:good") as reward:
         assert await ask(reward, "a", "bbb", "") == [2.0, 4.0, 1.0]
+
+
+@in_loop
+async def test_a_reward_may_be_async_a_class_or_give_its_parts(functions: Path) -> None:
+    async with opened(f"{functions}:coroutine") as reward:
+        assert await ask(reward, "a", "b") == [1.0, 1.0]
+    async with opened(f"{functions}:Judge") as reward:
+        assert await ask(reward, "a", "b") == [1.0, 2.0]  # one judge for all answers
+    async with opened(f"{functions}:parts") as reward:
+        assert await ask(reward, "abc") == [{"reward": 0.5, "format": 1.0, "length": 3.0}]
+    async with opened(f"{functions}:no_reward") as reward:
+        with pytest.raises(RewardError, match="a dict needs a 'reward'"):
+            await ask(reward, "a")
 
 
 @in_loop
@@ -318,8 +341,12 @@ async def test_workers_end_with_a_parent_that_is_killed(functions: Path, name: s
         ("no/such/file.py:f", r"no file 'no/such/file\.py' \(looked from "),
         ("{file}:gud", "no 'gud' in .*my_rewards.py; it has good, true"),
         ("{file}:number", "'number' in .*my_rewards.py is int, not a function"),
-        ("{file}:one_argument", r"one_argument\(answer\) in .* cannot be called as reward\(answer, row\)"),
-        ("{file}:coroutine", "'coroutine' in .*my_rewards.py is async or a generator; expected a plain function"),
+        ("{file}:one_argument", r"one_argument\(answer\) cannot be called as reward\(answer, row\)"),
+        ("{file}:generator", "'generator' is a generator; expected a function that returns a number"),
+        ("{file}:for_trl", r"written for TRL; .* reward\(answer, row\). Wrap it: .*return for_trl\(completions=\[answer\], \*\*row\)\[0\]"),
+        ("{file}:for_verl", r'written for verl; .*return for_verl\(row\["data_source"\], answer, .*ground_truth'),
+        ("{file}:Judge.__call__", r"cannot be called as reward\(answer, row\), where row is the data set row"),
+        ("{wrong}:f", r"importing it raised SyntaxError: .* \(.*wrong\.py:2\)"),
         ("{broken}:f", r"importing it raised NameError: name 'oops' is not defined \(.*broken\.py:2\)"),
         ("last_nubmer", "neither a verifier nor an entry point of 'paceline.rewards'; did you mean 'last_number'?"),
     ],
@@ -328,8 +355,10 @@ async def test_workers_end_with_a_parent_that_is_killed(functions: Path, name: s
 async def test_a_function_that_cannot_be_loaded_stops_the_run_before_it_starts(functions: Path, function: str, message: str) -> None:
     broken = functions.with_name("broken.py")
     broken.write_text("import os\noops\n")
+    wrong = functions.with_name("wrong.py")
+    wrong.write_text("import os\ndef f(answer, row:\n")
     with pytest.raises(ConfigError, match=rf"reward\.function = .*{message}"):
-        await open_reward(RewardSettings(function=function.format(file=functions, broken=broken), workers=2), task=None)
+        await open_reward(RewardSettings(function=function.format(file=functions, broken=broken, wrong=wrong), workers=2), task=None)
 
 
 @in_loop

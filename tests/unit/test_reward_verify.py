@@ -51,6 +51,28 @@ def test_a_box_may_hold_braces() -> None:
     assert boxed(r"thus \boxed{\frac{1}{2}}.", {"answer": r"\frac{1}{2}"}) == 1
 
 
+@pytest.mark.parametrize(
+    ("found", "wanted", "reward"),
+    [
+        ("18", "9 * 2 = 18 a day\n#### 18", 1),  # a worked solution of GSM8K
+        ("17", "9 * 2 = 18 a day\n#### 18", 0),
+        (r"\dfrac{1}{2}", r"Half of it, so \boxed{\frac{1}{2}}.", 1),  # and of MATH
+        ("0.5", "1/2", 1),
+        (r"-\frac{3}{6}", "-0.5", 1),
+        ("$1,234$", "1234", 1),
+        ("1,2", "12", 0),
+        (r"\left( 1, 2 \right)", "(1,2)", 1),
+        (r"x \leftarrow y", "xarrow y", 0),
+        (r"\text{Paris}.", "Paris", 1),
+        ("1/0", "0", 0),
+        ("9" * 100, "9" * 100 + ".0", 0),
+    ],
+)
+def test_what_only_looks_different_is_the_same(found: str, wanted: str, reward: float) -> None:
+    assert boxed(rf"\boxed{{{found}}}", {"answer": wanted}) == reward
+    assert tagged(f"<answer>{found}</answer>", {"answer": wanted}) == reward
+
+
 def test_the_last_tag_counts() -> None:
     assert tagged("<answer>no</answer> <answer> Paris </answer>", {"answer": "Paris"}) == 1
     assert tagged("<answer>Paris", {"answer": "Paris"}) == 0
