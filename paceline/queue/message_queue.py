@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import Field
 
-from paceline.errors import PacelineError
+from paceline.errors import ConfigError, PacelineError
 from paceline.queue.pulse import Pulse
 from paceline.settings import Settings
 
@@ -160,6 +160,8 @@ class MessageQueue:
         self, count: int, current_param_version: int, keys: Sequence[int | str] | None = None
     ) -> tuple[int, list[Item]] | None:  # fmt: skip
         """The same, but to be acknowledged: until then the items can come back. The number names the lease."""
+        if count < 0:
+            raise ConfigError(f"count = {count}: so many samples cannot be taken")
         if len(self._items) < count:
             return None
         for item in list(self._items.values()):

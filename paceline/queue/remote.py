@@ -25,8 +25,9 @@ from paceline.types import Group
 
 Header = dict[str, Any]
 
-_LENGTHS = struct.Struct("<II")  # of the header and of what follows it
+_LENGTHS = struct.Struct("<IQ")  # of the header and of what follows it
 _ERRORS = {error.__name__: error for error in (FencedError, FutureVersionError, TimeoutError)}
+_LEFT = (asyncio.IncompleteReadError, ConnectionError)
 WINDOW = 1 << 22  # bytes a socket holds before the sender waits
 HELLO_S, HELLO_BYTES = 10.0, 4096  # for a newcomer to say who it is
 
@@ -81,7 +82,8 @@ class QueueServer:
             while True:
                 header, body = await _receive(reader)
                 connection.answer(header, body)
-        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, ValueError, KeyError, TypeError, asyncio.CancelledError):
+                await writer.drain()  # who does not read its answers is not asked for more
+        except (*_LEFT, TimeoutError, ValueError, KeyError, TypeError, RecursionError, asyncio.CancelledError):
             pass  # it has left, it never spoke our language, or we are closing
         finally:
             connection.end()
@@ -165,19 +167,19 @@ class RemoteQueueClient:
     @classmethod
     async def connect(cls, address: str, token: str, producer: Producer | None = None) -> "RemoteQueueClient":
         """`producer`: who puts; a later incarnation under the same name shuts this one out."""
-        kind, place = _parse(address)
-        if kind == "unix":
-            reader, writer = await asyncio.open_unix_connection(place, limit=WINDOW)
-        else:
-            host, _, port = place.rpartition(":")
-            reader, writer = await asyncio.open_connection(host, int(port), limit=WINDOW)
-        _widen(writer)
-        _write(writer, {"token": token, "producer": [producer.name, producer.incarnation] if producer else None})
         try:
-            await _receive(reader)
-        except asyncio.IncompleteReadError:
+            async with asyncio.timeout(HELLO_S):
+                reader, writer = await _open(address)
+        except OSError as error:
+            raise WorkerDied(f"nobody serves a message queue at {address}: {str(error) or 'no answer'}") from None
+        try:
+            _write(writer, {"token": token, "producer": [producer.name, producer.incarnation] if producer else None})
+            async with asyncio.timeout(HELLO_S):
+                await _receive(reader, HELLO_BYTES)
+        except (*_LEFT, ValueError, TimeoutError) as error:
             writer.close()
-            raise ConfigError(f"the queue at {address} did not let us in: the token is another one") from None
+            why = "did not let us in: the token is another one" if isinstance(error, _LEFT) else "is none: it does not speak our language"
+            raise ConfigError(f"the queue at {address} {why}") from None
         return cls(reader, writer, address)
 
     async def put_samples(self, samples: Group, param_version: int, key: int | str | None = None, *, wait: bool = False) -> bool:
@@ -232,13 +234,26 @@ class RemoteQueueClient:
                     future.set_result((header, body))
                 elif "lease" in header:  # whoever asked was cancelled meanwhile
                     _write(self._writer, {"action": "give_back", "lease": header["lease"]})
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except (*_LEFT, ValueError, KeyError, TypeError):
+            self._writer.close()  # it has left, or does not speak our language any more
+        finally:
             for future in self._pending.values():
                 if not future.done():
                     future.set_exception(self._lost())
 
     def _lost(self) -> WorkerDied:
         return WorkerDied(f"the message queue at {self._address} is gone")
+
+
+async def _open(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    kind, place = _parse(address)
+    if kind == "unix":
+        reader, writer = await asyncio.open_unix_connection(place, limit=WINDOW)
+    else:
+        host, _, port = place.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port), limit=WINDOW)
+    _widen(writer)
+    return reader, writer
 
 
 def _write(writer: asyncio.StreamWriter, header: Header, *bodies: Buffer) -> None:
@@ -253,7 +268,7 @@ def _widen(writer: asyncio.StreamWriter) -> None:
     writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, WINDOW)
 
 
-async def _receive(reader: asyncio.StreamReader, most: int = 1 << 32) -> tuple[Header, Buffer]:
+async def _receive(reader: asyncio.StreamReader, most: int = 1 << 40) -> tuple[Header, Buffer]:
     head_length, body_length = _LENGTHS.unpack(await reader.readexactly(_LENGTHS.size))
     if head_length + body_length > most:
         raise ValueError(f"{head_length + body_length} bytes are more than {most}")
@@ -264,5 +279,7 @@ async def _receive(reader: asyncio.StreamReader, most: int = 1 << 32) -> tuple[H
 def _parse(address: str) -> tuple[str, str]:
     for kind, prefix in (("unix", "unix:"), ("tcp", "tcp://")):
         if address.startswith(prefix):
-            return kind, address.removeprefix(prefix)
+            place = address.removeprefix(prefix)
+            if kind == "unix" or place.rpartition(":")[2].isdigit():
+                return kind, place
     raise ConfigError(f"{address!r} is not the address of a queue; write unix:/path or tcp://host:port")

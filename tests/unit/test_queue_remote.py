@@ -2,9 +2,11 @@
 was replaced is refused."""
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.errors import ConfigError, WorkerDied
+from paceline.errors import ConfigError, PacelineError, WorkerDied
+from paceline.queue import remote
 from paceline.queue.message_queue import FencedError, FutureVersionError, MessageQueue, Producer
 from paceline.queue.remote import QueueServer, RemoteQueueClient
 from paceline.queue.wire import WireError, decode, encode
@@ -234,7 +237,13 @@ def test_errors_cross_the_wire_as_what_they_are(tmp_path: Path) -> None:
 def test_who_does_not_speak_the_language_is_shown_out_and_nobody_else_notices(tmp_path: Path) -> None:
     async def scenario(server: QueueServer, connect: Any) -> None:
         client = await connect()
-        for noise in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100, b"\x02\x00\x00\x00\x00\x00\x00\x00[]"):
+        nested = b"[" * 4000
+        for noise in (
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"\xff" * 100,
+            b"\x02" + bytes(11) + b"[]",
+            len(nested).to_bytes(4, "little") + bytes(8) + nested,
+        ):
             reader, writer = await asyncio.open_unix_connection(tmp_path / "queue")
             writer.write(noise)
             assert await reader.read() == b""
@@ -243,6 +252,72 @@ def test_who_does_not_speak_the_language_is_shown_out_and_nobody_else_notices(tm
 
     serve(tmp_path, scenario)
     assert not (tmp_path / "queue").exists()
+
+
+def test_who_leaves_in_the_middle_of_a_message_or_does_not_read_its_answers_harms_nobody(tmp_path: Path) -> None:
+    def message(header: dict[str, Any], body: bytes = b"") -> bytes:
+        head = json.dumps(header).encode()
+        return len(head).to_bytes(4, "little") + len(body).to_bytes(8, "little") + head + body
+
+    async def scenario(server: QueueServer, connect: Any) -> None:
+        client = await connect()
+        hello = message({"token": TOKEN, "producer": None})
+        put = message({"id": 1, "action": "put", "version": 0, "key": "half", "wait": False}, encode(group()))
+        for cut in (3, 20, len(put) - 1):
+            _, writer = await asyncio.open_unix_connection(tmp_path / "queue")
+            writer.write(hello + put[:cut])
+            await writer.drain()
+            writer.close()
+        _, deaf = await asyncio.open_unix_connection(tmp_path / "queue", limit=1024)
+        deaf.write(hello)
+        asked = 0
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.5):  # an error as long as its question, again and again, and none is read
+                while asked < 200:
+                    asked += 1
+                    deaf.write(message({"id": "x" * 100_000, "action": "get", "count": -1, "version": 0}))
+                    await deaf.drain()
+        assert asked < 200, "its questions are not read any more"
+        assert await client.put_samples(group(1), 0)
+        deaf.close()
+
+    queue = serve(tmp_path, scenario)
+    assert queue.counts.put == 1, "no half message came in"
+
+
+def test_a_client_that_finds_nobody_or_somebody_else_is_told_and_one_that_is_closed_keeps_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "HELLO_S", 0.3)
+
+    async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(10)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async def scenario(server: QueueServer, connect: Any) -> None:
+        for address in ("unix:/no/such/socket", "tcp://127.0.0.1:1"):
+            with pytest.raises(WorkerDied, match=f"nobody serves a message queue at {address}"):
+                await RemoteQueueClient.connect(address, TOKEN)
+        with pytest.raises(ConfigError, match="write unix:/path or tcp://host:port"):
+            await RemoteQueueClient.connect("tcp://127.0.0.1", TOKEN)
+        other = await asyncio.start_server(impostor, "127.0.0.1", 0)
+        silent = await asyncio.start_server(lambda *_: asyncio.sleep(30), "127.0.0.1", 0)
+        for found in (other, silent):
+            with pytest.raises(ConfigError, match="is none: it does not speak our language"):
+                await RemoteQueueClient.connect(f"tcp://127.0.0.1:{found.sockets[0].getsockname()[1]}", TOKEN)
+            found.close()
+        client = await connect()
+        with pytest.raises(PacelineError, match="so many samples cannot be taken"):
+            await client.get_samples(-1, current_param_version=0)
+        waiting = asyncio.ensure_future(client.get_samples(current_param_version=0))
+        await asyncio.sleep(0.05)
+        await client.close()
+        with pytest.raises(WorkerDied, match="is gone"):
+            await waiting
+
+    serve(tmp_path, scenario)
 
 
 def test_a_producer_in_another_process_that_is_killed_leaves_whole_groups_only(tmp_path: Path) -> None:
