@@ -69,6 +69,7 @@ class Fleet:
         self._names = {member.name for member in self._members}  # in use, also by those that are being started
         self._lost: list[EngineClient] = []  # incarnations that were declared dead
         self._closing: set[asyncio.Task[None]] = set()
+        self._told: set[asyncio.Future[None]] = set()  # to pause or to go on
         self._watches: dict[int, asyncio.Task[None]] = {}  # by incarnation
         self._catch_up: CatchUp | None = None
         self._tasks: asyncio.TaskGroup | None = None
@@ -96,9 +97,9 @@ class Fleet:
 
     def complaints(self) -> list[str]:
         """What keeps engines from taking work, in words."""
-        if not self._members:
-            return ["no engine is left"]
-        return [f"worker {member.name!r} is {member.state}" for member in self._members if not member.in_rotation]
+        starting = self._names - {member.name for member in self._members}
+        complaints = [f"worker {member.name!r} is {member.state}" for member in self._members if not member.in_rotation]
+        return complaints + [f"worker {name!r} is being started" for name in sorted(starting)]
 
     @property
     def heals(self) -> bool:
@@ -252,7 +253,8 @@ class Fleet:
         await self._each(lambda engine: engine.resume())
 
     async def _each(self, act: Callable[[EngineClient], Awaitable[Any]]) -> None:
-        """Do this with all engines. One that dies meanwhile is seen to by its watch."""
+        """Do this with all engines. One that is out of rotation is told and not waited for: it may be loading, deaf to everybody. One that
+        dies meanwhile is seen to by its watch."""
 
         async def guarded(member: Member) -> None:
             try:
@@ -261,7 +263,11 @@ class Fleet:
                 if not member.elastic:
                     raise
 
-        await asyncio.gather(*(guarded(member) for member in self if member.state is not State.LEAVING))
+        told = [(member, asyncio.ensure_future(guarded(member))) for member in self if member.state is not State.LEAVING]
+        self._told = {task for task in self._told if not task.done()} | {task for _, task in told}
+        await asyncio.gather(*(task for member, task in told if member.in_rotation))
 
     async def close(self) -> None:
+        for task in self._told:
+            task.cancel()
         await asyncio.gather(*(member.engine.close() for member in self._members), *self._closing)

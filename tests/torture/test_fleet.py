@@ -10,6 +10,7 @@ from paceline.errors import ConfigError, WorkerDied
 from paceline.rollout import router
 from paceline.rollout.fleet import Fleet
 from paceline.rollout.member import State
+from paceline.sync.weights import Weights
 from paceline.types import Completion, Request
 from tests.fakes import FakeEngine, World
 from tests.torture.test_loop import MODES, random_world, staleness_in_data
@@ -251,6 +252,36 @@ def test_an_engine_that_misses_a_hand_over_gets_no_new_work_until_it_has_caught_
 
     world = play(World(schedule=MODES["async swap"], num_engines=2, elastic=True, steps=500, train_s=1.0), script)
     assert max(world.synchronizer.seconds) < 30
+
+
+class DeafWhileLoading(FakeEngine):
+    """As engines are that copy weights out of shared memory: nobody is answered meanwhile."""
+
+    async def load_weights(self, weights: Weights) -> None:
+        if self.load_s < 1:
+            return await super().load_weights(weights)
+        self.freeze()
+        asyncio.get_running_loop().call_later(self.load_s, self.thaw)
+        await self._answer()
+        self.version = weights.version
+
+
+@pytest.mark.parametrize("mode", ["async interrupt", "one step off"])
+def test_nobody_waits_for_an_engine_that_is_deaf_while_it_loads(mode: str) -> None:
+    async def script(world: World) -> None:
+        await asyncio.sleep(10)
+        world.engines[1].load_s = 30.0
+        while world.loop.step < 15:
+            await asyncio.sleep(1)
+        world.engines[1].load_s = 0.1
+        slow = next(member for member in world.fleet if member.name == "rollout-1")
+        while not slow.in_rotation:
+            await asyncio.sleep(1)
+
+    busy = World(schedule=MODES[mode], num_engines=2, elastic=True, steps=60, engine_s=0.1, train_s=1.0, heartbeat_timeout_s=60)
+    busy.make_engine = DeafWhileLoading
+    world = play(busy, script)
+    assert max(world.synchronizer.seconds) < 15 and world.fleet.replaced == 0
 
 
 def test_a_fleet_that_shares_its_worker_with_the_trainer_stays_as_it_is() -> None:
