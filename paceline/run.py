@@ -38,7 +38,7 @@ from paceline.reward.reward import Reward, TrustedReward, open_reward
 from paceline.rollout.client import EngineClient
 from paceline.rollout.environment import SingleTurn
 from paceline.rollout.fleet import Fleet
-from paceline.rollout.native.weights import check_supported, sliding_window
+from paceline.rollout.native.weights import SUPPORTED, check_generates, is_fast
 from paceline.rollout.rollouter import Rollouter
 from paceline.rollout.vllm_settings import check_vllm
 from paceline.sync.connect import connect
@@ -90,13 +90,12 @@ def check_model(config: RunConfig, model_path: str, source: PromptSource) -> Non
     shape = model.get_text_config()
     asked, answered = config.data.max_prompt_length, config.rollout.max_response_length
     if config.rollout.engine == "native":
-        check_supported(model)
-        window = sliding_window(shape)
-        if window is not None and asked + answered > window:
-            raise ModelError(
-                f"the model sees only {window} tokens back (sliding window), and data.max_prompt_length = {asked} and "
-                f"rollout.max_response_length = {answered} are more; lower them"
-            )
+        check_generates(model, asked + answered)
+        if not is_fast(model, asked + answered):
+            log.warning(
+                "model_type %r generates through transformers' own module, slower than what has a fast path: %s without a sliding window",
+                model.model_type, ", ".join(SUPPORTED),
+            )  # fmt: skip
     if source.highest_token >= shape.vocab_size:
         raise ModelError(
             f"{model_path}: a prompt has token {source.highest_token}, but the model knows {shape.vocab_size} tokens; "
@@ -104,6 +103,11 @@ def check_model(config: RunConfig, model_path: str, source: PromptSource) -> Non
         )
     rope = getattr(shape, "rope_parameters", None) or {}
     reach = (getattr(shape, "max_position_embeddings", None) or float("inf")) * rope.get("factor", 1.0)
+    if source.longest + answered > reach and not rope and config.rollout.engine == "native":
+        raise ModelError(
+            f"{model_path} has no positions beyond {reach:.0f} tokens; the longest prompt has {source.longest} and "
+            f"rollout.max_response_length = {answered}: lower it, or data.max_prompt_length"
+        )
     if source.longest + answered > reach:
         log.warning(
             "the model was made for %d tokens, the longest prompt has %d and rollout.max_response_length = %d: beyond it may be noise",

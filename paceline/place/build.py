@@ -45,7 +45,7 @@ def build_parts(roles: Sequence[Role], config: RunConfig, model_path: str, threa
 
 def _engine(config: RunConfig, model_path: str, head: Literal["policy", "value"] = "policy") -> Any:
     """The back end the run asks for, with this model in it; a critic is one without its output layer."""
-    from paceline.models import load_model
+    from paceline.models import load_model, model_body
 
     settings, temperature = config.train, config.rollout.temperature
     if settings.backend == "megatron":
@@ -54,11 +54,11 @@ def _engine(config: RunConfig, model_path: str, head: Literal["policy", "value"]
     if settings.backend == "fsdp":
         from paceline.train.fsdp import Fsdp
 
-        return Fsdp(model if head == "policy" else model.base_model, settings, temperature, head)
+        return Fsdp(model if head == "policy" else model_body(model), settings, temperature, head)
     from paceline.train.single import SingleDevice
 
     model.to(_device())
-    return SingleDevice(model if head == "policy" else model.base_model, settings, temperature, head)
+    return SingleDevice(model if head == "policy" else model_body(model), settings, temperature, head)
 
 
 def _device() -> str:
@@ -146,15 +146,16 @@ def _rollout(config: RunConfig, model_path: str, actor: Any) -> Any:
 def _rollout_weights(config: RunConfig, model_path: str, actor: Any) -> tuple[Any, Any]:
     """The engine's weights, and where it gets newer ones when the trainer is here but its weights are not the engine's own."""
     from paceline.models import load_model
-    from paceline.rollout.native.weights import DecoderWeights
+    from paceline.rollout.native.module import engine_weights
     from paceline.train.lora import LoraDevice
     from paceline.train.single import SingleDevice
 
+    longest = config.data.max_prompt_length + config.rollout.max_response_length
     if isinstance(actor, SingleDevice) and not isinstance(actor, LoraDevice):
         if not config.placement.overlap:
-            return actor.lend_weights(), None
-        return actor.copied_weights(), lambda: nullcontext(actor.current_weights())
-    weights = DecoderWeights.from_module(load_model(model_path, config.train.dtype).to(_device()), share=False)
+            return actor.lend_weights(longest), None
+        return actor.copied_weights(longest), lambda: nullcontext(actor.current_weights())
+    weights = engine_weights(load_model(model_path, config.train.dtype).to(_device()), share=True, max_length=longest)
     return weights, (lambda: nullcontext(actor.merged_weights())) if isinstance(actor, LoraDevice) else None
 
 

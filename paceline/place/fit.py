@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from paceline.config import RunConfig
 from paceline.errors import ConfigError
-from paceline.models import load_config
+from paceline.models import load_config, model_shape
 from paceline.place.cluster import Device, Node, PlannedWorker
 from paceline.place.pools import find_nodes, plan_workers
 from paceline.train.memory import memory_estimate
@@ -102,8 +102,8 @@ def check_fit(plans: Sequence[PlannedWorker], nodes: Sequence[Node], config: Run
 def _rollout(config: RunConfig, model: PretrainedConfig, shared: bool) -> Need:
     """Weights, unless they are the trainer's own, and keys and values: of one sequence at least, of all slots at most."""
     weights = 0 if shared else _parameters(model) * _itemsize(config)
-    size = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-    token = 2 * model.num_hidden_layers * model.num_key_value_heads * size * _itemsize(config)
+    shape = model_shape(model)
+    token = 2 * shape.layers * shape.kv_heads * shape.head_dim * _itemsize(config)
     sequence = token * (config.data.max_prompt_length + config.rollout.max_response_length)
     return Need(weights + sequence, weights + sequence * config.rollout.slots)
 

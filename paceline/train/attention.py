@@ -30,20 +30,28 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     row_layout: RowLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    special = softcap is not None or s_aux is not None
+    if row_layout is None and special:
+        return _step_by_step(query, key, value, attention_mask, scale, softcap, s_aux).transpose(1, 2).contiguous(), None
     if row_layout is None:
         result: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, sliding_window=sliding_window, **kwargs
         )
         return result
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if row_layout.varlen is not None and query.dtype == torch.bfloat16 and (sliding_window is None or sliding_window >= row_layout.longest):
+    window = sliding_window if sliding_window is not None and sliding_window < row_layout.longest else None
+    if row_layout.varlen is not None and query.dtype == torch.bfloat16 and window is None and not special:
         return _end_to_end(query, key, value, row_layout.varlen, scale)[None], None
     q, k, v = (_unpack(states, row_layout) for states in (query, key, value))
-    window = sliding_window if sliding_window is not None and sliding_window < row_layout.longest else None
-    if window is not None:
+    if special:
+        mask = _band(row_layout.longest, window or row_layout.longest, q.device)
+        out = _step_by_step(q, k, v, mask, scale, softcap, s_aux)
+    elif window is not None:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=_band(row_layout.longest, window, q.device), scale=scale, enable_gqa=True)
     elif query.device.type == "cpu" and row_layout.longest <= SHORT_ROW:
         out = _short_rows(q, k, v, scale)
@@ -78,6 +86,24 @@ def _short_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     future = torch.full((length, length), float("-inf"), dtype=q.dtype).triu_(1)
     scores = torch.bmm(q, k.transpose(1, 2)).view(rows * kv, heads // kv, length, length) + future
     return torch.bmm(scores.softmax(-1).view(rows * kv, -1, length), v).view(rows, heads, length, size)
+
+
+def _step_by_step(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float | None, sinks: Tensor | None
+) -> Tensor:  # fmt: skip
+    """With scores that are capped, or a sink for each head that takes part of the attention: no fused kernel knows them."""
+    length, groups = q.shape[2], q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = (q @ k.transpose(2, 3)).float() * scale
+    if cap is not None:
+        scores = (scores / cap).tanh() * cap
+    if mask is None and length > 1:  # transformers leaves a mask out where it would only say that nobody sees the future
+        mask = _band(length, length, q.device)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(len(q), -1, length, 1)), -1)
+    return scores.softmax(-1)[..., : k.shape[2]].to(v.dtype) @ v
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from paceline.algo.loss import LossFn, TokenOutputs
 from paceline.errors import ConfigError, ModelError
+from paceline.models import model_shape
 from paceline.place.group import is_first_rank
 from paceline.train.decoder import LayerPasses
 from paceline.train.fused import can_fuse
@@ -212,9 +213,7 @@ def _mesh(device: torch.device, tensor: int) -> DeviceMesh:
 
 def _shard(packed: PackedModel, mesh: DeviceMesh, settings: TrainSettings) -> None:
     """Layer by layer, so that only one of them is whole at a time. Embedding, last norm and head stay whole from forward to backward."""
-    layers = getattr(packed.model.base_model, "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise ModelError(f"{type(packed.model).__name__} has no list of decoder layers to shard; use train.backend = 'single'")
+    layers = decoder_layers(packed.model)
     if mesh.size(1) > 1:
         _split_layers(packed.model, layers, mesh["tensor"])
     narrow = torch.bfloat16 if settings.dtype == "bfloat16" else None
@@ -230,8 +229,17 @@ def _shard(packed: PackedModel, mesh: DeviceMesh, settings: TrainSettings) -> No
             module.set_force_sum_reduction_for_comms(True)
 
 
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Every architecture has a name of its own for them."""
+    count = model.config.get_text_config().num_hidden_layers
+    for module in model.modules():  # from the outside in: not the experts of a layer
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ModelError(f"{type(model).__name__} has no list of {count} decoder layers to shard; use train.backend = 'single'")
+
+
 def _split_layers(model: PreTrainedModel, layers: nn.ModuleList, mesh: DeviceMesh) -> None:
-    heads, ranks = model.config.num_key_value_heads, mesh.size()
+    heads, ranks = model_shape(model.config).kv_heads, mesh.size()
     if heads % ranks:
         raise ConfigError(f"train.tensor_parallel = {ranks} does not divide the model's {heads} key-value heads; use a number that does")
     for layer in layers:

@@ -34,21 +34,22 @@ class ChunkedLogprobs(torch.autograd.Function):
         temperature: float,
         chunk: int,
         gradient: Tensor | None,
+        cap: float | None,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs, entropy = (torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(2))
         narrow = weight.to(hidden.dtype)
         for rows in _chunks(len(hidden), chunk):
-            log_p = _log_softmax(hidden[rows], narrow, bias, temperature)
+            log_p, _ = _log_softmax(hidden[rows], narrow, bias, temperature, cap)
             logprobs[rows] = log_p.gather(1, targets[rows, None]).squeeze(1)
             entropy[rows] = -(log_p.exp() * log_p).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy)
-        ctx.temperature, ctx.chunk, ctx.gradient = temperature, chunk, gradient
+        ctx.temperature, ctx.chunk, ctx.gradient, ctx.cap = temperature, chunk, gradient, cap
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, entropy = ctx.saved_tensors
         to_logprobs, to_entropy = upstream
         by_entropy = bool(to_entropy.any())  # an entropy bonus is rare: skip its share of the work
@@ -59,13 +60,15 @@ class ChunkedLogprobs(torch.autograd.Function):
         d_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
         narrow = weight.to(hidden.dtype)
         for rows in _chunks(len(hidden), ctx.chunk):
-            log_p = _log_softmax(hidden[rows], narrow, bias, ctx.temperature)
+            log_p, slope = _log_softmax(hidden[rows], narrow, bias, ctx.temperature, ctx.cap)
             p = log_p.exp()
             d_logits = p * -to_logprobs[rows, None]
             d_logits.scatter_add_(1, targets[rows, None], to_logprobs[rows, None])
             if by_entropy:
                 d_logits -= p * (log_p + entropy[rows, None]) * to_entropy[rows, None]
             d_logits /= ctx.temperature
+            if slope is not None:
+                d_logits *= slope
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
             d_logits = d_logits.to(hidden.dtype)
@@ -76,7 +79,7 @@ class ChunkedLogprobs(torch.autograd.Function):
                 d_weight.addmm_(d_logits.t(), hidden[rows])
             else:
                 d_weight += _wide_product(d_logits.t(), hidden[rows])
-        return d_hidden, d_weight if ctx.gradient is None else None, d_bias, None, None, None, None
+        return d_hidden, d_weight if ctx.gradient is None else None, d_bias, None, None, None, None, None
 
 
 class FusedLogprobs(torch.autograd.Function):
@@ -142,11 +145,18 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b).to(torch.promote_types(a.dtype, torch.float32))
 
 
-def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    logits = _wide_product(hidden, weight.t())
+def _log_softmax(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, cap: float | None
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """And how much a capped logit follows the product."""
+    logits, slope = _wide_product(hidden, weight.t()), None
     if bias is not None:
         logits += bias
-    return torch.log_softmax(logits / temperature if temperature != 1.0 else logits, dim=-1)
+    if cap is not None:
+        logits = (logits / cap).tanh_()
+        slope = 1 - logits.square()
+        logits *= cap
+    return torch.log_softmax(logits / temperature if temperature != 1.0 else logits, dim=-1), slope
 
 
 def chunked_logprobs(
@@ -157,28 +167,29 @@ def chunked_logprobs(
     temperature: float = 1.0,
     chunk: int | None = None,
     gradient: Tensor | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target at a temperature, and the entropy of the distribution it was drawn from. `gradient`: where that of the
-    weight is added, in place of the weight's own."""
+    weight is added, in place of the weight's own; `cap`: what logits c are bent below, c = cap * tanh(c / cap)."""
     if chunk is None:
         chunk = max(1, CHUNK_LOGITS.get(hidden.device.type, 2**20) // len(weight))
-    if hidden.is_cuda and hidden.dtype == torch.bfloat16 and bias is None and HAS_TRITON:
+    if hidden.is_cuda and hidden.dtype == torch.bfloat16 and bias is None and cap is None and HAS_TRITON:
         logprobs, entropy = FusedLogprobs.apply(hidden, weight, targets, temperature, chunk, gradient)
         return logprobs, entropy
-    logprobs, entropy = ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, chunk, gradient)
+    logprobs, entropy = ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, chunk, gradient, cap)
     return logprobs, entropy
 
 
 class PolicyHead(nn.Module):
-    """The model's own output layer, read at the sampling temperature."""
+    """The model's own output layer, with what it does to logits afterwards (a cap, or a factor), read at the sampling temperature."""
 
-    def __init__(self, output: nn.Linear, temperature: float) -> None:
+    def __init__(self, output: nn.Linear, temperature: float, cap: float | None = None, factor: float = 1.0) -> None:
         super().__init__()
         self.output = output
-        self.temperature = temperature
+        self._temperature, self._cap = temperature / factor, cap
 
     def forward(self, hidden: Tensor, targets: Tensor) -> TokenOutputs:
-        logprobs, entropy = chunked_logprobs(hidden, self.output.weight, self.output.bias, targets, self.temperature)
+        logprobs, entropy = chunked_logprobs(hidden, self.output.weight, self.output.bias, targets, self._temperature, cap=self._cap)
         return TokenOutputs(logprobs=logprobs, entropy=entropy)
 
 

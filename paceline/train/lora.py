@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from paceline.errors import ConfigError, ModelError
+from paceline.models import model_body
 from paceline.train.saved import MODEL_FILE, write_tensors
 from paceline.train.settings import LoraSettings, TrainSettings
 from paceline.train.single import SingleDevice
@@ -77,6 +79,8 @@ class MergedWeights(Mapping[str, Tensor]):
         if layer is None:
             return weight
         a, b = layer.lora_A[ADAPTER].weight.detach(), layer.lora_B[ADAPTER].weight.detach()
+        if layer.fan_in_fan_out:  # kept as [in, out]
+            a, b = b.t(), a.t()
         return torch.addmm(weight, b, a, alpha=layer.scaling[ADAPTER])
 
     def __iter__(self) -> Iterator[str]:
@@ -120,7 +124,7 @@ def _base_name(name: str) -> str:
 
 def _check_targets(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]:
     """Names of linear layers inside the decoder; the output layer is not among them, since it is read without its module."""
-    linear = {name.rpartition(".")[2] for name, module in model.base_model.named_modules() if type(module) is nn.Linear}
+    linear = {name.rpartition(".")[2] for name, module in model_body(model).named_modules() if type(module) in (nn.Linear, Conv1D)}
     unknown = [name for name in wanted if name not in linear]
     if unknown:
         raise ConfigError(

@@ -4,10 +4,13 @@ Parameters, gradients and optimizer state are counted exactly as the back ends s
 an upper bound for one micro-batch of rows that fill it.
 """
 
+from collections import Counter
+
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from paceline.models import model_shape
 from paceline.train.attention import SHORT_ROW
 from paceline.train.head import CHUNK_LOGITS
 from paceline.train.settings import TrainSettings
@@ -29,11 +32,16 @@ def memory_estimate(config: PretrainedConfig, settings: TrainSettings, ranks: in
         held = state = sum(_numel(shape) for shape in split.values())
     elif settings.backend == "fsdp":
         held = state = sum(-(-shape[0] // data) * _numel(shape[1:]) for shape in split.values())
-        layers = [sum(_numel(s) for name, s in split.items() if f".layers.{i}." in name) for i in range(config.num_hidden_layers)]
-        root = sum(_numel(s) for name, s in split.items() if ".layers." not in name)
-        gathered = 2 * (root + 2 * max(layers)) * FLOAT  # weights and gradients, of a layer and the one fetched ahead
+        layers, root = Counter[str](), 0
+        for name, shape in split.items():
+            number = next((part for part in name.split(".") if part.isdigit()), None)  # of the layer it is in
+            if number is None:
+                root += _numel(shape)
+            else:
+                layers[number] += _numel(shape)
+        gathered = 2 * (root + 2 * max(layers.values())) * FLOAT  # weights and gradients, of a layer and the one fetched ahead
         if data == 1:  # one rank keeps its weights whole until the last pass
-            gathered = held * (2 if settings.dtype == "bfloat16" else FLOAT) + 2 * max(root, *layers) * FLOAT
+            gathered = held * (2 if settings.dtype == "bfloat16" else FLOAT) + 2 * max(root, *layers.values()) * FLOAT
     else:
         held = -(-sum(p.numel() for p in parameters.values()) // (tensor * pipeline))
         state = -(-held // data)
@@ -49,19 +57,18 @@ def memory_estimate(config: PretrainedConfig, settings: TrainSettings, ranks: in
 
 def activation_bound(config: PretrainedConfig, settings: TrainSettings) -> int:
     """Bytes kept from forward to backward for one micro-batch, and what the output layer needs at once."""
-    tokens, hidden, wide = settings.micro_batch_tokens, config.hidden_size, config.intermediate_size
-    size = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
-    query, key = config.num_attention_heads * size, config.num_key_value_heads * size
+    shape, tokens = model_shape(config), settings.micro_batch_tokens
+    hidden, query, key = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     # In float32: two norms of about four tensors each, and the residual twice. In the type of the products: queries, keys and values
     # before and after rotation and unpacking, the output of attention twice, five tensors of the MLP, and on a CPU, where rows of
     # up to SHORT_ROW have them, attention's scores.
     narrow = 2 if settings.dtype == "bfloat16" else FLOAT
-    split = 8 * (query + 2 * key) + 2 * query + 5 * wide
-    split += 0 if torch.cuda.is_available() else 3 * SHORT_ROW * config.num_attention_heads
+    split = 8 * (query + 2 * key) + 2 * query + 5 * shape.wide
+    split += 0 if torch.cuda.is_available() else 3 * SHORT_ROW * shape.heads
     layer = 10 * hidden * FLOAT + split * narrow // settings.tensor_parallel
-    layers = -(-config.num_hidden_layers // settings.pipeline_parallel)
+    layers = -(-shape.layers // settings.pipeline_parallel)
     kept = layers * hidden * FLOAT + layer if settings.gradient_checkpointing else layers * layer
-    logits = 3 * min(CHUNK_LOGITS["cuda" if torch.cuda.is_available() else "cpu"], tokens * config.vocab_size)
+    logits = 3 * min(CHUNK_LOGITS["cuda" if torch.cuda.is_available() else "cpu"], tokens * shape.vocabulary)
     return tokens * (kept + 8 * hidden * FLOAT) + logits * FLOAT
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from paceline.algo.loss import LossTerms, TokenOutputs
 from paceline.errors import DataError, ModelError
+from paceline.models import model_body
 from paceline.train.attention import PACKED
 from paceline.train.head import PolicyHead, ValueHead
 from paceline.train.packing import MicroBatch, micro_batches
@@ -33,14 +34,20 @@ class PackedModel(nn.Module):
         self._settings = settings
         self.model = model.float()
         remove_dropout(model)
-        model.set_attn_implementation(PACKED)
+        self._set_attention("eager")  # what the model itself says: with every part of its attention
+        states = plain_states(model)
+        if head == "policy":
+            self._plain = plain_logprobs(model, temperature or 1.0)  # at temperature 0 (greedy) log-probs are those at 1
+            self.head: PolicyHead | ValueHead = _policy_head(model, temperature or 1.0)
+        else:
+            self.head = ValueHead(states.shape[1])
+        self.head.to(states.device)
+        self._set_attention(PACKED)
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.head: PolicyHead | ValueHead = _policy_head(model, temperature) if head == "policy" else ValueHead(model.config.hidden_size)
-        self.head.to(next(model.parameters()).device)
         self.fused: Callable[[MicroBatch], TokenOutputs] | None = None  # what computes in place of the module
-        if isinstance(self.head, PolicyHead):
-            self._plain = plain_logprobs(model, self.head.temperature)
+        self._padded = not self._can_pack(states)
+        if head == "policy":
             self.check(lambda micro: self(micro)["logprobs"])
 
     def forward(self, micro: MicroBatch) -> dict[str, Tensor]:
@@ -54,28 +61,57 @@ class PackedModel(nn.Module):
         # transformers recomputes activations only in train mode; without dropout the two modes are the same function.
         self.model.train(self._settings.gradient_checkpointing and torch.is_grad_enabled())
         with contextlib.nullcontext() if dtype == "float32" else torch.autocast(device, dtype=torch.bfloat16):
-            hidden = self.model.base_model(
-                input_ids=micro.input_ids,
-                position_ids=micro.position_ids,
-                attention_mask=_NO_MASK,
-                use_cache=False,
-                row_layout=micro.layout,
-            ).last_hidden_state[0]
-        outputs: TokenOutputs = self.head(hidden.index_select(0, micro.predict).to(getattr(torch, dtype)), micro.targets)
+            hidden = self._from_padded_rows(micro) if self._padded else self._from_packed_rows(micro)
+        outputs: TokenOutputs = self.head(hidden.to(getattr(torch, dtype)), micro.targets)
         return outputs
+
+    def _from_packed_rows(self, micro: MicroBatch) -> Tensor:
+        """[M, hidden]"""
+        states: Tensor = model_body(self.model)(
+            input_ids=micro.input_ids,
+            position_ids=micro.position_ids,
+            attention_mask=_NO_MASK,
+            use_cache=False,
+            row_layout=micro.layout,
+        ).last_hidden_state
+        return states[0].index_select(0, micro.predict)
+
+    def _from_padded_rows(self, micro: MicroBatch) -> Tensor:
+        """The same with nothing asked of the model: rows one below the other. What is behind their end no token of theirs sees."""
+        layout = micro.layout
+        ids = micro.input_ids[0].index_select(0, layout.spread).view(layout.rows, layout.longest)
+        states: Tensor = model_body(self.model)(input_ids=ids, use_cache=False).last_hidden_state
+        return states.flatten(0, 1).index_select(0, layout.slots.index_select(0, micro.predict))
+
+    def _set_attention(self, name: str) -> None:
+        if self.model._can_set_attn_implementation():  # some have only one
+            self.model.set_attn_implementation(name)
+
+    @torch.no_grad()
+    def _can_pack(self, plain: Tensor) -> bool:
+        """Does the model hand its layers what packed rows need, and do they know nothing else that these do without?"""
+        if "chunked_attention" in (getattr(self.model.config.get_text_config(), "layer_types", None) or ()):
+            return False
+        try:
+            micros = list(micro_batches(_few_rows(self.model), 4096, plain.device))
+            gap = max(float((self._from_packed_rows(micro) - plain[micro.flat]).abs().max()) for micro in micros)
+        except (TypeError, ValueError, RuntimeError, IndexError) as error:
+            log.info("%s takes no packed rows (%s): they are padded", type(self.model).__name__, error)
+            return False
+        return gap <= 1e-3 * max(1.0, float(plain.abs().max()))
 
     @torch.no_grad()
     def check(self, logprobs: Callable[[MicroBatch], Tensor]) -> None:
-        """Can this model be trained this way at all? Compare packed rows with the model's own forward: catches what our path does not
-        know of, such as scaled or capped logits, other kinds of attention, positions that are not relative."""
+        """Can this model be trained this way at all? Compare with the model's own forward: catches what our path does not know of, such
+        as an output layer that does more than multiply, scale and cap."""
         device, found = next(self.model.parameters()).device, np.zeros_like(self._plain)
         for micro in micro_batches(_few_rows(self.model), 4096, device):
             found[micro.flat] = logprobs(micro).float().cpu().numpy()
         gap = float(np.abs(found - self._plain).max())
         if not gap <= (1e-3 if self._settings.dtype == "float32" else 0.3):
             raise ModelError(
-                f"{type(self.model).__name__} cannot be trained packed: its log-probs differ by {gap:.2g} from its own plain forward. "
-                "Supported are plain decoders (Llama, Qwen2, Qwen3 and their like) without capped or scaled logits"
+                f"{type(self.model).__name__} cannot be trained: its log-probs differ by {gap:.2g} from its own plain forward. "
+                "Expected is a causal language model whose output layer multiplies, scales and caps at most"
             )
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
@@ -94,21 +130,31 @@ class PackedModel(nn.Module):
             raise ModelError(f"{what} asked of a {who}: this engine was built with head = {built!r}; ask the {other}'s")
 
 
-@torch.no_grad()
 def plain_logprobs(model: PreTrainedModel, temperature: float) -> FloatArray:
     """What the model itself says of a few rows, one after the other."""
+    found: list[Tensor] = []
+    for ids in _rows_alone(model):
+        with torch.no_grad():
+            logp = (model(input_ids=ids, use_cache=False).logits[0, :-1].float() / temperature).log_softmax(-1)
+        found += [logp.new_zeros(1), logp.gather(1, ids[0, 1:, None])[:, 0]]
+    return torch.cat(found).cpu().numpy()
+
+
+@torch.no_grad()
+def plain_states(model: PreTrainedModel) -> Tensor:
+    """[T, hidden] the state that speaks of each token of these rows; 0 for the first of a row."""
+    states = [model_body(model)(input_ids=ids, use_cache=False).last_hidden_state[0] for ids in _rows_alone(model)]
+    return torch.cat([torch.cat((row.new_zeros(1, row.shape[1]), row[:-1])) for row in states])
+
+
+def _rows_alone(model: PreTrainedModel) -> list[Tensor]:
     batch, device = _few_rows(model), next(model.parameters()).device
-    found = np.zeros(batch.num_tokens, np.float32)
-    for start, stop in pairwise(batch.offsets):
-        ids = torch.from_numpy(batch.tokens[start:stop].astype(np.int64)).to(device)[None]
-        logp = (model(input_ids=ids, use_cache=False).logits[0, :-1].float() / temperature).log_softmax(-1)
-        found[start + 1 : stop] = logp.gather(1, ids[0, 1:, None])[:, 0].cpu().numpy()
-    return found
+    return [torch.from_numpy(batch.tokens[start:stop].astype(np.int64)).to(device)[None] for start, stop in pairwise(batch.offsets)]
 
 
 def _few_rows(model: PreTrainedModel) -> Batch:
     lengths = np.array([7, 4], np.int32)
-    tokens = (np.arange(11) * 7 % model.config.vocab_size).astype(np.int32)
+    tokens = (np.arange(11) * 7 % model.config.get_text_config().vocab_size).astype(np.int32)
     mask = np.ones(11, np.bool_)
     mask[[0, 7]] = False
     zeros = np.zeros(11, np.float32)
@@ -155,18 +201,27 @@ class Tally:
 _NO_MASK = torch.zeros(1, 1, 1, 1)  # a ready-made 4-d mask keeps transformers from building a [T, T] one; ours ignores it
 
 
+@torch.no_grad()
 def _policy_head(model: PreTrainedModel, temperature: float) -> PolicyHead:
+    """What the model does between its last hidden state and its logits: a product, and for some a cap, or a factor, which has a name of its
+    own in every model and so is measured."""
     output = model.get_output_embeddings()
     if not isinstance(output, nn.Linear):
         raise ModelError(f"{type(model).__name__} has no linear output layer: a causal language model is needed")
-    return PolicyHead(output, temperature or 1.0)  # at temperature 0 (greedy) log-probs are those at 1
+    cap, factor = getattr(model.config.get_text_config(), "final_logit_softcapping", None), 1.0
+    if cap is None:
+        ids = _rows_alone(model)[0]
+        raw = output(model_body(model)(input_ids=ids, use_cache=False).last_hidden_state).double()
+        measured = float((model(input_ids=ids, use_cache=False).logits.double() * raw).sum() / raw.square().sum().clamp_min(1e-30))
+        factor = 1.0 if abs(measured - 1) < 1e-5 or not measured > 0 else measured
+    return PolicyHead(output, temperature, cap, factor)
 
 
 def remove_dropout(model: PreTrainedModel) -> None:
     """Training must see the function that sampled."""
     found = False
     for module in model.modules():
-        names = ["p"] if isinstance(module, nn.Dropout) else [name for name in vars(module) if "dropout" in name]
+        names = ["p"] if isinstance(module, nn.Dropout) else [name for name in vars(module) if "dropout" in name or "jitter" in name]
         for name in names:
             value = getattr(module, name)
             if isinstance(value, float) and value > 0:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paceline.algo.loss import LossFn, LossTerms, TokenData, TokenOutputs
-from paceline.rollout.native.weights import DecoderWeights
+from paceline.rollout.native.module import engine_weights
+from paceline.rollout.native.weights import EngineWeights
 from paceline.train.fused import fused_policy
 from paceline.train.lanes import Lanes
 from paceline.train.neighbour import Neighbour
@@ -59,16 +60,16 @@ class SingleDevice:
     def model(self) -> PreTrainedModel:
         return self._model
 
-    def lend_weights(self) -> DecoderWeights:
-        """The weights in the engine's layout, for a reader at any time: what training computes with, not a copy. From now on `place`
-        leaves them where they are."""
+    def lend_weights(self, max_length: int) -> EngineWeights:
+        """The weights as an engine for sequences of this length wants them, for a reader at any time: what training computes with, not a
+        copy. From now on `place` leaves them where they are."""
         self._lent = True
-        return self._fused.weights if self._fused is not None else DecoderWeights.from_module(self._model, share=True)
+        return self._fused.weights if self._fused is not None else engine_weights(self._model, share=True, max_length=max_length)
 
-    def copied_weights(self) -> DecoderWeights:
-        """A copy of the weights in the engine's layout and the type of products on a GPU; `current_weights` brings it up to date."""
+    def copied_weights(self, max_length: int) -> EngineWeights:
+        """A copy of the weights for such an engine, in the type of products on a GPU; `current_weights` brings it up to date."""
         narrow = torch.bfloat16 if self._fused is not None else None
-        return DecoderWeights.from_module(self._model, share=False, dtype=narrow)
+        return engine_weights(self._model, share=False, max_length=max_length, dtype=narrow)
 
     def current_weights(self) -> dict[str, Tensor]:
         """Every weight by name, tied ones once, as training computes with them."""

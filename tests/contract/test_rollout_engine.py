@@ -26,12 +26,12 @@ from paceline.sync.weights import Weights
 from paceline.train.lora import LoraDevice
 from paceline.train.settings import LoraSettings, TrainSettings
 from paceline.types import Completion, Finish, OnSync, Request, Role, Sampling
-from tests.models import random_model
+from tests.models import random_model, random_other_model
 from tests.processes import children
 
 PROMPT = (5, 9, 13, 2, 7)
 # where vLLM is installed (make test-vllm) it is vLLM that must show what the others show elsewhere
-ENGINES = ["vllm in a process"] if find_spec("vllm") else ["native on a thread", "native in a process"]
+ENGINES = ["vllm in a process"] if find_spec("vllm") else ["native on a thread", "native in a process", "native through a module"]
 
 
 class Rig:
@@ -66,7 +66,7 @@ async def rig(kind: str, folder: str, tmp_path: Path) -> AsyncIterator[Rig]:
     settings += [f"rollout.engine={kind.split()[0]}", "rollout.vllm.eager=true", 'rollout.stop=["unused"]']
     args = ((Role.ROLLOUT,), load_config(None, settings), folder, 1)
     worker: Worker
-    if kind == "native on a thread":
+    if kind in ("native on a thread", "native through a module"):
         worker = ThreadWorker("rollout", build_parts, args)
     else:
         worker = ProcessWorker("rollout", build_parts, args, cores=[], threads=1, log_path=tmp_path / "rollout.log")
@@ -88,7 +88,9 @@ Scenario = Callable[[Rig], Coroutine[Any, Any, None]]
 
 @pytest.fixture(scope="module", params=ENGINES)
 def with_rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Scenario], None]]:
-    folder = random_model(tmp_path_factory.mktemp("model"), hidden=128 if "vllm" in request.param else 32)  # its heads must be 32 wide
+    place = tmp_path_factory.mktemp("model")
+    hidden = 128 if "vllm" in request.param else 32  # its heads must be 32 wide
+    folder = random_other_model(place) if "module" in request.param else random_model(place, hidden=hidden)
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
         it = runner.run(stack.enter_async_context(rig(request.param, folder, tmp_path_factory.mktemp("rig"))))

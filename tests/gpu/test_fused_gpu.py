@@ -85,7 +85,7 @@ def test_how_a_batch_is_cut_changes_nothing_but_rounding() -> None:
 
 def test_an_engine_on_lent_weights_speaks_with_those_of_the_last_step() -> None:
     trainer = SingleDevice(build().cuda(), TrainSettings(dtype="bfloat16"))
-    engine = NativeEngine(trainer.model.config, trainer.lend_weights(), slots=8, max_length=256)
+    engine = NativeEngine(trainer.model.config, trainer.lend_weights(256), slots=8, max_length=256)
     for version in range(1, 4):
         trainer.forward_backward(batch_of(12, 150, seed=version), LOSS)
         trainer.optimizer_step(1e-2)

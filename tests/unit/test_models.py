@@ -6,7 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
 
 from paceline.config import RunConfig
 from paceline.config import load_config as load_settings
@@ -41,17 +50,26 @@ def test_end_tokens_are_the_models_own_file_or_else_what_its_config_says(tmp_pat
     assert load_generation_config(str(folder)).eos_token_id == [2, 7]
 
 
-def test_an_architecture_the_engine_does_not_know_is_refused(tmp_path: Path) -> None:
-    model = saved(GPT2LMHeadModel(GPT2Config(vocab_size=len(make_tokenizer()), n_embd=16, n_layer=1, n_head=2)), tmp_path)
-    with pytest.raises(ModelError, match=r"'gpt2' is not supported .*rollout\.engine = 'vllm'"):
-        load_inputs(chosen(model))
+def test_an_architecture_without_a_fast_path_is_taken_and_said_to_be_slower(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = saved(GPT2LMHeadModel(GPT2Config(vocab_size=len(make_tokenizer()), n_embd=16, n_layer=1, n_head=2, n_positions=80)), tmp_path)
+    load_inputs(chosen(model, "rollout.max_response_length=16"))
+    assert "'gpt2' generates through transformers' own module, slower" in caplog.text and "llama" in caplog.text
+    with pytest.raises(ModelError, match=r"no positions beyond 80 tokens.*rollout\.max_response_length = 79: lower it"):
+        load_inputs(chosen(model, "rollout.max_response_length=79"))
 
 
-def test_a_window_shorter_than_prompt_and_answer_is_refused_with_the_settings_to_lower(tmp_path: Path) -> None:
+def test_an_architecture_that_remembers_more_than_keys_and_values_is_refused(tmp_path: Path) -> None:
+    config = MambaConfig(vocab_size=len(make_tokenizer()), hidden_size=16, num_hidden_layers=1, state_size=4)
+    with pytest.raises(ModelError, match=r"'mamba' remembers more than keys and values.*rollout\.engine = 'vllm'"):
+        load_inputs(chosen(saved(MambaForCausalLM(config), tmp_path)))
+
+
+def test_a_window_shorter_than_prompt_and_answer_leaves_the_fast_path(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = saved(MistralForCausalLM(MistralConfig(**SHAPE, vocab_size=len(make_tokenizer()), sliding_window=80)), tmp_path)
     load_inputs(chosen(model, "rollout.max_response_length=16"))
-    with pytest.raises(ModelError, match=r"80 tokens.*data\.max_prompt_length = 64 and rollout\.max_response_length = 17 are more"):
-        load_inputs(chosen(model, "rollout.max_response_length=17"))
+    assert "slower" not in caplog.text
+    load_inputs(chosen(model, "rollout.max_response_length=17"))
+    assert "slower" in caplog.text and "without a sliding window" in caplog.text
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:

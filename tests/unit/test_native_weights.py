@@ -4,19 +4,25 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    CLIPConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MiniMaxConfig,
     MistralConfig,
     MistralForCausalLM,
+    PretrainedConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
+    T5Config,
 )
 
 from paceline.errors import ModelError, SyncError
 from paceline.rollout.native.engine import NativeEngine
-from paceline.rollout.native.weights import DecoderWeights
+from paceline.rollout.native.module import ModuleWeights, engine_weights
+from paceline.rollout.native.weights import DecoderWeights, check_generates
 from paceline.types import Request, Sampling
 
 SHAPE = {
@@ -112,24 +118,44 @@ def test_load_refuses_wrong_names_and_shapes_and_changes_nothing(tied: bool) -> 
     assert all(torch.equal(weights.named[key], tensor) for key, tensor in before.items())
 
 
-def test_architectures_that_are_not_supported_are_named_with_those_that_are() -> None:
+def test_our_own_forward_pass_is_for_the_models_it_knows_and_the_others_go_through_their_module() -> None:
     gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50))
     with pytest.raises(ModelError, match=r"'gpt2'.*llama, mistral, qwen2, qwen3"):
         DecoderWeights.from_module(gpt2, share=False)
+    assert isinstance(engine_weights(gpt2, share=False, max_length=16), ModuleWeights)
+    assert isinstance(engine_weights(model(), share=False, max_length=16), DecoderWeights)
 
 
-def test_rope_that_depends_on_the_length_is_refused() -> None:
+def test_rope_that_depends_on_the_length_goes_as_far_as_it_does_not() -> None:
     config = LlamaConfig(**SHAPE, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
-    with pytest.raises(ModelError, match="dynamic"):
-        DecoderWeights.from_module(LlamaForCausalLM(config), share=False)
+    assert isinstance(engine_weights(LlamaForCausalLM(config), share=False, max_length=64), ModuleWeights)
+    check_generates(config, 64)
+    with pytest.raises(ModelError, match=r"longer than 64 tokens.*65 now"):
+        check_generates(config, 65)
 
 
-def test_a_sliding_window_shorter_than_the_sequences_is_refused() -> None:
+def test_sequences_longer_than_a_sliding_window_go_through_the_module() -> None:
     module = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=16))
-    weights = DecoderWeights.from_module(module, share=False)
+    weights = engine_weights(module, share=False, max_length=16)
+    assert isinstance(weights, DecoderWeights)
     NativeEngine(module.config, weights, slots=1, max_length=16)
     with pytest.raises(ModelError, match="16 tokens"):
         NativeEngine(module.config, weights, slots=1, max_length=17)
+    assert isinstance(engine_weights(module, share=False, max_length=17), ModuleWeights)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (MambaConfig(), "'mamba' remembers more"),
+        (T5Config(), "'t5' is no causal"),
+        (MiniMaxConfig(), "linear_attention"),
+        (CLIPConfig(), "'clip' is no"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(config: PretrainedConfig, says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        check_generates(config, 16)
 
 
 def test_a_copy_in_another_type_follows_the_module_when_loaded() -> None:

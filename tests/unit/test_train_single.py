@@ -2,12 +2,12 @@
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
-from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
 from transformers.models.qwen2 import modeling_qwen2
 
 from paceline.algo.loss import LossTerms, PolicyLoss, TokenData, TokenOutputs
@@ -153,14 +153,15 @@ def test_bfloat16_is_near_and_keeps_float32_parameters() -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_a_model_with_capped_logits_is_refused() -> None:
-    torch.manual_seed(0)
-    config = Gemma2Config(
-        vocab_size=37, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        final_logit_softcapping=0.5,
-    )  # fmt: skip
-    with pytest.raises(ModelError, match="Gemma2ForCausalLM cannot be trained packed"):
-        SingleDevice(Gemma2ForCausalLM(config), SETTINGS)
+def test_a_model_that_does_something_unknown_to_its_logits_is_refused() -> None:
+    class Bent(Qwen2ForCausalLM):
+        def forward(self, **inputs: Any) -> Any:
+            outputs = super().forward(**inputs)
+            outputs.logits = outputs.logits.square()
+            return outputs
+
+    with pytest.raises(ModelError, match="Bent cannot be trained: its log-probs differ"):
+        SingleDevice(Bent(tiny("qwen2").config), SETTINGS)
 
 
 def test_heads_answer_only_what_they_are_for() -> None:

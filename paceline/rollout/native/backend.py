@@ -1,5 +1,5 @@
 """What the engine needs from a device: a place for keys and values, prefill, and bursts of decode steps that may run ahead of the
-host. The simple backend computes at once, on any device; `cuda.py` is the fast one for GPUs.
+host. The simple backend computes at once, on any device; `cuda.py` is the fast one for GPUs, `module.py` the one for all other models.
 """
 
 import importlib.util
@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from paceline.errors import ModelError
 from paceline.rollout.native.model import Decoder
 from paceline.rollout.native.sampling import draw, row_keys
 from paceline.rollout.native.slots import Sequence, Slots
-from paceline.rollout.native.weights import DecoderWeights, head_dim
+from paceline.rollout.native.weights import DecoderWeights, EngineWeights, head_dim, sliding_window
 
 PREFILL_TOKENS = 1024  # per forward pass: bounds its memory
 Tokens = tuple[NDArray[np.int32], NDArray[np.float32]]  # tokens and log-probs, both [step, row]
@@ -96,8 +97,16 @@ class Backend(Protocol):
 
 
 def choose_backend(
-    config: PretrainedConfig, weights: DecoderWeights, slots: int, max_length: int, kv_memory_fraction: float, brief: bool
+    config: PretrainedConfig, weights: EngineWeights, slots: int, max_length: int, kv_memory_fraction: float, brief: bool
 ) -> "Backend":  # fmt: skip
+    if not isinstance(weights, DecoderWeights):
+        from paceline.rollout.native.module import ModuleBackend, ModuleWeights
+
+        assert isinstance(weights, ModuleWeights), "there are two kinds of weights"
+        return ModuleBackend(weights, slots, max_length)
+    window = sliding_window(config)
+    if window is not None and max_length > window:
+        raise ModelError(f"the model sees only {window} tokens back (sliding window): max_length {max_length} must not be above that")
     dim = head_dim(config)
     if weights.head.device.type == "cuda" and dim in (16, 32, 64, 128, 256) and importlib.util.find_spec("triton"):
         from paceline.rollout.native.cuda import CudaBackend

@@ -14,11 +14,11 @@ import numpy as np
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from paceline.errors import ModelError, RolloutError
+from paceline.errors import RolloutError
 from paceline.rollout.native.backend import Backend, Burst, Piece, choose_backend
 from paceline.rollout.native.slots import Sequence as Running
 from paceline.rollout.native.slots import Slots, already_ended, refusal
-from paceline.rollout.native.weights import DecoderWeights, sliding_window
+from paceline.rollout.native.weights import EngineWeights
 from paceline.types import Completion, Finish, Request
 
 Finished = list[tuple[str, Completion]]
@@ -57,7 +57,7 @@ class NativeEngine:
     def __init__(
         self,
         config: PretrainedConfig,
-        weights: DecoderWeights,
+        weights: EngineWeights,
         *,
         slots: int,
         max_length: int,
@@ -70,9 +70,6 @@ class NativeEngine:
         """`slots`: sequences decoded at a time; `max_length`: tokens of prompt and answer together; `decode`: tokens to text,
         needed for stop strings; `kv_memory_fraction`: of a GPU's free memory, for keys and values; `brief`: bursts of about 2 ms at most,
         since whoever brings new weights while it works has to wait for the one under way."""
-        window = sliding_window(config)
-        if window is not None and max_length > window:
-            raise ModelError(f"the model sees only {window} tokens back (sliding window): max_length {max_length} must not be above that")
         self._weights = weights
         self._backend = backend or choose_backend(config, weights, slots, max_length, kv_memory_fraction, brief)
         self._slots = Slots(slots, max_length)
@@ -208,7 +205,7 @@ class NativeEngine:
 
     def _check(self, request: Request, taken: set[str]) -> None:
         known = request.id in taken or request.id in self._waiting or request.id in self._ended
-        problem = refusal(request, known, self._slots.max_length, len(self._weights.embedding), self._decode is not None)
+        problem = refusal(request, known, self._slots.max_length, self._weights.vocabulary, self._decode is not None)
         if problem:
             raise RolloutError(f"request {request.id!r} cannot be generated: {problem}")
 

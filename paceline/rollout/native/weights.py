@@ -5,18 +5,34 @@ module's own parameters become views of the fused storage: an optimizer that upd
 """
 
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from paceline.errors import ModelError, SyncError
 
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
-ELSE = "set rollout.engine = 'vllm' for this model"
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # the others change their frequencies with the length of the sequence
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")  # by our own forward pass
+ELSE = "rollout.engine = 'vllm' may be able to generate with it"
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+CHANGING_ROPE = ("dynamic", "longrope")  # with the length of the longest sequence of a forward pass
+ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
+
+
+class EngineWeights(Protocol):
+    """What everybody but a backend needs to know of an engine's weights."""
+
+    @property
+    def named(self) -> dict[str, Tensor]: ...
+    @property
+    def vocabulary(self) -> int: ...
+
+    def load(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
+        """Copy new values in: all of them, or none if a name or a shape is wrong (SyncError)."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,26 +94,12 @@ class DecoderWeights:
             raise ModelError(f"{model.config.model_type}: heads rotated only in part are not supported by the native engine; {ELSE}")
         return cls(embedding, layers, norm, head, rotary.inv_freq.float(), float(rotary.attention_scaling), named)
 
+    @property
+    def vocabulary(self) -> int:
+        return len(self.embedding)
+
     def load(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
-        """Copy new values in: all of them, or none if a name or a shape is wrong. Of a mapping one tensor at a time is held."""
-        incoming = tensors if isinstance(tensors, Mapping) else dict(tensors)
-        names = set(incoming)
-        if self.head is self.embedding:
-            names.discard("lm_head.weight")  # the embedding under its second name
-        missing, unknown = sorted(self.named.keys() - names), sorted(names - self.named.keys())
-        if missing or unknown:
-            raise SyncError(
-                f"new weights: {len(missing)} missing {missing[:4]}, {len(unknown)} unknown {unknown[:4]}; send all of the model's"
-            )
-        for name in names:
-            if (shape := incoming[name].shape) != self.named[name].shape:
-                raise SyncError(f"new weights: {name} has shape {tuple(shape)}, the model has {tuple(self.named[name].shape)}")
-        with torch.no_grad():
-            if self.head.is_cuda and isinstance(tensors, dict):  # all at once, since each copy alone is over before the next can be started
-                torch._foreach_copy_([self.named[name] for name in names], [incoming[name] for name in names])
-                return
-            for name in names:
-                self.named[name].copy_(incoming[name])
+        load_by_name(self.named, tensors, {"lm_head.weight"} if self.head is self.embedding else set())
 
     def zeros(self, dtype: torch.dtype) -> "DecoderWeights":
         """The same tensors, fused and tied in the same way, all 0."""
@@ -122,6 +124,31 @@ class DecoderWeights:
         layers = tuple(map(layer, self.layers))
         named = {name: like(tensor) for name, tensor in self.named.items()}
         return DecoderWeights(like(self.embedding), layers, like(self.norm), like(self.head), self.inv_freq, self.rope_scale, named)
+
+
+def load_by_name(
+    named: dict[str, Tensor],
+    tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+    also: AbstractSet[str],
+    optional: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Copy new values in: all of `named`, or none if a name or a shape is wrong; of a mapping one tensor at a time is held.
+    `also`: names that may come besides, such as the second ones of tied weights; what is in `optional` is taken if it comes."""
+    incoming = tensors if isinstance(tensors, Mapping) else dict(tensors)
+    missing, unknown = sorted(named.keys() - incoming.keys()), sorted(incoming.keys() - named.keys() - also)
+    if missing or unknown:
+        raise SyncError(f"new weights: {len(missing)} missing {missing[:4]}, {len(unknown)} unknown {unknown[:4]}; send all of the model's")
+    targets = named | {name: tensor for name, tensor in (optional or {}).items() if name in incoming}
+    for name, target in targets.items():
+        if (shape := incoming[name].shape) != target.shape:
+            raise SyncError(f"new weights: {name} has shape {tuple(shape)}, the model has {tuple(target.shape)}")
+    with torch.no_grad():
+        if isinstance(tensors, dict) and next(iter(named.values())).is_cuda:
+            # all at once, since each copy alone is over before the next can be started
+            torch._foreach_copy_(list(targets.values()), [incoming[name] for name in targets])
+            return
+        for name, target in targets.items():
+            target.copy_(incoming[name])
 
 
 class _Taker:
@@ -190,10 +217,53 @@ def sliding_window(config: PretrainedConfig) -> int | None:
 
 
 def check_supported(config: PretrainedConfig) -> None:
+    """Raises ModelError for what our own forward pass does not know."""
     if config.model_type not in SUPPORTED:
-        raise ModelError(f"model_type {config.model_type!r} is not supported by the native engine ({', '.join(SUPPORTED)} are); {ELSE}")
+        raise ModelError(f"model_type {config.model_type!r} is not one of {', '.join(SUPPORTED)}")
     if config.hidden_act != "silu":
-        raise ModelError(f"hidden_act {config.hidden_act!r} is not supported by the native engine ('silu' is); {ELSE}")
+        raise ModelError(f"hidden_act {config.hidden_act!r} is not 'silu'")
     rope = config.rope_parameters["rope_type"]
     if rope not in STATIC_ROPE:
-        raise ModelError(f"rope_type {rope!r} is not supported by the native engine ({', '.join(STATIC_ROPE)} are); {ELSE}")
+        raise ModelError(f"rope_type {rope!r} is not one of {', '.join(STATIC_ROPE)}")
+
+
+def check_generates(config: PretrainedConfig, max_length: int) -> None:
+    """Raises ModelError for a model, or sequences of a length, that the native engine cannot generate with at all."""
+    kind, text = config.model_type, config.get_text_config()
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model is None or config.is_encoder_decoder:
+        raise ModelError(f"model_type {kind!r} is no causal language model: give a decoder that makes text from text")
+    other = sorted(set(getattr(text, "layer_types", None) or ()) - set(ATTENTION))
+    if other or getattr(model, "_is_stateful", False):
+        raise ModelError(
+            f"model_type {kind!r} remembers more than keys and values ({', '.join(other) or 'a state'}), which the native engine cannot "
+            f"keep; {ELSE}, or take a model with attention alone"
+        )
+    reach = rope_reach(text)
+    if reach is not None and max_length > reach:
+        raise ModelError(
+            f"the positions of model_type {kind!r} mean something else as soon as a sequence of the batch is longer than {reach} tokens: "
+            f"keep data.max_prompt_length + rollout.max_response_length, {max_length} now, within that; {ELSE}"
+        )
+
+
+def rope_reach(text: PretrainedConfig) -> int | None:
+    """Up to which length rotary frequencies stay the same, where they change with it."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    parts = [rope] if "rope_type" in rope else [part for part in rope.values() if isinstance(part, dict)]  # by kind of layer
+    reaches = [
+        part.get("original_max_position_embeddings") or text.max_position_embeddings
+        for part in parts
+        if part.get("rope_type") in CHANGING_ROPE
+    ]
+    return min(reaches, default=None)
+
+
+def is_fast(config: PretrainedConfig, max_length: int) -> bool:
+    """Can our own forward pass generate sequences of this length?"""
+    try:
+        check_supported(config)
+    except ModelError:
+        return False
+    window = sliding_window(config)
+    return window is None or max_length <= window

@@ -1,0 +1,232 @@
+"""Generation through the Hugging Face module itself, for every causal language model that keeps nothing but keys and values.
+
+Slower than our own forward pass, and it knows no architecture: rows are padded on the left, so that all live sequences write their next
+key and value in the same column of the cache. That is what every model of transformers understands: which columns of a row are real, and
+the position of each token. What comes out is compared with the plain model once, before anything is generated.
+"""
+
+import copy
+import inspect
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from paceline.errors import ModelError
+from paceline.models import model_body
+from paceline.rollout.native.backend import PREFILL_TOKENS, Piece, Ready
+from paceline.rollout.native.sampling import draw, row_keys
+from paceline.rollout.native.slots import Sequence, Slots
+from paceline.rollout.native.weights import ELSE, DecoderWeights, EngineWeights, is_fast, load_by_name
+from paceline.train.attention import PACKED
+
+SLACK = 64  # columns beyond the longest sequence: rows are moved back to the left once in so many steps
+GAP, NARROW_GAP = 1e-3, 0.3  # allowed between the log-probs of this path and the plain model's, in float32 and in less
+
+
+def engine_weights(model: PreTrainedModel, share: bool, max_length: int, dtype: torch.dtype | None = None) -> EngineWeights:
+    """The weights as the fastest engine for this model and sequences of this length reads them. `share`: the module's own memory, which
+    may only be changed in place from then on; otherwise a copy, in `dtype` if one is given."""
+    if is_fast(model.config, max_length):
+        try:
+            return DecoderWeights.from_module(model, share, dtype)
+        except ModelError:
+            pass  # a shape of its own under a known name
+    return ModuleWeights(model, share, dtype)
+
+
+class ModuleWeights:
+    """A module, and its tensors by name."""
+
+    def __init__(self, model: PreTrainedModel, share: bool, dtype: torch.dtype | None = None) -> None:
+        self.module = model if share else copy.deepcopy(model).requires_grad_(False)
+        self.module.set_attn_implementation(PACKED)  # without packed rows it is plain attention, caps and sinks included
+        if dtype is not None and not share:
+            for parameter in self.module.parameters():  # not the buffers: rotary frequencies stay as precise as they are
+                parameter.data = parameter.data.to(dtype)
+        self.named = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
+        self._known = {name for name, _ in self.module.named_parameters(remove_duplicate=False)} | set(self.module.state_dict())
+        self._buffers = {name: buffer for name, buffer in self.module.named_buffers() if name in self._known}
+
+    @property
+    def vocabulary(self) -> int:
+        return self.module.get_input_embeddings().weight.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.named.values())).device
+
+    def load(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
+        load_by_name(self.named, tensors, self._known, self._buffers)
+
+
+class SlotCache(Cache):  # type: ignore[misc]  # transformers says nothing of its types
+    """Keys and values of all slots, [slot, head, column, size] for each layer, made when its first key comes. A forward pass is over rows
+    `row`.. and columns `first`.., of which `seen` are filled."""
+
+    def __init__(self, slots: int, columns: int) -> None:
+        super().__init__(layers=[])
+        self.slots, self.columns = slots, columns
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self.row = self.first = self.seen = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if layer_idx not in self.kept:
+            self.kept[layer_idx] = self._empty(key_states), self._empty(value_states)
+        n, stop = len(key_states), self.first + self.seen + key_states.shape[2]
+        rows = slice(self.row, self.row + n)
+        for kept, new in zip(self.kept[layer_idx], (key_states, value_states), strict=True):
+            kept[rows, :, stop - new.shape[2] : stop] = new
+        keys, values = (kept[rows, :, self.first : stop] for kept in self.kept[layer_idx])
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.seen
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    def copy(self, rows: slice, start: int, length: int, target: slice, to: int) -> None:
+        """Columns start..start+length of these rows (or of one, to several) to those from `to` on of `target`."""
+        for kept in (tensor for pair in self.kept.values() for tensor in pair):
+            kept[target, :, to : to + length] = kept[rows, :, start : start + length].clone()
+
+    def _empty(self, states: Tensor) -> Tensor:
+        return states.new_zeros(self.slots, states.shape[1], self.columns, states.shape[3])
+
+
+class ModuleBackend:
+    """A burst is one step, done when `decode` returns. `_end` is the column where all live rows write next."""
+
+    ahead = 0
+    prefill_tokens = 1 << 62
+    admit_share = 8
+
+    def __init__(self, weights: ModuleWeights, slots: int, max_length: int) -> None:
+        self._weights, self._model, self._body = weights, weights.module, model_body(weights.module)
+        self._longest = self._end = max_length
+        self._cache = SlotCache(slots, max_length + SLACK)
+        self._length = np.zeros(slots, np.int64)  # tokens of each row in the cache
+        self._positions = "position_ids" in inspect.signature(self._model.forward).parameters
+        self._check(min(slots, 2), max_length)
+
+    def kv_used(self) -> None:
+        return None
+
+    def steps(self, rows: int) -> int:
+        return 1
+
+    def room_for(self, sequence: Sequence, source: Sequence | None) -> bool:
+        return True
+
+    def grow(self, slots: Slots, positions: NDArray[np.int64]) -> bool:
+        return True
+
+    def free(self, sequence: Sequence) -> None: ...
+
+    def prefill(self, pieces: list[Piece], row: int) -> None:
+        """Longest first, padded to the longest of a forward pass."""
+        while pieces:
+            n = max(1, min(len(pieces), PREFILL_TOKENS // pieces[0].stop))
+            self._prefill([piece.sequence.context[: piece.stop] for piece in pieces[:n]], row)
+            pieces, row = pieces[n:], row + n
+
+    def _prefill(self, contexts: list[tuple[int, ...]], row: int) -> None:
+        width, lengths = len(contexts[0]), np.array([len(context) for context in contexts])
+        tokens = np.zeros((len(contexts), width), np.int64)
+        for index, context in enumerate(contexts):
+            tokens[index, width - len(context) :] = context
+        self._length[row : row + len(contexts)] = lengths
+        for start in range(0, width, PREFILL_TOKENS):
+            self._forward(self._body, tokens[:, start : start + PREFILL_TOKENS], width - lengths, row, self._end - width, start)
+
+    def fork(self, source: Sequence, row: int, copies: list[Sequence], target: int) -> None:
+        length, start = len(copies[0].context) - 1, self._end - int(self._length[row])
+        self._cache.copy(slice(row, row + 1), start, length, slice(target, target + len(copies)), self._end - length)
+
+    def place(self, slots: Slots, row: int) -> None:
+        self._length[row : len(slots.live)] = slots.position[row : len(slots.live)]
+
+    def move(self, slots: Slots, moves: list[tuple[int, int]]) -> None:
+        for source, target in moves:
+            self._length[target] = length = int(self._length[source])
+            self._cache.copy(slice(source, source + 1), self._end - length, length, slice(target, target + 1), self._end - length)
+
+    def decode(self, slots: Slots, steps: int) -> Ready:
+        n = len(slots.live)
+        logits = self._decode(slots.last[:n])
+        keys = row_keys(slots.seed[:n], slots.position[:n] + 1)
+        tokens, logprobs = draw(logits, keys, slots.temperature[:n], slots.top_k[:n], slots.top_p[:n])
+        return Ready(tokens[None], logprobs[None])
+
+    def _decode(self, tokens: NDArray[np.int64]) -> Tensor:
+        """Logits after one more token of each of the first rows."""
+        lengths, rows = self._length[: len(tokens)], slice(0, len(tokens))
+        width = int(lengths.max())
+        if self._end == self._cache.columns:
+            self._cache.copy(rows, self._end - width, width, rows, self._longest - width)
+            self._end = self._longest
+        output = self._forward(self._model, tokens[:, None], width - lengths, 0, self._end - width, width)
+        lengths += 1
+        self._end += 1
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def changing_weights(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def cache_bytes(self) -> int:
+        return sum(tensor.nbytes for pair in self._cache.kept.values() for tensor in pair)
+
+    def sleep(self) -> None:
+        self._cache.kept.clear()
+
+    def wake(self) -> None: ...
+
+    @torch.no_grad()  # not inference mode: what a module keeps of this pass may meet it again in training
+    def _forward(self, module: Any, tokens: NDArray[np.int64], padding: NDArray[np.int64], row: int, first: int, seen: int) -> Any:
+        """`tokens` [n, t] stand in columns first + seen.. of the rows from `row` on; `padding` columns from `first` on mean nothing."""
+        cache, columns = self._cache, np.arange(seen + tokens.shape[1]) - padding[:, None]
+        cache.row, cache.first, cache.seen = row, first, seen
+        positions = {"position_ids": self._tensor(columns[:, seen:].clip(0))} if self._positions else {}
+        if self._model.training:  # as the trainer left it: in that mode some keep no keys and values
+            self._model.eval()
+        return module(
+            input_ids=self._tensor(tokens),
+            attention_mask=self._tensor((columns >= 0).astype(np.int64)),
+            past_key_values=cache,
+            use_cache=True,
+            **positions,
+        )
+
+    def _tensor(self, array: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._weights.device)
+
+    def _check(self, rows: int, max_length: int) -> None:
+        """Does this model do with a cache of rows of different lengths what it does with one plain row? One that has other things to
+        remember, or looks ahead, would generate from another distribution than it is trained on."""
+        lengths = [min(6 - 3 * row, max_length) for row in range(rows)]
+        tokens = [tuple((7 * i + row) % self._weights.vocabulary for i in range(max(3, length))) for row, length in enumerate(lengths)]
+        try:
+            self._prefill([row[:-2] for row in tokens], 0)
+            self._decode(np.array([row[-2] for row in tokens]))
+            found = self._decode(np.array([row[-1] for row in tokens])).float().log_softmax(-1)
+            with torch.no_grad():
+                plain = [self._model(input_ids=self._tensor(np.array([row])), use_cache=False).logits[0, -1] for row in tokens]
+            gap = float((found - torch.stack(plain).float().log_softmax(-1)).abs().max())
+        except Exception as error:  # whatever a model of unknown make does not like
+            raise ModelError(f"{type(self._model).__name__} cannot be used by the native engine ({error}); {ELSE}") from error
+        if not gap <= (GAP if plain[0].dtype == torch.float32 else NARROW_GAP):
+            raise ModelError(
+                f"{type(self._model).__name__} cannot be used by the native engine: with kept keys and values its log-probs differ by "
+                f"{gap:.2g} from those of the plain model; {ELSE}"
+            )
+        self._end = max_length

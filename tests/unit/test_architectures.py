@@ -1,0 +1,119 @@
+"""Models that our own forward pass does not know run through their module: the same answers and log-probs as transformers', and training
+that the engine sees."""
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from paceline.algo.loss import LossTerms, TokenData, TokenOutputs
+from paceline.rollout.native.engine import NativeEngine
+from paceline.rollout.native.module import ModuleWeights, engine_weights
+from paceline.train.settings import TrainSettings
+from paceline.train.single import SingleDevice
+from paceline.types import Batch, Completion, Request, Sampling
+from tests.architectures import ARCHITECTURES, tiny_architecture
+
+LONGEST = 32
+PROMPTS = [(5, 9, 13, 3, 7), (8, 4), (11, 6, 12, 7, 9, 10, 3, 5, 6), (3,)]
+
+
+def generate(engine: NativeEngine, temperature: float = 1.0, tokens: int = 12) -> list[Completion]:
+    requests = [Request(str(n), prompt, n, Sampling(tokens, temperature=temperature)) for n, prompt in enumerate(PROMPTS)]
+    engine.submit([*requests, Request("again", PROMPTS[0], 9, Sampling(tokens, temperature=temperature))])
+    done = {}
+    while engine.has_work:
+        done.update(engine.step())
+    return [done[str(n)] for n in range(len(PROMPTS))]
+
+
+@torch.no_grad()
+def plain_logprobs(model: PreTrainedModel, tokens: list[int]) -> np.ndarray:
+    ids = torch.tensor([tokens])
+    return torch.log_softmax(model(ids, use_cache=False).logits[0, :-1].float(), -1).gather(1, ids[0, 1:, None])[:, 0].numpy()
+
+
+def greedy(model: PreTrainedModel, prompt: tuple[int, ...], tokens: int = 12) -> list[int]:
+    made = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return made[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_engine_says_what_transformers_says(name: str) -> None:
+    model = tiny_architecture(name)
+    weights = engine_weights(copy.deepcopy(model), share=True, max_length=LONGEST)
+    assert isinstance(weights, ModuleWeights)
+    engine = NativeEngine(model.config, weights, slots=4, max_length=LONGEST)
+    for prompt, completion in zip(PROMPTS, generate(engine), strict=True):
+        expected = plain_logprobs(model, [*prompt, *completion.tokens.tolist()])[len(prompt) - 1 :]
+        assert np.abs(completion.logprobs - expected).max() < 1e-4
+    assert [c.tokens.tolist() for c in generate(engine, temperature=0.0)] == [greedy(model, prompt) for prompt in PROMPTS]
+
+
+def batch(prompts: list[tuple[int, ...]], completions: list[Completion]) -> Batch:
+    tokens = [[*prompt, *completion.tokens.tolist()] for prompt, completion in zip(prompts, completions, strict=True)]
+    lengths = np.array([len(row) for row in tokens], np.int32)
+    mask = np.concatenate([np.arange(len(row)) >= len(prompt) for prompt, row in zip(prompts, tokens, strict=True)])
+    flat = np.concatenate(tokens).astype(np.int32)
+    zeros = np.zeros(len(flat), np.float32)
+    return Batch(flat, lengths, mask, zeros, np.zeros_like(flat), np.zeros(len(tokens), np.float32), np.arange(len(tokens), dtype=np.int32))
+
+
+class Likelier:
+    """Makes the trained tokens likelier."""
+
+    def weights(self, batch: Batch) -> np.ndarray:
+        return batch.mask.astype(np.float32)
+
+    def __call__(self, outputs: TokenOutputs, data: TokenData) -> LossTerms:
+        return LossTerms(-(outputs.logprobs * data.weights).sum(), {}, {})
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_trainer_says_what_transformers_says_and_the_engine_sees_what_it_learns(name: str, tmp_path: Path) -> None:
+    plain, model = tiny_architecture(name), tiny_architecture(name)
+    trainer = SingleDevice(model, TrainSettings())
+    engine = NativeEngine(model.config, trainer.lend_weights(LONGEST), slots=4, max_length=LONGEST)
+    prompts = [*PROMPTS, PROMPTS[0]]
+    rows = batch(prompts, [*generate(engine), generate(engine)[1]])
+
+    def compare(reference: PreTrainedModel) -> None:
+        found = trainer.logprobs(rows)
+        for start, stop in zip(rows.offsets[:-1], rows.offsets[1:], strict=True):
+            expected = np.concatenate(([0.0], plain_logprobs(reference, rows.tokens[start:stop].tolist())))
+            assert np.abs(found[start:stop] - np.where(rows.mask[start:stop], expected, 0)).max() < 1e-4
+
+    compare(plain)
+    gradient = {n: p.grad for n, p in learned(plain, rows).items()}
+    trainer.forward_backward(rows, Likelier())
+    for n, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradient[n], atol=1e-3, rtol=1e-3)
+    before = generate(engine, temperature=0.0)
+    trainer.optimizer_step(0.05)
+    engine.set_version(1)
+    after = generate(engine, temperature=0.0)
+    assert [c.tokens.tolist() for c in after] != [c.tokens.tolist() for c in before]
+    plain.load_state_dict(model.state_dict())
+    compare(plain)
+    assert [c.tokens.tolist() for c in after] == [greedy(plain, prompt) for prompt in PROMPTS]
+    trainer.save(tmp_path)  # an ordinary folder, whatever its tensors are called on the hub
+    compare(AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32))
+
+
+def learned(model: PreTrainedModel, rows: Batch) -> dict[str, torch.nn.Parameter]:
+    """The model with the gradient of the same loss, by transformers alone."""
+    for start, stop in zip(rows.offsets[:-1], rows.offsets[1:], strict=True):
+        ids = torch.from_numpy(rows.tokens[start:stop].astype(np.int64))[None]
+        logprobs = torch.log_softmax(model(ids, use_cache=False).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0]
+        (-(logprobs * torch.from_numpy(rows.mask[start + 1 : stop]))).sum().backward()
+    return dict(model.named_parameters())
