@@ -64,6 +64,7 @@ class LoopSettings(Settings):
     max_failed_groups: int = 0
     dynamic_sampling: bool = False
     stall_timeout_s: float = 300.0
+    step_timeout_s: float = 0.0  # what a train step, a hand-over or a checkpoint may take, if that is longer
 
 
 class Loop:
@@ -102,6 +103,7 @@ class Loop:
         self._failed = 0
         self._equal: Counter[float] = Counter()  # rewards of groups filtered since the last step
         self._stopping = False
+        self._taking = False  # the trainer waits for groups, so that somebody else has to move
         queue.on_drop = self._dropped
         if not (admission.changed is rollouter.changed is queue.changed):
             raise ValueError("queue, admission and rollouter must share one pulse, or the loop misses their changes")
@@ -187,9 +189,11 @@ class Loop:
     async def _take(self) -> list[Group]:
         """The oldest groups, in order of admission: that order is what bounds staleness, and it favours no length."""
         count = self._settings.groups_per_step
+        self._taking = True
         while True:
             wanted = self._admission.oldest(count)
             if len(wanted) == count and (items := self._queue.get(count, self.step, keys=wanted)) is not None:
+                self._taking = False
                 self._admission.take(wanted)
                 groups: list[Group] = [item.payload for item in items]
                 return groups
@@ -207,8 +211,8 @@ class Loop:
             now = (self.step, self._queue.counts.put, sum(s.tokens for s in stats), self._rollouter.paused)
             if now != last or self._rollouter.paused_by("user"):
                 last, moved = now, clock()
-            elif clock() - moved > self._settings.stall_timeout_s:
-                raise self._stalled()
+            elif (still_s := clock() - moved) > self._patience_s:
+                raise self._stalled(still_s)
 
     # --- what happens to groups ---
 
@@ -278,9 +282,17 @@ class Loop:
             self._stopping = True  # what the task group cancels from here on is a consequence
             raise
 
-    def _stalled(self) -> StalledError:
-        waits = "; ".join([f"{who} waits for {what}" for who, what in self.waits.items()] + self._fleet.complaints())
-        return StalledError(f"nothing moved for {self._settings.stall_timeout_s:g} s (stall_timeout_s): {waits}")
+    @property
+    def _patience_s(self) -> float:
+        """A long step or checkpoint is no stall: it has a limit of its own."""
+        return self._settings.stall_timeout_s if self._taking else max(self._settings.stall_timeout_s, self._settings.step_timeout_s)
+
+    def _stalled(self, still_s: float) -> StalledError:
+        waits = "; ".join(
+            [f"{who} waits for {what}" for who, what in self.waits.items()] + self._rollouter.doing() + self._fleet.complaints()
+        )
+        limit = "stall_timeout_s" if self._patience_s == self._settings.stall_timeout_s else "step_timeout_s"
+        return StalledError(f"nothing moved for {still_s:.0f} s ({limit} = {self._patience_s:g}): {waits}")
 
 
 def _all_equal(group: Group) -> bool:

@@ -20,7 +20,7 @@ from paceline.control import Command, Control
 from paceline.data.chat import stop_token_ids
 from paceline.data.prompts import PromptSource
 from paceline.errors import ModelError
-from paceline.folder import disk_explained, find_start, finished_summary, log_file, open_folder
+from paceline.folder import disk_explained, find_start, finished_summary, log_file, move_aside, open_folder
 from paceline.loop import Loop, LoopSettings, Observer
 from paceline.models import load_config, load_generation_config, load_tokenizer, model_fingerprint, resolve_model
 from paceline.observe.answers import Answers
@@ -115,8 +115,11 @@ def check_model(config: RunConfig, model_path: str, source: PromptSource) -> Non
         )  # fmt: skip
 
 
-async def train(config: RunConfig, make_display: Callable[[int], Observer] | None = None) -> dict[str, Any]:
-    """Run to the last step and return the summary. `make_display(first_step)` makes the observer of every step."""
+async def train(config: RunConfig, make_display: Callable[[int], Observer] | None = None, *, fresh: bool = False) -> dict[str, Any]:
+    """Run to the last step and return the summary. `make_display(first_step)` makes the observer of every step.
+
+    `fresh`: what is in the run folder is moved aside, once everything else is known to be right.
+    """
     stay_awake(asyncio.get_running_loop())
     inputs = load_inputs(config)
     folder = Path(config.run_dir)
@@ -129,6 +132,8 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
             stack.push_async_callback(judge.close)
         if isinstance(judge, TrustedReward):
             judge.check(inputs.source.rows())
+        if fresh and (aside := move_aside(folder)):
+            log.warning("the run that was in %s is now in %s", folder, aside)
         stack.enter_context(open_folder(config))
         start = find_start(config, inputs.identity)
         if start.step >= config.steps and (finished := finished_summary(folder, start.step)):
@@ -282,4 +287,5 @@ def _loop_settings(config: RunConfig) -> LoopSettings:
         max_failed_groups=config.rollout.max_failed_groups,
         dynamic_sampling=config.algorithm.dynamic_sampling,
         stall_timeout_s=config.stall_timeout_s,
+        step_timeout_s=config.step_timeout_s,
     )

@@ -253,6 +253,7 @@ class World:
     greedy_baseline: bool = False
     generation_timeout: float = 1e5
     stall_timeout_s: float = 1e4
+    step_timeout_s: float = 0.0
     elastic: bool = False
     make_engine: type[FakeEngine] = FakeEngine
     start_s: float = 5.0
@@ -273,6 +274,7 @@ class World:
             heartbeat_timeout_s=self.heartbeat_timeout_s,
             max_restarts=self.max_restarts,
         )
+        self.reward = FakeReward(self.score)
         self.trainer = FakeTrainer(rng, self.train_s)
         self.notes = Notes()
         self.ledger = ledger or Ledger()
@@ -281,7 +283,7 @@ class World:
         self.rollouter = Rollouter(
             self.fleet,
             SingleTurn(str),
-            FakeReward(self.score),
+            self.reward,
             Sampling(max_new_tokens=20),
             group_size=self.group_size,
             min_group_size=self.min_group_size,
@@ -305,6 +307,7 @@ class World:
                 max_failed_groups=self.max_failed_groups,
                 dynamic_sampling=self.dynamic_sampling,
                 stall_timeout_s=self.stall_timeout_s,
+                step_timeout_s=self.step_timeout_s,
             ),
             source=FakeSource(),
             rollouter=self.rollouter,

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import logging
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Literal
@@ -84,10 +85,18 @@ class Rollouter:
         self._on_sync = on_sync
         self._timeout = generation_timeout
         self._ids = itertools.count()
+        self._stages: dict[int, str] = {}  # what becomes of a group just now
         self._deadlines: dict[asyncio.Timeout, float] = {}  # of running generations -> seconds left when paused
 
     async def run(self, seq: int, prompt: Prompt) -> Group:
         """All attempts at one prompt, scored. Raises RolloutError or RewardError."""
+        self._stages[seq] = "generated"
+        try:
+            return await self._run(seq, prompt)
+        finally:
+            del self._stages[seq]
+
+    async def _run(self, seq: int, prompt: Prompt) -> Group:
         clock = asyncio.get_running_loop().time
         started = clock()
         lane = Lane(self._router, self._group_size + self._greedy_baseline)
@@ -104,6 +113,7 @@ class Rollouter:
             lane.close()
         trajectories = [trajectory for task in started_tasks if (trajectory := task.result()) is not None]
         baseline = greedy.result() if self._greedy_baseline else None
+        self._stages[seq] = "scored by the reward"
         scored = await self._score(prompt, trajectories + ([baseline] if baseline else []))
         return Group(seq, prompt, scored[: len(trajectories)], started, clock(), scored[-1].reward if baseline else None)
 
@@ -113,6 +123,10 @@ class Rollouter:
         if len(named) != len(trajectories) or not all(math.isfinite(number) for score in named for number in score.values()):
             raise RewardError(f"the reward of prompt {prompt.uid} gave {scores!r}; expected {len(trajectories)} finite numbers")
         return tuple(trajectory.scored(score.pop("reward"), score) for trajectory, score in zip(trajectories, named, strict=True))
+
+    def doing(self) -> list[str]:
+        """What becomes of groups just now, in words."""
+        return [f"{count} group(s) are being {what}" for what, count in Counter(self._stages.values()).items()]
 
     @property
     def paused(self) -> bool:

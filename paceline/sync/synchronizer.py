@@ -107,18 +107,20 @@ class ParameterSynchronizer:
             if attempt:
                 self.retried += 1
                 await asyncio.sleep(BACK_OFF_S * 2 ** (attempt - 1))
+            who = "the trainer"
             try:
                 self._weights = None
                 async with asyncio.timeout(self._settings.timeout_s):
                     weights = await self._transport.publish(version)
                 self._weights = weights
                 self._published.fire()
+                who = "any engine"
                 await self._load_all(weights)
                 return
             except SyncError as error:
                 failure: Exception = error
             except TimeoutError:
-                failure = SyncError(f"no answer within sync.timeout_s = {self._settings.timeout_s:g} s")
+                failure = SyncError(f"no answer of {who} within sync.timeout_s = {self._settings.timeout_s:g} s")
             log.warning("hand-over of version %d failed (attempt %d): %s", version, attempt + 1, failure)
         raise SyncError(f"version {version} could not be handed over in {self._settings.retries + 1} attempts: {failure}") from failure
 

@@ -48,7 +48,9 @@ class Trainer:
             async with asyncio.timeout(self._timeout):
                 metrics = await self._step(batch, step)
         except TimeoutError:
-            raise StalledError(f"train step {step} took longer than step_timeout_s = {self._timeout:g} s") from None
+            workers = {worker.name: worker.waiting_for() for worker in (self._actor, self._critic, self._ref) if worker}
+            silent = [f"worker {name!r} has not answered {', '.join(calls)}" for name, calls in workers.items() if calls]
+            raise StalledError("; ".join([f"train step {step} took longer than step_timeout_s = {self._timeout:g} s", *silent])) from None
         if self._algorithm.kl_coef > 0:
             metrics["train/kl_coef"] = self._kl_coef
         if self._algorithm.kl_target is not None and "train/kl_reference" in metrics:

@@ -219,8 +219,50 @@ def test_a_run_in_which_nothing_moves_says_what_it_waits_for() -> None:
         world.trainer.step = never  # type: ignore[method-assign]
         await loop.run()
 
-    with pytest.raises(StalledError, match="train waits for the train step 0"):
+    with pytest.raises(StalledError, match=r"nothing moved for 6\d s \(stall_timeout_s = 60\): .*train waits for the train step 0"):
         run_virtual(scenario())
+
+
+def test_a_step_may_take_as_long_as_its_own_limit_says_and_a_stall_names_the_limit() -> None:
+    async def scenario(seconds: float) -> None:
+        world = World(stall_timeout_s=60, step_timeout_s=400, steps=2)
+        loop = world.build()
+
+        async def slow(*_: object) -> dict[str, float]:
+            await asyncio.sleep(seconds)
+            return {}
+
+        world.trainer.step = slow  # type: ignore[method-assign]
+        await loop.run()
+
+    run_virtual(scenario(300))
+    with pytest.raises(StalledError, match=r"\(step_timeout_s = 400\): .*train waits for the train step 0"):
+        run_virtual(scenario(500))
+
+
+def test_a_stall_says_whether_engines_or_the_reward_are_waited_for_and_which_worker_is_missing() -> None:
+    async def never(*_: object) -> list[float]:
+        await asyncio.sleep(1e9)
+        return []
+
+    async def stuck_reward() -> None:
+        world = World(stall_timeout_s=60)
+        loop = world.build()
+        world.reward.score = never  # type: ignore[method-assign]
+        await loop.run()
+
+    async def stuck_engines() -> None:
+        world = World(stall_timeout_s=60, num_engines=2, elastic=True, start_s=1e4)
+        loop = world.build()
+        world.engines[0].freeze()
+        world.engines[1].die()
+        await loop.run()
+
+    with pytest.raises(StalledError, match=r"train waits for groups \[0, 1, 2\] .*; 3 group\(s\) are being scored by the reward"):
+        run_virtual(stuck_reward())
+    words = r"3 group\(s\) are being generated; worker 'rollout-0' is being started; worker 'rollout-1' is being started"
+    with pytest.raises(StalledError, match=words):
+        run_virtual(stuck_engines())
 
 
 @pytest.mark.parametrize("mode", MODES)
