@@ -7,9 +7,10 @@ bounds: shown, and warned of, since smaller ones also work.
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
 from paceline.config import RunConfig
 from paceline.errors import ConfigError
@@ -54,7 +55,7 @@ def needs(plan: PlannedWorker, config: RunConfig, model_path: str) -> dict[Role,
             found[role] = Need(kept, kept + parts["activations"])
         elif role is Role.REWARD:
             assert config.reward.model
-            size = _parameters(load_config(config.reward.model)) * _itemsize(config)
+            size = _parameters(load_config(config.reward.model), AutoModelForSequenceClassification) * _itemsize(config)
             found[role] = Need(size, size)
         else:
             found[role] = _rollout(config, model, shared=config.in_place and not config.train.lora)
@@ -108,11 +109,9 @@ def _rollout(config: RunConfig, model: PretrainedConfig, shared: bool) -> Need:
     return Need(weights + sequence, weights + sequence * config.rollout.slots)
 
 
-def _parameters(model: PretrainedConfig) -> int:
-    from transformers import AutoModelForCausalLM
-
+def _parameters(model: PretrainedConfig, kind: Any = AutoModelForCausalLM) -> int:
     with torch.device("meta"):
-        return sum(p.numel() for p in AutoModelForCausalLM.from_config(model).parameters())
+        return sum(p.numel() for p in kind.from_config(model).parameters())
 
 
 def _itemsize(config: RunConfig) -> int:

@@ -43,7 +43,8 @@ class RewardModel:
         check_reward_model(name)
         self.name = name
         self._tokenizer = load_tokenizer(name)
-        self._model = load_model(name, dtype, AutoModelForSequenceClassification)
+        self._model: Any = load_model(name, dtype, AutoModelForSequenceClassification)
+        self._model.to("cuda" if torch.cuda.is_available() else "cpu")
         self._batch_tokens = batch_tokens
         self._pad = self._model.config.pad_token_id
         if self._pad is None:

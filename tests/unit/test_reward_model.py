@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, DebertaV2Config
 
 from paceline.config import load_config
 from paceline.errors import ConfigError, ModelError, RewardError
+from paceline.place.cluster import PlannedWorker
+from paceline.place.fit import needs
 from paceline.place.local import ThreadWorker
 from paceline.reward.model import ModelReward, RewardModel, check_reward_model
 from paceline.types import Prompt, Role, Trajectory
@@ -119,3 +121,12 @@ def test_the_client_sends_the_rows_messages_and_names_the_prompt_in_errors(chat_
 def test_a_function_and_a_model_together_are_refused_naming_both() -> None:
     with pytest.raises(ConfigError, match=r"reward\.function = 'exact' and reward\.model = 'm' are both set"):
         load_config(None, ["data.task=copy:3", "reward.function=exact", "reward.model=m"])
+
+
+def test_a_reward_model_that_could_never_generate_has_its_place_in_the_plan(tmp_path: Path) -> None:
+    shape = DebertaV2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=128, num_labels=1)
+    model = AutoModelForSequenceClassification.from_config(shape)
+    model.save_pretrained(tmp_path)
+    config = load_config(None, [f"reward.model={tmp_path}"])
+    found = needs(PlannedWorker("judges", (Role.REWARD,)), config, str(tmp_path))
+    assert found[Role.REWARD].fixed == 4 * sum(p.numel() for p in model.parameters())
