@@ -145,7 +145,7 @@ class Fleet:
             self._take_out(member, error)
             self._lost.append(member.engine)
             failures = 1 if member.answers else member.failures + 1
-            log.warning("%s; its unfinished groups go to other engines, and it is replaced", str(error).splitlines()[0])
+            log.warning("%s; its unfinished groups go to other engines, and it is replaced", str(error).partition("; last lines")[0])
             await self._start(member.name, failures, error)
             self.replaced += 1
 

@@ -91,8 +91,16 @@ class ParameterSynchronizer:
             except WorkerDied:
                 return  # its watch sees to it
             except (PacelineError, RuntimeError, OSError) as error:
-                failures += weights is self._weights  # else new ones were published meanwhile: no wonder
-                log.warning("worker %r could not take version %d: %s", member.name, weights.version, str(error) or "no answer in time")
+                current = weights is self._weights  # else new ones were published meanwhile: no wonder
+                failures += current
+                why = str(error) or "no answer in time"
+                log.log(
+                    logging.WARNING if current else logging.INFO,
+                    "worker %r could not take version %d: %s",
+                    member.name,
+                    weights.version,
+                    why,
+                )
                 if failures > self._settings.retries:
                     member.engine.worker.fence(WorkerDied(f"worker {member.name!r} could not take new weights {failures} times: {error}"))
                     return

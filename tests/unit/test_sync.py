@@ -1,5 +1,7 @@
 """Weights through shared memory: whole, checked, and nothing left behind."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from paceline.errors import SyncError
 from paceline.rollout.service import RolloutService
 from paceline.sync.block import WeightBlock, block_size, layout_of
+from paceline.sync.transport import shared_file
 from paceline.sync.weights import Weights
 
 TENSORS = [("a", torch.arange(12.0).view(3, 4)), ("b", torch.ones(5, dtype=torch.bfloat16)), ("c", torch.tensor(7.0))]
@@ -67,3 +70,21 @@ def test_an_engine_whose_weights_were_overwritten_while_it_loaded_them_makes_no_
     engine.interfere = False
     service.load_weights(Weights(2, block.write(TENSORS)))
     assert service.work() == ["a token"]
+
+
+def test_weights_that_have_no_room_in_memory_go_through_the_disk_and_what_fits_nowhere_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def small_memory(file: int, start: int, size: int) -> None:
+        if os.path.realpath(f"/proc/self/fd/{file}").startswith(str(tmp_path)):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        os.truncate(file, size)
+
+    with pytest.raises(SyncError, match=r"no room for 1125899.* GB of weights in .*/dev/shm or .*; make some"):
+        shared_file(1 << 50)
+    monkeypatch.setattr(os, "posix_fallocate", small_memory)
+    caplog.clear()
+    with shared_file(1000, memory=str(tmp_path)) as file:
+        assert os.fstat(file.fileno()).st_size == 1000
+    assert f"{tmp_path} has no room for" in caplog.text
+    assert not list(tmp_path.iterdir())
