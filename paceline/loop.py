@@ -230,7 +230,7 @@ class Loop:
         """Dynamic sampling: a group whose attempts are all as good as each other teaches nothing; another takes its place."""
         self._ledger.drop(group.seq, "equal_rewards")
         self._admission.drop(group.seq)
-        self._equal[group.trajectories[0].reward or 0.0] += 1
+        self._equal[group.trajectories[0].total_reward] += 1
         if self._equal.total() > FILTERED_IN_A_ROW * self._settings.groups_per_step:
             seen = ", ".join(f"{count} with reward {reward:g}" for reward, count in self._equal.most_common(5))
             raise RolloutError(
@@ -246,10 +246,11 @@ class Loop:
 
     def _measure(self, groups: Sequence[Group], batch: Batch, staleness: Sequence[int], taken_s: float) -> Metrics:
         tokens = int(batch.mask.sum())
+        rewards = np.array([trajectory.total_reward for group in groups for trajectory in group.trajectories])
         return {
             "wall_time_s": time.time(),
-            "reward/mean": float(batch.rewards.mean()),
-            "reward/std": float(batch.rewards.std()),
+            "reward/mean": float(rewards.mean()),
+            "reward/std": float(rewards.std()),
             "staleness/mean": float(np.mean(staleness)),
             "staleness/max": float(max(staleness)),
             "sample_age_s": float(np.mean([taken_s - group.started_s for group in groups])),
@@ -296,7 +297,7 @@ class Loop:
 
 
 def _all_equal(group: Group) -> bool:
-    return len({trajectory.reward for trajectory in group.trajectories}) == 1
+    return len({trajectory.total_reward for trajectory in group.trajectories}) == 1
 
 
 def _means(groups: Sequence[Group]) -> Metrics:

@@ -120,6 +120,11 @@ class Trajectory:
     def num_tokens(self) -> int:
         return sum(len(t.completion) for t in self.turns)
 
+    @property
+    def total_reward(self) -> float:
+        """Its own, and those of its turns."""
+        return (self.reward or 0.0) + sum(turn.reward for turn in self.turns)
+
     def scored(self, reward: float, details: Mapping[str, float] | None = None) -> "Trajectory":
         return replace(self, reward=reward, details=details or {})
 

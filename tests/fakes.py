@@ -16,7 +16,7 @@ from paceline.queue.ledger import Ledger
 from paceline.queue.message_queue import MessageQueue
 from paceline.queue.pulse import Pulse
 from paceline.rollout.engine import EngineStats
-from paceline.rollout.environment import SingleTurn
+from paceline.rollout.environment import Environment, SingleTurn
 from paceline.rollout.fleet import Fleet
 from paceline.rollout.rollouter import Rollouter
 from paceline.schedule import ScheduleSettings
@@ -262,6 +262,7 @@ class World:
     heartbeat_timeout_s: float = 20.0
     hedge_after_s: float | None = None
     score: Callable[[Prompt], list[float] | None] | None = None
+    environment: Environment = field(default_factory=lambda: SingleTurn(str))
     guards: Sequence[tuple[str, asyncio.Future[None]]] = ()
 
     def build(self, ledger: Ledger | None = None) -> Loop:
@@ -282,7 +283,7 @@ class World:
         self.admission = Admission(self.schedule.capacity(self.groups_per_step), self.fleet.changed, self.max_queue_size)
         self.rollouter = Rollouter(
             self.fleet,
-            SingleTurn(str),
+            self.environment,
             self.reward,
             Sampling(max_new_tokens=20),
             group_size=self.group_size,

@@ -121,7 +121,7 @@ class PromptSource:
         """These were trained on; a curriculum learns from how they went."""
         if self._curriculum:
             for group in groups:
-                self._curriculum.observe(self._number[group.prompt.uid], [trajectory.reward or 0.0 for trajectory in group.trajectories])
+                self._curriculum.observe(self._number[group.prompt.uid], [trajectory.total_reward for trajectory in group.trajectories])
 
     def state(self) -> dict[str, Any]:
         return self._curriculum.state() if self._curriculum else {}

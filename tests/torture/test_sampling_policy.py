@@ -1,11 +1,14 @@
 """Which groups are trained: dynamic sampling, groups that go on without a late attempt, greedy baselines."""
 
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from paceline.errors import RolloutError
-from paceline.types import Prompt
+from paceline.rollout.environment import Generate, SingleTurn
+from paceline.types import Prompt, Trajectory
 from tests.fakes import World
 from tests.torture.test_loop import MODES, random_world, staleness_in_data
 from tests.virtual import run_virtual
@@ -28,6 +31,23 @@ def test_dynamic_sampling_fills_every_batch_exactly_with_groups_that_teach(mode:
         counts = world.ledger.counts()
         assert counts["dropped"]["equal_rewards"] > 0
         assert counts["issued"] == counts["trained"] + counts["dropped"]["equal_rewards"] + counts["outstanding"]
+
+
+class PaidByTurn(SingleTurn):
+    """Every attempt is paid for its turn, by how many words it has."""
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+        attempt = await super().run(prompt, generate)
+        return replace(attempt, turns=(replace(attempt.turns[0], reward=float(attempt.num_tokens)),))
+
+
+def test_rewards_of_turns_count_when_groups_are_compared_and_in_the_figures() -> None:
+    world = World(dynamic_sampling=True, score=lambda _: [0.0] * 5, group_size=4, environment=PaidByTurn(str))
+    run_virtual(world.build().run())
+    assert len(world.trainer.batches) == world.steps
+    lengths = [attempt.num_tokens for group in world.notes.groups for attempt in group.trajectories]
+    assert np.isclose(np.mean([row["reward/mean"] for row in world.notes.rows]), np.mean(lengths))
+    assert all(row["reward/equal_share"] == 0 for row in world.notes.rows)
 
 
 def test_when_no_group_ever_teaches_the_run_ends_and_shows_the_rewards() -> None:
