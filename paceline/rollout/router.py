@@ -43,7 +43,8 @@ class Lane:
         self._router = router
         self._attempts = attempts  # still under way
         self._member: Member | None = None
-        self._lost_to: set[int] = set()  # incarnations that died under it
+        self._lost_to: set[int] = set()  # incarnations that were dead or died when it was on them
+        self._killed: set[int] = set()  # those of them that had been alive when it came
 
     @property
     def losses(self) -> int:
@@ -78,14 +79,20 @@ class Lane:
         self._member = target
 
     async def _on(self, member: Member, request: Request) -> Completion:
+        alive = not self._lost_to
         try:
+            if not alive:  # engines may have died together, with their machine: the prompt is innocent of those it finds dead
+                await member.engine.stats()
+                alive = True
             completion = await member.engine.generate(request)
         except WorkerDied as error:
             if not member.elastic:
                 raise
             self._lost_to.add(member.incarnation)
-            if self.losses >= MAX_LOSSES:
-                raise RolloutError(f"{self.losses} engines died while they generated request {request.id}; the last: {error}") from error
+            if alive:
+                self._killed.add(member.incarnation)
+            if len(self._killed) >= MAX_LOSSES:
+                raise RolloutError(f"{MAX_LOSSES} engines died while they generated request {request.id}; the last: {error}") from error
             return _handed_back(request)
         member.answers += completion.finish is not Finish.INTERRUPT
         return completion

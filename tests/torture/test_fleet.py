@@ -214,6 +214,29 @@ def test_a_prompt_that_kills_three_engines_is_a_failed_group_and_kills_no_fourth
     assert len(killed) >= 3 and world.fleet.replaced == 3
 
 
+def test_engines_that_die_together_are_nobodys_fault() -> None:
+    class Machine(FakeEngine):
+        """Its process may be dead before anybody knows."""
+
+        dead = False
+
+        def _check(self) -> None:
+            if self.dead:
+                self.die()
+            super()._check()
+
+    async def script(world: World) -> None:
+        await asyncio.sleep(3.3)  # between two heartbeats
+        for engine in world.engines:
+            engine.dead = True  # type: ignore[attr-defined]
+        world.engines[0].die()  # the first of whom it becomes known
+
+    world = World(schedule=MODES["async swap"], num_engines=5, elastic=True, steps=30, groups_per_step=10, make_engine=Machine)
+    play(world, script)
+    assert world.fleet.replaced == 5 and not world.ledger.dropped
+    assert [group.seq for group in world.notes.groups] == list(range(30 * 10))
+
+
 def test_a_removed_engine_hands_its_answers_back_and_they_go_on_elsewhere_from_where_they_were() -> None:
     async def script(world: World) -> None:
         await asyncio.sleep(3)
