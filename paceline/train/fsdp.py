@@ -29,7 +29,7 @@ from paceline.train.decoder import LayerPasses
 from paceline.train.fused import can_fuse
 from paceline.train.offload import HostShelf, Moved
 from paceline.train.optimizer import adamw, optimizer_state
-from paceline.train.packed import Head, PackedModel, Tally
+from paceline.train.packed import ROUNDED, Head, PackedModel, Tally
 from paceline.train.packing import MicroBatch, empty_micro_batch, micro_batch, token_data, trained_lengths
 from paceline.train.saved import MODEL_FILE, Region, load_training, save_training, whole
 from paceline.train.settings import TrainSettings
@@ -59,7 +59,7 @@ class Fsdp:
         self._optimizer = adamw(self._slices, settings)
         self._shelf = HostShelf()
         if self._packed.fused is not None:
-            self._packed.check(lambda micro: self._packed(micro)["logprobs"])
+            self._packed.check(lambda micro: self._packed(micro)["logprobs"], ROUNDED)
             self._reshard()
 
     def _fused(self, model: PreTrainedModel, temperature: float) -> ShardedDecoder | None:

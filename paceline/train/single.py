@@ -25,7 +25,7 @@ from paceline.train.neighbour import Neighbour
 from paceline.train.offload import HostShelf, Moved
 from paceline.train.optimizer import adamw, clip_gradients, optimizer_state
 from paceline.train.out_of_memory import memory_explained
-from paceline.train.packed import Head, PackedModel, Tally
+from paceline.train.packed import ROUNDED, Head, PackedModel, Tally
 from paceline.train.packing import MicroBatch, grouped_micro_batches, micro_batches, token_data
 from paceline.train.saved import MODEL_FILE, load_training, save_training
 from paceline.train.settings import TrainSettings
@@ -50,7 +50,7 @@ class SingleDevice:
         self._optimizer = adamw(self._parameters, settings)
         self._fused = fused_policy(model, self._parameters, settings, temperature) if head == "policy" else None
         if self._fused is not None:
-            self._packed.check(self._fused.logprobs)
+            self._packed.check(self._fused.logprobs, ROUNDED)
         self._lanes = Lanes(_lane_count(self._parameters, self._device))
         self._shelf = HostShelf()
         self._lent = False

@@ -153,6 +153,18 @@ def test_bfloat16_is_near_and_keeps_float32_parameters() -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
+def test_a_model_that_is_sure_of_itself_is_not_refused_for_bfloat16s_rounding() -> None:
+    model = tiny("llama")
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(100)
+    batch = random_batch()
+    gap = np.abs(
+        SingleDevice(model, TrainSettings(dtype="bfloat16"), 0.2).logprobs(batch)
+        - SingleDevice(model, TrainSettings(), 0.2).logprobs(batch)
+    )
+    assert gap.max() > 0.3, "no test of this"
+
+
 def test_a_model_that_does_something_unknown_to_its_logits_is_refused() -> None:
     class Bent(Qwen2ForCausalLM):
         def forward(self, **inputs: Any) -> Any:
