@@ -105,17 +105,20 @@ class PackedModel(nn.Module):
         return gap <= 1e-3 * max(1.0, float(plain.abs().max()))
 
     @torch.no_grad()
-    def check(self, logprobs: Callable[[MicroBatch], Tensor], limit: float) -> None:
+    def check(self, logprobs: Callable[[MicroBatch], Tensor | None], limit: float) -> None:
         """Can this model be trained this way at all? Compare with the model's own forward: catches what our path does not know of, such
         as an output layer that does more than multiply, scale and cap. The less likely a token, the more rounding matters to it."""
         device, found = next(self.model.parameters()).device, np.zeros_like(self._plain)
         for micro in micro_batches(_few_rows(self.model), 4096, device):
-            found[micro.flat] = logprobs(micro).float().cpu().numpy()
+            said = logprobs(micro)
+            assert said is not None, "a policy's"
+            found[micro.flat] = said.float().cpu().numpy()
         gap = float((np.abs(found - self._plain) / (1 + np.abs(self._plain))).mean())
         if not gap <= limit:
             raise ModelError(
                 f"{type(self.model).__name__} cannot be trained: its log-probs differ by {gap:.2g} (relative, on average) from its own "
-                f"plain forward; at most {limit:g} was expected. Needed is a causal language model whose output layer multiplies, scales and caps"
+                f"plain forward; at most {limit:g} was expected. Needed is a causal language model whose output layer does no more than "
+                "multiply, scale and cap"
             )
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
