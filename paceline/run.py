@@ -212,7 +212,7 @@ async def _restore(checkpoint: Path, trainer: Trainer, source: PromptSource) -> 
 
 async def _last_look(recorder: Recorder, fleet: Fleet, workers: set[Worker]) -> int:
     """What the engines have done in all, for the record; the most memory that all together had."""
-    recorder.looked(await _answers([member.engine.stats() for member in fleet.in_rotation]), 0.0)
+    recorder.last_look(await _answers([member.engine.stats() for member in fleet.in_rotation]))
     living = workers - fleet.elastic | {member.engine.worker for member in fleet.in_rotation}
     return peak_memory() + sum(await _answers([worker.peak_memory() for worker in living]))
 
