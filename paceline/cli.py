@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from rich.logging import RichHandler
 from rich.markup import escape
 
 from paceline import __version__
@@ -86,7 +85,7 @@ def plan(
         _fail(error)
     console.print(table)
     for warning in warnings:
-        console.print(f"[yellow]warning:[/] {escape(warning)}", highlight=False, soft_wrap=True)
+        _warn(warning)
 
 
 @workers.command("list")
@@ -166,13 +165,12 @@ def _train(config: "RunConfig", fresh: bool) -> None:
     _log_to_console()
     folder = Path(config.run_dir)
     with console.status("loading torch and transformers …") as status:
-        from paceline.folder import move_aside
         from paceline.run import prepare_model, train
 
-        if fresh and (aside := move_aside(Path(config.run_dir))):
-            console.print(f"the run that was in {config.run_dir} is now in {aside}", highlight=False)
         prepare_model(config, lambda step, total: status.update(f"warming up the tiny model, once: step {step} of {total} …"))
         status.update("loading the model and starting the workers …")
+        if not console.is_terminal:
+            console.print("loading the model and starting the workers …")
         display: Display | None = None
 
         def make_display(first_step: int) -> Display:
@@ -183,7 +181,7 @@ def _train(config: "RunConfig", fresh: bool) -> None:
             return display.__enter__()
 
         try:
-            summary = asyncio.run(train(config, make_display))
+            summary = asyncio.run(train(config, make_display, fresh=fresh))
         finally:
             if display:
                 display.__exit__(None, None, None)
@@ -202,12 +200,20 @@ def _ask(run: Path, command: str, **arguments: Any) -> Any:
         _fail(error)
 
 
-def _log_to_console() -> None:
+class _Warnings(logging.Handler):
     """Our own warnings are for the user; other libraries' are not, and tracebacks belong in the logs."""
-    logger = logging.getLogger("paceline")
-    handler = RichHandler(console=console, show_path=False, show_time=False, level=logging.WARNING)
-    handler.addFilter(lambda record: not record.exc_info)  # what went wrong ends the run, in its own words
-    logger.handlers = [handler]
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not record.exc_info:  # what went wrong ends the run, in its own words
+            _warn(record.getMessage())
+
+
+def _warn(message: str) -> None:
+    console.print(f"[yellow]warning:[/] {escape(message)}", highlight=False, soft_wrap=True)
+
+
+def _log_to_console() -> None:
+    logging.getLogger("paceline").handlers = [_Warnings(logging.WARNING)]
 
 
 def _fail(error: PacelineError) -> NoReturn:

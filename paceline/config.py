@@ -114,6 +114,21 @@ class RunConfig(Settings):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _pools_have_roles(self) -> "RunConfig":
+        for role, used, how in (
+            (Role.CRITIC, self.algorithm.needs_critic, "use an algorithm with a critic (algorithm.name = 'ppo')"),
+            (Role.REF, self.algorithm.needs_reference, "set algorithm.kl_coef above 0"),
+            (Role.REWARD, self.reward.model is not None, "set reward.model"),
+        ):
+            pool = self.placement.pool(role)
+            if not used and pool not in (self.placement.actor, self.placement.rollout):
+                raise ValueError(
+                    f"placement.{role.value} = {pool!r} would stay empty, since this run has no {role.value} model; {how}, or leave it "
+                    f"unset (in a recipe that sets it: placement.{role.value}={self.placement.actor})"
+                )
+        return self
+
     @property
     def mismatch_limit(self) -> float:
         return self.sync.mismatch_limit or LIMITS[self.train.dtype]

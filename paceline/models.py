@@ -6,7 +6,9 @@ Whatever goes wrong is one ModelError that says what was looked for and where.
 import hashlib
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +66,8 @@ def load_model(name: str, dtype: str = "float32", kind: Any = AutoModelForCausal
 
 def load_config(name: str) -> PretrainedConfig:
     source = resolve_model(name)
-    config: PretrainedConfig = _load(source, lambda: AutoConfig.from_pretrained(source, **_gguf(source)))
+    gguf = _gguf(source).get("gguf_file")
+    config = deepcopy(_gguf_config(source, gguf, (Path(source) / gguf).stat().st_mtime_ns)) if gguf else _read_config(source)
     for key, value in config.to_dict().items():
         # The trainer's log-probs must match the engine's, so nothing random may happen inside the model.
         if isinstance(value, float) and ("dropout" in key or "jitter" in key or key.endswith(("_pdrop", "_drop"))):
@@ -162,6 +165,17 @@ def _gguf(source: str) -> dict[str, str]:
     if not folder.is_dir() or (folder / "config.json").exists():
         return {}
     return {"gguf_file": next(folder.glob("*.gguf")).name}
+
+
+def _read_config(source: str) -> PretrainedConfig:
+    config: PretrainedConfig = _load(source, lambda: AutoConfig.from_pretrained(source, **_gguf(source)))
+    return config
+
+
+@lru_cache(maxsize=4)
+def _gguf_config(source: str, name: str, changed_ns: int) -> PretrainedConfig:
+    """Kept, since transformers goes through the whole vocabulary for it, which takes seconds."""
+    return _read_config(source)
 
 
 def _forget_quantization(model: PreTrainedModel) -> None:

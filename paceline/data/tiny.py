@@ -23,6 +23,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import modeling_gguf_pytorch_utils as gguf
 from transformers.utils import logging as hf_logging
 
 from paceline import __version__
@@ -97,9 +98,11 @@ def no_progress_bars() -> Iterator[None]:
     """Keep transformers from drawing bars for what takes no time."""
     enabled = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
+    bar, gguf.tqdm = gguf.tqdm, lambda items, **_: items  # it asks nobody
     try:
         yield
     finally:
+        gguf.tqdm = bar
         if enabled:
             hf_logging.enable_progress_bar()
 

@@ -3,38 +3,45 @@
 import time
 from collections import deque
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
 from rich.console import Group as Stack
 from rich.live import Live
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from paceline.loop import Metrics
 from paceline.rollout.engine import EngineStats
 from paceline.types import Group
 
 SPARKS = "▁▂▃▄▅▆▇█"
+QUIET_S = 30.0  # the longest silence where there is no live panel
+LOOKED_AT_S = 5.0  # rates are of at least that long
 
 
 class Display:
     def __init__(self, console: Console, title: str, steps: int, first_step: int, max_staleness: int) -> None:
         self._console = console
-        self._title = title
+        self._title = escape(title)
+        self._steps, self._first_step = steps, first_step
         self._max_staleness = max_staleness
         self._rewards: deque[float] = deque(maxlen=48)
         self._metrics: Metrics = {}
         self._sample = ""
         self._queue_use = 0.0
-        self._busy = {"rollout": 0.0, "train": 0.0}
-        self._last: dict[str, tuple[float, float]] = {}
-        self._tokens_per_s = 0.0
-        self._trained_s = 0.0
+        self._made = 0  # tokens, by the engines
+        self._done = {"rollout": 0.0, "train": 0.0, "tokens": 0.0}  # seconds busy, tokens trained on: so far
+        self._begun = self._said = time.perf_counter()
+        self._mark = (self._begun, dict(self._done))
+        self._rates: dict[str, float] = {}
         self._progress = Progress(
             TextColumn("step"),
-            BarColumn(bar_width=40),
+            BarColumn(bar_width=max(4, min(40, console.width - 42))),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("left"),
@@ -48,6 +55,8 @@ class Display:
     def __enter__(self) -> "Display":
         if self._live:
             self._live.start()
+        else:
+            self._say(f"{self._title}: the first groups are being generated; {self._steps - self._first_step} steps to make")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -58,35 +67,43 @@ class Display:
         self._metrics = metrics
         self._rewards.append(metrics["reward/mean"])
         self._progress.update(self._bar, completed=step)
-        self._trained_s += metrics.get("train/busy_s", metrics["time/train_s"])
-        self._share("train", self._trained_s)
+        self._done["train"] += metrics.get("train/busy_s", metrics["time/train_s"])
+        self._done["tokens"] += metrics["rollout/tokens"]
+        self._measure()
         prompt, answer = groups[0].prompt, groups[0].trajectories[0]
         asked = prompt.row.get("prompt", prompt.text)
         self._sample = f"{asked!r} → {answer.text.strip()!r}  reward {answer.reward:g}"
-        if not self._live and (step <= 3 or step % 10 == 0):
-            self._console.print(
+        made, now = step - self._first_step, time.perf_counter()
+        if not self._live and (made <= 3 or step % 10 == 0 or step == self._steps or now - self._said > QUIET_S):
+            left = round((now - self._begun) / made * (self._steps - step))
+            self._say(
                 f"step {step:4d}  reward {metrics['reward/mean']:.3f}  staleness {metrics['staleness/mean']:.1f}"
-                f" (max {metrics['staleness/max']:.0f})  queue {self._queue_use:.0%}  rollout busy {self._busy['rollout']:.0%}"
-                f"  train busy {self._busy['train']:.0%}  {self._tokens_per_s:,.0f} tokens/s",
-                highlight=False,
-                soft_wrap=True,
+                f" (max {metrics['staleness/max']:.0f})  queue {self._queue_use:.0%}  rollout busy {self._busy('rollout')}"
+                f"  train busy {self._busy('train')}  {self._rates['tokens']:,.0f} tokens/s  left {timedelta(seconds=left)}"
             )
 
     def looked(self, engines: Sequence[EngineStats], queue_utilisation: float) -> None:
         self._queue_use = queue_utilisation
-        tokens = sum(e.tokens for e in engines)
-        self._tokens_per_s = max(0.0, self._rate("tokens", float(tokens)))  # a new engine counts from 0
-        self._share("rollout", sum(e.busy_s for e in engines) / max(1, len(engines)))
+        self._made = sum(e.tokens for e in engines)
+        self._done["rollout"] = sum(e.busy_s for e in engines) / max(1, len(engines))
+        if not self._live and time.perf_counter() - self._said > QUIET_S:
+            self._say(f"still at it: {self._made:,} tokens generated so far, queue {queue_utilisation:.0%}")
 
-    def _rate(self, name: str, value: float) -> float:
-        now = time.perf_counter()
-        before, then = self._last.get(name, (value, now))
-        self._last[name] = (value, now)
-        return (value - before) / (now - then) if now > then else 0.0
+    def _say(self, line: str) -> None:
+        self._said = time.perf_counter()
+        self._console.print(line, highlight=False, soft_wrap=True)
 
-    def _share(self, name: str, busy_s: float) -> None:
-        share = min(1.0, max(0.0, self._rate(name, busy_s)))
-        self._busy[name] = share if not self._busy[name] else 0.7 * self._busy[name] + 0.3 * share
+    def _measure(self) -> None:
+        """Rates over some whole steps, so that those who take turns are not always found at rest, or always at work."""
+        (then, before), now = self._mark, time.perf_counter()
+        if then == self._begun or now - then >= LOOKED_AT_S:
+            # a new engine counts from 0
+            self._rates = {name: max(0.0, value - before[name]) / max(1e-9, now - then) for name, value in self._done.items()}
+        if now - then >= LOOKED_AT_S:
+            self._mark = (now, dict(self._done))
+
+    def _busy(self, who: str) -> str:
+        return f"{min(1.0, self._rates[who]):.0%}"
 
     def _panel(self) -> Panel:
         m = self._metrics
@@ -94,20 +111,26 @@ class Display:
         grid.add_column(style="dim", justify="right")
         grid.add_column()
         if not m:
-            grid.add_row("", "the first groups are being generated …")
-            return Panel(Stack(self._progress, grid), title=self._title, width=88, border_style="cyan")
+            grid.add_row("", f"the first groups are being generated … {self._made:,} tokens so far")
+            return self._framed(Stack(self._progress, grid))
         grid.add_row("reward", f"[bold]{m['reward/mean']:.3f}[/]  [green]{_sparkline(self._rewards)}[/]")
         grid.add_row("staleness", f"mean {m['staleness/mean']:.2f}   max {m['staleness/max']:.0f} of {self._max_staleness} allowed")
         grid.add_row("queue", f"{_gauge(self._queue_use)} {self._queue_use:.0%} full")
-        grid.add_row("rollout", f"{_gauge(self._busy['rollout'])} {self._busy['rollout']:.0%} busy   {self._tokens_per_s:,.0f} tokens/s")
-        grid.add_row("train", f"{_gauge(self._busy['train'])} {self._busy['train']:.0%} busy   lr {m.get('train/lr', 0):.1e}")
-        sample = Table.grid()
-        sample.add_row(_plain(self._sample)[:84])
-        return Panel(Stack(self._progress, grid, sample), title=self._title, width=88, border_style="cyan")
+        grid.add_row(
+            "rollout", f"{_gauge(self._rates['rollout'])} {self._busy('rollout')} busy   {self._rates['tokens']:,.0f} tokens/s trained"
+        )
+        grid.add_row("train", f"{_gauge(self._rates['train'])} {self._busy('train')} busy   lr {m.get('train/lr', 0):.1e}")
+        sample = Text("".join(c if c.isprintable() else "·" for c in self._sample), no_wrap=True, overflow="ellipsis")
+        return self._framed(Stack(self._progress, grid, sample))  # model-written text controls neither terminal nor markup
+
+    def _framed(self, content: Stack) -> Panel:
+        return Panel(content, title=self._title, width=min(88, self._console.width), border_style="cyan")
 
 
 def closing_table(console: Console, summary: dict[str, Any], folder: str) -> None:
-    table = Table(title="The run in figures", show_header=False, title_justify="left", min_width=60)
+    table = Table(title="The run in figures", show_header=False, title_justify="left", min_width=min(60, console.width))
+    table.add_column(overflow="fold")
+    table.add_column(overflow="fold")
     ledger = summary["ledger"]
     dropped = sum(ledger["dropped"].values())
     rows = [
@@ -150,8 +173,3 @@ def _sparkline(values: Sequence[float]) -> str:
 def _gauge(share: float, width: int = 20) -> str:
     full = round(max(0.0, min(1.0, share)) * width)
     return f"[cyan]{'━' * full}[/][dim]{'━' * (width - full)}[/]"
-
-
-def _plain(text: str) -> str:
-    """Model-written text must not control the terminal or the markup."""
-    return "".join(c if c.isprintable() else "·" for c in text).replace("[", "\\[")

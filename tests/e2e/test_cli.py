@@ -86,6 +86,8 @@ def test_starting_over_moves_the_old_run_aside_but_not_from_under_a_running_one(
     assert paceline(recipe, "steps=1").exit_code == 0
     with open_folder(load_config(recipe)):
         refused(paceline(recipe, "--fresh"), 10, "in use by another run")
+    refused(paceline(recipe, "--fresh", "data.path=nowhere.jsonl", "reward.function=exact"), 3, "nowhere.jsonl")
+    refused(paceline(recipe, "--fresh", "reward.function=nowhere.py:score"), 2, "nowhere.py")
     assert (tmp_path / "run" / "summary.json").exists()
     assert "is now in" in paceline(recipe, "steps=1", "--fresh").output
     assert len(list(tmp_path.glob("run*/summary.json"))) == 2
@@ -110,6 +112,8 @@ def test_when_no_checkpoint_is_whole_the_run_does_not_start_over_by_itself(recip
         ("group_size=1", ["group_size = 1", "algorithm.name = 'grpo'"]),
         ("rollout.top_p=0.9", ["rollout.top_p = 0.9"]),
         ("run_dir=", ["run_dir = ''"]),
+        ("placement.critic=other", ["placement.critic = 'other' would stay empty", "algorithm.name = 'ppo'", "placement.critic=main"]),
+        ("placement.reward=other", ["placement.reward = 'other'", "set reward.model"]),
         ("data=3", ["data = 3: this is a section", "data.task=..."]),
         ("rollout.stop=a", ["rollout.stop = 'a': expected a list"]),
         ('rollout.stop=[""]', ["rollout.stop.0 = ''", "at least 1 character"]),

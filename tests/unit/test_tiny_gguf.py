@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline import models
 from paceline.data import tiny
 from paceline.errors import ModelError
 from paceline.models import load_model, load_tokenizer, model_fingerprint
@@ -60,7 +61,9 @@ def write(file: Path, model: torch.nn.Module, tokenizer: "tiny.PreTrainedTokeniz
     writer.close()
 
 
-def test_a_gguf_file_gives_the_same_model(tmp_path: Path) -> None:
+def test_a_gguf_file_gives_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(models, "_read_config", lambda source, original=models._read_config: read.append(source) or original(source))
     tokenizer = tiny.make_tokenizer()
     model = tiny.make_model(replace(tiny.Recipe("sort:5"), max_steps=2, hidden=192), tokenizer)
     write(tmp_path / "tiny.gguf", model, tokenizer)
@@ -70,6 +73,8 @@ def test_a_gguf_file_gives_the_same_model(tmp_path: Path) -> None:
         torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
     assert load_tokenizer(str(tmp_path)).decode(ids[0].tolist(), skip_special_tokens=True) == "sort 31="
     assert len(model_fingerprint(str(tmp_path))) == 64
+    assert len(read) == 1, "its configuration takes seconds to read, so it is read once"
+    assert "GGUF" not in capsys.readouterr().err, "a progress bar in every worker's log"
     SingleDevice(loaded, TrainSettings()).save(tmp_path)  # it can be trained, and what is saved is a plain model
     with torch.no_grad():
         torch.testing.assert_close(load_model(str(tmp_path))(ids).logits, model(ids).logits)
