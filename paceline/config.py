@@ -76,6 +76,11 @@ class RunConfig(Settings):
                 f"group_size = 1 contradicts algorithm.name = {self.algorithm.name!r}: it compares attempts at one prompt, "
                 f"so one attempt teaches nothing; set group_size to 2 or more, or algorithm.name = 'ppo'"
             )
+        if self.group_size == 1 and self.algorithm.dynamic_sampling:
+            raise ValueError(
+                "group_size = 1 contradicts algorithm.dynamic_sampling = true: one attempt is as good as itself, so every group would be "
+                "replaced; set group_size to 2 or more, or dynamic_sampling = false"
+            )
         if (least := self.rollout.min_group_size) is not None and least > self.group_size:
             raise ValueError(f"rollout.min_group_size = {least} contradicts group_size = {self.group_size}: it cannot be larger")
         if self.heartbeat_timeout_s >= self.rollout.generation_timeout and self.fleet.heartbeat_timeout_s is not None:

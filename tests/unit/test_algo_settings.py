@@ -9,6 +9,8 @@ from pydantic import ValidationError
 
 from paceline.algo.presets import PRESETS
 from paceline.algo.settings import AlgorithmSettings
+from paceline.config import load_config
+from paceline.errors import ConfigError
 
 
 def settings(**values: Any) -> AlgorithmSettings:
@@ -79,6 +81,11 @@ def test_contradictions_are_refused_naming_both(values: dict[str, Any], named: l
     with pytest.raises(ValidationError) as refused:
         settings(**values)
     assert all(text in str(refused.value) for text in named), str(refused.value)
+
+
+def test_one_attempt_at_a_prompt_cannot_be_sampled_dynamically() -> None:
+    with pytest.raises(ConfigError, match=r"group_size = 1 contradicts algorithm.dynamic_sampling = true.*every group would be replaced"):
+        load_config(None, ["group_size=1", "algorithm.name=ppo", "algorithm.dynamic_sampling=true"])
 
 
 def test_settings_load_without_torch() -> None:
