@@ -34,9 +34,9 @@ from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger
 from paceline.queue.message_queue import MessageQueue
 from paceline.reward.model import ModelReward, check_reward_model
-from paceline.reward.reward import Reward, TrustedReward, open_reward
+from paceline.reward.reward import OwnFunction, Reward, TrustedReward, open_reward
 from paceline.rollout.client import EngineClient
-from paceline.rollout.environment import SingleTurn
+from paceline.rollout.environment import Environment, MakeEnvironment, open_environment
 from paceline.rollout.fleet import Fleet
 from paceline.rollout.native.weights import SUPPORTED, check_generates, is_fast
 from paceline.rollout.rollouter import Rollouter
@@ -115,19 +115,28 @@ def check_model(config: RunConfig, model_path: str, source: PromptSource) -> Non
         )  # fmt: skip
 
 
-async def train(config: RunConfig, make_display: Callable[[int], Observer] | None = None, *, fresh: bool = False) -> dict[str, Any]:
+async def train(
+    config: RunConfig,
+    make_display: Callable[[int], Observer] | None = None,
+    *,
+    fresh: bool = False,
+    reward: OwnFunction | None = None,
+    environment: MakeEnvironment | None = None,
+) -> dict[str, Any]:
     """Run to the last step and return the summary. `make_display(first_step)` makes the observer of every step.
 
-    `fresh`: what is in the run folder is moved aside, once everything else is known to be right.
+    `fresh`: what is in the run folder is moved aside, once everything else is known to be right. `reward` (a function of answer and
+    row, async or not) and `environment` (made for the tokenizer) are those of the program that calls, instead of the settings'.
     """
     stay_awake(asyncio.get_running_loop())
     inputs = load_inputs(config)
+    agent = open_environment(environment or config.rollout.environment, inputs.tokenizer)
     folder = Path(config.run_dir)
     for warning in (await plan_that_fits(config, inputs.model_path))[2]:
         log.warning("%s", warning)
     async with AsyncExitStack() as stack:
         stack.enter_context(disk_explained(folder))
-        judge = None if config.reward.model else await open_reward(config.reward, config.data.task)
+        judge = None if config.reward.model and not reward else await open_reward(config.reward, config.data.task, reward)
         if judge:
             stack.push_async_callback(judge.close)
         if isinstance(judge, TrustedReward):
@@ -147,7 +156,7 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
         plans = plan_workers(config, cluster.nodes())
         workers = await start_workers(cluster, plans)
         stack.push_async_callback(close_workers, workers)
-        reward = judge or ModelReward(workers[Role.REWARD][0], config.data.prompt_key, config.data.system)
+        scorer = judge or ModelReward(workers[Role.REWARD][0], config.data.prompt_key, config.data.system)
         actor, critic, ref = (next(iter(workers[role]), None) for role in (Role.ACTOR, Role.CRITIC, Role.REF))
         assert actor is not None, "every run has an actor"
         trainer = Trainer(
@@ -157,7 +166,7 @@ async def train(config: RunConfig, make_display: Callable[[int], Observer] | Non
             await _restore(start.checkpoint, trainer, inputs.source)
         fleet = _fleet(config, cluster, plans, workers[Role.ROLLOUT])
         stack.push_async_callback(fleet.close)
-        rollouter = _rollouter(config, inputs, fleet, reward)
+        rollouter = _rollouter(config, inputs, fleet, agent, scorer)
         synchronizer = ParameterSynchronizer(await _transport(config, workers), fleet, rollouter, config.schedule.on_sync, config.sync)
         await synchronizer.sync_weights(start.step)  # engines serve the checkpoint's weights, and the path is known to work
 
@@ -243,7 +252,7 @@ def _fleet(config: RunConfig, cluster: Cluster, plans: Sequence[PlannedWorker], 
     )
 
 
-def _rollouter(config: RunConfig, inputs: Inputs, fleet: Fleet, reward: Reward) -> Rollouter:
+def _rollouter(config: RunConfig, inputs: Inputs, fleet: Fleet, agent: Environment, reward: Reward) -> Rollouter:
     tokenizer, settings = inputs.tokenizer, config.rollout
     ends = stop_token_ids(tokenizer, inputs.generation)
     if not ends and not settings.stop:
@@ -258,7 +267,7 @@ def _rollouter(config: RunConfig, inputs: Inputs, fleet: Fleet, reward: Reward) 
     )
     return Rollouter(
         fleet,
-        SingleTurn(lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True))),
+        agent,
         reward,
         sampling,
         group_size=config.group_size,

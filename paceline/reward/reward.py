@@ -6,7 +6,8 @@ reward that raises, hangs or returns something else than a number is a RewardErr
 
 import asyncio
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any, Protocol, Self
 
@@ -16,11 +17,12 @@ from paceline.data.tasks import get_task
 from paceline.errors import ConfigError, DataError, RewardError
 from paceline.reward import verify
 from paceline.reward.process import ProcessReward
-from paceline.reward.worker import Problem, call
+from paceline.reward.worker import Problem, as_reward, call
 from paceline.settings import Settings
 from paceline.types import Prompt, Score, Trajectory
 
 GROUP = "paceline.rewards"
+OwnFunction = Callable[[str, Mapping[str, Any]], Any]
 
 
 class RewardSettings(Settings):
@@ -74,8 +76,38 @@ class TrustedReward:
         return
 
 
-async def open_reward(settings: RewardSettings, task: str | None) -> Reward:
-    """The reward the settings ask for, loaded, checked and ready. Close it at the end."""
+class OwnReward:
+    """A function of the program that started the run, in its own process: async in the event loop, otherwise in threads beside it."""
+
+    def __init__(self, function: OwnFunction, timeout_s: float) -> None:
+        self.name, self._function, self._timeout_s = getattr(function, "__qualname__", repr(function)), function, timeout_s
+
+    async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> Sequence[Score]:
+        where = f"reward {self.name!r}, prompt {prompt.uid!r}"
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return [as_reward(value) for value in await asyncio.gather(*(self._one(t.text, prompt.row) for t in trajectories))]
+        except Problem as e:
+            raise RewardError(f"{where}: {e}") from e
+        except TimeoutError as e:
+            raise RewardError(f"{where}: no answer within {self._timeout_s:g} s (reward.timeout_s)") from e
+
+    async def _one(self, answer: str, row: Mapping[str, Any]) -> Any:
+        try:
+            if inspect.iscoroutinefunction(self._function):
+                return await self._function(answer, row)
+            return await asyncio.to_thread(self._function, answer, row)
+        except Exception as e:
+            raise Problem(f"raised {type(e).__name__}: {e}") from e
+
+    async def close(self) -> None:
+        return
+
+
+async def open_reward(settings: RewardSettings, task: str | None, own: OwnFunction | None = None) -> Reward:
+    """The reward the settings ask for, or the caller's own, loaded, checked and ready. Close it at the end."""
+    if own is not None:
+        return OwnReward(own, settings.timeout_s)
     name = settings.function
     if name is None:
         if task is None:

@@ -51,6 +51,9 @@ class RolloutSettings(Settings):
     """Seconds one answer may take, from request to last token."""
     min_group_size: int | None = Field(None, ge=1)
     """Attempts that must end in time for a group to count; the late ones are given up. Unset: all of them."""
+    environment: str | None = None
+    """An agent loop of your own (several turns, tools): a class as "file.py:Class" or "module:Class". Its turns, and what it shows the
+    model in between, fit into data.max_prompt_length + max_response_length together. Unset: one question, one answer."""
     max_failed_groups: int = Field(0, ge=0)
     """Groups that may fail (counted, never trained) before the run ends."""
 

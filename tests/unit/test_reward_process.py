@@ -3,12 +3,13 @@
 import asyncio
 import functools
 import os
+import resource
 import signal
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from paceline.reward.process import ProcessReward
 from paceline.reward.reward import Reward, RewardSettings, TrustedReward, open_reward
 from paceline.reward.worker import Problem, as_reward
 from paceline.types import Prompt, Trajectory
+from tests.processes import children
 
 Test = Callable[..., Coroutine[Any, Any, None]]
 
@@ -361,11 +363,45 @@ async def test_a_function_that_cannot_be_loaded_stops_the_run_before_it_starts(f
         await open_reward(RewardSettings(function=function.format(file=functions, broken=broken, wrong=wrong), workers=2), task=None)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="open files are counted through /proc")
+@in_loop
+async def test_more_processes_than_can_be_had_are_refused_in_words_and_none_is_left(functions: Path) -> None:
+    before, limits = children(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, limits[1]))
+    try:
+        with pytest.raises(
+            RewardError, match=r"my_rewards\.py:good': a process could not be started beside \d+ others: .*Too many open files"
+        ):
+            await open_reward(RewardSettings(function=f"{functions}:good", workers=40), task=None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert children() == before
+
+
 @in_loop
 async def test_a_module_on_the_path_works_too(functions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(functions.parent))
     async with opened("my_rewards:good") as reward:
         assert await ask(reward, "aa") == [3.0]
+
+
+@in_loop
+async def test_a_function_of_the_program_itself_is_a_reward_async_or_not() -> None:
+    async def judge(answer: str, row: Mapping[str, Any]) -> dict[str, float]:
+        await asyncio.sleep(0 if answer else 600)
+        return {"reward": len(answer), "bonus": row["bonus"]}
+
+    def broken(answer: str, row: Mapping[str, Any]) -> float:
+        return 1 / len(answer)
+
+    reward = await open_reward(RewardSettings(timeout_s=0.2), None, judge)
+    assert await ask(reward, "a", "bb") == [{"reward": 1.0, "bonus": 1.0}, {"reward": 2.0, "bonus": 1.0}]
+    with pytest.raises(RewardError, match=r"judge', prompt .*no answer within 0\.2 s"):
+        await ask(reward, "a", "")
+    reward = await open_reward(RewardSettings(function="exact"), None, broken)
+    assert await ask(reward, "ab") == [0.5]
+    with pytest.raises(RewardError, match=r"broken', prompt .*raised ZeroDivisionError"):
+        await ask(reward, "")
 
 
 @in_loop
