@@ -89,7 +89,7 @@ async def start_workers(cluster: Cluster, plans: Sequence[PlannedWorker]) -> dic
         async with asyncio.timeout(START_TIMEOUT_S):
             await cluster.reserve(plans)
             for plan in plans:
-                worker = await cluster.start(plan)
+                worker = await _start(cluster, plan)
                 workers.append(worker)
                 for role in plan.roles:
                     by_role[role].append(worker)
@@ -104,7 +104,7 @@ async def start_workers(cluster: Cluster, plans: Sequence[PlannedWorker]) -> dic
 
 async def start_worker(cluster: Cluster, plan: PlannedWorker) -> Worker:
     """Start one more worker, during a run, and wait until it has loaded its models."""
-    worker = await cluster.start(plan)
+    worker = await _start(cluster, plan)
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
             await _ready(worker)
@@ -114,6 +114,13 @@ async def start_worker(cluster: Cluster, plan: PlannedWorker) -> Worker:
             raise WorkerDied(f"worker {plan.name!r} was not ready within {START_TIMEOUT_S:g} s") from None
         raise
     return worker
+
+
+async def _start(cluster: Cluster, plan: PlannedWorker) -> Worker:
+    try:
+        return await cluster.start(plan)
+    except OSError as error:  # no more processes, files or memory to be had
+        raise WorkerDied(f"worker {plan.name!r} could not be started: {error}") from error
 
 
 async def close_workers(by_role: dict[Role, list[Worker]]) -> None:

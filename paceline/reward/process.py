@@ -190,7 +190,11 @@ class ProcessReward:
         with self._lock:
             if self._closed:
                 raise RewardError(f"reward {self._function!r} is closed")
-            worker = Worker(self._function)
+            try:
+                worker = Worker(self._function)
+            except OSError as e:
+                have = len(self._workers)
+                raise RewardError(f"reward {self._function!r}: a process could not be started beside {have} others: {e}") from e
             self._workers.add(worker)
         return worker
 
@@ -225,10 +229,11 @@ class ProcessReward:
 def _descendants(pid: int) -> list[int]:
     """All processes below pid, also those that left its process group (Linux; elsewhere the group has to do)."""
     children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError, ValueError, IndexError):
-            fields = stat.read_text().rpartition(")")[2].split()
-            children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    with suppress(OSError):  # it cannot be read when there are too many open files
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError, ValueError, IndexError):
+                fields = stat.read_text().rpartition(")")[2].split()
+                children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
     found = list(children.get(pid, ()))
     for child in found:
         found.extend(children.get(child, ()))

@@ -34,7 +34,9 @@ async def save_checkpoint(root: Path, step: int, state: dict[str, Any], write: C
         await write(temporary)
         await asyncio.to_thread(_finish, temporary, final, step, state)  # reading gigabytes again takes its time
     except OSError as error:
-        raise CheckpointError(f"the checkpoint of step {step} could not be written to {root}: {error}") from error
+        raise CheckpointError(
+            f"the checkpoint of step {step} could not be written to {root}: {error}; the same command continues from the one before"
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     await asyncio.to_thread(_prune, root, final, keep)
