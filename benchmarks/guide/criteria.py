@@ -14,6 +14,7 @@ QUEUE_LOW, QUEUE_HIGH = 0.5, 0.8
 GROWTH_SHARE, GROWTH_BYTES = 0.05, 64 * MB  # allocators and logs breathe; a leak goes past both in time
 SLOWER = 0.97  # rates nearer than this are one rate: what noise there is between two runs of the same settings
 LOOKS = 24  # at memory, two a second; in less time a buffer that happens to grow is taken for a leak
+TOO_SHORT = "too short a run to tell"
 WARM = 0.5  # of a run: by then every buffer has had its largest batch
 
 
@@ -67,7 +68,7 @@ def memory_growth(series: Sequence[float]) -> Verdict:
     """`series`: bytes of all processes of a run, evenly in time. Compared: the third and the last quarter."""
     name = "no growth of memory"
     if len(series) < LOOKS:
-        return Verdict(name, True, f"too short a run to tell ({len(series)} looks)", hard=False)
+        return Verdict(name, True, f"{TOO_SHORT} ({len(series)} looks)", hard=False)
     steady = series[int(len(series) * WARM) :]
     before, after = (statistics.median(part) for part in (steady[: len(steady) // 2], steady[len(steady) // 2 :]))
     allowed = max(GROWTH_SHARE * before, GROWTH_BYTES)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.guide.cases import REFERENCE, SWEEPS, SYNC
-from benchmarks.guide.criteria import MB, SLOWER, Verdict, best, fastest
+from benchmarks.guide.criteria import MB, SLOWER, TOO_SHORT, Verdict, best, fastest
 
 NOTES = {
     "mode": (
@@ -152,14 +152,16 @@ def _reasons(cases: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _criteria(results: Mapping[str, Any]) -> str:
     """How many cases met each, and what those that did not are advised."""
-    judged = [(case["name"], verdict) for case in results["cases"] for verdict in case["verdicts"]]
-    names = list(dict.fromkeys(verdict["criterion"] for _, verdict in judged))
+    names = list(dict.fromkeys(verdict["criterion"] for case in results["cases"] for verdict in case["verdicts"]))
     lines = ["| criterion | holds in |", "|---|---|"]
     if results["rate"]:
         lines.append(f"| {results['rate']['criterion']} | {'yes' if results['rate']['ok'] else 'no'}: {results['rate']['seen']} |")
     for name in names:
-        met = [verdict["ok"] for _, verdict in judged if verdict["criterion"] == name]
-        lines.append(f"| {name} | {sum(met)} of {len(met)} cases |")
+        # a case may be judged several times: in each round, in the host's memory and the GPU's
+        judged = [[v for v in case["verdicts"] if v["criterion"] == name] for case in results["cases"]]
+        told = [all(v["ok"] for v in verdicts) for verdicts in judged if any(not v["seen"].startswith(TOO_SHORT) for v in verdicts)]
+        short = sum(map(bool, judged)) - len(told)
+        lines.append(f"| {name} | {sum(told)} of {len(told)} cases{f'; {short} {TOO_SHORT}' if short else ''} |")
     return "\n".join([*lines, "", *(f"- {shortfall}" for shortfall in _shortfalls(results))])
 
 

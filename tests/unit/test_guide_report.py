@@ -120,3 +120,12 @@ def test_plots_are_files_beside_the_report(results: dict[str, Any], tmp_path: Pa
 
     drawn = draw(results, tmp_path)
     assert len(drawn) == 5 and all((tmp_path / file).stat().st_size > 1000 for file in drawn.values())
+
+
+def test_a_case_counts_once_for_a_criterion_however_often_it_was_judged(results: dict[str, Any]) -> None:
+    def verdict(ok: bool, seen: str = "8 MB, then 8 MB") -> dict[str, Any]:
+        return {"criterion": "no growth of memory", "ok": ok, "seen": seen, "advice": "", "hard": True}
+
+    judged = [[verdict(True), verdict(True)], [verdict(True), verdict(False)], [verdict(True, "too short a run to tell (3 looks)")], []]
+    results["cases"] = [case | {"verdicts": verdicts} for case, verdicts in zip(results["cases"][:4], judged, strict=True)]
+    assert "| no growth of memory | 1 of 2 cases; 1 too short a run to tell |" in report.report(results, {})
