@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -195,6 +196,7 @@ class LocalCluster:
 
     def __init__(self, config: RunConfig, model_path: str, log_folder: Path) -> None:
         self._config, self._model_path, self._logs = config, model_path, log_folder
+        self._gpus: dict[str, list[int]] = {}  # by worker
         log_folder.mkdir(parents=True, exist_ok=True)
 
     def nodes(self) -> list[Node]:
@@ -214,7 +216,7 @@ class LocalCluster:
                 threads=plan.threads,
                 log_folder=self._logs,
                 cores=plan.cores,
-                gpus=_gpus(plan),
+                gpus=self.gpus(plan),
                 first_only=set(plan.roles) - IN_RANKS,
             )
         if plan.alone:
@@ -226,8 +228,15 @@ class LocalCluster:
             cores=list(plan.cores),
             threads=plan.threads,
             log_path=self._logs / f"{plan.name}.log",
-            gpu=next(iter(_gpus(plan)), None),
+            gpu=next(iter(self.gpus(plan)), None),
         )
+
+    def gpus(self, plan: PlannedWorker) -> list[int]:
+        """Which GPUs its ranks use, where devices are GPUs: those it was planned for, or (it has joined later) the least used one."""
+        if count := _count_gpus()[0]:
+            used = Counter(index for name, taken in self._gpus.items() if name != plan.name for index in taken)
+            self._gpus[plan.name] = [device.index for device in plan.devices] or [min(range(count), key=lambda index: used[index])]
+        return self._gpus.get(plan.name, [])
 
     async def close(self) -> None:
         """Workers are closed by whoever started them; a machine stays."""
@@ -282,11 +291,6 @@ def _count_gpus() -> tuple[int, int]:
 
     count = torch.cuda.device_count()
     return count, min((torch.cuda.get_device_properties(index).total_memory for index in range(count)), default=0)
-
-
-def _gpus(plan: PlannedWorker) -> list[int]:
-    """Which GPUs its ranks use, where devices are GPUs."""
-    return [device.index for device in plan.devices] if _count_gpus()[0] else []
 
 
 def visible_gpu(index: int) -> str:

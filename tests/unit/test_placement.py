@@ -10,6 +10,7 @@ import pytest
 
 from paceline.config import RunConfig, load_config
 from paceline.errors import ConfigError
+from paceline.place import local
 from paceline.place.cluster import Device, Node, PlannedWorker
 from paceline.place.fit import check_fit
 from paceline.place.placement import ResourcePool, split
@@ -157,3 +158,12 @@ def test_engines_of_their_own_are_not_split_as_the_trainer_is(model: str) -> Non
     ranks = ["train.backend=megatron", "train.tensor_parallel=2", "placement.train_ranks=2"]
     config = load_config(None, [*SEPARATE, *ranks, f"model={model}"])
     assert fit(config, model, [Node("a", 8, gpus=3, memory=64 * GB, gpu_memory=80 * GB)]) == []
+
+
+def test_a_worker_that_joins_a_running_job_gets_the_least_used_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(local, "_count_gpus", lambda: (3, 80 << 30))
+    cluster = local.LocalCluster(load_config(), "model", tmp_path)
+    planned = [("train", 0), ("rollout", 1), ("rollout-1", 1)]
+    assert [cluster.gpus(PlannedWorker(name, (), devices=(Device("local", index),))) for name, index in planned] == [[0], [1], [1]]
+    joined = ("rollout-2", "rollout-3", "rollout-2")  # the last one is replaced
+    assert [cluster.gpus(PlannedWorker(name, ())) for name in joined] == [[2], [0], [2]]
