@@ -11,7 +11,9 @@ import logging
 import os
 import pickle
 import secrets
+import signal
 import socket
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -173,7 +175,7 @@ class RayCluster:
         if config.placement.overlap:
             raise ConfigError("placement.overlap is for one process of this machine; set cluster = 'local', or give rollout its own pool")
         cluster = cls(config, model_path, log_folder)
-        await asyncio.to_thread(connect, config.ray.address)
+        await _join(config.ray.address)
         cluster._nodes = await asyncio.to_thread(_nodes)
         cluster._addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         return cluster
@@ -251,11 +253,19 @@ class RayCluster:
 
 async def look_at(address: str) -> list[Node]:
     """The nodes of a cluster, without taking anything of it."""
-    await asyncio.to_thread(connect, address)
+    await _join(address)
     try:
         return await asyncio.to_thread(_nodes)
     finally:
         await asyncio.to_thread(ray.shutdown)
+
+
+async def _join(address: str) -> None:
+    """Connect, and stay our own master: Ray takes a scheduler's signal for a crash, so that a run could not end in order."""
+    before = signal.getsignal(signal.SIGTERM)
+    await asyncio.to_thread(connect, address)
+    if threading.current_thread() is threading.main_thread() and before is not None:
+        signal.signal(signal.SIGTERM, before)
 
 
 def connect(address: str) -> None:

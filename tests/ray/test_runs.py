@@ -16,7 +16,7 @@ import pytest
 from paceline.observe.plan import plan_table
 from paceline.place.worker import Worker
 from paceline.run import train
-from tests.e2e.test_runs import SEPARATE, config, run, weights
+from tests.e2e.test_runs import SEPARATE, SMALL, config, run, weights
 from tests.models import random_model
 
 FAULTS = 5  # per cent of Ray's calls
@@ -167,6 +167,28 @@ def test_a_run_that_is_stopped_gives_its_devices_back(model: str, address: str, 
     with pytest.raises(Stop):
         asyncio.run(train(chosen, lambda _: Stopper()))
     assert on_ray(model, tmp_path, address, *SEPARATE, "train.backend=fsdp", "placement.train_ranks=3")["steps"] == 4
+
+
+def test_a_schedulers_signal_ends_a_run_on_ray_in_order(model: str, tmp_path: Path) -> None:
+    settings = [f"model={model}", f"run_dir={tmp_path}/run", *SMALL, *SEPARATE, "cluster=ray", "steps=100000", "save_every=0"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "paceline", "train", "recipes/hybrid.toml", *settings],
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            deadline = time.monotonic() + 120
+            metrics = tmp_path / "run" / "metrics.jsonl"
+            while not (metrics.exists() and metrics.stat().st_size) and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.1)
+            process.send_signal(signal.SIGTERM)
+            assert process.stdout is not None
+            said = process.stdout.read()
+        finally:
+            process.kill()
+    assert process.returncode == 128 + signal.SIGTERM and "the same command continues" in said and "SIGTERM received" not in said, said
 
 
 def test_the_plan_shows_the_nodes_of_the_cluster_and_takes_nothing(model: str, address: str, tmp_path: Path) -> None:
