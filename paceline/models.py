@@ -70,7 +70,7 @@ def load_config(name: str) -> PretrainedConfig:
     config = deepcopy(_gguf_config(source, gguf, (Path(source) / gguf).stat().st_mtime_ns)) if gguf else _read_config(source)
     for key, value in config.to_dict().items():
         # The trainer's log-probs must match the engine's, so nothing random may happen inside the model.
-        if isinstance(value, float) and ("dropout" in key or "jitter" in key or key.endswith(("_pdrop", "_drop"))):
+        if isinstance(value, float) and ("dropout" in key or key.endswith(("_pdrop", "_drop"))):
             setattr(config, key, 0.0)
     return config
 

@@ -5,19 +5,18 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-VOCABULARY = 64
 SHAPE = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2,
     "pad_token_id": 0,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
     "gpt_neox": {},
     "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 6},
-    "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 4},
+    "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "rotary_dim": 4},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 16},
     "bloom": {"n_layer": 2, "n_head": 4},
     "falcon": {"new_decoder_architecture": True},
@@ -49,8 +48,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def tiny_architecture(name: str, seed: int = 0) -> PreTrainedModel:
-    config = CONFIG_MAPPING[name](**SHAPE | ARCHITECTURES[name])
+def tiny_architecture(name: str, seed: int = 0, **more: Any) -> PreTrainedModel:
+    config = CONFIG_MAPPING[name](**SHAPE | ARCHITECTURES[name] | more)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")

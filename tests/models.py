@@ -4,8 +4,6 @@ from pathlib import Path
 
 import torch
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen2Config,
@@ -14,6 +12,7 @@ from transformers import (
 )
 
 from paceline.data.tiny import make_tokenizer
+from tests.architectures import tiny_architecture
 
 
 def random_model(folder: Path, *, hidden: int = 32, layers: int = 2, seed: int = 0) -> str:
@@ -21,17 +20,10 @@ def random_model(folder: Path, *, hidden: int = 32, layers: int = 2, seed: int =
     return _save(Qwen2ForCausalLM, make_tokenizer(), folder, hidden, layers, seed)
 
 
-def random_other_model(folder: Path, *, seed: int = 0) -> str:
-    """One that generates through its module: learned positions, layer norms with biases, tied weights."""
+def random_other_model(folder: Path, name: str = "gpt2") -> str:
+    """One that generates through its module."""
     tokenizer = make_tokenizer()
-    config = GPT2Config(
-        vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=4, n_positions=256, initializer_range=0.2,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = GPT2LMHeadModel(config)
-    model.save_pretrained(folder)
+    tiny_architecture(name, vocab_size=len(tokenizer)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 

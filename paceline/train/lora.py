@@ -103,6 +103,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> d
         r=settings.rank,
         lora_alpha=settings.alpha,
         target_modules=targets,
+        fan_in_fan_out=any(type(module) is Conv1D for module in model.modules()),
         task_type="CAUSAL_LM",
         base_model_name_or_path=model.name_or_path,
         inference_mode=False,

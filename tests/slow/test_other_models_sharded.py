@@ -1,0 +1,16 @@
+"""Models that our own forward pass does not know are sharded by FSDP as any other."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_other_models import agree_and_learn
+from tests.e2e.test_runs import SEPARATE
+from tests.models import random_other_model
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "gemma2", "opt"])
+def test_two_ranks_train_what_the_engine_generates(name: str, tmp_path: Path) -> None:
+    agree_and_learn(
+        random_other_model(tmp_path / "model", name), tmp_path / "run", [*SEPARATE, "train.backend=fsdp", "placement.train_ranks=2"]
+    )
