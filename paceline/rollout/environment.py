@@ -4,10 +4,12 @@ One of your own (several turns, tools) is a class `E(tokenizer)` with the method
 """
 
 import inspect
+import math
 import traceback
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Protocol
 
+from paceline.data.chat import stop_token_ids
 from paceline.errors import ConfigError, PacelineError, RolloutError
 from paceline.reward.worker import Problem, find_callable
 from paceline.types import Completion, Prompt, Trajectory, Turn
@@ -70,6 +72,8 @@ class OwnEnvironment:
             if completion is None or context != tokens:
                 wrong = "is not what was generated: generate() must be shown the tokens of all turns so far, and no others"
                 raise self._problem(prompt, f"turn {number} {wrong}")
+            if not math.isfinite(turn.reward):
+                raise self._problem(prompt, f"turn {number} has the reward {turn.reward}; expected a finite number")
             tokens += tuple(completion.tokens.tolist())
         return trajectory
 
@@ -80,7 +84,12 @@ class OwnEnvironment:
 def open_environment(chosen: "str | MakeEnvironment | None", tokenizer: "PreTrainedTokenizerBase") -> Environment:
     """The agent loop that "file.py:Class" or a function makes for this tokenizer; without one, a single turn."""
     if chosen is None:
-        return SingleTurn(lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)))
+        ends = stop_token_ids(tokenizer)  # not all of which every tokenizer calls special
+
+        def text(tokens: list[int]) -> str:
+            return str(tokenizer.decode(tokens[:-1] if tokens[-1] in ends else tokens, skip_special_tokens=True))
+
+        return SingleTurn(text)
     name = chosen if isinstance(chosen, str) else getattr(chosen, "__qualname__", repr(chosen))
     try:
         make = find_callable(chosen) if isinstance(chosen, str) else chosen

@@ -33,6 +33,12 @@ def test_without_one_there_is_one_turn() -> None:
     assert [len(turn.prompt) for turn in attempt(None, "4").turns] == [len(PROMPT.tokens)]
 
 
+def test_the_token_that_ends_an_answer_is_no_part_of_its_text_whether_the_tokenizer_calls_it_special_or_not() -> None:
+    TOKENIZER.add_tokens(["<|im_end|>"], special_tokens=False)
+    ended = attempt(None, "4<|im_end|>")
+    assert ended.text == "4" and ended.num_tokens == 2
+
+
 def test_the_example_tries_again_and_its_last_word_counts() -> None:
     assert len(attempt(TwoTries, "4").turns) == 1
     twice = attempt("examples/own_environment.py:TwoTries", "5", "4")
@@ -60,12 +66,20 @@ class Forgetful(Raising):
         return Trajectory((Turn(prompt.tokens, first), Turn((5,), second)), "")
 
 
+class Dreamer(Raising):
+    """Divides by what it does not know."""
+
+    async def run(self, prompt: Prompt, generate: Any) -> Any:
+        return Trajectory((Turn(prompt.tokens, await generate(prompt.tokens), reward=float("nan")),), "")
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (Raising, r"environment Raising, prompt 'q': raised KeyError: 'no such column' \(.*test_environment.py:\d+\)"),
         (Nothing, "returned None; expected a Trajectory"),
         (Forgetful, "turn 2 is not what was generated"),
+        (Dreamer, "turn 1 has the reward nan; expected a finite number"),
     ],
 )
 def test_what_goes_wrong_in_it_is_told_with_its_name_and_prompt(make: Any, message: str) -> None:
