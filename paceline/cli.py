@@ -152,6 +152,21 @@ def tasks() -> None:
 
 
 @app.command()
+def settings(
+    under: Annotated[str, typer.Argument(help="Only those whose names begin so, for example rollout", show_default=False)] = "",
+) -> None:
+    """List all settings, with what they are when nothing is said."""
+    from rich.table import Table
+
+    from paceline.config import describe_settings
+
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for name, default, meaning in describe_settings(under):
+        table.add_row(f"[bold]{name}[/]", f"[cyan]{escape(default)}[/]", escape(meaning))
+    console.print(table, highlight=False)
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     console.print(__version__, highlight=False)

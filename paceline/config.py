@@ -4,10 +4,11 @@ Each part's settings are declared beside the part; this file puts them together 
 """
 
 import difflib
+import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import AliasChoices, BaseModel, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -167,6 +168,10 @@ MAY_CHANGE = {
     "ray",
 }
 MAY_CHANGE |= {"train.backend", "train.tensor_parallel", "train.pipeline_parallel", "train.offload", "placement.train_ranks"}
+# What a run may have ended for: too little memory, too little time, too few workers. Data may move; their content is compared.
+MAY_CHANGE |= {"train.micro_batch_tokens", "train.gradient_checkpointing", "rollout.slots", "rollout.kv_memory_fraction"}
+MAY_CHANGE |= {"rollout.generation_timeout", "rollout.max_failed_groups", "reward.timeout_s", "reward.workers", "data.path"}
+MAY_CHANGE |= {"placement.rollout_workers", "placement.threads"}
 # Of these a run has one or the other: what the command line chooses replaces what the recipe has chosen.
 ALTERNATIVES = (("data.task", "data.path"), ("reward.function", "reward.model"))
 
@@ -198,6 +203,31 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         raise ConfigError(
             f"{len(lines)} wrong setting{'s' if len(lines) > 1 else ''}{where}:\n" + "\n".join(f"  {x}" for x in lines)
         ) from None
+
+
+def describe_settings(under: str = "") -> list[tuple[str, str, str]]:
+    """Name, default and meaning of every setting whose name begins so."""
+    found: list[tuple[str, str, str]] = []
+
+    def walk(model: type[BaseModel], prefix: str) -> None:
+        for name, field in model.model_fields.items():
+            section = _section([*prefix.split(".")[:-1], name])
+            if section is not model and section is not RunConfig:
+                walk(section, f"{prefix}{name}.")
+            elif f"{prefix}{name}".startswith(under):
+                choices = f"One of {', '.join(get_args(field.annotation))}." if get_origin(field.annotation) is Literal else ""
+                default = _as_written(field.get_default(call_default_factory=True))
+                found.append((f"{prefix}{name}", default, " ".join([*(field.description or "").split(), choices]).strip()))
+
+    walk(RunConfig, "")
+    return found
+
+
+def _as_written(value: Any) -> str:
+    """As it would be written on the command line."""
+    if value is None:
+        return "unset"
+    return str(value).lower() if isinstance(value, bool) else json.dumps(value) if isinstance(value, tuple) else str(value)
 
 
 def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:

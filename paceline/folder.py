@@ -16,6 +16,7 @@ from paceline.config import RunConfig, differences
 from paceline.errors import CheckpointError
 from paceline.queue.ledger import LedgerState
 from paceline.train.checkpoint import latest_checkpoint, read_state
+from paceline.types import Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,8 @@ def find_start(config: RunConfig, identity: dict[str, Any]) -> Start:
         raise CheckpointError(
             f"run folder {config.run_dir} holds a run with other settings and cannot be continued with these:\n  "
             + "\n  ".join(found)
-            + "\nuse the settings it was started with, set run_dir to another folder, or start over with --fresh"
+            + "\nuse the settings it was started with, set run_dir to another folder, or start over with --fresh; "
+            f"a new run from the weights of this one has model={checkpoint / Role.ACTOR} and another run_dir"
         )
     start = Start(checkpoint, state["step"], LedgerState.from_json(state["ledger"]), state["metrics_length"])
     for name, length in {"metrics.jsonl": start.metrics_length, "ledger.jsonl": state["ledger"]["length"]}.items():

@@ -112,7 +112,8 @@ async def open_reward(settings: RewardSettings, task: str | None, own: OwnFuncti
     if name is None:
         if task is None:
             raise ConfigError(
-                "prompts from data.path need reward.function: 'module:function', 'file.py:function' or a verifier; or reward.model"
+                "prompts from data.path need reward.function: 'file.py:function', 'module:function' or a verifier "
+                f"({', '.join([*verify.IN_PROCESS, 'regex'])}); or reward.model"
             )
         chosen = get_task(task)
         return TrustedReward(chosen.spec, chosen.score)

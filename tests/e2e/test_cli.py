@@ -14,7 +14,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from paceline.cli import _log_to_console, app
-from paceline.config import load_config
+from paceline.config import describe_settings, differences, load_config
 from paceline.folder import open_folder
 from tests.models import random_model
 from tests.processes import children
@@ -128,6 +128,24 @@ def test_when_no_checkpoint_is_whole_the_run_does_not_start_over_by_itself(recip
 def test_a_wrong_setting_is_named_with_what_to_do(setting: str, words: list[str], recipe: Path, tmp_path: Path) -> None:
     refused(paceline(recipe, setting), 2, *words)
     assert not (tmp_path / "run").exists()
+
+
+def test_every_setting_is_listed_as_it_is_written() -> None:
+    listed = describe_settings()
+    written = [f"{name}={default}" for name, default, _ in listed if default != "unset" and "lora" not in name]
+    assert load_config(None, written) == load_config(None) and len(listed) > 60
+    shown = CliRunner().invoke(app, ["settings", "data.on"]).output
+    assert "data.on_bad_row" in shown and "One of fail, skip." in shown and "rollout" not in shown
+
+
+def test_a_run_goes_on_with_more_time_or_less_memory_but_not_with_another_task() -> None:
+    before = load_config(None, ["data.task=sort:5"]).model_dump(mode="json")
+    patient = load_config(
+        None, ["data.task=sort:5", "rollout.generation_timeout=900", "reward.timeout_s=60", "train.micro_batch_tokens=512"]
+    )
+    assert differences(before, patient.model_dump(mode="json")) == []
+    other = load_config(None, ["data.task=copy:5", "rollout.slots=8"]).model_dump(mode="json")
+    assert differences(before, other) == ["data.task: was 'sort:5', is now 'copy:5'"]
 
 
 def test_the_documents_names_are_accepted_and_win_over_the_recipe(recipe: Path) -> None:
