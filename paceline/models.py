@@ -28,6 +28,7 @@ from paceline.data.tiny import DEFAULT_TASK, Progress, no_progress_bars, tiny_mo
 from paceline.errors import ModelError
 
 WEIGHTS = ("*.safetensors", "*.gguf", "pytorch_model*.bin")
+TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "spiece*")
 SAMPLED = 1 << 20  # bytes read at the start, middle and end of a weight file for its fingerprint
 
 
@@ -111,9 +112,12 @@ def model_shape(config: PretrainedConfig) -> ModelShape:
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     source = resolve_model(name)
+    missing = ModelError(f"{source} has no tokenizer; save the model's own beside it (tokenizer.json, tokenizer_config.json)")
+    if Path(source).is_dir() and not _gguf(source) and not any(any(Path(source).glob(name)) for name in TOKENIZERS):
+        raise missing
     tokenizer: PreTrainedTokenizerBase = _load(source, lambda: AutoTokenizer.from_pretrained(source, **_gguf(source)))
     if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):  # what transformers makes up when the files are not there
-        raise ModelError(f"{source} has no tokenizer; save the model's own beside it (tokenizer.json, tokenizer_config.json)")
+        raise missing
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

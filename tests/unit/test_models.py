@@ -85,3 +85,9 @@ def test_answers_beyond_what_the_model_was_made_for_are_warned_of(tmp_path: Path
         assert not caplog.text
         load_inputs(chosen(model, "rollout.max_response_length=256"))
     assert "made for 256 tokens" in caplog.text
+
+
+def test_a_model_without_its_tokenizer_is_told_so(tmp_path: Path) -> None:
+    MistralForCausalLM(MistralConfig(vocab_size=64, **SHAPE)).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"has no tokenizer; save the model's own beside it \(tokenizer\.json"):
+        load_inputs(chosen(str(tmp_path)))
