@@ -27,6 +27,7 @@ from paceline.models import model_shape
 from paceline.place.group import is_first_rank
 from paceline.train.decoder import LayerPasses
 from paceline.train.fused import can_fuse
+from paceline.train.memory import COLUMNS, ROWS
 from paceline.train.offload import HostShelf, Moved
 from paceline.train.optimizer import adamw, optimizer_state
 from paceline.train.packed import ROUNDED, Head, PackedModel, Tally
@@ -39,7 +40,6 @@ from paceline.types import Batch, FloatArray
 
 log = logging.getLogger(__name__)
 
-COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
 BY_HEAD = ("q_norm.weight", "k_norm.weight")  # whole on every rank, but each sees only its own heads
 
 

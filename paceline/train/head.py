@@ -39,7 +39,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs, entropy = (torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(2))
         narrow = weight.to(hidden.dtype)
-        for rows in _chunks(len(hidden), chunk):
+        for rows in chunks(len(hidden), chunk):
             log_p, _ = _log_softmax(hidden[rows], narrow, bias, temperature, cap)
             logprobs[rows] = log_p.gather(1, targets[rows, None]).squeeze(1)
             entropy[rows] = -(log_p.exp() * log_p).sum(-1)
@@ -59,7 +59,7 @@ class ChunkedLogprobs(torch.autograd.Function):
             d_weight = torch.zeros_like(weight)
         d_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
         narrow = weight.to(hidden.dtype)
-        for rows in _chunks(len(hidden), ctx.chunk):
+        for rows in chunks(len(hidden), ctx.chunk):
             log_p, slope = _log_softmax(hidden[rows], narrow, bias, ctx.temperature, ctx.cap)
             p = log_p.exp()
             d_logits = p * -to_logprobs[rows, None]
@@ -78,7 +78,7 @@ class ChunkedLogprobs(torch.autograd.Function):
             if d_weight.dtype == d_logits.dtype:
                 d_weight.addmm_(d_logits.t(), hidden[rows])
             else:
-                d_weight += _wide_product(d_logits.t(), hidden[rows])
+                d_weight += wide_product(d_logits.t(), hidden[rows])
         return d_hidden, d_weight if ctx.gradient is None else None, d_bias, None, None, None, None, None
 
 
@@ -94,8 +94,8 @@ class FusedLogprobs(torch.autograd.Function):
 
         logprobs, entropy, logs = (torch.empty(len(hidden), device=hidden.device) for _ in range(3))
         narrow = weight.to(hidden.dtype)
-        for rows in _chunks(len(hidden), chunk):
-            logits = _wide_product(hidden[rows], narrow.t())
+        for rows in chunks(len(hidden), chunk):
+            logits = wide_product(hidden[rows], narrow.t())
             kernels.read_logits[(len(logits),)](
                 logits, targets[rows], logprobs[rows], entropy[rows], logs[rows], 1 / temperature,
                 VOCABULARY=len(weight), BLOCK=BLOCK, num_warps=8,
@@ -119,8 +119,8 @@ class FusedLogprobs(torch.autograd.Function):
         if d_weight is None and ctx.needs_input_grad[1]:
             d_weight = torch.zeros_like(weight, dtype=torch.float32)
         narrow = weight.to(hidden.dtype)
-        for rows in _chunks(len(hidden), ctx.chunk):
-            logits = _wide_product(hidden[rows], narrow.t())
+        for rows in chunks(len(hidden), ctx.chunk):
+            logits = wide_product(hidden[rows], narrow.t())
             d_logits = torch.empty_like(logits, dtype=hidden.dtype)
             kernels.logits_backward[(len(logits), -(-len(weight) // BLOCK))](
                 logits, targets[rows], logs[rows], entropy[rows], to_logprobs[rows], logs if to_entropy is None else to_entropy[rows],
@@ -134,11 +134,11 @@ class FusedLogprobs(torch.autograd.Function):
         return d_hidden, None if returned is None else returned.to(weight.dtype), None, None, None, None
 
 
-def _chunks(count: int, size: int) -> list[slice]:
+def chunks(count: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
-def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
     """Matrix product with at least float32 coming out; bfloat16 logits would be off by some hundredths."""
     if a.dtype == torch.bfloat16 and a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
@@ -149,7 +149,7 @@ def _log_softmax(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, cap: float | None
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """And how much a capped logit follows the product."""
-    logits, slope = _wide_product(hidden, weight.t()), None
+    logits, slope = wide_product(hidden, weight.t()), None
     if bias is not None:
         logits += bias
     if cap is not None:

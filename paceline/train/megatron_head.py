@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from paceline.train.head import _chunks, _wide_product
+from paceline.train.head import chunks, wide_product
 
 
 class VocabularyParallelLogprobs(torch.autograd.Function):
@@ -26,8 +26,8 @@ class VocabularyParallelLogprobs(torch.autograd.Function):
         both = torch.empty(2, len(hidden), device=hidden.device)
         norm = torch.empty(len(hidden), device=hidden.device)
         narrow, local = weight.to(hidden.dtype), targets - first
-        for rows in _chunks(len(hidden), chunk):
-            logits = _wide_product(hidden[rows], narrow.t()) / temperature
+        for rows in chunks(len(hidden), chunk):
+            logits = wide_product(hidden[rows], narrow.t()) / temperature
             peak = logits.amax(-1)
             dist.all_reduce(peak, dist.ReduceOp.MAX, group)
             total = (logits - peak[:, None]).exp().sum(-1)
@@ -50,8 +50,8 @@ class VocabularyParallelLogprobs(torch.autograd.Function):
         d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight)
         narrow = weight.to(hidden.dtype)
         inside = (local >= 0) & (local < len(weight))
-        for rows in _chunks(len(hidden), ctx.chunk):
-            log_p = _wide_product(hidden[rows], narrow.t()) / ctx.temperature - norm[rows, None]
+        for rows in chunks(len(hidden), ctx.chunk):
+            log_p = wide_product(hidden[rows], narrow.t()) / ctx.temperature - norm[rows, None]
             p = log_p.exp()
             d_logits = p * -to_logprobs[rows, None]
             here = (to_logprobs[rows] * inside[rows])[:, None]
@@ -60,7 +60,7 @@ class VocabularyParallelLogprobs(torch.autograd.Function):
                 d_logits -= p * (log_p + entropy[rows, None]) * to_entropy[rows, None]
             d_logits = (d_logits / ctx.temperature).to(hidden.dtype)
             torch.mm(d_logits, narrow, out=d_hidden[rows])
-            d_weight += _wide_product(d_logits.t(), hidden[rows])
+            d_weight += wide_product(d_logits.t(), hidden[rows])
         return d_hidden, d_weight, None, None, None, None, None
 
 

@@ -21,10 +21,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from paceline.algo.loss import TokenOutputs
 from paceline.errors import ConfigError, ModelError
+from paceline.rollout.native.weights import head_dim
 from paceline.train.attention import packed_attention
 from paceline.train.head import CHUNK_LOGITS, ValueHead
 from paceline.train.megatron_head import vocabulary_parallel_logprobs
-from paceline.train.megatron_weights import head_size, padded_vocabulary
+from paceline.train.megatron_weights import padded_vocabulary
 from paceline.train.packed import Head
 from paceline.train.packing import MicroBatch, RowLayout
 from paceline.train.settings import TrainSettings
@@ -43,7 +44,7 @@ def transformer_config(config: PretrainedConfig, settings: TrainSettings, sequen
         ffn_hidden_size=config.intermediate_size,
         num_attention_heads=config.num_attention_heads,
         num_query_groups=config.num_key_value_heads,
-        kv_channels=head_size(config),
+        kv_channels=head_dim(config),
         normalization="RMSNorm",
         layernorm_epsilon=config.rms_norm_eps,
         gated_linear_unit=True,

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, cat
 from transformers import PretrainedConfig
 
+from paceline.rollout.native.weights import head_dim
 from paceline.train.packed import Head
 
 Kind = Literal["whole", "rows", "columns", "vocabulary", "qkv", "gate_up"]
@@ -91,7 +92,7 @@ def slots(config: PretrainedConfig, stages: int, head: Head) -> list[Slot]:
 
 
 def _layer(config: PretrainedConfig) -> list[tuple[str, dict[str, Shape], Kind]]:
-    hidden, inner, size = config.hidden_size, config.intermediate_size, head_size(config)
+    hidden, inner, size = config.hidden_size, config.intermediate_size, head_dim(config)
     queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
     projections = {"q": queries, "k": keys, "v": keys}
     layer: list[tuple[str, dict[str, Shape], Kind]] = [
@@ -116,7 +117,3 @@ def _layer(config: PretrainedConfig) -> list[tuple[str, dict[str, Shape], Kind]]
     if config.model_type == "qwen3":
         layer += [(f"self_attention.{name}_layernorm.weight", {f"self_attn.{name}_norm.weight": (size,)}, "whole") for name in "qk"]
     return layer
-
-
-def head_size(config: PretrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -16,7 +16,7 @@ from paceline.train.head import CHUNK_LOGITS
 from paceline.train.settings import TrainSettings
 
 FLOAT = 4  # bytes; everything that is learned is float32
-SPLIT_FIRST, SPLIT_SECOND = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")  # by tensor parallel
+COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")  # how tensor parallel splits layers
 
 
 def memory_estimate(config: PretrainedConfig, settings: TrainSettings, ranks: int = 1) -> dict[str, int]:
@@ -80,8 +80,8 @@ def _split(name: str, parameter: nn.Parameter, ranks: int) -> tuple[int, ...]:
     """The shape of a rank's part under FSDP's tensor parallel; a vector or an embedding is whole on each."""
     shape = list(parameter.shape)
     owner = name.rsplit(".", 1)[0]
-    if ranks > 1 and owner.endswith(SPLIT_FIRST):
+    if ranks > 1 and owner.endswith(COLUMNS):
         shape[0] = -(-shape[0] // ranks)
-    elif ranks > 1 and owner.endswith(SPLIT_SECOND) and len(shape) > 1:
+    elif ranks > 1 and owner.endswith(ROWS) and len(shape) > 1:
         shape[1] = -(-shape[1] // ranks)
     return tuple(shape)
