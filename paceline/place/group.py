@@ -14,6 +14,7 @@ import struct
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,17 +24,32 @@ from paceline.types import Role
 
 IN_RANKS = {Role.ACTOR, Role.CRITIC, Role.REF}  # the others live on the first rank alone
 SIOCGIFADDR = 0x8915  # Linux: the address of a network interface
+LAST_BYTES = 1 << 14  # of a log that may be long
 GRACE_S = 5.0  # for the other ranks to say what became of a call that failed on one
 
 
 class Rank(Worker):
-    """A worker that can be one of a group: ended without being asked, and able to say what it said last."""
+    """A worker in a process of its own, so that it can be one of a group: ended without being asked, and its output is in a file."""
+
+    def __init__(self, name: str, log_path: Path) -> None:
+        super().__init__(name)
+        self._log_path = log_path
 
     @abstractmethod
     def kill(self) -> None: ...
 
-    @abstractmethod
-    def last_lines(self) -> str: ...
+    def last_lines(self) -> str:
+        """The end of its output, to be added to a message."""
+        if not self._log_path.exists():
+            return ""
+        with self._log_path.open("rb") as log:
+            log.seek(max(0, self._log_path.stat().st_size - LAST_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()[-8:]
+        return f"; last lines of {self._log_path}:\n  " + "\n  ".join(lines) if lines else ""
+
+    async def peak_memory(self) -> int:
+        peak: int = await self.call("host", "peak_memory")
+        return peak
 
 
 class WorkerGroup(Worker):

@@ -109,8 +109,7 @@ class ProcessWorker(Rank):
     def __init__(
         self, name: str, build: Build, args: tuple[Any, ...], *, cores: list[int], threads: int, log_path: Path, gpu: int | None = None
     ) -> None:
-        super().__init__(name)
-        self._log_path = log_path
+        super().__init__(name, log_path)
         ours, theirs = socket.socketpair()
         env = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
         if gpu is not None:
@@ -155,10 +154,6 @@ class ProcessWorker(Rank):
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(self._dead, cause)
 
-    async def peak_memory(self) -> int:
-        peak: int = await self.call("host", "peak_memory")
-        return peak
-
     def kill(self) -> None:
         self.process.kill()
 
@@ -169,11 +164,6 @@ class ProcessWorker(Rank):
         code = self.process.returncode
         how = f" (killed by signal {-code})" if code is not None and code < 0 else f" (exit code {code})"
         return how + self.last_lines()
-
-    def last_lines(self) -> str:
-        """The end of its log, to be added to a message."""
-        lines = self._log_path.read_text(errors="replace").splitlines()[-8:] if self._log_path.exists() else []
-        return f"; last lines of {self._log_path}:\n  " + "\n  ".join(lines) if lines else ""
 
     async def close(self) -> None:
         self._closing = True

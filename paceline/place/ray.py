@@ -52,9 +52,8 @@ class RayWorker(Rank):
     """A worker in a Ray actor: its host answers calls on a thread, Ray carries them there and back."""
 
     def __init__(self, name: str, node: str, host: str, options: dict[str, Any], environment: dict[str, str], log_path: Path) -> None:
-        super().__init__(name)
+        super().__init__(name, log_path)
         self.node, self.host = node, host
-        self._log_path = log_path
         self._actor = ray.remote(RayHost).options(max_restarts=0, max_task_retries=0, max_concurrency=8, **options).remote(environment)
         self._outbox: list[Any] = []
         self._started = False
@@ -132,16 +131,8 @@ class RayWorker(Rank):
             self.fence(WorkerDied(f"worker {self.name!r} on node {self.node} has been silent for {SILENCE_S:g} s{self.last_lines()}"))
             self.kill()
 
-    async def peak_memory(self) -> int:
-        peak: int = await self.call("host", "peak_memory")
-        return peak
-
     def _last_words(self) -> str:
         return f" on node {self.node}{self.last_lines()}"
-
-    def last_lines(self) -> str:
-        lines = self._log_path.read_text(errors="replace").splitlines()[-8:] if self._log_path.exists() else []
-        return f"; last lines of {self._log_path}:\n  " + "\n  ".join(lines) if lines else ""
 
     def kill(self) -> None:
         ray.kill(self._actor)
