@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Literal
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from paceline.algo.loss import LossTerms, TokenOutputs
 from paceline.errors import DataError, ModelError
@@ -48,7 +49,11 @@ class PackedModel(nn.Module):
         self.head.to(states.device)
         self._set_attention(PACKED)
         if settings.gradient_checkpointing:
+            if not model.supports_gradient_checkpointing:
+                raise ModelError(f"{type(model).__name__} cannot recompute its activations: unset train.gradient_checkpointing")
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.eval()
+        self._recompute = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)] or [*model.modules()]
         self.fused: Callable[[MicroBatch], TokenOutputs] | None = None  # what computes in place of the module
         self._padded = not self._can_pack(states)
         if head == "policy":
@@ -62,12 +67,24 @@ class PackedModel(nn.Module):
 
     def _through_the_module(self, micro: MicroBatch, dtype: str) -> TokenOutputs:
         device = micro.input_ids.device.type
-        # transformers recomputes activations only in train mode; without dropout the two modes are the same function.
-        self.model.train(self._settings.gradient_checkpointing and torch.is_grad_enabled())
-        with contextlib.nullcontext() if dtype == "float32" else torch.autocast(device, dtype=torch.bfloat16):
+        rounded = contextlib.nullcontext() if dtype == "float32" else torch.autocast(device, dtype=torch.bfloat16)
+        with rounded, self._recomputing():
             hidden = self._from_padded_rows(micro) if self._padded else self._from_packed_rows(micro)
         outputs: TokenOutputs = self.head(hidden.to(getattr(torch, dtype)), micro.targets)
         return outputs
+
+    @contextlib.contextmanager
+    def _recomputing(self) -> Iterator[None]:
+        """transformers recomputes activations only in train mode. Nobody but the layers is in it: training must see the policy that
+        sampled, and in that mode some models add noise, or want inputs that we do not have."""
+        wanted = self._settings.gradient_checkpointing and torch.is_grad_enabled()
+        for module in self._recompute if wanted else ():
+            module.training = True
+        try:
+            yield
+        finally:
+            for module in self._recompute if wanted else ():
+                module.training = False
 
     def _from_packed_rows(self, micro: MicroBatch) -> Tensor:
         """[M, hidden]"""

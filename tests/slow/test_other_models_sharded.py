@@ -11,6 +11,6 @@ from tests.models import random_other_model
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "gemma2", "opt"])
 def test_two_ranks_train_what_the_engine_generates(name: str, tmp_path: Path) -> None:
-    agree_and_learn(
-        random_other_model(tmp_path / "model", name), tmp_path / "run", [*SEPARATE, "train.backend=fsdp", "placement.train_ranks=2"]
-    )
+    model = random_other_model(tmp_path / "model", name)
+    sharded = ["train.backend=fsdp", "placement.train_ranks=2", "train.gradient_checkpointing=true"]
+    agree_and_learn(model, tmp_path / "run", [*SEPARATE, *sharded])

@@ -82,7 +82,7 @@ class Likelier:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_trainer_says_what_transformers_says_and_the_engine_sees_what_it_learns(name: str, tmp_path: Path) -> None:
     plain, model = tiny_architecture(name), tiny_architecture(name)
-    trainer = SingleDevice(model, TrainSettings())
+    trainer = SingleDevice(model, TrainSettings(gradient_checkpointing=model.supports_gradient_checkpointing))
     engine = NativeEngine(model.config, trainer.lend_weights(LONGEST), slots=4, max_length=LONGEST)
     prompts = [*PROMPTS, PROMPTS[0]]
     rows = batch(prompts, [*generate(engine), generate(engine)[1]])

@@ -115,6 +115,7 @@ class ModuleBackend:
         self._longest = self._end = max_length
         self._cache = SlotCache(slots, max_length + SLACK)
         self._length = np.zeros(slots, np.int64)  # tokens of each row in the cache
+        self._model.eval()
         self._positions = "position_ids" in inspect.signature(self._model.forward).parameters
         self._check(min(slots, 2), max_length)
 
@@ -197,8 +198,6 @@ class ModuleBackend:
         cache, columns = self._cache, np.arange(seen + tokens.shape[1]) - padding[:, None]
         cache.row, cache.first, cache.seen = row, first, seen
         positions = {"position_ids": self._tensor(columns[:, seen:].clip(0))} if self._positions else {}
-        if self._model.training:  # as the trainer left it: in that mode some keep no keys and values
-            self._model.eval()
         return module(
             input_ids=self._tensor(tokens),
             attention_mask=self._tensor((columns >= 0).astype(np.int64)),
