@@ -78,8 +78,8 @@ class Control:
             answer = await self._answer(await reader.readline())
             writer.write(json.dumps(answer).encode() + b"\n")
             await writer.drain()
-        except (ConnectionError, ValueError):
-            pass  # it did not wait for the answer, or sent a line without an end
+        except (ConnectionError, ValueError, asyncio.CancelledError):
+            pass  # it did not wait for the answer, sent a line without an end, or we are closing
         finally:
             writer.close()
             self._asking.discard(task)

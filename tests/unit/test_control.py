@@ -101,7 +101,7 @@ def test_what_is_not_understood_is_said(command: str, arguments: dict[str, Any],
     asyncio.run(run())
 
 
-def test_a_job_that_ends_does_not_wait_for_who_asks_and_tells_them(tmp_path: Path) -> None:
+def test_a_job_that_ends_does_not_wait_for_who_asks_and_tells_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         async with job(tmp_path) as control:
             asking = asyncio.create_task(asyncio.to_thread(ask, tmp_path, "slow"))
@@ -111,6 +111,7 @@ def test_a_job_that_ends_does_not_wait_for_who_asks_and_tells_them(tmp_path: Pat
             await asking
 
     asyncio.run(run())
+    assert not caplog.records, "and makes no noise of it"
 
 
 def test_a_folder_without_sockets_does_not_stop_a_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
