@@ -82,7 +82,7 @@ def _row(step: int, group: Group) -> dict[str, Any]:
 def _answer(trajectory: Trajectory) -> dict[str, Any]:
     last = trajectory.turns[-1].completion
     return {
-        "reward": trajectory.reward,
+        "reward": trajectory.total_reward,
         "details": dict(trajectory.details),
         "tokens": trajectory.num_tokens,
         "finish": last.finish.value,

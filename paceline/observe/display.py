@@ -72,7 +72,7 @@ class Display:
         self._measure()
         prompt, answer = groups[0].prompt, groups[0].trajectories[0]
         asked = prompt.row.get("prompt", prompt.text)
-        self._sample = f"{asked!r} → {answer.text.strip()!r}  reward {answer.reward:g}"
+        self._sample = f"{asked!r} → {answer.text.strip()!r}  reward {answer.total_reward:g}"
         made, now = step - self._first_step, time.perf_counter()
         if not self._live and (made <= 3 or step % 10 == 0 or step == self._steps or now - self._said > QUIET_S):
             left = round((now - self._begun) / made * (self._steps - step))

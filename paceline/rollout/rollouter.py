@@ -118,7 +118,7 @@ class Rollouter:
         baseline = greedy.result() if self._greedy_baseline else None
         self._stages[seq] = "scored by the reward"
         scored = await self._score(prompt, trajectories + ([baseline] if baseline else []))
-        return Group(seq, prompt, scored[: len(trajectories)], started, clock(), scored[-1].reward if baseline else None)
+        return Group(seq, prompt, scored[: len(trajectories)], started, clock(), scored[-1].total_reward if baseline else None)
 
     async def _score(self, prompt: Prompt, trajectories: list[Trajectory]) -> tuple[Trajectory, ...]:
         scores = await self._reward.score(prompt, trajectories)

@@ -72,3 +72,9 @@ def test_the_greedy_answer_is_the_baseline_and_is_not_trained_on() -> None:
     for batch in world.trainer.batches:
         assert batch.num_rows == 6 and batch.baselines is not None
         assert batch.baselines.tolist() == [0.75] * 6 and batch.rewards.tolist() == [0.25, 0.5] * 3
+
+
+def test_the_greedy_answer_is_worth_what_its_turns_were_paid_too() -> None:
+    world = World(group_size=2, greedy_baseline=True, score=lambda _: [0.25, 0.5, 0.75], environment=PaidByTurn(str))
+    run_virtual(world.build().run())
+    assert all(batch.baselines is not None and batch.baselines.min() >= 1.75 for batch in world.trainer.batches)
