@@ -147,7 +147,7 @@ def _token_by_token(batch: Batch, settings: AlgorithmSettings, values: FloatArra
         padded(values, np.float64),
         padded(batch.mask, np.bool_),
         settings.gamma,
-        settings.lam if settings.needs_critic else 1.0,
+        settings.lam,
         padded(batch.token_rewards, np.float64),
     )
     return advantage[torch.from_numpy(inside)], returns[torch.from_numpy(inside)]
