@@ -51,6 +51,7 @@ def train(
     # a shell that starts a job in the background has it ignore Ctrl-C, and then a scheduler's signal would be ignored, too
     before = {signal.SIGTERM: signal.signal(signal.SIGTERM, terminate)}
     before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
+    config: RunConfig | None = None
     try:
         config = load_config(recipe, settings or ())
         if dry_run:
@@ -60,7 +61,7 @@ def train(
     except PacelineError as error:
         _fail(error)
     except KeyboardInterrupt:
-        console.print("\nstopped; the same command continues from the last checkpoint")
+        console.print(f"\nstopped{_going_on(config, fresh)}", highlight=False, soft_wrap=True)
         raise typer.Exit(128 + stopped_by) from None
     finally:
         for number, how in before.items():
@@ -204,6 +205,16 @@ def _train(config: "RunConfig", fresh: bool) -> None:
         done = f"{folder} has made {summary['steps']} of {config.steps} steps already; raise steps= to go on, or start over with --fresh"
         console.print(done, highlight=False, soft_wrap=True)
     closing_table(console, summary, str(folder))
+
+
+def _going_on(config: "RunConfig | None", fresh: bool) -> str:
+    """What the same command would do next."""
+    if config is None:
+        return ""
+    steps = sorted(path.name for path in Path(config.run_dir, "checkpoints").glob("step_*"))
+    if not steps:
+        return f" before the first checkpoint (save_every = {config.save_every}); the same command begins anew"
+    return f"; the same command {'without --fresh ' if fresh else ''}continues from step {int(steps[-1].removeprefix('step_'))}"
 
 
 def _ask(run: Path, command: str, **arguments: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import signal
 import subprocess
 import sys
@@ -294,17 +295,19 @@ def test_ctrl_c_and_a_schedulers_signal_stop_everything_and_say_how_to_go_on(
 ) -> None:
     """`ignoring`: Ctrl-C, as a shell has it for what it starts in the background."""
     separate = ["placement.actor=train", "placement.rollout=rollout"]
-    command = [sys.executable, "-m", "paceline.cli", "train", str(recipe), "steps=100000", *separate]
+    command = [sys.executable, "-m", "paceline.cli", "train", str(recipe), "steps=100000", "save_every=1", *separate]
     if ignoring:
         command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *command]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        metrics = tmp_path / "run" / "metrics.jsonl"
+        saved = tmp_path / "run" / "checkpoints" / "step_00000001"
         deadline = time.monotonic() + 240
-        while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        while not saved.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         children = psutil.Process(process.pid).children(recursive=True)
         assert children
         process.send_signal(number)
         output = process.communicate(timeout=30)[0]
-    assert process.returncode == code and "the same command continues" in output and "Traceback" not in output, output
+    assert process.returncode == code and re.search(r"the same command continues from step \d+\n", output) and "Traceback" not in output, (
+        output
+    )
     assert not any(child.is_running() for child in children)
