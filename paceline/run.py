@@ -38,7 +38,7 @@ from paceline.reward.reward import OwnFunction, Reward, TrustedReward, open_rewa
 from paceline.rollout.client import EngineClient
 from paceline.rollout.environment import Environment, MakeEnvironment, open_environment
 from paceline.rollout.fleet import Fleet
-from paceline.rollout.native.weights import SUPPORTED, check_generates, is_fast
+from paceline.rollout.native.weights import SUPPORTED, check_generates, is_fast, position_limit
 from paceline.rollout.rollouter import Rollouter
 from paceline.rollout.vllm_settings import check_vllm
 from paceline.sync.connect import connect
@@ -103,12 +103,15 @@ def check_model(config: RunConfig, model_path: str, source: PromptSource) -> Non
         )
     rope = getattr(shape, "rope_parameters", None) or {}
     reach = (getattr(shape, "max_position_embeddings", None) or float("inf")) * rope.get("factor", 1.0)
-    if source.longest + answered > reach and not rope and config.rollout.engine == "native":
+    ends = position_limit(model)
+    if ends is not None and source.longest >= ends:
         raise ModelError(
-            f"{model_path} has no positions beyond {reach:.0f} tokens; the longest prompt has {source.longest} and "
-            f"rollout.max_response_length = {answered}: lower it, or data.max_prompt_length"
+            f"the model has no positions beyond {ends} tokens, and the longest prompt has {source.longest}: leave out long ones "
+            "(data.max_prompt_length, data.on_bad_row = 'skip')"
         )
-    if source.longest + answered > reach:
+    if ends is not None and source.longest + answered > ends:
+        log.warning("the model has no positions beyond %d tokens: answers end there (the longest prompt has %d)", ends, source.longest)
+    elif source.longest + answered > reach:
         log.warning(
             "the model was made for %d tokens, the longest prompt has %d and rollout.max_response_length = %d: beyond it may be noise",
             reach, source.longest, answered,

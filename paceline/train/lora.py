@@ -75,9 +75,11 @@ class MergedWeights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         weight = self._base[name]
-        layer = self._layers.get(name.removesuffix(".weight"))
+        layer = self._layers.get(name)
         if layer is None:
             return weight
+        if weight.ndim != 2:  # of all experts
+            return weight + layer.get_delta_weight(ADAPTER).detach()
         a, b = layer.lora_A[ADAPTER].weight.detach(), layer.lora_B[ADAPTER].weight.detach()
         if layer.fan_in_fan_out:  # kept as [in, out]
             a, b = b.t(), a.t()
@@ -116,16 +118,20 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> d
 
 
 def adapted_layers(model: PreTrainedModel) -> dict[str, Any]:
-    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    """By the name of the weight they change."""
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    return {_base_name(f"{name}.{getattr(layer, 'parameter_name', 'weight')}"): layer for name, layer in layers.items()}
 
 
 def _base_name(name: str) -> str:
-    return name.replace(".base_layer.", ".")
+    while ".base_layer." in name:  # experts have a layer around each of their tensors
+        name = name.replace(".base_layer.", ".")
+    return name
 
 
 def _check_targets(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]:
     """Names of linear layers inside the decoder; the output layer is not among them, since it is read without its module."""
-    linear = {name.rpartition(".")[2] for name, module in model_body(model).named_modules() if type(module) in (nn.Linear, Conv1D)}
+    linear = {name.rpartition(".")[2] for name, module in model_body(model).named_modules() if isinstance(module, nn.Linear | Conv1D)}
     unknown = [name for name in wanted if name not in linear]
     if unknown:
         raise ConfigError(

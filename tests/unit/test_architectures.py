@@ -10,9 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from paceline.algo.loss import LossTerms, TokenData, TokenOutputs
+from paceline.models import model_body
 from paceline.rollout.native.engine import NativeEngine
 from paceline.rollout.native.module import ModuleWeights, engine_weights
-from paceline.train.settings import TrainSettings
+from paceline.train.lora import LoraDevice
+from paceline.train.settings import LoraSettings, TrainSettings
 from paceline.train.single import SingleDevice
 from paceline.types import Batch, Completion, Request, Sampling
 from tests.architectures import ARCHITECTURES, tiny_architecture
@@ -117,3 +119,35 @@ def learned(model: PreTrainedModel, rows: Batch) -> dict[str, torch.nn.Parameter
         logprobs = torch.log_softmax(model(ids, use_cache=False).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0]
         (-(logprobs * torch.from_numpy(rows.mask[start + 1 : stop]))).sum().backward()
     return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "falcon", "mixtral", "deepseek_v3"])  # transposed weights, linear layers of its own, experts
+def test_adapters_learn_and_reach_the_engine_merged(name: str) -> None:
+    model = tiny_architecture(name)
+    engine = NativeEngine(model.config, ModuleWeights(model, share=False), slots=4, max_length=LONGEST)
+    trainer = LoraDevice(model, TrainSettings(lora=LoraSettings(rank=2)))
+    before = generate(engine)
+    rows = batch(PROMPTS, before)
+    for _ in range(2):
+        trainer.forward_backward(rows, Likelier())
+        trainer.optimizer_step(0.1)
+    engine.load(trainer.merged_weights(), 1)
+    after = generate(engine)
+    assert [c.tokens.tolist() for c in after] != [c.tokens.tolist() for c in before]
+    found = trainer.logprobs(rows := batch(PROMPTS, after))[rows.mask]
+    assert np.abs(found - np.concatenate([c.logprobs for c in after])).max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "bloom", "gemma2", "llama4_text"])
+def test_a_critic_values_what_the_body_of_the_model_sees(name: str) -> None:
+    model = tiny_architecture(name)
+    rows = batch(PROMPTS, generate(NativeEngine(model.config, ModuleWeights(model, share=False), slots=4, max_length=LONGEST)))
+    critic = SingleDevice(model_body(model), TrainSettings(), head="value")
+    linear = critic._packed.head.linear
+    torch.nn.init.normal_(linear.weight)
+    found = critic.values(rows)
+    for start, stop in zip(rows.offsets[:-1], rows.offsets[1:], strict=True):
+        ids = torch.from_numpy(rows.tokens[start:stop].astype(np.int64))[None]
+        with torch.no_grad():
+            expected = linear(model_body(model)(input_ids=ids, use_cache=False).last_hidden_state[0, :-1])[:, 0].numpy()
+        np.testing.assert_allclose(found[start + 1 : stop], np.where(rows.mask[start + 1 : stop], expected, 0), atol=1e-4)

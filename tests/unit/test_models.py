@@ -22,7 +22,10 @@ from paceline.config import load_config as load_settings
 from paceline.data.tiny import make_tokenizer
 from paceline.errors import ModelError
 from paceline.models import load_generation_config
+from paceline.rollout.native.engine import NativeEngine
+from paceline.rollout.native.module import engine_weights
 from paceline.run import load_inputs
+from paceline.types import Request, Sampling
 from tests.models import random_model
 
 SHAPE: dict[str, Any] = {
@@ -54,8 +57,22 @@ def test_an_architecture_without_a_fast_path_is_taken_and_said_to_be_slower(tmp_
     model = saved(GPT2LMHeadModel(GPT2Config(vocab_size=len(make_tokenizer()), n_embd=16, n_layer=1, n_head=2, n_positions=80)), tmp_path)
     load_inputs(chosen(model, "rollout.max_response_length=16"))
     assert "'gpt2' generates through transformers' own module, slower" in caplog.text and "llama" in caplog.text
-    with pytest.raises(ModelError, match=r"no positions beyond 80 tokens.*rollout\.max_response_length = 79: lower it"):
-        load_inputs(chosen(model, "rollout.max_response_length=79"))
+
+
+def test_where_positions_end_answers_end_and_longer_prompts_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shape = GPT2Config(vocab_size=len(make_tokenizer()), n_embd=16, n_layer=1, n_head=2, n_positions=24)
+    model = GPT2LMHeadModel(shape)
+    load_inputs(chosen(saved(model, tmp_path), "rollout.max_response_length=30"))
+    assert "no positions beyond 24 tokens: answers end there" in caplog.text
+    engine = NativeEngine(shape, engine_weights(model, share=True, max_length=94), slots=2, max_length=94)
+    engine.submit([Request("r", (3, 4, 5), 0, Sampling(30))])
+    while not (done := engine.step()):
+        pass
+    assert len(done[0][1]) == 21
+    shape.n_positions = 4
+    shape.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"no positions beyond 4 tokens.*leave out long ones \(data\.max_prompt_length"):
+        load_inputs(chosen(str(tmp_path)))
 
 
 def test_an_architecture_that_remembers_more_than_keys_and_values_is_refused(tmp_path: Path) -> None:

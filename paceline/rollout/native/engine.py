@@ -18,7 +18,7 @@ from paceline.errors import RolloutError
 from paceline.rollout.native.backend import Backend, Burst, Piece, choose_backend
 from paceline.rollout.native.slots import Sequence as Running
 from paceline.rollout.native.slots import Slots, already_ended, refusal
-from paceline.rollout.native.weights import EngineWeights
+from paceline.rollout.native.weights import EngineWeights, position_limit
 from paceline.types import Completion, Finish, Request
 
 Finished = list[tuple[str, Completion]]
@@ -70,6 +70,7 @@ class NativeEngine:
         """`slots`: sequences decoded at a time; `max_length`: tokens of prompt and answer together; `decode`: tokens to text,
         needed for stop strings; `kv_memory_fraction`: of a GPU's free memory, for keys and values; `brief`: bursts of about 2 ms at most,
         since whoever brings new weights while it works has to wait for the one under way."""
+        max_length = min(max_length, position_limit(config) or max_length)
         self._weights = weights
         self._backend = backend or choose_backend(config, weights, slots, max_length, kv_memory_fraction, brief)
         self._slots = Slots(slots, max_length)

@@ -259,6 +259,12 @@ def rope_reach(text: PretrainedConfig) -> int | None:
     return min(reaches, default=None)
 
 
+def position_limit(config: PretrainedConfig) -> int | None:
+    """Where positions end, in models that keep a table of them instead of turning by an angle."""
+    text = config.get_text_config()
+    return None if getattr(text, "rope_parameters", None) else getattr(text, "max_position_embeddings", None)
+
+
 def is_fast(config: PretrainedConfig, max_length: int) -> bool:
     """Can our own forward pass generate sequences of this length?"""
     try:
