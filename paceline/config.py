@@ -26,7 +26,7 @@ from paceline.schedule import ScheduleSettings
 from paceline.settings import Settings
 from paceline.sync.synchronizer import SyncSettings
 from paceline.train.settings import TrainSettings
-from paceline.types import Role
+from paceline.types import OnSync, Role
 
 
 class RunConfig(Settings):
@@ -121,6 +121,20 @@ class RunConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _weights_hold_still(self) -> "RunConfig":
+        """Where the engine reads the trainer's own weights, they change with every step, under whatever is being generated."""
+        schedule, copied = self.schedule, self.placement.overlap or self.train.lora is not None or self.rollout.engine != "native"
+        drained = schedule.max_staleness > 0 and schedule.on_sync is OnSync.DRAIN
+        if self.in_place and not copied and (drained or schedule.sync_every > 1):
+            wrong = "schedule.on_sync = 'drain'" if drained else f"schedule.sync_every = {schedule.sync_every}"
+            raise ValueError(
+                f"{wrong} contradicts placement.rollout = placement.actor = {self.placement.actor!r} with schedule.max_staleness = "
+                f"{schedule.max_staleness}: the engine reads the trainer's own weights, so running answers get new ones with every step; "
+                "give rollout a pool of its own, set placement.overlap = true, or use on_sync = 'swap' and sync_every = 1"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _pools_have_roles(self) -> "RunConfig":
         for role, used, how in (
             (Role.CRITIC, self.algorithm.needs_critic, "use an algorithm with a critic (algorithm.name = 'ppo')"),
@@ -147,6 +161,12 @@ class RunConfig(Settings):
     @property
     def heartbeat_timeout_s(self) -> float:
         return self.fleet.heartbeat_timeout_s or min(30.0, max(5.0, self.rollout.generation_timeout / 2))
+
+    @property
+    def slots(self) -> int:
+        """Of each engine: no more than attempts can be under way, since every slot has its memory."""
+        attempts = self.group_size + self.algorithm.needs_greedy_baseline
+        return min(self.rollout.slots, self.schedule.capacity(self.groups_per_step) * attempts)
 
     @property
     def max_queue_size(self) -> int:
