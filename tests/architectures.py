@@ -43,7 +43,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt_oss": EXPERTS | {"head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
     "mistral": {"sliding_window": 6},  # known, but with a window shorter than the sequences
     "llama4_text": EXPERTS | {"attention_chunk_size": 6, "intermediate_size_mlp": 48, "head_dim": 8, "no_rope_layers": [1, 0]},
-    "deepseek_v3": EXPERTS | {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
+    "deepseek_v3": EXPERTS | {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 6,
         "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4},
 }  # fmt: skip
 

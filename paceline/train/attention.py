@@ -45,7 +45,7 @@ def packed_attention(
         )
         return result
     window = sliding_window if sliding_window is not None and sliding_window < row_layout.longest else None
-    if row_layout.varlen is not None and query.dtype == torch.bfloat16 and window is None and not special:
+    if row_layout.varlen is not None and window is None and not special and _fits_flash(query, value):
         return _end_to_end(query, key, value, row_layout.varlen, scale)[None], None
     q, k, v = (_unpack(states, row_layout) for states in (query, key, value))
     if special:
@@ -58,6 +58,11 @@ def packed_attention(
     else:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     return out.transpose(1, 2).flatten(0, 1).index_select(0, row_layout.slots)[None], None
+
+
+def _fits_flash(query: Tensor, value: Tensor) -> bool:
+    size = query.shape[-1]
+    return query.dtype == torch.bfloat16 and size == value.shape[-1] and size % 8 == 0 and size <= 256
 
 
 def _unpack(states: Tensor, layout: RowLayout) -> Tensor:
@@ -82,10 +87,10 @@ def _short_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     kv = k.shape[1]
     # Query heads that share a key head are stacked along the length: one product per key head, nothing repeated.
     q = (q * scale).reshape(rows * kv, heads // kv * length, size)
-    k, v = k.reshape(rows * kv, length, size), v.reshape(rows * kv, length, size)
+    k, v = k.reshape(rows * kv, length, size), v.reshape(rows * kv, length, v.shape[-1])
     future = torch.full((length, length), float("-inf"), dtype=q.dtype).triu_(1)
     scores = torch.bmm(q, k.transpose(1, 2)).view(rows * kv, heads // kv, length, length) + future
-    return torch.bmm(scores.softmax(-1).view(rows * kv, -1, length), v).view(rows, heads, length, size)
+    return torch.bmm(scores.softmax(-1).view(rows * kv, -1, length), v).view(rows, heads, length, v.shape[-1])
 
 
 def _step_by_step(
