@@ -26,7 +26,7 @@ from paceline.schedule import ScheduleSettings
 from paceline.settings import Settings
 from paceline.sync.synchronizer import SyncSettings
 from paceline.train.settings import TrainSettings
-from paceline.types import OnSync, Role
+from paceline.types import Role
 
 
 class RunConfig(Settings):
@@ -121,20 +121,6 @@ class RunConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _weights_hold_still(self) -> "RunConfig":
-        """Where the engine reads the trainer's own weights, they change with every step, under whatever is being generated."""
-        schedule, copied = self.schedule, self.placement.overlap or self.train.lora is not None or self.rollout.engine != "native"
-        drained = schedule.max_staleness > 0 and schedule.on_sync is OnSync.DRAIN
-        if self.in_place and not copied and (drained or schedule.sync_every > 1):
-            wrong = "schedule.on_sync = 'drain'" if drained else f"schedule.sync_every = {schedule.sync_every}"
-            raise ValueError(
-                f"{wrong} contradicts placement.rollout = placement.actor = {self.placement.actor!r} with schedule.max_staleness = "
-                f"{schedule.max_staleness}: the engine reads the trainer's own weights, so running answers get new ones with every step; "
-                "give rollout a pool of its own, set placement.overlap = true, or use on_sync = 'swap' and sync_every = 1"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _pools_have_roles(self) -> "RunConfig":
         for role, used, how in (
             (Role.CRITIC, self.algorithm.needs_critic, "use an algorithm with a critic (algorithm.name = 'ppo')"),
@@ -157,6 +143,11 @@ class RunConfig(Settings):
     def in_place(self) -> bool:
         """Whether the engine reads the trainer's own parameters, so that new weights need not travel."""
         return self.train.backend == "single" and self.placement.shared(Role.ACTOR, Role.ROLLOUT)
+
+    @property
+    def lends_weights(self) -> bool:
+        """Whether the engine computes with the trainer's very own parameters, which change under whatever it generates."""
+        return self.in_place and not self.placement.overlap and self.train.lora is None and self.rollout.engine == "native"
 
     @property
     def heartbeat_timeout_s(self) -> float:

@@ -160,6 +160,8 @@ class Loop:
         while self.step < self._settings.steps:
             begun = clock()
             groups = await self._take()
+            self.waits["train"] = "generations to make way for the train step"
+            await self._synchronizer.make_way()
             taken = clock()
             batch = assemble(groups)
             staleness = [self.step - group.version_min for group in groups]

@@ -170,7 +170,9 @@ async def train(
         fleet = _fleet(config, cluster, plans, workers[Role.ROLLOUT])
         stack.push_async_callback(fleet.close)
         rollouter = _rollouter(config, inputs, fleet, agent, scorer)
-        synchronizer = ParameterSynchronizer(await _transport(config, workers), fleet, rollouter, config.schedule.on_sync, config.sync)
+        lent = config.lends_weights and config.schedule.max_staleness > 0  # else nothing is generated while training
+        transport = await _transport(config, workers)
+        synchronizer = ParameterSynchronizer(transport, fleet, rollouter, config.schedule.on_sync, config.sync, lent)
         await synchronizer.sync_weights(start.step)  # engines serve the checkpoint's weights, and the path is known to work
 
         answers = Answers(folder, config.save_answers, start.step)
@@ -294,7 +296,7 @@ def _loop_settings(config: RunConfig) -> LoopSettings:
     return LoopSettings(
         steps=config.steps,
         groups_per_step=config.groups_per_step,
-        sync_every=config.schedule.sync_every,
+        sync_every=1 if config.lends_weights else config.schedule.sync_every,  # the engine has new weights with every step
         save_every=config.save_every,
         max_failed_groups=config.rollout.max_failed_groups,
         dynamic_sampling=config.algorithm.dynamic_sampling,

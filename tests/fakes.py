@@ -66,6 +66,11 @@ class FakeEngine:
         self._frozen = False
         self._moved = Pulse()
 
+    @property
+    def weights(self) -> int:
+        """The version of what it computes with."""
+        return self.version
+
     def die(self) -> None:
         self.worker.fence(WorkerDied(f"worker {self.worker.name!r} died"))
 
@@ -103,7 +108,7 @@ class FakeEngine:
                 while (self._held and state["end"] is None) or self._frozen:
                     await self._moved.wait()
                 if state["end"] is None:
-                    tokens.append(self.version)
+                    tokens.append(self.weights)
                     versions.append(self.version)
                     self.tokens += 1
         finally:
@@ -264,6 +269,7 @@ class World:
     score: Callable[[Prompt], list[float] | None] | None = None
     environment: Environment = field(default_factory=lambda: SingleTurn(str))
     guards: Sequence[tuple[str, asyncio.Future[None]]] = ()
+    lent: bool = False
 
     def build(self, ledger: Ledger | None = None) -> Loop:
         rng = random.Random(self.seed)
@@ -294,7 +300,7 @@ class World:
             generation_timeout=self.generation_timeout,
             hedge_after_s=self.hedge_after_s,
         )
-        self.synchronizer = ParameterSynchronizer(FakeTransport(), self.fleet, self.rollouter, self.schedule.on_sync)
+        self.synchronizer = ParameterSynchronizer(FakeTransport(), self.fleet, self.rollouter, self.schedule.on_sync, lent=self.lent)
         self.saves: list[int] = []
 
         async def save(step: int) -> None:

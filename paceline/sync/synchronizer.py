@@ -50,7 +50,9 @@ class ParameterSynchronizer:
         rollouter: Rollouter,
         on_sync: OnSync,
         settings: SyncSettings | None = None,
+        lent: bool = False,
     ) -> None:
+        """`lent`: the engine computes with the trainer's very own weights, which a train step changes."""
         self.version = 0  # what every engine in rotation has
         self.retried = 0
         self.seconds: list[float] = []
@@ -59,8 +61,15 @@ class ParameterSynchronizer:
         self._rollouter = rollouter
         self._on_sync = on_sync
         self._settings = settings or SyncSettings()
+        self._lent = lent
         self._weights: Weights | None = None  # the newest; None while they are being published
         self._published = Pulse()
+
+    async def make_way(self) -> None:
+        """Before a train step: if it changes weights under running generations, these stop first, as `on_sync` says, so that every token
+        is of the version it says. They go on after `sync_weights`."""
+        if self._lent:
+            await self._rollouter.pause_rollout("sync")
 
     async def sync_weights(self, version: int) -> bool:
         """Make `version` live on all engines in rotation. True when it is; raises SyncError when it cannot be."""

@@ -12,7 +12,7 @@ from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger
 from paceline.schedule import ScheduleSettings
 from paceline.types import OnSync, Prompt
-from tests.fakes import World
+from tests.fakes import FakeEngine, World
 from tests.virtual import run_virtual
 
 MODES = {
@@ -45,6 +45,27 @@ def staleness_in_data(world: World) -> list[int]:
         assert (batch.versions[batch.mask] == batch.tokens[batch.mask]).all(), "a token is labelled with another version than made it"
         found += [step - int(row[row >= 0].min()) for row in np.split(batch.versions, batch.offsets[1:-1])]
     return found
+
+
+class Lent(FakeEngine):
+    """Computes with the trainer's very own weights, which are new when a train step ends, whatever version it thinks it has."""
+
+    trained: list[int]
+
+    @property
+    def weights(self) -> int:
+        return len(self.trained)
+
+
+@pytest.mark.parametrize("mode", ["one step off", "async swap", "async interrupt"])
+def test_tokens_are_of_the_version_they_say_also_where_the_engine_has_the_trainers_own_weights(mode: str) -> None:
+    for seed in range(50):
+        world = random_world(seed, MODES[mode])
+        world.make_engine, world.num_engines, world.lent = Lent, 1, True
+        loop = world.build()
+        world.engines[0].trained = world.trainer.steps  # type: ignore[attr-defined]
+        run_virtual(loop.run())
+        assert max(staleness_in_data(world)) <= world.schedule.max_staleness
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -167,13 +167,3 @@ def test_a_worker_that_joins_a_running_job_gets_the_least_used_gpu(monkeypatch: 
     assert [cluster.gpus(PlannedWorker(name, (), devices=(Device("local", index),))) for name, index in planned] == [[0], [1], [1]]
     joined = ("rollout-2", "rollout-3", "rollout-2")  # the last one is replaced
     assert [cluster.gpus(PlannedWorker(name, ())) for name in joined] == [[2], [0], [2]]
-
-
-@pytest.mark.parametrize("wrong", [["schedule.on_sync=drain"], ["schedule.on_sync=swap", "schedule.sync_every=2"]])
-def test_an_engine_that_reads_the_trainers_own_weights_cannot_keep_old_ones(wrong: list[str]) -> None:
-    ahead = ["schedule.max_staleness=2", *wrong]
-    with pytest.raises(ConfigError, match="running answers get new ones with every step"):
-        load_config(None, ahead)
-    for copied in (SEPARATE, ["placement.overlap=true"], ["train.lora.rank=4"], ["train.backend=fsdp", "placement.train_ranks=2"]):
-        load_config(None, [*ahead, *copied])
-    load_config(None, ["schedule.max_staleness=2", "schedule.on_sync=swap"])
