@@ -131,7 +131,7 @@ def _rollout(config: RunConfig, model_path: str, actor: Any) -> Any:
     engine = NativeEngine(
         load_config(model_path),
         weights,
-        slots=config.rollout.slots,
+        slots=config.slots,
         max_length=config.data.max_prompt_length + config.rollout.max_response_length,
         decode=decode,
         kv_memory_fraction=config.rollout.kv_memory_fraction,
@@ -171,7 +171,7 @@ def _vllm(config: RunConfig, model_path: str, actor: Any, service: Any) -> Any:
         model_path,
         config.rollout.vllm,
         dtype=config.train.dtype,
-        slots=config.rollout.slots,
+        slots=config.slots,
         max_length=config.data.max_prompt_length + config.rollout.max_response_length,
         decode=load_tokenizer(model_path).decode if config.rollout.stop else None,
         kv_memory_fraction=config.rollout.kv_memory_fraction,

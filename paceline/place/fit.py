@@ -106,7 +106,7 @@ def _rollout(config: RunConfig, model: PretrainedConfig, shared: bool) -> Need:
     shape = model_shape(model)
     token = 2 * shape.layers * shape.kv_heads * shape.head_dim * _itemsize(config)
     sequence = token * (config.data.max_prompt_length + config.rollout.max_response_length)
-    return Need(weights + sequence, weights + sequence * config.rollout.slots)
+    return Need(weights + sequence, weights + sequence * config.slots)
 
 
 def _parameters(model: PretrainedConfig, kind: Any = AutoModelForCausalLM) -> int:

@@ -44,11 +44,11 @@ class RolloutSettings(Settings):
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end an answer, besides the tokenizer's end tokens."""
     slots: int = Field(64, ge=1)
-    """Sequences an engine decodes at the same time."""
+    """Sequences an engine decodes at the same time, if so many are under way."""
     kv_memory_fraction: float = Field(0.5, gt=0, le=1)
     """Share of a GPU's free memory that keys and values may take; no more is taken than `slots` can use."""
     generation_timeout: float = Field(120.0, gt=0)
-    """Seconds one answer may take, from request to last token."""
+    """Seconds one answer may take, from when an engine has room for its prompt to its last token."""
     min_group_size: int | None = Field(None, ge=1)
     """Attempts that must end in time for a group to count; the late ones are given up. Unset: all of them."""
     environment: str | None = None
@@ -73,11 +73,12 @@ class Rollouter:
         on_sync: OnSync,
         generation_timeout: float,
         hedge_after_s: float | None = None,
+        slots: int | None = None,
     ) -> None:
         self.changed = fleet.changed
         self._holds: set[str] = set()  # who wants it to be paused
         self._fleet = fleet
-        self._router = Router(fleet, hedge_after_s)
+        self._router = Router(fleet, hedge_after_s, slots and slots + group_size)  # one prompt more, for its next free slots
         self._environment = environment
         self._reward = reward
         self._sampling = sampling
@@ -184,7 +185,8 @@ class Rollouter:
             log.warning("group %d goes on without one of its attempts: %s", seq, error)
             return None
         finally:
-            lane.leave()
+            if lane.leave():
+                self.changed.fire()
 
     def _generate(self, lane: Lane, seq: int, index: int, prompt: Prompt) -> Generate:
         turns = itertools.count()

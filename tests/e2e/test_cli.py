@@ -149,6 +149,14 @@ def test_a_run_goes_on_with_more_time_or_less_memory_but_not_with_another_task()
     assert differences(before, other) == ["data.task: was 'sort:5', is now 'copy:5'"]
 
 
+def test_an_engine_has_no_more_slots_than_attempts_can_be_under_way() -> None:
+    few = ["groups_per_step=2", "group_size=4", "rollout.slots=256"]
+    assert load_config(None, few).slots == 8
+    assert load_config(None, [*few, "schedule.max_staleness=2"]).slots == 24
+    assert load_config(None, [*few, "algorithm.name=remax"]).slots == 10
+    assert load_config(None, [*few, "rollout.slots=3"]).slots == 3
+
+
 def test_the_documents_names_are_accepted_and_win_over_the_recipe(recipe: Path) -> None:
     result = paceline(recipe, "schedule.staleness_threshold=3", "total_training_steps=7", "train_batch_size=3", "--dry-run")
     shown = json.loads(result.output)
