@@ -177,9 +177,9 @@ def _load(settings: DataSettings, tokenizer: "PreTrainedTokenizerBase", seed: in
         read = reads[i]
         name = read.row.get("id")
         uid = read.where if name is None else str(name)
-        if uid in rows:
-            problems[i] = f"id {uid!r} was already used at {rows[uid].where}"
-        elif not 0 < len(tokens) <= settings.max_prompt_length:
+        if uid in rows:  # the id of a passage with several questions, say
+            uid = f"{uid} ({read.where})"
+        if not 0 < len(tokens) <= settings.max_prompt_length:
             problems[i] = f"the prompt has {len(tokens)} tokens; data.max_prompt_length = {settings.max_prompt_length}"
         else:
             rows[uid] = _Row(uid, read.where, text, tokens, given[i])

@@ -136,11 +136,10 @@ def test_a_bad_row_is_named_by_file_and_number(kind: str, tmp_path: Path) -> Non
     assert [bad.where for bad in skipping.bad_rows] == ["a.jsonl:2"]
 
 
-def test_a_repeated_id_is_a_bad_row(tmp_path: Path) -> None:
+def test_rows_that_share_an_id_are_told_apart_by_their_place(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", GOOD | {"id": "q1"}, GOOD | {"id": "q2"}, GOOD | {"id": "q1"})
-    with pytest.raises(DataError, match=r"a\.jsonl:3: id 'q1' was already used at a\.jsonl:1"):
-        source(path)
-    assert source(path, on_bad_row="skip", shuffle=False)[1].uid == "q2"
+    prompts = source(path, shuffle=False)
+    assert [prompts[i].uid for i in range(3)] == ["q1", "q2", "q1 (a.jsonl:3)"]
 
 
 def test_a_row_without_an_id_goes_by_its_place(tmp_path: Path) -> None:
