@@ -282,6 +282,7 @@ def _rollouter(config: RunConfig, inputs: Inputs, fleet: Fleet, agent: Environme
         on_sync=config.schedule.on_sync,
         generation_timeout=settings.generation_timeout,
         hedge_after_s=config.fleet.hedge_after_s,
+        slots=settings.slots,
     )
 
 

@@ -266,10 +266,11 @@ class World:
     max_restarts: int = 3
     heartbeat_timeout_s: float = 20.0
     hedge_after_s: float | None = None
+    slots: int | None = None
     score: Callable[[Prompt], list[float] | None] | None = None
     environment: Environment = field(default_factory=lambda: SingleTurn(str))
-    guards: Sequence[tuple[str, asyncio.Future[None]]] = ()
     lent: bool = False
+    guards: Sequence[tuple[str, asyncio.Future[None]]] = ()
 
     def build(self, ledger: Ledger | None = None) -> Loop:
         rng = random.Random(self.seed)
@@ -299,6 +300,7 @@ class World:
             on_sync=self.schedule.on_sync,
             generation_timeout=self.generation_timeout,
             hedge_after_s=self.hedge_after_s,
+            slots=self.slots,
         )
         self.synchronizer = ParameterSynchronizer(FakeTransport(), self.fleet, self.rollouter, self.schedule.on_sync, lent=self.lent)
         self.saves: list[int] = []

@@ -48,7 +48,7 @@ class RolloutSettings(Settings):
     kv_memory_fraction: float = Field(0.5, gt=0, le=1)
     """Share of a GPU's free memory that keys and values may take; no more is taken than `slots` can use."""
     generation_timeout: float = Field(120.0, gt=0)
-    """Seconds one answer may take, from when an engine has room for its prompt to its last token."""
+    """Seconds one answer may take, from when an engine has taken its prompt to its last token."""
     min_group_size: int | None = Field(None, ge=1)
     """Attempts that must end in time for a group to count; the late ones are given up. Unset: all of them."""
     environment: str | None = None
@@ -78,7 +78,7 @@ class Rollouter:
         self.changed = fleet.changed
         self._holds: set[str] = set()  # who wants it to be paused
         self._fleet = fleet
-        self._router = Router(fleet, hedge_after_s, slots and slots + group_size)  # one prompt more, for its next free slots
+        self._router = Router(fleet, hedge_after_s, slots and 2 * slots)  # so many again wait there, and no slot is ever idle
         self._environment = environment
         self._reward = reward
         self._sampling = sampling

@@ -1,5 +1,6 @@
 """Which engine a prompt goes to. All attempts at one prompt stay together, since they share its prefill; a prompt goes to the engine
-with the most room; an engine that is behind, leaving or dead gets none.
+with the most room; an engine that is behind, leaving or dead gets none. One that has twice as many
+attempts as slots gets none either: what is left waits here, where no time of an answer passes and newer weights may still come first.
 
 Waits for: nothing (the rollouter waits until an engine is in rotation). An engine that is lost hands back what it was given: the
 answer goes on elsewhere from where it last stood, and random numbers hashed from its seed make it the same answer.
@@ -18,15 +19,30 @@ MAX_LOSSES = 3  # engines that may die under a prompt before the prompt is suspe
 
 
 class Router:
-    def __init__(self, members: Iterable[Member], hedge_after_s: float | None = None) -> None:
-        """`members`: the live view of who is there. `hedge_after_s`: start a late answer on a second engine too."""
+    def __init__(self, members: Iterable[Member], hedge_after_s: float | None = None, most: int | None = None) -> None:
+        """`members`: the live view of who is there. `hedge_after_s`: start a late answer on a second engine too. `most`: an engine that
+        has so many attempts gets no more; None: whatever comes."""
         self.hedge_after_s = hedge_after_s
         self._members = members
+        self._most = most
+        self._waited_for = False  # room
 
     def choose(self, avoid: Member | None = None) -> Member | None:
         """The engine in rotation with the most room; the first of equals, so that a wave of prompts is always dealt out alike."""
         candidates = [member for member in self._members if member.in_rotation and member is not avoid]
-        return min(candidates, key=_pressure, default=None)
+        free = [member for member in candidates if self._has_room(member)]
+        self._waited_for |= not free
+        return min(free, key=_pressure, default=None)
+
+    def made_room(self, member: Member) -> bool:
+        """One attempt on it is over; whether that is what somebody waits for."""
+        if not self._waited_for or not self._has_room(member):
+            return False
+        self._waited_for = False
+        return True
+
+    def _has_room(self, member: Member) -> bool:
+        return self._most is None or member.load < self._most
 
 
 def _pressure(member: Member) -> tuple[bool, float]:
@@ -56,11 +72,13 @@ class Lane:
             self._move(self._router.choose())
         return self._member is not None
 
-    def leave(self) -> None:
-        """One of the attempts is over."""
+    def leave(self) -> bool:
+        """One of the attempts is over; whether somebody may wait for its room."""
         self._attempts -= 1
-        if self._member:
-            self._member.load -= 1
+        if self._member is None:
+            return False
+        self._member.load -= 1
+        return self._router.made_room(self._member)
 
     def close(self) -> None:
         self._move(None)

@@ -343,3 +343,19 @@ def test_prompts_go_where_there_is_most_room_and_all_attempts_at_one_stay_togeth
         assert all(len(engine.running) == 16 for engine in world.engines)
 
     play(World(schedule=MODES["one step off"], num_engines=2, groups_per_step=4, group_size=4), script)
+
+
+def test_an_engine_gets_no_more_than_it_has_slots_for_and_no_time_of_an_answer_passes_before_that() -> None:
+    most: list[int] = []
+
+    class Slotted(FakeEngine):
+        async def _produce(self, request: Request) -> Completion:
+            most.append(len(self.running))
+            return await super()._produce(request)
+
+    world = World(schedule=MODES["async swap"], elastic=True, steps=2, groups_per_step=100, group_size=4, make_engine=Slotted)
+    world.slots, world.generation_timeout = 8, 200.0
+    play(world, lambda _: asyncio.sleep(0))
+    assert max(most) < 2 * 8 + 4, "its slots, and as many again that wait for one"
+    assert [group.seq for group in world.notes.groups] == list(range(2 * 100)) and not world.ledger.dropped
+    assert max(group.finished_s - group.started_s for group in world.notes.groups) > 200, "some waited for longer than an answer may take"
