@@ -69,6 +69,39 @@ def train(
 
 
 @app.command()
+def evaluate(
+    recipe: Annotated[Path, typer.Argument(help="A recipe, for example recipes/gsm8k.toml", show_default=False)],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(help="key=value, for example model=runs/x/checkpoints/step_00000100/actor data.path=test.jsonl", show_default=False),
+    ] = None,
+    attempts: Annotated[int, typer.Option("--attempts", "-n", min=1, help="At each prompt; one is greedy, several are drawn.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Score a model on every row of its data, without training it."""
+    from paceline.config import load_config
+
+    try:
+        config = load_config(recipe, settings or ())
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        _log_to_console()
+        with console.status("loading torch and transformers …") as status:
+            from paceline.evaluate import evaluate, for_evaluation
+
+            chosen = for_evaluation(config, attempts, 0.0 if attempts == 1 else config.rollout.temperature)
+            found = asyncio.run(evaluate(chosen, lambda done, of: status.update(f"{done} of {of} prompts answered …")))
+    except PacelineError as error:
+        _fail(error)
+    except KeyboardInterrupt:
+        raise typer.Exit(128 + signal.SIGINT) from None
+    if as_json:
+        console.print_json(data=found)
+    else:
+        for name, value in found.items():
+            console.print(f"{name:20} {value:.4g}", highlight=False)
+
+
+@app.command()
 def plan(
     recipe: Annotated[Path, typer.Argument(help="A recipe, for example recipes/split.toml", show_default=False)],
     settings: Annotated[list[str] | None, typer.Argument(help="key=value", show_default=False)] = None,

@@ -167,9 +167,9 @@ async def train(
         )
         if start.checkpoint:
             await _restore(start.checkpoint, trainer, inputs.source)
-        fleet = _fleet(config, cluster, plans, workers[Role.ROLLOUT])
+        fleet = make_fleet(config, cluster, plans, workers[Role.ROLLOUT])
         stack.push_async_callback(fleet.close)
-        rollouter = _rollouter(config, inputs, fleet, agent, scorer)
+        rollouter = make_rollouter(config, inputs, fleet, agent, scorer)
         lent = config.lends_weights and config.schedule.max_staleness > 0  # else nothing is generated while training
         transport = await _transport(config, workers)
         synchronizer = ParameterSynchronizer(transport, fleet, rollouter, config.schedule.on_sync, config.sync, lent)
@@ -237,7 +237,7 @@ async def _answers(questions: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 
-def _fleet(config: RunConfig, cluster: Cluster, plans: Sequence[PlannedWorker], workers: Sequence[Worker]) -> Fleet:
+def make_fleet(config: RunConfig, cluster: Cluster, plans: Sequence[PlannedWorker], workers: Sequence[Worker]) -> Fleet:
     """The engines. Those in a worker of their own can be replaced, and more can join them."""
     by_name = {plan.name: plan for plan in plans}
     pool = config.placement.pool(Role.ROLLOUT)
@@ -257,7 +257,7 @@ def _fleet(config: RunConfig, cluster: Cluster, plans: Sequence[PlannedWorker], 
     )
 
 
-def _rollouter(config: RunConfig, inputs: Inputs, fleet: Fleet, agent: Environment, reward: Reward) -> Rollouter:
+def make_rollouter(config: RunConfig, inputs: Inputs, fleet: Fleet, agent: Environment, reward: Reward) -> Rollouter:
     tokenizer, settings = inputs.tokenizer, config.rollout
     ends = stop_token_ids(tokenizer, inputs.generation)
     if not ends and not settings.stop:

@@ -1,0 +1,95 @@
+"""A model on its data without training: every row once, scored as a run would score it.
+
+Waits for: the engine and the reward, for as many groups at a time as fill the engine.
+"""
+
+import asyncio
+import tempfile
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.algo.settings import AlgorithmSettings
+from paceline.awake import stay_awake
+from paceline.config import RunConfig
+from paceline.errors import first_error
+from paceline.place.placement import PlacementSettings
+from paceline.place.pools import close_workers, open_cluster, plan_workers, start_workers
+from paceline.reward.model import ModelReward
+from paceline.reward.reward import TrustedReward, open_reward
+from paceline.rollout.environment import open_environment
+from paceline.run import load_inputs, make_fleet, make_rollouter
+from paceline.schedule import ScheduleSettings
+from paceline.sync.synchronizer import ParameterSynchronizer
+from paceline.sync.transport import InPlace
+from paceline.types import Finish, Group, Role
+
+
+def for_evaluation(config: RunConfig, attempts: int, temperature: float) -> RunConfig:
+    """The same model, data and reward in one process that learns nothing."""
+    changed: dict[str, Any] = {"group_size": attempts, "cluster": "local", "algorithm": AlgorithmSettings(), "schedule": ScheduleSettings()}
+    parts = {
+        "placement": PlacementSettings(threads=config.placement.threads),
+        "rollout": config.rollout.model_copy(update={"temperature": temperature}),
+        "train": config.train.model_copy(update={"backend": "single", "lora": None, "tensor_parallel": 1, "pipeline_parallel": 1}),
+        "groups_per_step": max(1, config.rollout.slots // attempts) + 1,  # under way at a time
+    }
+    return config.model_copy(update=changed | parts)
+
+
+async def evaluate(config: RunConfig, done: Callable[[int, int], None] | None = None) -> dict[str, Any]:
+    """The mean reward of all rows and what else there is to say. `done(groups, of)` is told as it goes."""
+    stay_awake(asyncio.get_running_loop())
+    inputs = load_inputs(config)
+    agent = open_environment(config.rollout.environment, inputs.tokenizer)
+    async with AsyncExitStack() as stack:
+        judge = None if config.reward.model else await open_reward(config.reward, config.data.task)
+        if judge:
+            stack.push_async_callback(judge.close)
+        if isinstance(judge, TrustedReward):
+            judge.check(inputs.source.rows())
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
+        cluster = await open_cluster(config, inputs.model_path, logs)
+        stack.push_async_callback(cluster.close)
+        plans = plan_workers(config, cluster.nodes())
+        workers = await start_workers(cluster, plans)
+        stack.push_async_callback(close_workers, workers)
+        fleet = make_fleet(config, cluster, plans, workers[Role.ROLLOUT])
+        stack.push_async_callback(fleet.close)
+        scorer = judge or ModelReward(workers[Role.REWARD][0], config.data.prompt_key, config.data.system)
+        rollouter = make_rollouter(config, inputs, fleet, agent, scorer)
+        await ParameterSynchronizer(InPlace(), fleet, rollouter, config.schedule.on_sync, config.sync).sync_weights(0)
+        room = asyncio.Semaphore(config.groups_per_step)
+        groups: list[Group] = []
+
+        async def one(seq: int) -> None:
+            async with room:
+                groups.append(await rollouter.run(seq, inputs.source[seq]))
+            if done:
+                done(len(groups), len(inputs.source))
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for seq in range(len(inputs.source)):
+                    tasks.create_task(one(seq))
+        except BaseExceptionGroup as failed:
+            raise first_error(failed) from None
+        return figures(sorted(groups, key=lambda group: group.seq))
+
+
+def figures(groups: list[Group]) -> dict[str, Any]:
+    attempts = [trajectory for group in groups for trajectory in group.trajectories]
+    rewards = [[trajectory.reward or 0.0 for trajectory in group.trajectories] for group in groups]
+    details = {name for attempt in attempts for name in attempt.details}
+    return {
+        "prompts": len(groups),
+        "attempts": len(attempts),
+        "reward": float(np.mean([np.mean(row) for row in rewards])),
+        "reward_best": float(np.mean([max(row) for row in rewards])),  # of the attempts at each prompt
+        **{f"reward_part/{name}": float(np.mean([a.details[name] for a in attempts if name in a.details])) for name in sorted(details)},
+        "tokens_mean": float(np.mean([attempt.num_tokens for attempt in attempts])),
+        "cut_off": float(np.mean([attempt.turns[-1].completion.finish is Finish.LENGTH for attempt in attempts])),
+    }
