@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 START_S = 120.0  # a reward may import torch or more
 PIPE_BYTES = 32 * 1024  # fit into any pipe's buffer
 LOOK_S = 0.5  # how often the clock is looked at while an answer is waited for
+Families = dict[int, list[int]]
 GRACE_S = 1.0  # for a worker to flush its files when the pool closes
 
 
@@ -77,17 +78,19 @@ class Worker:
                 raise RewardError(f"{what}: {reply['problem']}")
         return [reply["reward"] for reply in replies]
 
-    def finish(self) -> None:
-        """Let an idle worker leave by itself, so that the user's files are flushed; then make sure."""
+    def hang_up(self) -> None:
+        """Let an idle worker leave by itself, so that the user's files are flushed."""
         self._connection.close()
-        descendants = _descendants(self.process.pid)
+
+    def finish(self, families: Families) -> None:
+        """See that one that was to leave by itself is gone."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE_S)
-        self.kill(descendants)
+        self.kill(families)
 
-    def kill(self, descendants: Sequence[int] = ()) -> None:
+    def kill(self, families: Families | None = None) -> None:
         """End the process and everything it started."""
-        descendants = descendants or _descendants(self.process.pid)
+        descendants = _descendants(self.process.pid, _families() if families is None else families)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         for pid in descendants:
@@ -177,13 +180,17 @@ class ProcessReward:
         with self._lock:
             self._closed = True
             busy, self._workers = self._workers, set()
+        idle: set[Worker] = set()
         with suppress(queue.Empty):
             while True:
-                worker = self._idle.get_nowait()
-                busy.discard(worker)
-                worker.finish()
-        for worker in busy:
-            worker.kill()
+                idle.add(self._idle.get_nowait())
+        families = _families()  # looked at once: there may be hundreds of workers
+        for worker in idle:
+            worker.hang_up()
+        for worker in idle:
+            worker.finish(families)
+        for worker in busy - idle:
+            worker.kill(families)
         self._threads.shutdown()
 
     def _spawn(self) -> Worker:
@@ -226,17 +233,22 @@ class ProcessReward:
         return self._spawn()
 
 
-def _descendants(pid: int) -> list[int]:
-    """All processes below pid, also those that left its process group (Linux; elsewhere the group has to do)."""
-    children: dict[int, list[int]] = {}
+def _families() -> Families:
+    """The children of every process (Linux; elsewhere process groups have to do)."""
+    children: Families = {}
     with suppress(OSError):  # it cannot be read when there are too many open files
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError, ValueError, IndexError):
                 fields = stat.read_text().rpartition(")")[2].split()
                 children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
-    found = list(children.get(pid, ()))
+    return children
+
+
+def _descendants(pid: int, families: Families) -> list[int]:
+    """All processes below pid, also those that left its process group."""
+    found = list(families.get(pid, ()))
     for child in found:
-        found.extend(children.get(child, ()))
+        found.extend(families.get(child, ()))
     return found
 
 

@@ -39,7 +39,7 @@ def in_loop(test: Test) -> Callable[..., None]:
 
 
 FUNCTIONS = textwrap.dedent("""
-    import ctypes, math, os, signal, subprocess, sys, time
+    import atexit, ctypes, math, os, signal, subprocess, sys, time
 
     def good(answer, row): return len(answer) + row["bonus"]
     def true(answer, row): return True
@@ -86,6 +86,8 @@ FUNCTIONS = textwrap.dedent("""
     def writing(answer, row):
         global log
         log = open(row["log"], "a"); log.write("scored"); return 1.0
+    def slow_to_leave(answer, row): return 1.0
+    if "slow_to_leave" in sys.argv[-1]: atexit.register(time.sleep, 0.5)
     number = 3
     def one_argument(answer): return 1.0
 """)
@@ -444,3 +446,11 @@ async def test_a_row_no_answer_can_be_compared_with_is_refused_by_its_place(name
 async def test_prompts_from_a_file_need_a_reward() -> None:
     with pytest.raises(ConfigError, match=r"need reward\.function"):
         await open_reward(RewardSettings(), task=None)
+
+
+@in_loop
+async def test_many_workers_end_together_not_one_after_the_other(functions: Path) -> None:
+    async with opened(f"{functions}:slow_to_leave", workers=12) as reward:
+        begun = time.monotonic()
+        await reward.close()
+        assert time.monotonic() - begun < 6, "each takes half a second to leave"
