@@ -89,7 +89,13 @@ def evaluate(
             from paceline.evaluate import evaluate, for_evaluation
 
             chosen = for_evaluation(config, attempts, 0.0 if attempts == 1 else config.rollout.temperature)
-            found = asyncio.run(evaluate(chosen, lambda done, of: status.update(f"{done} of {of} prompts answered …")))
+
+            def tell(done: int, of: int) -> None:
+                status.update(f"{done} of {of} prompts answered …")
+                if not console.is_terminal and not as_json and done % max(1, of // 10) == 0:
+                    console.print(f"{done} of {of} prompts answered", highlight=False)
+
+            found = asyncio.run(evaluate(chosen, tell))
     except PacelineError as error:
         _fail(error)
     except KeyboardInterrupt:

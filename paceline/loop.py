@@ -30,7 +30,7 @@ from paceline.rollout.rollouter import Rollouter
 from paceline.settings import Settings
 from paceline.sync.synchronizer import ParameterSynchronizer
 from paceline.train.assembly import assemble
-from paceline.types import Batch, Group, Prompt
+from paceline.types import Batch, Finish, Group, Prompt, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -266,6 +266,7 @@ class Loop:
             "rollout/samples": float(batch.num_rows),
             "rollout/tokens": float(tokens),
             "rollout/length_mean": tokens / batch.num_rows,
+            "rollout/cut_off_share": float(np.mean([_cut_off(trajectory) for group in groups for trajectory in group.trajectories])),
         }
 
     # --- supervision ---
@@ -296,6 +297,10 @@ class Loop:
         )
         limit = "stall_timeout_s" if self._patience_s == self._settings.stall_timeout_s else "step_timeout_s"
         return StalledError(f"nothing moved for {still_s:.0f} s ({limit} = {self._patience_s:g}): {waits}")
+
+
+def _cut_off(trajectory: Trajectory) -> bool:
+    return trajectory.turns[-1].completion.finish is Finish.LENGTH
 
 
 def _all_equal(group: Group) -> bool:

@@ -21,6 +21,7 @@ from paceline.types import Group
 
 SPARKS = "▁▂▃▄▅▆▇█"
 QUIET_S = 30.0  # the longest silence where there is no live panel
+MANY = 0.5  # answers cut off
 LOOKED_AT_S = 5.0  # rates are of at least that long
 
 
@@ -79,7 +80,8 @@ class Display:
             self._say(
                 f"step {step:4d}  reward {metrics['reward/mean']:.3f}  staleness {metrics['staleness/mean']:.1f}"
                 f" (max {metrics['staleness/max']:.0f})  queue {self._queue_use:.0%}  rollout busy {self._busy('rollout')}"
-                f"  train busy {self._busy('train')}  {self._rates['tokens']:,.0f} tokens/s  left {timedelta(seconds=left)}"
+                f"  train busy {self._busy('train')}  {self._rates['tokens']:,.0f} tokens/s"
+                f"  left {timedelta(seconds=left)}{self._cut_off('  ')}"
             )
 
     def looked(self, engines: Sequence[EngineStats], queue_utilisation: float) -> None:
@@ -102,6 +104,11 @@ class Display:
         if now - then >= LOOKED_AT_S:
             self._mark = (now, dict(self._done))
 
+    def _cut_off(self, before: str) -> str:
+        """Where most answers never end, a reward judges half sentences: worth telling."""
+        share = self._metrics.get("rollout/cut_off_share", 0.0)
+        return f"{before}{share:.0%} of answers cut off at rollout.max_response_length" if share > MANY else ""
+
     def _busy(self, who: str) -> str:
         return f"{min(1.0, self._rates[who]):.0%}"
 
@@ -120,6 +127,8 @@ class Display:
             "rollout", f"{_gauge(self._rates['rollout'])} {self._busy('rollout')} busy   {self._rates['tokens']:,.0f} tokens/s trained"
         )
         grid.add_row("train", f"{_gauge(self._rates['train'])} {self._busy('train')} busy   lr {m.get('train/lr', 0):.1e}")
+        if cut_off := self._cut_off(""):
+            grid.add_row("", f"[yellow]{cut_off}[/]")
         sample = Text("".join(c if c.isprintable() else "·" for c in self._sample), no_wrap=True, overflow="ellipsis")
         return self._framed(Stack(self._progress, grid, sample))  # model-written text controls neither terminal nor markup
 

@@ -51,6 +51,15 @@ def test_lines_tell_the_rates_of_whole_steps_and_the_time_left(clock: Clock) -> 
     assert line.endswith("queue 50%  rollout busy 40%  train busy 60%  50 tokens/s  left 0:16:30")
 
 
+def test_answers_that_are_mostly_cut_off_are_told(clock: Clock) -> None:
+    shown, written = made()
+    clock.now += 1
+    shown.step_done(1, METRICS | {"rollout/cut_off_share": 0.4}, [GROUP])
+    shown.step_done(2, METRICS | {"rollout/cut_off_share": 0.9}, [GROUP])
+    first, second = written.getvalue().splitlines()
+    assert "cut off" not in first and second.endswith("90% of answers cut off at rollout.max_response_length")
+
+
 def test_no_silence_is_long(clock: Clock) -> None:
     shown, written = made(first_step=10)
     with shown:
