@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,10 +10,11 @@ import torch
 from transformers import PreTrainedModel
 
 from paceline.algo.advantage import advantages
+from paceline.algo.loss import ValueLoss
 from paceline.algo.presets import PRESETS
 from paceline.algo.settings import AlgorithmSettings
 from paceline.errors import DataError
-from paceline.train.actor import Actor
+from paceline.train.actor import Actor, train_on
 from paceline.train.critic import Critic
 from paceline.train.settings import TrainSettings
 from paceline.train.single import SingleDevice
@@ -101,10 +103,41 @@ def test_with_one_update_per_step_recomputing_costs_no_forward_pass_and_gives_th
 
 
 def test_m2po_masks_over_the_whole_batch() -> None:
-    who, batch = actor(AlgorithmSettings(correction="m2po", m2_threshold=0.04)), random_batch()
+    small = TrainSettings(learning_rate=1e-2, micro_batch_tokens=20)  # so that a micro-batch is not all of it
+    who, batch = actor(AlgorithmSettings(correction="m2po", m2_threshold=0.04), small), random_batch()
     squares = sorted(np.square((who.logprobs(batch) - batch.logprobs)[batch.mask].astype(np.float64)))
     kept = sum(np.mean(squares[: k + 1]) <= 0.04 for k in range(len(squares)))
     assert who.update(batch, step=0)["masked_share"] == pytest.approx(1 - kept / len(squares)) and 0 < kept < len(squares)
+
+
+def test_answers_that_were_cut_off_do_not_disturb_the_correction_of_the_others() -> None:
+    settings = AlgorithmSettings(correction="truncate", correction_level="sequence", reject_range=(1e-9, 1e9), epochs=2)
+    who, batch = actor(settings), random_batch()
+    last = batch.offsets[-2]
+    alone = replace(batch, mask=batch.mask & (np.arange(batch.num_tokens) >= last))  # fewer tokens than there are rows before it
+    alone.mask[last + 2 :] = False
+    alone.mask[last + 1] = True
+    assert who.update(alone, step=0)["tokens"] == 1
+
+
+class Passes:
+    """An engine that notes which rows it was given."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+
+    def forward_backward(self, batch: Batch, loss: Any) -> dict[str, float]:
+        self.seen.append(batch.tokens.tolist())
+        return {"loss": 0.0}
+
+    def optimizer_step(self, lr: float) -> float:
+        return 1.0
+
+
+def test_passes_over_a_batch_cut_it_differently() -> None:
+    engine, algorithm = Passes(), AlgorithmSettings(epochs=2, mini_batches=2)
+    train_on(engine, random_batch(rows=16), ValueLoss(None), algorithm, lr=0.0, step=1)  # type: ignore[arg-type]
+    assert sorted(engine.seen[:2]) != sorted(engine.seen[2:]), "both passes had the same mini-batches"
 
 
 def test_a_batch_with_nothing_left_to_train_changes_nothing() -> None:

@@ -1,6 +1,7 @@
 """The trainer's part of a step: who is asked, what reaches the actor, the steered KL coefficient, and the warnings."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -78,6 +79,23 @@ def test_the_kl_coefficient_is_steered_and_survives_a_restart() -> None:
     again.load_state(who.state())
     assert run(again, 3)["train/kl_coef"] == pytest.approx(0.1 * 1.02**3)
     assert workers["actor"].asked["update"][-1][2] == pytest.approx(0.1 * 1.02**3), "the actor is told"
+
+
+def test_the_steered_coefficient_is_also_what_is_taken_off_rewards() -> None:
+    algorithm = AlgorithmSettings(name="reinforce++", normalize="none", kl_coef=0.1, kl_target=0.2)
+    workers = {"actor": Recorded(update=dict(LEARNING)), "ref": Recorded(logprobs=np.zeros(6, np.float32))}
+    who = trainer(algorithm, **workers)
+    for step in range(2):
+        run(who, step)
+    first, second = (arguments[0].token_rewards for arguments in workers["actor"].asked["update"])
+    assert second[MASK] == pytest.approx(1.02 * first[MASK]) and first[1] == pytest.approx(0.1)
+
+
+def test_where_nothing_is_left_to_learn_from_the_critic_is_not_asked() -> None:
+    critic = Recorded(update={"critic/loss": 1.0}, values=np.zeros(6, np.float32))
+    who = trainer(AlgorithmSettings(name="ppo", overlong="mask"), actor=Recorded(update=dict(LEARNING)), critic=critic)
+    run(who, given=replace(batch(), truncated=np.ones(2, np.bool_)))
+    assert "update" not in critic.asked
 
 
 def test_a_fixed_coefficient_stays() -> None:
