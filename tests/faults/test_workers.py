@@ -32,6 +32,7 @@ SETTINGS = [
     "schedule.max_staleness=3",
     "schedule.on_sync=swap",
     "fleet.heartbeat_timeout_s=3",
+    "sync.timeout_s=10",  # a worker that is stopped while it should load is silent for that long
     "train.learning_rate=1e-3",
     f"reward.function={Path(__file__).parents[1]}/rewards.py:letters",
 ]
