@@ -1,4 +1,4 @@
-"""The process that runs a user's reward function: `python -m paceline.reward.worker FD FUNCTION`.
+"""The process that runs a user's reward function: `python -m paceline.reward.worker FD PARENT_PID FUNCTION`.
 
 Answers and rows come in over a private socket, numbers or reasons go out as JSON; stdout stays free for the function's own
 prints. It ends with its parent, whatever the function is doing. Only the standard library is imported, so it starts fast.

@@ -133,7 +133,10 @@ def refusal(request: Request, taken: bool, max_length: int, vocabulary: int, can
     if not request.prompt:
         return "its prompt is empty; at least one token is needed"
     if len(request.prompt) + max(made, 1) > max_length:
-        return f"{len(request.prompt)} prompt and {max(made, 1)} new tokens do not fit; shorten the prompt or raise max_length {max_length}"
+        return (
+            f"{len(request.prompt)} prompt and {max(made, 1)} new tokens do not fit into max_length {max_length}, which is "
+            "data.max_prompt_length + rollout.max_response_length; raise one of them or shorten the prompt"
+        )
     if min(request.prompt) < 0 or max(request.prompt) >= vocabulary:
         return f"its prompt has token ids outside 0..{vocabulary - 1}; is the tokenizer the model's own?"
     if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
