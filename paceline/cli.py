@@ -220,7 +220,8 @@ def _train(config: "RunConfig", fresh: bool) -> None:
     _log_to_console()
     folder = Path(config.run_dir)
     with console.status("loading torch and transformers …") as status:
-        from paceline.run import prepare_model, train
+        from paceline.inputs import prepare_model
+        from paceline.run import train
 
         prepare_model(config, lambda step, total: status.update(f"warming up the tiny model, once: step {step} of {total} …"))
         status.update("loading the model and starting the workers …")

@@ -16,12 +16,12 @@ from paceline.algo.settings import AlgorithmSettings
 from paceline.awake import stay_awake
 from paceline.config import RunConfig
 from paceline.errors import first_error
+from paceline.inputs import load_inputs
 from paceline.place.placement import PlacementSettings
-from paceline.place.pools import close_workers, open_cluster, plan_workers, start_workers
+from paceline.place.pools import open_workers
 from paceline.reward.model import ModelReward
-from paceline.reward.reward import TrustedReward, open_reward
 from paceline.rollout.environment import open_environment
-from paceline.run import load_inputs, make_fleet, make_rollouter
+from paceline.run import make_fleet, make_rollouter, open_judge
 from paceline.schedule import ScheduleSettings
 from paceline.sync.synchronizer import ParameterSynchronizer
 from paceline.sync.transport import InPlace
@@ -46,17 +46,9 @@ async def evaluate(config: RunConfig, done: Callable[[int, int], None] | None = 
     inputs = load_inputs(config)
     agent = open_environment(config.rollout.environment, inputs.tokenizer)
     async with AsyncExitStack() as stack:
-        judge = None if config.reward.model else await open_reward(config.reward, config.data.task)
-        if judge:
-            stack.push_async_callback(judge.close)
-        if isinstance(judge, TrustedReward):
-            judge.check(inputs.source.rows())
+        judge = await open_judge(stack, config, inputs)
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
-        cluster = await open_cluster(config, inputs.model_path, logs)
-        stack.push_async_callback(cluster.close)
-        plans = plan_workers(config, cluster.nodes())
-        workers = await start_workers(cluster, plans)
-        stack.push_async_callback(close_workers, workers)
+        cluster, plans, workers = await open_workers(stack, config, inputs.model_path, logs)
         fleet = make_fleet(config, cluster, plans, workers[Role.ROLLOUT])
         stack.push_async_callback(fleet.close)
         scorer = judge or ModelReward(workers[Role.REWARD][0], config.data.prompt_key, config.data.system)

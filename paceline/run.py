@@ -8,39 +8,33 @@ import json
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
-
-from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from paceline.awake import stay_awake
 from paceline.config import RunConfig
 from paceline.control import Command, Control
 from paceline.data.chat import stop_token_ids
 from paceline.data.prompts import PromptSource
-from paceline.errors import ModelError
 from paceline.folder import disk_explained, find_start, finished_summary, log_file, move_aside, open_folder
+from paceline.inputs import Inputs, load_inputs
 from paceline.loop import Loop, LoopSettings, Observer
-from paceline.models import load_config, load_generation_config, load_tokenizer, model_fingerprint, resolve_model
 from paceline.observe.answers import Answers
 from paceline.observe.recorder import Recorder, write_json
 from paceline.place.cluster import Cluster, PlannedWorker
 from paceline.place.fit import plan_that_fits
 from paceline.place.host import peak_memory
-from paceline.place.pools import close_workers, open_cluster, plan_workers, start_worker, start_workers, unique_workers
+from paceline.place.pools import open_workers, start_worker, unique_workers
 from paceline.place.worker import Worker
 from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger
 from paceline.queue.message_queue import MessageQueue
-from paceline.reward.model import ModelReward, check_reward_model
+from paceline.reward.model import ModelReward
 from paceline.reward.reward import OwnFunction, Reward, TrustedReward, open_reward
 from paceline.rollout.client import EngineClient
 from paceline.rollout.environment import Environment, MakeEnvironment, open_environment
 from paceline.rollout.fleet import Fleet
-from paceline.rollout.native.weights import SUPPORTED, check_generates, is_fast, position_limit
 from paceline.rollout.rollouter import Rollouter
-from paceline.rollout.vllm_settings import check_vllm
 from paceline.sync.connect import connect
 from paceline.sync.synchronizer import ParameterSynchronizer
 from paceline.sync.transport import InPlace, WeightTransport
@@ -52,70 +46,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 LAST_WORDS_S = 10.0  # for workers to give their last figures
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """What a run is made from, loaded and checked before anything starts."""
-
-    model_path: str
-    tokenizer: PreTrainedTokenizerBase
-    generation: GenerationConfig
-    source: PromptSource
-    identity: dict[str, Any]
-
-
-def prepare_model(config: RunConfig, progress: Callable[[int, int], None] | None = None) -> None:
-    """Make the built-in model if the run wants it and it is not there yet."""
-    resolve_model(config.model, config.data.task, progress)
-
-
-def load_inputs(config: RunConfig) -> Inputs:
-    model_path = resolve_model(config.model, config.data.task)
-    tokenizer = load_tokenizer(model_path)
-    source = PromptSource(config.data, tokenizer, config.seed)
-    identity = {"config": config.model_dump(mode="json"), "model": model_fingerprint(model_path), "data": source.fingerprint}
-    if config.rollout.engine == "vllm":
-        check_vllm()
-    check_model(config, model_path, source)
-    if config.reward.model:
-        check_reward_model(config.reward.model)
-        identity["reward model"] = model_fingerprint(config.reward.model)
-    return Inputs(model_path, tokenizer, load_generation_config(model_path), source, identity)
-
-
-def check_model(config: RunConfig, model_path: str, source: PromptSource) -> None:
-    """Refuse a model that could not do what is asked of it; warn where it would do it badly."""
-    model = load_config(model_path)
-    shape = model.get_text_config()
-    asked, answered = config.data.max_prompt_length, config.rollout.max_response_length
-    if config.rollout.engine == "native":
-        check_generates(model, asked + answered)
-        if not is_fast(model, asked + answered):
-            log.warning(
-                "model_type %r generates through transformers' own module, slower than what has a fast path: %s without a sliding window",
-                model.model_type, ", ".join(SUPPORTED),
-            )  # fmt: skip
-    if source.highest_token >= shape.vocab_size:
-        raise ModelError(
-            f"{model_path}: a prompt has token {source.highest_token}, but the model knows {shape.vocab_size} tokens; "
-            "its tokenizer is not its own"
-        )
-    rope = getattr(shape, "rope_parameters", None) or {}
-    reach = (getattr(shape, "max_position_embeddings", None) or float("inf")) * rope.get("factor", 1.0)
-    ends = position_limit(model)
-    if ends is not None and source.longest >= ends:
-        raise ModelError(
-            f"the model has no positions beyond {ends} tokens, and the longest prompt has {source.longest}: leave out long ones "
-            "(data.max_prompt_length, data.on_bad_row = 'skip')"
-        )
-    if ends is not None and source.longest + answered > ends:
-        log.warning("the model has no positions beyond %d tokens: answers end there (the longest prompt has %d)", ends, source.longest)
-    elif source.longest + answered > reach:
-        log.warning(
-            "the model was made for %d tokens, the longest prompt has %d and rollout.max_response_length = %d: beyond it may be noise",
-            reach, source.longest, answered,
-        )  # fmt: skip
 
 
 async def train(
@@ -139,11 +69,7 @@ async def train(
         log.warning("%s", warning)
     async with AsyncExitStack() as stack:
         stack.enter_context(disk_explained(folder))
-        judge = None if config.reward.model and not reward else await open_reward(config.reward, config.data.task, reward)
-        if judge:
-            stack.push_async_callback(judge.close)
-        if isinstance(judge, TrustedReward):
-            judge.check(inputs.source.rows())
+        judge = await open_judge(stack, config, inputs, reward)
         if fresh and (aside := move_aside(folder)):
             log.warning("the run that was in %s is now in %s", folder, aside)
         stack.enter_context(open_folder(config))
@@ -154,11 +80,7 @@ async def train(
         control = await stack.enter_async_context(Control(folder))
         (folder / "config.json").write_text(json.dumps(inputs.identity["config"], indent=1))
 
-        cluster = await open_cluster(config, inputs.model_path, folder / "logs")
-        stack.push_async_callback(cluster.close)
-        plans = plan_workers(config, cluster.nodes())
-        workers = await start_workers(cluster, plans)
-        stack.push_async_callback(close_workers, workers)
+        cluster, plans, workers = await open_workers(stack, config, inputs.model_path, folder / "logs")
         scorer = judge or ModelReward(workers[Role.REWARD][0], config.data.prompt_key, config.data.system)
         actor, critic, ref = (next(iter(workers[role]), None) for role in (Role.ACTOR, Role.CRITIC, Role.REF))
         assert actor is not None, "every run has an actor"
@@ -215,6 +137,17 @@ async def train(
         summary["fleet"] = {"replaced": fleet.replaced, "refused": fleet.refused}
         write_json(folder / "summary.json", summary)
         return summary
+
+
+async def open_judge(stack: AsyncExitStack, config: RunConfig, inputs: Inputs, own: OwnFunction | None = None) -> Reward | None:
+    """What scores answers, tried on the data; None: a reward model does, in a worker of its own."""
+    if config.reward.model and not own:
+        return None
+    judge = await open_reward(config.reward, config.data.task, own)
+    stack.push_async_callback(judge.close)
+    if isinstance(judge, TrustedReward):
+        judge.check(inputs.source.rows())
+    return judge
 
 
 async def _restore(checkpoint: Path, trainer: Trainer, source: PromptSource) -> None:

@@ -6,6 +6,7 @@ A pool that trains with a back end of several ranks is a group of processes; the
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from paceline.config import RunConfig
@@ -79,6 +80,18 @@ def _threads(config: RunConfig, nodes: Sequence[Node], devices: Sequence[Sequenc
     """Of each process: what is asked for, or the cores of the fullest node divided among those on it."""
     processes = Counter(device.node for own in devices for device in own)
     return config.placement.threads or max(1, min(node.cpus // processes[node.name] for node in nodes if processes[node.name]))
+
+
+async def open_workers(
+    stack: AsyncExitStack, config: RunConfig, model_path: str, log_folder: Path
+) -> tuple[Cluster, list[PlannedWorker], dict[Role, list[Worker]]]:
+    """Everybody a run begins with; they end with the stack."""
+    cluster = await open_cluster(config, model_path, log_folder)
+    stack.push_async_callback(cluster.close)
+    plans = plan_workers(config, cluster.nodes())
+    workers = await start_workers(cluster, plans)
+    stack.push_async_callback(close_workers, workers)
+    return cluster, plans, workers
 
 
 async def start_workers(cluster: Cluster, plans: Sequence[PlannedWorker]) -> dict[Role, list[Worker]]:
