@@ -165,7 +165,7 @@ class Loop:
             taken = clock()
             batch = assemble(groups)
             staleness = [self.step - group.version_min for group in groups]
-            self.waits["train"] = f"the train step {self.step}"
+            self.waits["train"] = f"the train step {self.step + 1}"
             metrics = await self._trainer.step(batch, self.step)
             for group, stale in zip(groups, staleness, strict=True):
                 self._ledger.trained(group.seq, uid=group.prompt.uid, step=self.step, staleness=stale)
@@ -237,7 +237,7 @@ class Loop:
             seen = ", ".join(f"{count} with reward {reward:g}" for reward, count in self._equal.most_common(5))
             raise RolloutError(
                 f"{self._equal.total()} groups in a row had equal rewards in all attempts ({seen}), so dynamic sampling never fills step "
-                f"{self.step}: the task is too hard, too easy, or the reward does not tell answers apart"
+                f"{self.step + 1}: the task is too hard, too easy, or the reward does not tell answers apart"
             )
 
     def _dropped(self, item: Item, reason: DropReason) -> None:

@@ -42,4 +42,4 @@ class Health:
             if metrics.get(name) == wrong:
                 count = self._seen[name] = self._seen.get(name, 0) + 1
                 if str(count).strip("0") == "1":
-                    log.warning("step %d: %s (%s = %g, in %d step(s) so far)", step, meaning, name, wrong, count)
+                    log.warning("step %d: %s (%s = %g, in %d step(s) so far)", step + 1, meaning, name, wrong, count)

@@ -32,7 +32,7 @@ class MismatchMonitor:
         if gap is not None and fresh >= FEWEST and not gap <= self._limit:
             most, kl = metrics.get("train/logprob_gap_max", math.nan), metrics.get("train/mismatch_kl", math.nan)
             raise MismatchError(
-                f"step {step}: engine and trainer do not have the same weights: of {fresh:.0f} tokens sampled with version {step}, the "
+                f"step {step + 1}: engine and trainer do not have the same weights: of {fresh:.0f} tokens sampled with version {step}, the "
                 f"trainer's own, log-probs differ by {gap:.3g} in the mean (sync.mismatch_limit = {self._limit:g}), {most:.3g} at most, "
                 f"KL {kl:.3g}. A tensor was lost or mislaid on the way to the engine, or the two compute differently (temperature, dtype)"
             )
@@ -41,8 +41,8 @@ class MismatchMonitor:
         usual = statistics.median(self._stale) if self._stale else gap or 0.0
         if not stale_gap <= max(STALE_LIMIT, STALE_FACTOR * usual):
             raise MismatchError(
-                f"step {step}: log-probs of engine and trainer differ by {stale_gap:.3g} in the mean over tokens of older versions, where "
-                f"{usual:.3g} is usual: the engine has wrong weights, or the policy has been thrown far off (look at train/grad_norm)"
+                f"step {step + 1}: log-probs of engine and trainer differ by {stale_gap:.3g} in the mean over tokens of older versions, "
+                f"where {usual:.3g} is usual: the engine has wrong weights, or the policy has been thrown far off (look at train/grad_norm)"
             )
         self._stale.append(stale_gap)
         if gap is None and not self._said:
@@ -50,7 +50,7 @@ class MismatchMonitor:
             log.info(
                 "step %d: no token of this batch was sampled with the trainer's own version, so engine and trainer can only be compared "
                 "loosely (mean distance of log-probs %.3g; above %g the run ends)",
-                step,
+                step + 1,
                 stale_gap,
                 max(STALE_LIMIT, STALE_FACTOR * usual),
             )

@@ -207,7 +207,8 @@ class Tally:
         for name, value in sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
         for name, value in maxima.items():
-            self._maxima[name] = max(self._maxima.get(name, -math.inf), value)
+            before = self._maxima.get(name, -math.inf)
+            self._maxima[name] = value if value > before or math.isnan(value) else before  # max() would lose a nan
 
     def totals(self) -> tuple[float, dict[str, float], dict[str, float]]:
         """What another tally can be given to `merge`."""

@@ -50,7 +50,8 @@ class Trainer:
         except TimeoutError:
             workers = {worker.name: worker.waiting_for() for worker in (self._actor, self._critic, self._ref) if worker}
             silent = [f"worker {name!r} has not answered {', '.join(calls)}" for name, calls in workers.items() if calls]
-            raise StalledError("; ".join([f"train step {step} took longer than step_timeout_s = {self._timeout:g} s", *silent])) from None
+            what = f"train step {step + 1} took longer than step_timeout_s = {self._timeout:g} s"
+            raise StalledError("; ".join([what, *silent])) from None
         if self._algorithm.kl_coef > 0:
             metrics["train/kl_coef"] = self._kl_coef
         if self._algorithm.kl_target is not None and "train/kl_reference" in metrics:

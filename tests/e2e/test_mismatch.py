@@ -21,8 +21,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ([*SEPARATE], "step 2: engine and trainer do not have the same weights"),
-        ([*SEPARATE, "schedule.max_staleness=1"], "step 3: .*over tokens of older versions"),
+        ([*SEPARATE], "step 3: engine and trainer do not have the same weights"),
+        ([*SEPARATE, "schedule.max_staleness=1"], "step 4: .*over tokens of older versions"),
     ],
     ids=["sync", "one step off"],
 )

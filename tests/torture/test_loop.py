@@ -240,7 +240,7 @@ def test_a_run_in_which_nothing_moves_says_what_it_waits_for() -> None:
         world.trainer.step = never  # type: ignore[method-assign]
         await loop.run()
 
-    with pytest.raises(StalledError, match=r"nothing moved for 6\d s \(stall_timeout_s = 60\): .*train waits for the train step 0"):
+    with pytest.raises(StalledError, match=r"nothing moved for 6\d s \(stall_timeout_s = 60\): .*train waits for the train step 1"):
         run_virtual(scenario())
 
 
@@ -257,7 +257,7 @@ def test_a_step_may_take_as_long_as_its_own_limit_says_and_a_stall_names_the_lim
         await loop.run()
 
     run_virtual(scenario(300))
-    with pytest.raises(StalledError, match=r"\(step_timeout_s = 400\): .*train waits for the train step 0"):
+    with pytest.raises(StalledError, match=r"\(step_timeout_s = 400\): .*train waits for the train step 1"):
         run_virtual(scenario(500))
 
 

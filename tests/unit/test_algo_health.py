@@ -12,7 +12,7 @@ def test_what_is_wrong_is_said_at_the_first_tenth_and_hundredth_step(metric: str
     health = Health()
     for step in range(120):
         health.look({metric: wrong}, step)
-    assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == [0, 9, 99]
+    assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == [1, 10, 100]
     assert all(record.levelno == logging.WARNING and metric in record.getMessage() for record in caplog.records)
 
 

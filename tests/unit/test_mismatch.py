@@ -25,7 +25,7 @@ def test_two_implementations_of_one_policy_may_differ_up_to_the_limit() -> None:
     monitor = MismatchMonitor(0.02)
     monitor.look(batch(1e-6), 0)
     monitor.look(batch(0.019), 1)
-    with pytest.raises(MismatchError, match=r"step 2: .* differ by 0\.05 in the mean \(sync\.mismatch_limit = 0\.02\)"):
+    with pytest.raises(MismatchError, match=r"step 3: .* differ by 0\.05 in the mean \(sync\.mismatch_limit = 0\.02\)"):
         monitor.look(batch(0.05), 2)
 
 
@@ -37,7 +37,7 @@ def test_a_distance_that_is_no_number_is_wrong() -> None:
 def test_a_handful_of_tokens_proves_nothing() -> None:
     monitor = MismatchMonitor(0.02)
     monitor.look(batch(0.5, tokens=8), 0)
-    with pytest.raises(MismatchError, match="step 1"):  # many do
+    with pytest.raises(MismatchError, match="step 2"):  # many do
         monitor.look(batch(0.5), 1)
 
 
@@ -60,5 +60,5 @@ def test_when_all_tokens_are_stale_it_says_once_that_it_sees_less(caplog: pytest
 def test_a_step_that_did_not_train_the_actor_is_not_judged() -> None:
     monitor = MismatchMonitor(0.02)
     monitor.look({"critic/loss": 1.0}, 0)
-    with pytest.raises(MismatchError, match="step 1"):  # the next one is
+    with pytest.raises(MismatchError, match="step 2"):  # the next one is
         monitor.look(batch(0.5), 1)
