@@ -11,12 +11,6 @@ ALARMS: tuple[tuple[str, float, str], ...] = (  # metric, the value that is wron
         "the learning rate is 0, so nothing is learned; set train.learning_rate above 0 and look at train.lr_schedule",
     ),
     (
-        "train/weights_changed",
-        0.0,
-        "the step changed no weight; look at train/grad_norm (0: no token had an advantage; nan: the gradient is not finite), at "
-        "train/updates_skipped, and at train.learning_rate (an update far smaller than the weight is lost in rounding)",
-    ),
-    (
         "train/advantage_zero_share",
         1.0,
         "every token has advantage 0: all attempts at each prompt got the same reward. The task is too easy or too hard for the model, "
@@ -28,18 +22,26 @@ ALARMS: tuple[tuple[str, float, str], ...] = (  # metric, the value that is wron
         "the off-policy correction left no token to learn from: the trainer's log-probs and the engine's do not belong together; look "
         "at train/logprob_gap_max for fresh tokens, and widen correction_range or reject_range or lower max_staleness for stale ones",
     ),
+    (
+        "train/weights_changed",
+        0.0,
+        "the step changed no weight; look at train/grad_norm (0: no token had an advantage; nan: the gradient is not finite), at "
+        "train/updates_skipped, and at train.learning_rate (an update far smaller than the weight is lost in rounding)",
+    ),
 )
 
 
 class Health:
-    """Warns the first time something is wrong, and again at the 10th, 100th, 1000th ... step at which it is."""
+    """Warns the first time something is wrong, and again at the 10th, 100th, 1000th ... step at which it is. Of what is wrong with a step
+    the first of the list is said: causes come before what follows from them."""
 
     def __init__(self) -> None:
         self._seen: dict[str, int] = {}
 
     def look(self, metrics: dict[str, float], step: int) -> None:
-        for name, wrong, meaning in ALARMS:
-            if metrics.get(name) == wrong:
-                count = self._seen[name] = self._seen.get(name, 0) + 1
-                if str(count).strip("0") == "1":
-                    log.warning("step %d: %s (%s = %g, in %d step(s) so far)", step + 1, meaning, name, wrong, count)
+        alarm = next(((name, wrong, meaning) for name, wrong, meaning in ALARMS if metrics.get(name) == wrong), None)
+        if alarm is not None:
+            name, wrong, meaning = alarm
+            count = self._seen[name] = self._seen.get(name, 0) + 1
+            if str(count).strip("0") == "1":
+                log.warning("step %d: %s (%s = %g, in %d step(s) so far)", step + 1, meaning, name, wrong, count)

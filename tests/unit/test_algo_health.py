@@ -21,3 +21,8 @@ def test_a_run_that_learns_is_left_alone(caplog: pytest.LogCaptureFixture) -> No
     Health().look(metrics, 0)
     Health().look({}, 0)
     assert not caplog.records
+
+
+def test_one_cause_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    Health().look({"train/weights_changed": 0.0, "train/advantage_zero_share": 1.0}, 0)
+    assert len(caplog.records) == 1 and "every token has advantage 0" in caplog.text
