@@ -36,7 +36,7 @@ class Recorder:
         self._earlier = len(self._rewards)  # steps made before this run
         self._sums: Counter[str] = Counter()  # of SUMMED
         self._most: dict[str, float] = {}  # of staleness and memory
-        self._looks, self._queue_use = 0, 0.0  # how often, and the sum
+        self._looks, self._queue_use, self._seen = 0, 0.0, 0.0  # how often, the sum, the last
         self._file = path.open("a", encoding="utf-8")
         self._started = time.perf_counter()
 
@@ -60,14 +60,14 @@ class Recorder:
             self._display.step_done(step, metrics, groups)
 
     def looked(self, engines: Sequence[EngineStats], queue_utilisation: float) -> None:
+        self._looks, self._queue_use, self._seen = self._looks + 1, self._queue_use + queue_utilisation, queue_utilisation
         self.last_look(engines)
-        self._looks, self._queue_use = self._looks + 1, self._queue_use + queue_utilisation
-        if self._display:
-            self._display.looked(engines, queue_utilisation)
 
     def last_look(self, engines: Sequence[EngineStats]) -> None:
-        """What the engines have done in all."""
+        """What the engines have done in all; the queue is not looked at."""
         self._engines = engines
+        if self._display:
+            self._display.looked(engines, self._seen)
 
     def close(self) -> None:
         self._file.close()

@@ -3,6 +3,7 @@
 import json
 import math
 import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +78,19 @@ def test_steps_are_written_down_and_not_remembered(tmp_path: Path) -> None:
         tracemalloc.stop()
         found.close()
     assert growth / 1000 < 100, "bytes for each step"
+
+
+def test_whoever_watches_gets_the_last_look_at_the_engines_too_also_of_a_run_shorter_than_a_second(tmp_path: Path) -> None:
+    seen: list[tuple[int, float]] = []
+
+    class Watcher:
+        def step_done(self, *_: Any) -> None: ...
+
+        def looked(self, engines: Sequence[EngineStats], queue_utilisation: float) -> None:
+            seen.append((sum(engine.tokens for engine in engines), queue_utilisation))
+
+    found = Recorder(tmp_path, 0, Answers(tmp_path, 0, 0), Watcher())
+    found.looked([EngineStats(1, 0, 0, 5, 1.0, False)], 0.5)
+    found.last_look([EngineStats(1, 0, 0, 9, 1.0, False)])
+    assert seen == [(5, 0.5), (9, 0.5)] and summary(found)["queue_utilisation"] == 0.5
+    found.close()
