@@ -188,7 +188,7 @@ def test_a_schedulers_signal_ends_a_run_on_ray_in_order(model: str, tmp_path: Pa
             said = process.stdout.read()
         finally:
             process.kill()
-    assert process.returncode == 128 + signal.SIGTERM and "the same command continues" in said and "SIGTERM received" not in said, said
+    assert process.returncode == 128 + signal.SIGTERM and "the same command" in said and "SIGTERM received" not in said, said
 
 
 def test_the_plan_shows_the_nodes_of_the_cluster_and_takes_nothing(model: str, address: str, tmp_path: Path) -> None:

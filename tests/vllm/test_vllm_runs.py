@@ -107,7 +107,7 @@ def test_a_killed_engine_is_replaced_or_ends_the_run_by_name_in_time(model: str,
 
 def test_a_wrong_tensor_in_the_engine_stops_the_run_within_one_step(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.place.local.build_parts", faults.build_with_a_wrong_tensor)
-    with pytest.raises(MismatchError, match=r"step 2: engine and trainer do not have the same weights"):
+    with pytest.raises(MismatchError, match=r"step 3: engine and trainer do not have the same weights"):
         asyncio.run(train(config(model, tmp_path, "steps=6", "train.offload=true")))
     assert len(rows(tmp_path)) == 2
 
