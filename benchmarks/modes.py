@@ -54,7 +54,7 @@ MODES = {
         "placement.rollout=rollout",
         "schedule.max_staleness=2",
         "schedule.on_sync=swap",
-        "rollout.slots=64",
+        "rollout.slots=96",
     ],
 }
 
