@@ -9,10 +9,10 @@ READY := $(VENV)/.ready
 demo: $(READY)  ## fully async training on two CPU cores, under three minutes
 	$(BIN)/paceline train recipes/fully_async.toml run_dir=runs/demo --fresh
 
-test: $(READY)  ## what the README promises: a few minutes
+test: $(READY)  ## what the README promises: about 13 minutes on two cores
 	$(BIN)/python -m pytest
 
-test-slow: $(READY)  ## every algorithm preset learns, three seeds each: about ten minutes
+test-slow: $(READY)  ## every algorithm preset learns, three seeds each: about five minutes
 	$(BIN)/python -m pytest -m slow
 
 test-megatron: $(VENV)/.megatron  ## the Megatron engine against one device: real ranks on CPU, a few minutes
