@@ -4,6 +4,7 @@ import logging
 
 log = logging.getLogger(__name__)
 
+CONSEQUENCE = "train/weights_changed"  # of all others: told only where none of them is
 ALARMS: tuple[tuple[str, float, str], ...] = (  # metric, the value that is wrong, what it means and what to do
     (
         "train/lr",
@@ -23,7 +24,7 @@ ALARMS: tuple[tuple[str, float, str], ...] = (  # metric, the value that is wron
         "at train/logprob_gap_max for fresh tokens, and widen correction_range or reject_range or lower max_staleness for stale ones",
     ),
     (
-        "train/weights_changed",
+        CONSEQUENCE,
         0.0,
         "the step changed no weight; look at train/grad_norm (0: no token had an advantage; nan: the gradient is not finite), at "
         "train/updates_skipped, and at train.learning_rate (an update far smaller than the weight is lost in rounding)",
@@ -32,16 +33,16 @@ ALARMS: tuple[tuple[str, float, str], ...] = (  # metric, the value that is wron
 
 
 class Health:
-    """Warns the first time something is wrong, and again at the 10th, 100th, 1000th ... step at which it is. Of what is wrong with a step
-    the first of the list is said: causes come before what follows from them."""
+    """Warns the first time something is wrong, and again at the 10th, 100th, 1000th ... step at which it is."""
 
     def __init__(self) -> None:
         self._seen: dict[str, int] = {}
 
     def look(self, metrics: dict[str, float], step: int) -> None:
-        alarm = next(((name, wrong, meaning) for name, wrong, meaning in ALARMS if metrics.get(name) == wrong), None)
-        if alarm is not None:
-            name, wrong, meaning = alarm
+        found = [alarm for alarm in ALARMS if metrics.get(alarm[0]) == alarm[1]]
+        for name, wrong, meaning in found:
+            if name == CONSEQUENCE and len(found) > 1:
+                continue
             count = self._seen[name] = self._seen.get(name, 0) + 1
             if str(count).strip("0") == "1":
                 log.warning("step %d: %s (%s = %g, in %d step(s) so far)", step + 1, meaning, name, wrong, count)
