@@ -33,15 +33,19 @@ ALARMS: tuple[tuple[str, float, str], ...] = (  # metric, the value that is wron
 
 
 class Health:
-    """Warns the first time something is wrong, and again at the 10th, 100th, 1000th ... step at which it is."""
+    """Warns the first time something is wrong, and again at the 10th, 100th, 1000th ... step at which it is. One step between good ones
+    is no reason: near the end of a task all answers may be right by chance."""
 
     def __init__(self) -> None:
         self._seen: dict[str, int] = {}
+        self._before: set[str] | None = None  # what was wrong with the step before; None: there was none
 
     def look(self, metrics: dict[str, float], step: int) -> None:
         found = [alarm for alarm in ALARMS if metrics.get(alarm[0]) == alarm[1]]
+        alone = set() if self._before is None else {name for name, _, _ in found} - self._before
+        self._before = {name for name, _, _ in found}
         for name, wrong, meaning in found:
-            if name == CONSEQUENCE and len(found) > 1:
+            if name in alone or (name == CONSEQUENCE and len(found) > 1):
                 continue
             count = self._seen[name] = self._seen.get(name, 0) + 1
             if str(count).strip("0") == "1":

@@ -26,3 +26,12 @@ def test_a_run_that_learns_is_left_alone(caplog: pytest.LogCaptureFixture) -> No
 def test_one_cause_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     Health().look({"train/weights_changed": 0.0, "train/advantage_zero_share": 1.0}, 0)
     assert len(caplog.records) == 1 and "every token has advantage 0" in caplog.text
+
+
+def test_a_single_step_between_good_ones_is_no_reason_to_warn_but_two_are(caplog: pytest.LogCaptureFixture) -> None:
+    health = Health()
+    for step, share in enumerate([0.5, 1.0, 0.5, 1.0]):
+        health.look({"train/advantage_zero_share": share}, step)
+    assert not caplog.records
+    health.look({"train/advantage_zero_share": 1.0}, 4)
+    assert len(caplog.records) == 1
