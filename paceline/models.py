@@ -29,6 +29,7 @@ from paceline.errors import ModelError
 
 WEIGHTS = ("*.safetensors", "*.gguf", "pytorch_model*.bin")
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "spiece*")
+EXACT, ROUNDED = 1e-4, 0.05  # how far log-probs may be from a plain forward pass, relative and on average: in float32, in bfloat16
 SAMPLED = 1 << 20  # bytes read at the start, middle and end of a weight file for its fingerprint
 
 

@@ -104,16 +104,6 @@ async def train(
         recorder = Recorder(folder, start.metrics_length, answers, make_display(start.step) if make_display else None)
         stack.callback(recorder.close)
 
-        async def write(target: Path) -> None:
-            await trainer.save(target)
-            inputs.tokenizer.save_pretrained(target / Role.ACTOR)  # so that the folder is a model like any other
-            inputs.generation.to_json_file(target / Role.ACTOR / "generation_config.json")
-
-        async def save(step: int) -> None:
-            state = {"step": step, "ledger": ledger.state().to_json(), "metrics_length": recorder.length, **inputs.identity}
-            state |= {"source": inputs.source.state(), "trainer": trainer.state()}
-            await save_checkpoint(folder / "checkpoints", step, state, write, config.keep_checkpoints)
-
         loop = Loop(
             _loop_settings(config),
             source=inputs.source,
@@ -125,7 +115,7 @@ async def train(
             trainer=trainer,
             synchronizer=synchronizer,
             observer=recorder,
-            save=save,
+            save=lambda step: _save(config, step, inputs, trainer, ledger, recorder),
             guards=[(worker.name, worker.died) for worker in unique_workers(workers) if worker not in fleet.elastic],
         )
         commands: dict[str, Command] = {"list": fleet.describe, "add": fleet.add, "remove": fleet.remove}
@@ -148,6 +138,17 @@ async def open_judge(stack: AsyncExitStack, config: RunConfig, inputs: Inputs, o
     if isinstance(judge, TrustedReward):
         judge.check(inputs.source.rows())
     return judge
+
+
+async def _save(config: RunConfig, step: int, inputs: Inputs, trainer: Trainer, ledger: Ledger, recorder: Recorder) -> None:
+    async def write(target: Path) -> None:
+        await trainer.save(target)
+        inputs.tokenizer.save_pretrained(target / Role.ACTOR)  # so that the folder is a model like any other
+        inputs.generation.to_json_file(target / Role.ACTOR / "generation_config.json")
+
+    state = {"step": step, "ledger": ledger.state().to_json(), "metrics_length": recorder.length, **inputs.identity}
+    state |= {"source": inputs.source.state(), "trainer": trainer.state()}
+    await save_checkpoint(Path(config.run_dir) / "checkpoints", step, state, write, config.keep_checkpoints)
 
 
 async def _restore(checkpoint: Path, trainer: Trainer, source: PromptSource) -> None:

@@ -23,14 +23,14 @@ from transformers import PreTrainedModel
 
 from paceline.algo.loss import LossFn, TokenOutputs
 from paceline.errors import ConfigError, ModelError
-from paceline.models import model_shape
+from paceline.models import ROUNDED, model_shape
 from paceline.place.group import is_first_rank
 from paceline.train.decoder import LayerPasses
 from paceline.train.fused import can_fuse
 from paceline.train.memory import COLUMNS, ROWS
 from paceline.train.offload import HostShelf, Moved
 from paceline.train.optimizer import adamw, optimizer_state
-from paceline.train.packed import ROUNDED, Head, PackedModel, Tally
+from paceline.train.packed import Head, PackedModel, Tally
 from paceline.train.packing import MicroBatch, empty_micro_batch, micro_batch, token_data, trained_lengths
 from paceline.train.saved import MODEL_FILE, Region, load_training, save_training, whole
 from paceline.train.settings import TrainSettings

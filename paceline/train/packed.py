@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from paceline.algo.loss import LossTerms, TokenOutputs
 from paceline.errors import DataError, ModelError
-from paceline.models import model_body
+from paceline.models import EXACT, model_body
 from paceline.train.attention import PACKED
 from paceline.train.head import PolicyHead, ValueHead
 from paceline.train.packing import MicroBatch, micro_batches
@@ -25,7 +25,6 @@ from paceline.types import Batch, FloatArray
 log = logging.getLogger(__name__)
 
 Head = Literal["policy", "value"]
-EXACT, ROUNDED = 1e-4, 0.05  # how far log-probs may be from the model's own, relative and on average: in float32, in bfloat16
 
 
 class PackedModel(nn.Module):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paceline.algo.loss import LossFn, LossTerms, TokenData, TokenOutputs
+from paceline.models import ROUNDED
 from paceline.rollout.native.module import engine_weights
 from paceline.rollout.native.weights import EngineWeights
 from paceline.train.fused import fused_policy
@@ -25,7 +26,7 @@ from paceline.train.neighbour import Neighbour
 from paceline.train.offload import HostShelf, Moved
 from paceline.train.optimizer import adamw, clip_gradients, optimizer_state
 from paceline.train.out_of_memory import memory_explained
-from paceline.train.packed import ROUNDED, Head, PackedModel, Tally
+from paceline.train.packed import Head, PackedModel, Tally
 from paceline.train.packing import MicroBatch, grouped_micro_batches, micro_batches, token_data
 from paceline.train.saved import MODEL_FILE, load_training, save_training
 from paceline.train.settings import TrainSettings

@@ -124,16 +124,12 @@ class Ready:
         return self.tokens, self.logprobs
 
 
-class SimpleBackend:
+class StepByStep:
     """Every slot owns its longest sequence's memory, and a burst is one step, done when `decode` returns."""
 
     ahead = 0
     prefill_tokens = 1 << 62
     admit_share = 8
-
-    def __init__(self, config: PretrainedConfig, weights: DecoderWeights, slots: int, max_length: int) -> None:
-        self._weights = weights
-        self._model = Decoder(config, weights, slots, max_length)
 
     def kv_used(self) -> None:
         return None
@@ -148,6 +144,17 @@ class SimpleBackend:
         return True
 
     def free(self, sequence: Sequence) -> None: ...
+
+    def changing_weights(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
+class SimpleBackend(StepByStep):
+    """By our own forward pass, on any device."""
+
+    def __init__(self, config: PretrainedConfig, weights: DecoderWeights, slots: int, max_length: int) -> None:
+        self._weights = weights
+        self._model = Decoder(config, weights, slots, max_length)
 
     def prefill(self, pieces: list[Piece], row: int) -> None:
         """Longest first, padded to the longest of a forward pass."""
@@ -177,9 +184,6 @@ class SimpleBackend:
         keys = row_keys(slots.seed[:n], positions + 1)
         tokens, logprobs = draw(logits, keys, slots.temperature[:n], slots.top_k[:n], slots.top_p[:n])
         return Ready(tokens[None], logprobs[None])
-
-    def changing_weights(self) -> AbstractContextManager[object]:
-        return nullcontext()
 
     def cache_bytes(self) -> int:
         return self._model.kv.nbytes

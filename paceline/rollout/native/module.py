@@ -8,7 +8,6 @@ the position of each token. What comes out is compared with the plain model once
 import copy
 import inspect
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,15 +17,14 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from paceline.errors import ModelError
-from paceline.models import model_body
-from paceline.rollout.native.backend import PREFILL_TOKENS, Piece, Ready
+from paceline.models import EXACT, ROUNDED, model_body
+from paceline.rollout.native.backend import PREFILL_TOKENS, Piece, Ready, StepByStep
 from paceline.rollout.native.sampling import draw, row_keys
 from paceline.rollout.native.slots import Sequence, Slots
 from paceline.rollout.native.weights import ELSE, DecoderWeights, EngineWeights, is_fast, load_by_name
 from paceline.train.attention import PACKED
 
 SLACK = 64  # columns beyond the longest sequence: rows are moved back to the left once in so many steps
-GAP, NARROW_GAP = 1e-4, 0.05  # how far log-probs may be from the plain model's, relative and on average: in float32, in less
 
 
 def engine_weights(model: PreTrainedModel, share: bool, max_length: int, dtype: torch.dtype | None = None) -> EngineWeights:
@@ -103,12 +101,8 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers says nothing of it
         return states.new_zeros(self.slots, states.shape[1], self.columns, states.shape[3])
 
 
-class ModuleBackend:
-    """A burst is one step, done when `decode` returns. `_end` is the column where all live rows write next."""
-
-    ahead = 0
-    prefill_tokens = 1 << 62
-    admit_share = 8
+class ModuleBackend(StepByStep):
+    """`_end` is the column where all live rows write next."""
 
     def __init__(self, weights: ModuleWeights, slots: int, max_length: int) -> None:
         self._weights, self._model, self._body = weights, weights.module, model_body(weights.module)
@@ -118,20 +112,6 @@ class ModuleBackend:
         self._model.eval()
         self._positions = "position_ids" in inspect.signature(self._model.forward).parameters
         self._check(min(slots, 2), max_length)
-
-    def kv_used(self) -> None:
-        return None
-
-    def steps(self, rows: int) -> int:
-        return 1
-
-    def room_for(self, sequence: Sequence, source: Sequence | None) -> bool:
-        return True
-
-    def grow(self, slots: Slots, positions: NDArray[np.int64]) -> bool:
-        return True
-
-    def free(self, sequence: Sequence) -> None: ...
 
     def prefill(self, pieces: list[Piece], row: int) -> None:
         """Longest first, padded to the longest of a forward pass."""
@@ -181,9 +161,6 @@ class ModuleBackend:
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    def changing_weights(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
     def cache_bytes(self) -> int:
         return sum(tensor.nbytes for pair in self._cache.kept.values() for tensor in pair)
 
@@ -224,7 +201,7 @@ class ModuleBackend:
             gap = float(((found - plain).abs() / (1 + plain.abs())).mean())
         except Exception as error:  # whatever a model of unknown make does not like
             raise ModelError(f"{type(self._model).__name__} cannot be used by the native engine ({error}); {ELSE}") from error
-        if not gap <= (GAP if logits[0].dtype == torch.float32 else NARROW_GAP):
+        if not gap <= (EXACT if logits[0].dtype == torch.float32 else ROUNDED):
             raise ModelError(
                 f"{type(self._model).__name__} cannot be used by the native engine: with kept keys and values its log-probs differ by "
                 f"{gap:.2g} (relative, on average) from those of the plain model; {ELSE}"
