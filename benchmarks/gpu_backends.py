@@ -40,7 +40,10 @@ TARGET_SHARE = 0.9
 
 def make_engines() -> dict[str, TrainEngine]:
     model = make_model("0.5B", torch.float32)
-    engines: dict[str, TrainEngine] = {"single": SingleDevice(copy.deepcopy(model), SETTINGS), "fsdp": Fsdp(copy.deepcopy(model), SETTINGS)}
+    engines: dict[str, TrainEngine] = {
+        "single": SingleDevice(copy.deepcopy(model), SETTINGS),
+        "fsdp": Fsdp(copy.deepcopy(model), SETTINGS),
+    }
     if find_spec("megatron"):
         from paceline.train.megatron import Megatron
 
@@ -80,11 +83,15 @@ def offload(engine: TrainEngine) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_backends.json")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_backends.json"
+    )
     options = parser.parse_args()
     torch.cuda.set_device(0)
     store = os.path.join(tempfile.mkdtemp(), "store")
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=0, world_size=1)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=0, world_size=1
+    )
     started = time.perf_counter()
     engines = make_engines()
     print(f"{', '.join(engines)}: made in {time.perf_counter() - started:.1f} s", flush=True)

@@ -31,10 +31,25 @@ PROMPT, NEW, LONGEST = 128, 512, 4096
 SIGMA = np.log(8) / 2.3263  # of a lognormal whose 99th percentile is 8 times its median
 TAIL_MEDIAN, TAIL_SLOTS, TAIL_PROMPTS = 400, 256, 512
 SHAPES: dict[str, dict[str, Any]] = {
-    "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2},
-    "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2},
+    "0.5B": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+    },
+    "1.5B": {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+    },
 }
-VLLM = {"0.5B": {64: 11e3, 256: 20e3, 512: 24e3}, "1.5B": {256: 22e3}}  # tokens/s of vLLM 0.24, log-probs on, same GPU and load
+VLLM = {
+    "0.5B": {64: 11e3, 256: 20e3, 512: 24e3},
+    "1.5B": {256: 22e3},
+}  # tokens/s of vLLM 0.24, log-probs on, same GPU and load
 TARGETS = {"0.5B": {64: 35e3, 256: 100e3, 512: 150e3}, "1.5B": {256: 55e3}}
 
 
@@ -53,7 +68,10 @@ def make_model(shape: str, dtype: torch.dtype = torch.bfloat16) -> Qwen2ForCausa
 
 def make_requests(lengths: list[int], round: int, **sampling: Any) -> list[Request]:
     prompts = np.random.default_rng(round).integers(0, 151936, (len(lengths), PROMPT)).tolist()
-    return [Request(f"{round}-{i}", tuple(p), i, Sampling(n, **sampling)) for i, (p, n) in enumerate(zip(prompts, lengths, strict=True))]
+    return [
+        Request(f"{round}-{i}", tuple(p), i, Sampling(n, **sampling))
+        for i, (p, n) in enumerate(zip(prompts, lengths, strict=True))
+    ]
 
 
 def generate(engine: NativeEngine, requests: list[Request]) -> tuple[dict[str, Completion], float]:
@@ -101,7 +119,9 @@ def limit(shape: str, n: int, context: float, bytes_per_s: float, flops_per_s: f
     return n / max(moved / bytes_per_s, 2 * weights * n / flops_per_s)
 
 
-def throughput(shape: str, sizes: tuple[int, ...], rounds: int, ceilings: tuple[float, float]) -> list[dict[str, Any]]:
+def throughput(
+    shape: str, sizes: tuple[int, ...], rounds: int, ceilings: tuple[float, float]
+) -> list[dict[str, Any]]:
     model = make_model(shape)
     weights = DecoderWeights.from_module(model, share=True)
     rows = []
@@ -142,9 +162,15 @@ def long_tail(shape: str, ceilings: tuple[float, float]) -> dict[str, Any]:
     of 512 cannot end before its longest answer, which alone takes `longest_alone_s`; while prompts wait, slots can be full."""
     model = make_model(shape)
     random = np.random.default_rng(0)
-    lengths = np.clip(random.lognormal(np.log(TAIL_MEDIAN), SIGMA, 4 * TAIL_PROMPTS), 1, LONGEST).astype(int)
+    lengths = np.clip(
+        random.lognormal(np.log(TAIL_MEDIAN), SIGMA, 4 * TAIL_PROMPTS), 1, LONGEST
+    ).astype(int)
     engine = NativeEngine(
-        model.config, DecoderWeights.from_module(model, share=True), slots=TAIL_SLOTS, max_length=PROMPT + LONGEST, kv_memory_fraction=0.8
+        model.config,
+        DecoderWeights.from_module(model, share=True),
+        slots=TAIL_SLOTS,
+        max_length=PROMPT + LONGEST,
+        kv_memory_fraction=0.8,
     )
     for size in (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256):  # captures the graphs
         generate(engine, make_requests([16] * size, 1000 + size))
@@ -170,7 +196,9 @@ def long_tail(shape: str, ceilings: tuple[float, float]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def tail_limit(shape: str, lengths: list[int], context: float, ceilings: tuple[float, float]) -> dict[str, float]:
+def tail_limit(
+    shape: str, lengths: list[int], context: float, ceilings: tuple[float, float]
+) -> dict[str, float]:
     """The same batch if every step took no longer than memory and arithmetic need, and its share of a steady state that does so too."""
     waiting, live = lengths[::-1], []  # live: (tokens left, context)
     seconds = 0.0
@@ -178,7 +206,9 @@ def tail_limit(shape: str, lengths: list[int], context: float, ceilings: tuple[f
         while waiting and len(live) < TAIL_SLOTS:
             live.append((waiting.pop(), PROMPT))
         n, steps = len(live), min(left for left, _ in live)
-        seconds += steps * n / limit(shape, n, sum(seen for _, seen in live) / n + steps / 2, *ceilings)
+        seconds += (
+            steps * n / limit(shape, n, sum(seen for _, seen in live) / n + steps / 2, *ceilings)
+        )
         live = [(left - steps, seen + steps) for left, seen in live if left > steps]
     share = sum(lengths) / seconds / limit(shape, TAIL_SLOTS, context, *ceilings)
     return {"seconds": round(seconds, 3), "share_of_steady": round(share, 3)}
@@ -201,7 +231,12 @@ def stream_rates(engine: NativeEngine, lengths: list[int]) -> tuple[float, float
 def accuracy(shape: str, dtype: torch.dtype, slots: int) -> dict[str, Any]:
     """Log-probs against a float32 forward pass over the same tokens. Up to 16 sequences are decoded by kernels of their own."""
     model = make_model(shape, dtype)
-    engine = NativeEngine(model.config, DecoderWeights.from_module(model, share=False), slots=slots, max_length=PROMPT + NEW)
+    engine = NativeEngine(
+        model.config,
+        DecoderWeights.from_module(model, share=False),
+        slots=slots,
+        max_length=PROMPT + NEW,
+    )
     requests = make_requests([NEW] * 32, 5)
     done, _ = generate(engine, requests)
     engine.sleep()
@@ -210,8 +245,15 @@ def accuracy(shape: str, dtype: torch.dtype, slots: int) -> dict[str, Any]:
         completion = done[request.id]
         ids = torch.tensor([[*request.prompt, *completion.tokens.tolist()]], device="cuda")
         logits = exact(ids).logits[0, PROMPT - 1 : -1].log_softmax(-1)
-        off = (logits.gather(1, ids[0, PROMPT:, None])[:, 0] - torch.from_numpy(completion.logprobs).cuda()).abs()
-        worst, total, count = max(worst, float(off.max())), total + float(off.sum()), count + len(off)
+        off = (
+            logits.gather(1, ids[0, PROMPT:, None])[:, 0]
+            - torch.from_numpy(completion.logprobs).cuda()
+        ).abs()
+        worst, total, count = (
+            max(worst, float(off.max())),
+            total + float(off.sum()),
+            count + len(off),
+        )
     return {
         "shape": shape, "dtype": str(dtype).removeprefix("torch."), "slots": slots, "tokens": count, "mean_error": total / count,
         "worst_error": worst,
@@ -221,7 +263,12 @@ def accuracy(shape: str, dtype: torch.dtype, slots: int) -> dict[str, Any]:
 def step_times(shape: str) -> dict[int, float]:
     """Milliseconds a decode step takes, by sequences."""
     model = make_model(shape)
-    engine = NativeEngine(model.config, DecoderWeights.from_module(model, share=True), slots=512, max_length=PROMPT + NEW)
+    engine = NativeEngine(
+        model.config,
+        DecoderWeights.from_module(model, share=True),
+        slots=512,
+        max_length=PROMPT + NEW,
+    )
     times = {}
     for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
         generate(engine, make_requests([24] * n, 99))
@@ -247,7 +294,9 @@ def hand_over(shape: str) -> dict[str, float]:
 def memory_growth(admissions: int) -> dict[str, Any]:
     """Memory after 10 % and after all of many short answers."""
     model = make_model("0.5B")
-    engine = NativeEngine(model.config, DecoderWeights.from_module(model, share=True), slots=128, max_length=256)
+    engine = NativeEngine(
+        model.config, DecoderWeights.from_module(model, share=True), slots=128, max_length=256
+    )
     random = np.random.default_rng(1)
     generate(engine, make_requests(random.integers(1, 100, admissions // 10).tolist(), 1))
     before = torch.cuda.memory_reserved()
@@ -263,7 +312,12 @@ def memory_growth(admissions: int) -> dict[str, Any]:
 def profile(shape: str, n: int) -> dict[str, Any]:
     """Where the time of a decode step goes, by kernel, in microseconds."""
     model = make_model(shape)
-    engine = NativeEngine(model.config, DecoderWeights.from_module(model, share=True), slots=n, max_length=PROMPT + NEW)
+    engine = NativeEngine(
+        model.config,
+        DecoderWeights.from_module(model, share=True),
+        slots=n,
+        max_length=PROMPT + NEW,
+    )
     generate(engine, make_requests([24] * n, 99))
     engine.submit(make_requests([NEW] * n, 3))
     while engine.tokens_sampled < n * (NEW // 2):
@@ -277,7 +331,10 @@ def profile(shape: str, n: int) -> dict[str, Any]:
     steps = (engine.tokens_sampled - before) / n
     events = sorted(trace.key_averages(), key=lambda event: -event.self_device_time_total)
     table = {
-        event.key[:90]: [round(event.self_device_time_total / steps, 1), round(event.count / steps, 1)]
+        event.key[:90]: [
+            round(event.self_device_time_total / steps, 1),
+            round(event.count / steps, 1),
+        ]
         for event in events
         if event.self_device_time_total > 0.3 * steps
     }
@@ -288,7 +345,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds, only the 0.5B shape")
     parser.add_argument("--profile", action="store_true", help="only where the time goes")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_engine.json")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_engine.json"
+    )
     options = parser.parse_args()
     ceilings = bandwidth(), matrix_rate()
     torch.cuda.empty_cache()
@@ -303,7 +362,11 @@ def main() -> None:
     def note(name: str, work: Callable[[], Any]) -> None:
         start = time.perf_counter()
         results[name] = work()
-        print(f"{name} ({time.perf_counter() - start:.0f} s):", json.dumps(results[name], indent=1), flush=True)
+        print(
+            f"{name} ({time.perf_counter() - start:.0f} s):",
+            json.dumps(results[name], indent=1),
+            flush=True,
+        )
         torch.cuda.empty_cache()
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(results, indent=1) + "\n")

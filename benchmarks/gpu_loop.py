@@ -43,16 +43,30 @@ SHAPE = {
     "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
     "vocab_size": 151936,
 }  # fmt: skip
-SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 COMMON = [
     "groups_per_step=32", "group_size=8", f"data.max_prompt_length={PROMPT}", "data.chat=false", "reward.function=varied",
     "train.dtype=bfloat16", "train.micro_batch_tokens=32768", "save_every=0", "rollout.generation_timeout=600",
 ]  # fmt: skip
 MODES = {
     "hybrid": ["rollout.slots=256"],
-    "async": ["placement.overlap=true", "schedule.max_staleness=2", "schedule.on_sync=swap", "rollout.slots=512"],
+    "async": [
+        "placement.overlap=true",
+        "schedule.max_staleness=2",
+        "schedule.on_sync=swap",
+        "rollout.slots=512",
+    ],
 }
-LOADS = {"512": f"rollout.max_response_length={NEW}", "long tail": f"rollout.max_response_length={LONGEST}"}
+LOADS = {
+    "512": f"rollout.max_response_length={NEW}",
+    "long tail": f"rollout.max_response_length={LONGEST}",
+}
 ROUND = 3  # steps: staleness 0, 1 and 2
 TARGETS = {("hybrid", "512"): 2.9, ("async", "512"): 2.3}
 
@@ -61,7 +75,9 @@ def make_model(folder: Path, small: bool) -> str:
     tokenizer = make_tokenizer()
     shape: dict[str, Any] = SMALL | {"vocab_size": len(tokenizer)} if small else SHAPE
     torch.manual_seed(0)
-    Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=True, max_position_embeddings=32768)).save_pretrained(folder)
+    Qwen2ForCausalLM(
+        Qwen2Config(**shape, tie_word_embeddings=True, max_position_embeddings=32768)
+    ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -69,14 +85,20 @@ def make_model(folder: Path, small: bool) -> str:
 def make_prompts(path: Path) -> str:
     """One token a letter, after one that marks the start."""
     letters = random.Random(0)
-    rows = [{"prompt": "".join(letters.choices("abcdefghijklmnopqrstuvwxyz", k=PROMPT - 1))} for _ in range(4096)]
+    rows = [
+        {"prompt": "".join(letters.choices("abcdefghijklmnopqrstuvwxyz", k=PROMPT - 1))}
+        for _ in range(4096)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
 def forced_length(request_id: str) -> int:
     seq, attempt, _ = request_id.split(".")
-    return min(LONGEST, max(1, round(random.Random(f"{seq}.{attempt}").lognormvariate(math.log(MEDIAN), SIGMA))))
+    return min(
+        LONGEST,
+        max(1, round(random.Random(f"{seq}.{attempt}").lognormvariate(math.log(MEDIAN), SIGMA))),
+    )
 
 
 def force_lengths(long_tail: bool, longest: int) -> None:
@@ -84,7 +106,10 @@ def force_lengths(long_tail: bool, longest: int) -> None:
     plain = NativeEngine.__dict__.get("plain_submit", NativeEngine.submit)
 
     def submit(engine: NativeEngine, requests: Sequence[Request]) -> None:
-        lengths = [min(longest, forced_length(request.id)) if long_tail else longest for request in requests]
+        lengths = [
+            min(longest, forced_length(request.id)) if long_tail else longest
+            for request in requests
+        ]
         plain(engine, [
             replace(r, sampling=replace(r.sampling, max_new_tokens=n, stop_token_ids=(), stop=()))
             for r, n in zip(requests, lengths, strict=True)
@@ -120,16 +145,30 @@ async def no_checkpoint(*_: Any) -> None:
     """What a step costs is asked here, not what a disk does."""
 
 
-def measure(model: str, folder: Path, mode: str, load: str, steps: int, extra: list[str]) -> dict[str, Any]:
-    overrides = [f"model={model}", f"run_dir={folder}", f"steps={steps}", *COMMON, *MODES[mode], LOADS[load], *extra]
+def measure(
+    model: str, folder: Path, mode: str, load: str, steps: int, extra: list[str]
+) -> dict[str, Any]:
+    overrides = [
+        f"model={model}",
+        f"run_dir={folder}",
+        f"steps={steps}",
+        *COMMON,
+        *MODES[mode],
+        LOADS[load],
+        *extra,
+    ]
     config = load_config(None, overrides)
     force_lengths(load == "long tail", config.rollout.max_response_length)
     loads = time_loads()
     asyncio.run(paceline.run.train(config))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     warm_up = max(1, steps // 3)
-    times = [after["wall_time_s"] - before["wall_time_s"] for before, after in itertools.pairwise(rows)][warm_up - 1 :]
-    times = times[len(times) % ROUND :]  # with a bound on staleness long and short steps take turns: whole rounds of them
+    times = [
+        after["wall_time_s"] - before["wall_time_s"] for before, after in itertools.pairwise(rows)
+    ][warm_up - 1 :]
+    times = times[
+        len(times) % ROUND :
+    ]  # with a bound on staleness long and short steps take turns: whole rounds of them
     steady = rows[-len(times) :]
     live = [asked.elapsed_time(done) for asked, done in loads[-len(times) :]]
     tokens = statistics.mean(row["rollout/tokens"] for row in steady)
@@ -149,13 +188,23 @@ def measure(model: str, folder: Path, mode: str, load: str, steps: int, extra: l
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--small", action="store_true", help="a tiny model, to try the program on a CPU")
-    parser.add_argument("--set", action="append", default=[], help="a setting of the run, key=value")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_loop.json")
+    parser.add_argument(
+        "--small", action="store_true", help="a tiny model, to try the program on a CPU"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], help="a setting of the run, key=value"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_loop.json"
+    )
     options = parser.parse_args()
-    logging.getLogger("paceline").setLevel(logging.ERROR)  # a random model learns nothing, and the run says so
+    logging.getLogger("paceline").setLevel(
+        logging.ERROR
+    )  # a random model learns nothing, and the run says so
     verify.IN_PROCESS["varied"] = varied
     paceline.run.save_checkpoint = no_checkpoint  # type: ignore[assignment]
     results: dict[str, Any] = {
@@ -169,14 +218,18 @@ def main() -> None:
         given = [f"data.path={make_prompts(Path(scratch) / 'prompts.jsonl')}", *options.set]
         for load in LOADS:
             for mode in MODES:
-                run = measure(model, Path(scratch) / f"{mode}-{load}", mode, load, options.steps, given)
+                run = measure(
+                    model, Path(scratch) / f"{mode}-{load}", mode, load, options.steps, given
+                )
                 results["runs"].append(run)
                 print(json.dumps(run), flush=True)
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
                     torch.cuda.reset_peak_memory_stats()
     by = {(run["mode"], run["load"]): run["step_s"] for run in results["runs"]}
-    results["async_times_hybrid"] = {load: round(by["hybrid", load] / by["async", load], 2) for load in LOADS}
+    results["async_times_hybrid"] = {
+        load: round(by["hybrid", load] / by["async", load], 2) for load in LOADS
+    }
     results["async_times_hybrid_target"] = {"long tail": 1.3}
     print(json.dumps(results["async_times_hybrid"]))
     options.out.write_text(json.dumps(results, indent=1) + "\n")

@@ -39,7 +39,12 @@ def make_batch(rows: int, group: int, lengths: list[int] | None = None) -> Batch
     rng = np.random.default_rng(0)
     answers = lengths or [ANSWER] * rows
     prompts = rng.integers(0, VOCABULARY, (-(-rows // group), PROMPT))
-    tokens = np.concatenate([np.concatenate((prompts[i // group], rng.integers(0, VOCABULARY, n))) for i, n in enumerate(answers)])
+    tokens = np.concatenate(
+        [
+            np.concatenate((prompts[i // group], rng.integers(0, VOCABULARY, n)))
+            for i, n in enumerate(answers)
+        ]
+    )
     mask = np.concatenate([np.arange(PROMPT + n) >= PROMPT for n in answers])
     return Batch(
         tokens=tokens.astype(np.int32),
@@ -65,9 +70,22 @@ def update(engine: TrainEngine, batch: Batch) -> tuple[float, float]:
     return middle - start, time.perf_counter() - middle
 
 
-def measure(shape: str, rate: float, rows: int, micro: int, group: int = 1, checkpointing: bool = False, rounds: int = 5) -> dict[str, Any]:
+def measure(
+    shape: str,
+    rate: float,
+    rows: int,
+    micro: int,
+    group: int = 1,
+    checkpointing: bool = False,
+    rounds: int = 5,
+) -> dict[str, Any]:
     model = make_model(shape, torch.float32)
-    engine = SingleDevice(model, TrainSettings(dtype="bfloat16", micro_batch_tokens=micro, gradient_checkpointing=checkpointing))
+    engine = SingleDevice(
+        model,
+        TrainSettings(
+            dtype="bfloat16", micro_batch_tokens=micro, gradient_checkpointing=checkpointing
+        ),
+    )
     batch = make_batch(rows, group)
     update(engine, batch)
     torch.cuda.reset_peak_memory_stats()
@@ -87,7 +105,9 @@ def measure(shape: str, rate: float, rows: int, micro: int, group: int = 1, chec
 
 def profile(shape: str, micro: int) -> dict[str, Any]:
     """Where the time of one micro-batch goes, by kernel, in milliseconds."""
-    engine = SingleDevice(make_model(shape, torch.float32), TrainSettings(dtype="bfloat16", micro_batch_tokens=micro))
+    engine = SingleDevice(
+        make_model(shape, torch.float32), TrainSettings(dtype="bfloat16", micro_batch_tokens=micro)
+    )
     batch = make_batch(micro // (PROMPT + ANSWER), 1)
     for _ in range(2):
         update(engine, batch)
@@ -100,14 +120,22 @@ def profile(shape: str, micro: int) -> dict[str, Any]:
         if event.self_device_time_total > 2e3 * seconds  # 0.2 %
     }
     busy = sum(event.self_device_time_total for event in events) / 1e3
-    return {"shape": shape, "tokens": batch.num_tokens, "ms": round(1e3 * seconds, 1), "kernels_ms": round(busy, 1), "ms_and_calls": table}
+    return {
+        "shape": shape,
+        "tokens": batch.num_tokens,
+        "ms": round(1e3 * seconds, 1),
+        "kernels_ms": round(busy, 1),
+        "ms_and_calls": table,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="only the 0.5B shape")
     parser.add_argument("--profile", action="store_true", help="only where the time goes")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_train.json")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_train.json"
+    )
     options = parser.parse_args()
     results: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(), "command": "python benchmarks/gpu_train.py" + " --quick" * options.quick,
@@ -130,7 +158,9 @@ def main() -> None:
         note("packed", lambda: measure("0.5B", rate, 256, 32768))
         note("small_micro_batches", lambda: measure("0.5B", rate, 256, 8192, rounds=3))
         note("eight_answers_to_a_prompt", lambda: measure("0.5B", rate, 256, 32768, group=8))
-        note("checkpointing", lambda: measure("0.5B", rate, 256, 32768, checkpointing=True, rounds=3))
+        note(
+            "checkpointing", lambda: measure("0.5B", rate, 256, 32768, checkpointing=True, rounds=3)
+        )
         if not options.quick:
             note("1.5B", lambda: measure("1.5B", rate, 128, 16384, rounds=3))
     note("profile", lambda: profile("0.5B", 32768))

@@ -50,7 +50,12 @@ def settings(model: str, prompts: str, folder: Path, small: bool) -> list[str]:
 def requests(count: int, seed: int, tokens: int) -> list[Request]:
     drawn = np.random.default_rng(seed)
     return [
-        Request(f"{seed}.{n}", tuple(int(t) for t in drawn.integers(5, 90, PROMPT)), seed + n, Sampling(tokens, temperature=0.8))
+        Request(
+            f"{seed}.{n}",
+            tuple(int(t) for t in drawn.integers(5, 90, PROMPT)),
+            seed + n,
+            Sampling(tokens, temperature=0.8),
+        )
         for n in range(count)
     ]
 
@@ -61,11 +66,17 @@ def gap(model: Any, asked: list[Request], answers: list[Completion]) -> dict[str
     found = []
     for request, answer in zip(asked, answers, strict=True):
         ids = torch.tensor([[*request.prompt, *answer.tokens.tolist()]], device=model.device)
-        logprobs = torch.log_softmax(model(ids).logits[0, PROMPT - 1 : -1].float() / request.sampling.temperature, -1)
+        logprobs = torch.log_softmax(
+            model(ids).logits[0, PROMPT - 1 : -1].float() / request.sampling.temperature, -1
+        )
         expected = logprobs.gather(1, ids[0, PROMPT:, None])[:, 0].cpu().numpy()
         found.append(np.abs(expected - answer.logprobs))
     distances = np.concatenate(found)
-    return {"mean": float(distances.mean()), "max": float(distances.max()), "tokens": len(distances)}
+    return {
+        "mean": float(distances.mean()),
+        "max": float(distances.max()),
+        "tokens": len(distances),
+    }
 
 
 async def hand_over(config: RunConfig, model: str, folder: Path) -> dict[str, Any]:
@@ -73,7 +84,12 @@ async def hand_over(config: RunConfig, model: str, folder: Path) -> dict[str, An
     started = time.perf_counter()
     workers = {
         role: ProcessWorker(
-            role.value, build_parts, ((role,), config, model, 4), cores=[], threads=4, log_path=folder / f"{role.value}.log"
+            role.value,
+            build_parts,
+            ((role,), config, model, 4),
+            cores=[],
+            threads=4,
+            log_path=folder / f"{role.value}.log",
         )
         for role in (Role.ACTOR, Role.ROLLOUT)
     }
@@ -112,8 +128,18 @@ def hybrid(config: RunConfig) -> dict[str, Any]:
     """A run on one pool: vLLM sleeps while the trainer works, whose state is in host memory otherwise."""
     paceline.run.save_checkpoint = no_checkpoint  # type: ignore[assignment]
     summary = asyncio.run(paceline.run.train(config))
-    rows = [json.loads(line) for line in (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()]
-    shown = ("time/wait_s", "time/train_s", "time/sync_s", "train/logprob_gap_mean", "train/logprob_gap_max", "train/offload_s")
+    rows = [
+        json.loads(line)
+        for line in (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()
+    ]
+    shown = (
+        "time/wait_s",
+        "time/train_s",
+        "time/sync_s",
+        "train/logprob_gap_mean",
+        "train/logprob_gap_max",
+        "train/offload_s",
+    )
     return {
         "steps": summary["steps"], "ledger": summary["ledger"],
         "memory_GiB": {phase: round(size / 2**30, 2) for phase, size in summary["memory_phases"].items()},
@@ -125,7 +151,14 @@ def sleep(config: RunConfig, model: str) -> dict[str, Any]:
     """The engine in this very process."""
     from paceline.rollout.vllm import VllmEngine
 
-    engine = VllmEngine(model, VllmSettings(eager=True), dtype=config.train.dtype, slots=256, max_length=2 * PROMPT, sleeps=True)
+    engine = VllmEngine(
+        model,
+        VllmSettings(eager=True),
+        dtype=config.train.dtype,
+        slots=256,
+        max_length=2 * PROMPT,
+        sleeps=True,
+    )
     engine.load(AutoModelForCausalLM.from_pretrained(model).state_dict(), 1)
     before = _generate(engine, 0)
     times = []
@@ -136,7 +169,10 @@ def sleep(config: RunConfig, model: str) -> dict[str, Any]:
         asleep, left = time.perf_counter(), _used()
         engine.wake()
         times.append((asleep - began, time.perf_counter() - asleep, held - left))
-    same = all(np.array_equal(one.tokens, other.tokens) for one, other in zip(before, _generate(engine, 1), strict=True))
+    same = all(
+        np.array_equal(one.tokens, other.tokens)
+        for one, other in zip(before, _generate(engine, 1), strict=True)
+    )
     return {
         "sleep_s": [round(s, 4) for s, _, _ in times], "wake_s": [round(w, 4) for _, w, _ in times],
         "sleep_and_wake_s": round(min(s + w for s, w, _ in times), 4), "freed_GiB": round(times[-1][2] / 2**30, 2), "same_answers": same,
@@ -145,7 +181,10 @@ def sleep(config: RunConfig, model: str) -> dict[str, Any]:
 
 def _generate(engine: Any, number: int) -> list[Completion]:
     """The same answers each time; ids must differ."""
-    asked = [Request(f"{number}.{request.id}", request.prompt, request.seed, request.sampling) for request in requests(16, 0, 32)]
+    asked = [
+        Request(f"{number}.{request.id}", request.prompt, request.seed, request.sampling)
+        for request in requests(16, 0, 32)
+    ]
     engine.submit(asked)
     found: dict[str, Completion] = {}
     while engine.has_work:
@@ -159,11 +198,19 @@ def _used() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="a tiny model, to try the program on a CPU")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_vllm.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="a tiny model, to try the program on a CPU"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_vllm.json"
+    )
     options = parser.parse_args()
-    logging.getLogger("paceline").setLevel(logging.ERROR)  # a random model learns nothing, and the run says so
+    logging.getLogger("paceline").setLevel(
+        logging.ERROR
+    )  # a random model learns nothing, and the run says so
     results: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "command": "python " + " ".join(sys.argv),
         "python": platform.python_version(), "torch": torch.__version__, "vllm": check_vllm(), "targets": TARGETS,
@@ -171,7 +218,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model = make_model(folder / "model", options.small)
-        given = settings(model, make_prompts(folder / "prompts.jsonl"), folder / "run", options.small)
+        given = settings(
+            model, make_prompts(folder / "prompts.jsonl"), folder / "run", options.small
+        )
         parts = {
             "hand_over": lambda: asyncio.run(hand_over(load_config(None, given), model, folder)),
             "hybrid": lambda: hybrid(load_config(None, [*given, "train.offload=true"])),

@@ -31,7 +31,10 @@ from paceline.reward.reward import Reward, open_reward
 from paceline.types import Prompt, Trajectory
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PLOT = ROOT / "benchmarks" / "results" / "learning.json", ROOT / "docs" / "images" / "learning.svg"
+RESULTS, PLOT = (
+    ROOT / "benchmarks" / "results" / "learning.json",
+    ROOT / "docs" / "images" / "learning.svg",
+)
 
 COMMON = [
     "data.task=reverse:5",
@@ -61,7 +64,9 @@ class SlowReward:
         self._reward = reward
 
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[float]:
-        await asyncio.sleep(random.Random(prompt.uid).lognormvariate(math.log(0.1), math.log(8) / 2.326))
+        await asyncio.sleep(
+            random.Random(prompt.uid).lognormvariate(math.log(0.1), math.log(8) / 2.326)
+        )
         return await self._reward.score(prompt, trajectories)
 
     async def close(self) -> None:
@@ -77,12 +82,19 @@ def learn(case: str, seed: int, steps: int, folder: Path) -> list[tuple[float, f
     settings = [*COMMON, *CASES[case], f"seed={seed}", f"steps={steps}", f"run_dir={folder}"]
     asyncio.run(paceline.run.train(load_config(None, settings)))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    begin = rows[0]["wall_time_s"] - rows[0]["time/wait_s"] - rows[0]["time/train_s"] - rows[0]["time/sync_s"]
+    begin = (
+        rows[0]["wall_time_s"]
+        - rows[0]["time/wait_s"]
+        - rows[0]["time/train_s"]
+        - rows[0]["time/sync_s"]
+    )
     return [(row["wall_time_s"] - begin, row["reward/mean"]) for row in rows]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="one seed, few steps, nothing written")
     options = parser.parse_args()
     seeds, steps = (range(1), 15) if options.quick else (range(5), 45)
@@ -105,7 +117,10 @@ def summarize(curves: dict[str, list[list[tuple[float, float]]]], steps: int) ->
     cases = {}
     for case, runs in curves.items():
         final = [statistics.fmean(reward for _, reward in run[-10:]) for run in runs]
-        half = [statistics.fmean([reward for second, reward in run if second <= sync_s / 2][-5:]) for run in runs]
+        half = [
+            statistics.fmean([reward for second, reward in run if second <= sync_s / 2][-5:])
+            for run in runs
+        ]
         cases[case] = {
             "final_mean": statistics.fmean(final),
             "final_sd": statistics.stdev(final) if len(final) > 1 else 0.0,
@@ -132,11 +147,23 @@ def _reaches(run: list[tuple[float, float]], level: float) -> float:
 
 def show(report: dict[str, Any]) -> None:
     table = Table(title=report["work"])
-    for column in ("case", "final reward", "sd over seeds", "at half of sync's time", "seconds to 0.9", "seconds in all"):
+    for column in (
+        "case",
+        "final reward",
+        "sd over seeds",
+        "at half of sync's time",
+        "seconds to 0.9",
+        "seconds in all",
+    ):
         table.add_column(column, justify="left" if column == "case" else "right")
     for case, f in report["cases"].items():
         figures = (f["final_mean"], f["final_sd"], f["reward_at_half_of_sync_time"])
-        table.add_row(case, *(f"{figure:.3f}" for figure in figures), f"{f['seconds_to_0.9']:.1f}", f"{f['seconds']:.1f}")
+        table.add_row(
+            case,
+            *(f"{figure:.3f}" for figure in figures),
+            f"{f['seconds_to_0.9']:.1f}",
+            f"{f['seconds']:.1f}",
+        )
     Console(width=130).print(table)
 
 
@@ -152,7 +179,11 @@ def plot(curves: dict[str, list[list[tuple[float, float]]]]) -> None:
         steps = range(1, len(runs[0]) + 1)
         mean = _smooth([statistics.fmean(run[i][1] for run in runs) for i in range(len(runs[0]))])
         seconds = [statistics.fmean(run[i][0] for run in runs) for i in range(len(runs[0]))]
-        style = {"label": case, "linestyle": "-" if "corrected" in case or "sync" in case else ":", "linewidth": 1.6}
+        style = {
+            "label": case,
+            "linestyle": "-" if "corrected" in case or "sync" in case else ":",
+            "linewidth": 1.6,
+        }
         by_step.plot(steps, mean, **style)
         by_time.plot(seconds, mean, **style)
     by_step.set(xlabel="train step", ylabel="mean reward", title="at equal steps")

@@ -35,7 +35,11 @@ from paceline.types import Completion, Finish, Group, Prompt, Trajectory, Turn
 
 RESULTS = Path(__file__).parent / "results" / "message_queue.json"
 ATTEMPTS, TOKENS, PROMPT = 8, 512, 128
-TAKE, WINDOW, HELD = 16, 8, 256  # groups per get; puts under way per producer; groups the queue holds
+TAKE, WINDOW, HELD = (
+    16,
+    8,
+    256,
+)  # groups per get; puts under way per producer; groups the queue holds
 TOKEN = "benchmark"
 SHAPES = [(1, 1), (2, 1), (2, 2)]  # producers, takers
 
@@ -44,11 +48,24 @@ def make_group(seq: int) -> Group:
     rng = np.random.default_rng(0)
     prompt = tuple(range(PROMPT))
     answers = [
-        Completion(rng.integers(0, 150_000, TOKENS, np.int32), -rng.random(TOKENS, np.float32), np.full(TOKENS, 3, np.int32), Finish.STOP)
+        Completion(
+            rng.integers(0, 150_000, TOKENS, np.int32),
+            -rng.random(TOKENS, np.float32),
+            np.full(TOKENS, 3, np.int32),
+            Finish.STOP,
+        )
         for _ in range(ATTEMPTS)
     ]
-    trajectories = tuple(Trajectory((Turn(prompt, answer),), "word " * TOKENS, 1.0) for answer in answers)
-    return Group(seq, Prompt(f"train.jsonl:{seq}", prompt, "text " * PROMPT, {"answer": "42"}), trajectories, 0.0, 1.0)
+    trajectories = tuple(
+        Trajectory((Turn(prompt, answer),), "word " * TOKENS, 1.0) for answer in answers
+    )
+    return Group(
+        seq,
+        Prompt(f"train.jsonl:{seq}", prompt, "text " * PROMPT, {"answer": "42"}),
+        trajectories,
+        0.0,
+        1.0,
+    )
 
 
 # --- the processes ---
@@ -60,7 +77,9 @@ async def produce(address: str, name: str, first: int, step: int, count: int) ->
 
     async def put(seq: int) -> None:
         try:
-            await client.put_samples(Group(seq, group.prompt, group.trajectories, 0.0, 1.0), 3, wait=True)
+            await client.put_samples(
+                Group(seq, group.prompt, group.trajectories, 0.0, 1.0), 3, wait=True
+            )
         finally:
             free.release()
 
@@ -77,7 +96,10 @@ async def take(address: str, count: int) -> None:
     times = []
     for _ in range(count // TAKE):
         groups = await client.get_samples(TAKE, current_param_version=3)
-        assert sum(len(trajectory.turns[0].completion) for trajectory in groups[-1].trajectories) == ATTEMPTS * TOKENS
+        assert (
+            sum(len(trajectory.turns[0].completion) for trajectory in groups[-1].trajectories)
+            == ATTEMPTS * TOKENS
+        )
         await client.acknowledge()
         times.append(time.monotonic())
     print(json.dumps(times))
@@ -85,7 +107,11 @@ async def take(address: str, count: int) -> None:
 
 
 def start(*args: object, pass_fds: tuple[int, ...] = ()) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen([sys.executable, __file__, "--part", json.dumps(args)], stdout=subprocess.PIPE, pass_fds=pass_fds)
+    return subprocess.Popen(
+        [sys.executable, __file__, "--part", json.dumps(args)],
+        stdout=subprocess.PIPE,
+        pass_fds=pass_fds,
+    )
 
 
 async def measure_queue(producers: int, takers: int, count: int, pickled: bool) -> float:
@@ -93,8 +119,13 @@ async def measure_queue(producers: int, takers: int, count: int, pickled: bool) 
     with tempfile.TemporaryDirectory() as folder:
         server = await QueueServer.open(MessageQueue(HELD, 3), f"unix:{folder}/queue", TOKEN)
         processes = [start("take", pickled, server.address, count // takers) for _ in range(takers)]
-        putting = [start("produce", pickled, server.address, f"rollout-{n}", n, producers, count) for n in range(producers)]
-        outputs = await asyncio.gather(*(asyncio.to_thread(process.communicate) for process in processes))
+        putting = [
+            start("produce", pickled, server.address, f"rollout-{n}", n, producers, count)
+            for n in range(producers)
+        ]
+        outputs = await asyncio.gather(
+            *(asyncio.to_thread(process.communicate) for process in processes)
+        )
         for process in [*processes, *putting]:
             assert await asyncio.to_thread(process.wait) == 0
         await server.close()
@@ -151,8 +182,12 @@ def part(kind: str, *args: Any) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one short repetition, nothing written")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one short repetition, nothing written"
+    )
     parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:
@@ -186,7 +221,10 @@ def main() -> None:
 def coding() -> dict[str, float]:
     """Microseconds for one group, in this process."""
     group = make_group(0)
-    ways: dict[str, Any] = {"encode": lambda: encode(group), "pickle.dumps": lambda: pickle.dumps(group, 5)}
+    ways: dict[str, Any] = {
+        "encode": lambda: encode(group),
+        "pickle.dumps": lambda: pickle.dumps(group, 5),
+    }
     flat, pickled = encode(group), pickle.dumps(group, 5)
     ways |= {"decode": lambda: decode(flat), "pickle.loads": lambda: pickle.loads(pickled)}
     found = {}
@@ -204,11 +242,20 @@ def show(report: dict[str, Any]) -> None:
     for column in ("producers → takers", "groups/s", "tokens/s", "MB/s", "of the limit"):
         table.add_column(column, justify="left" if column.startswith("producers") else "right")
     for name, figure in report["groups_per_s"].items():
-        row = (f"{figure:,.0f}", f"{figure * ATTEMPTS * TOKENS:,.0f}", f"{figure * report['bytes'] / 1e6:,.0f}", f"{figure / limit:.0%}")
+        row = (
+            f"{figure:,.0f}",
+            f"{figure * ATTEMPTS * TOKENS:,.0f}",
+            f"{figure * report['bytes'] / 1e6:,.0f}",
+            f"{figure / limit:.0%}",
+        )
         table.add_row(name, *row)
     console = Console(width=120)
     console.print(table)
-    console.print("µs for one group: " + ", ".join(f"{name} {figure:g}" for name, figure in report["coding_us"].items()), highlight=False)
+    console.print(
+        "µs for one group: "
+        + ", ".join(f"{name} {figure:g}" for name, figure in report["coding_us"].items()),
+        highlight=False,
+    )
 
 
 if __name__ == "__main__":

@@ -46,9 +46,22 @@ COMMON = [
     "save_every=0",
 ]
 MODES = {
-    "hybrid sync, two threads": ["schedule.max_staleness=0", "rollout.slots=128", "placement.threads=2"],
-    "hybrid sync, one thread": ["schedule.max_staleness=0", "rollout.slots=128", "placement.threads=1"],
-    "one step off": ["placement.actor=train", "placement.rollout=rollout", "schedule.max_staleness=1", "rollout.slots=128"],
+    "hybrid sync, two threads": [
+        "schedule.max_staleness=0",
+        "rollout.slots=128",
+        "placement.threads=2",
+    ],
+    "hybrid sync, one thread": [
+        "schedule.max_staleness=0",
+        "rollout.slots=128",
+        "placement.threads=1",
+    ],
+    "one step off": [
+        "placement.actor=train",
+        "placement.rollout=rollout",
+        "schedule.max_staleness=1",
+        "rollout.slots=128",
+    ],
     "fully async": [
         "placement.actor=train",
         "placement.rollout=rollout",
@@ -61,20 +74,28 @@ MODES = {
 
 def forced_length(request_id: str) -> int:
     seq, attempt, _ = request_id.split(".")
-    return min(CAP, max(1, round(random.Random(f"{seq}.{attempt}").lognormvariate(math.log(MEDIAN), SIGMA))))
+    return min(
+        CAP,
+        max(1, round(random.Random(f"{seq}.{attempt}").lognormvariate(math.log(MEDIAN), SIGMA))),
+    )
 
 
 class ForcedLengths(EngineClient):
     """Every answer has the length drawn for it, whatever the model would say."""
 
     async def generate(self, request: Request) -> Completion:
-        sampling = replace(request.sampling, max_new_tokens=forced_length(request.id), stop_token_ids=(), stop=())
+        sampling = replace(
+            request.sampling, max_new_tokens=forced_length(request.id), stop_token_ids=(), stop=()
+        )
         return await super().generate(replace(request, sampling=sampling))
 
 
 def measure(config: RunConfig, warm_up: int) -> dict[str, float]:
     summary = asyncio.run(paceline.run.train(config))
-    rows = [json.loads(line) for line in (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()
+    ]
     steady = rows[warm_up:]
     seconds = steady[-1]["wall_time_s"] - rows[warm_up - 1]["wall_time_s"]
     return {
@@ -89,20 +110,29 @@ def measure(config: RunConfig, warm_up: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one short repetition, nothing written")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one short repetition, nothing written"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     repeats, steps, warm_up = (1, 8, 3) if options.quick else (options.repeats, 24, 6)
     paceline.run.EngineClient = ForcedLengths  # type: ignore[misc]
-    logging.getLogger("paceline").setLevel(logging.ERROR)  # a random model earns nothing, and the run says so
+    logging.getLogger("paceline").setLevel(
+        logging.ERROR
+    )  # a random model earns nothing, and the run says so
     runs: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
     with tempfile.TemporaryDirectory() as scratch:
         model = bench_model(Path(scratch) / "model")
         for repeat in range(repeats):
             for mode, settings in MODES.items():
                 folder = Path(scratch) / f"{mode}-{repeat}"
-                config = load_config(None, [f"model={model}", f"run_dir={folder}", f"steps={steps}", *COMMON, *settings])
+                config = load_config(
+                    None,
+                    [f"model={model}", f"run_dir={folder}", f"steps={steps}", *COMMON, *settings],
+                )
                 runs[mode].append(measure(config, warm_up))
     report = summarize(runs)
     show(report)
@@ -111,23 +141,43 @@ def main() -> None:
 
 
 def summarize(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    modes = {mode: {name: statistics.median(run[name] for run in found) for name in found[0]} for mode, found in runs.items()}
-    base = max(figures["tokens_per_s"] for mode, figures in modes.items() if mode.startswith("hybrid"))
+    modes = {
+        mode: {name: statistics.median(run[name] for run in found) for name in found[0]}
+        for mode, found in runs.items()
+    }
+    base = max(
+        figures["tokens_per_s"] for mode, figures in modes.items() if mode.startswith("hybrid")
+    )
     for figures in modes.values():
         figures["ratio"] = figures["tokens_per_s"] / base
     return {
         "command": " ".join(["python", *sys.argv]),
         "machine": f"{torch.get_num_threads()} cores, {platform.machine()}",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
         "work": f"128 answers a step, lognormal lengths, median {MEDIAN}, p99 {MEDIAN * 8}, cap {CAP}; 0.8M-parameter Qwen2 shape",
         "modes": modes,
-        "all_tokens_per_s": {mode: [round(run["tokens_per_s"]) for run in found] for mode, found in runs.items()},
+        "all_tokens_per_s": {
+            mode: [round(run["tokens_per_s"]) for run in found] for mode, found in runs.items()
+        },
     }
 
 
 def show(report: dict[str, Any]) -> None:
     table = Table(title=report["work"])
-    for column in ("mode", "tokens trained/s", "ratio", "step s", "rollout busy", "train busy", "staleness mean / max", "hand-over ms"):
+    for column in (
+        "mode",
+        "tokens trained/s",
+        "ratio",
+        "step s",
+        "rollout busy",
+        "train busy",
+        "staleness mean / max",
+        "hand-over ms",
+    ):
         table.add_column(column, justify="left" if column == "mode" else "right")
     for mode, f in report["modes"].items():
         table.add_row(

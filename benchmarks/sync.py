@@ -37,7 +37,11 @@ from paceline.sync.transport import SharedMemory
 from paceline.train.service import ActorService
 
 RESULTS = Path(__file__).parent / "results" / "sync.json"
-TRANSPORTS: dict[str, Any] = {"shared memory": SharedMemory, "stream": Stream, "collective": Collective}
+TRANSPORTS: dict[str, Any] = {
+    "shared memory": SharedMemory,
+    "stream": Stream,
+    "collective": Collective,
+}
 MB, TENSOR = 1_000_000, 1 << 20  # numbers in a tensor
 
 Workers = tuple[ProcessWorker, list[ProcessWorker]]
@@ -50,7 +54,9 @@ class Model:
 
     def __init__(self, size: int) -> None:
         self.flat = torch.randn(size // 4)
-        self._tensors = {f"layer.{number}.weight": part for number, part in enumerate(self.flat.split(TENSOR))}
+        self._tensors = {
+            f"layer.{number}.weight": part for number, part in enumerate(self.flat.split(TENSOR))
+        }
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self._tensors.items())
@@ -135,14 +141,18 @@ def build(size: int, role: str) -> Mapping[str, Any]:
 async def raw_stream(workers: Workers) -> Callable[[], Awaitable[Any]]:
     trainer, engines = workers
     ports = [await engine.call("raw", "port") for engine in engines]
-    return lambda: asyncio.gather(trainer.call("raw", "send", ports), *(engine.call("raw", "receive") for engine in engines))
+    return lambda: asyncio.gather(
+        trainer.call("raw", "send", ports), *(engine.call("raw", "receive") for engine in engines)
+    )
 
 
 async def raw_memory(workers: Workers, size: int) -> Callable[[], Awaitable[Any]]:
     trainer, engines = workers
     with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
         file.truncate(size)
-        await asyncio.gather(*(worker.call("raw", "map", file.name) for worker in (trainer, *engines)))
+        await asyncio.gather(
+            *(worker.call("raw", "map", file.name) for worker in (trainer, *engines))
+        )
 
     async def copy() -> None:
         await trainer.call("raw", "write")
@@ -155,13 +165,24 @@ async def raw_collective(workers: Workers) -> Callable[[], Awaitable[Any]]:
     trainer, engines = workers
     port = await trainer.call("raw", "store")
     everyone = [trainer, *engines]
-    await asyncio.gather(*(worker.call("raw", "join", port, rank, len(everyone)) for rank, worker in enumerate(everyone)))
-    return lambda: asyncio.gather(*(worker.call("raw", "broadcast", worker is trainer) for worker in everyone))
+    await asyncio.gather(
+        *(
+            worker.call("raw", "join", port, rank, len(everyone))
+            for rank, worker in enumerate(everyone)
+        )
+    )
+    return lambda: asyncio.gather(
+        *(worker.call("raw", "broadcast", worker is trainer) for worker in everyone)
+    )
 
 
 async def measure(name: str, workers: Workers, size: int, repeats: int) -> dict[str, Any]:
     trainer, engines = workers
-    raw = {"shared memory": raw_memory(workers, size), "stream": raw_stream(workers), "collective": raw_collective(workers)}
+    raw = {
+        "shared memory": raw_memory(workers, size),
+        "stream": raw_stream(workers),
+        "collective": raw_collective(workers),
+    }
     send_raw = await raw.pop(name)
     for other in raw.values():
         other.close()
@@ -174,22 +195,33 @@ async def measure(name: str, workers: Workers, size: int, repeats: int) -> dict[
         sent = time.perf_counter()
         weights = await transport.publish(version)
         if name != "shared memory":  # there it arrives as it is loaded
-            await asyncio.gather(*(engine.call("rollout", "await_weights", version) for engine in engines))
+            await asyncio.gather(
+                *(engine.call("rollout", "await_weights", version) for engine in engines)
+            )
         there = time.perf_counter()
-        await asyncio.gather(*(engine.call("rollout", "load_weights", weights) for engine in engines))
+        await asyncio.gather(
+            *(engine.call("rollout", "load_weights", weights) for engine in engines)
+        )
         live = time.perf_counter()
         found["raw_s"].append(sent - begun)
         found["arrived_s"].append((live if name == "shared memory" else there) - sent)
         found["live_s"].append(live - sent)
-    medians = {key: statistics.median(values[1:]) for key, values in found.items()}  # the first one makes connections
+    medians = {
+        key: statistics.median(values[1:]) for key, values in found.items()
+    }  # the first one makes connections
     return {"transport": name, "megabytes": size // MB, "engines": len(engines), **medians}
 
 
 async def measure_all(size: int, count: int, repeats: int, logs: Path) -> list[dict[str, Any]]:
     def start(name: str, role: str) -> ProcessWorker:
-        return ProcessWorker(name, build, (size, role), cores=[], threads=1, log_path=logs / f"{name}.log")
+        return ProcessWorker(
+            name, build, (size, role), cores=[], threads=1, log_path=logs / f"{name}.log"
+        )
 
-    workers = start("trainer", "actor"), [start(f"engine{number}", "rollout") for number in range(count)]
+    workers = (
+        start("trainer", "actor"),
+        [start(f"engine{number}", "rollout") for number in range(count)],
+    )
     try:
         await asyncio.gather(*(worker.ready() for worker in (workers[0], *workers[1])))
         return [await measure(name, workers, size, repeats) for name in TRANSPORTS]
@@ -199,12 +231,21 @@ async def measure_all(size: int, count: int, repeats: int, logs: Path) -> list[d
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     for row in rows:
-        row["ratio"], row["ratio_live"] = row["raw_s"] / row["arrived_s"], row["raw_s"] / row["live_s"]
+        row["ratio"], row["ratio_live"] = (
+            row["raw_s"] / row["arrived_s"],
+            row["raw_s"] / row["live_s"],
+        )
         row["gb_per_s"] = row["megabytes"] * row["engines"] / 1000 / row["live_s"]
-        same = [other for other in rows if (other["transport"], other["megabytes"]) == (row["transport"], row["megabytes"])]
+        same = [
+            other
+            for other in rows
+            if (other["transport"], other["megabytes"]) == (row["transport"], row["megabytes"])
+        ]
         first = min(same, key=lambda other: other["engines"])
         if row["engines"] > first["engines"]:
-            row["each_added_engine_s"] = (row["live_s"] - first["live_s"]) / (row["engines"] - first["engines"])
+            row["each_added_engine_s"] = (row["live_s"] - first["live_s"]) / (
+                row["engines"] - first["engines"]
+            )
     return {
         "command": "python benchmarks/sync.py",
         "machine": f"{len(available_cores())} cores, {platform.machine()}",
@@ -215,10 +256,23 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def show(report: dict[str, Any]) -> None:
     table = Table(title=f"weights from one trainer to its engines, {report['machine']}")
-    for column in ("transport", "MB", "engines", "raw s", "arrived s", "of raw", "live s", "of raw", "GB/s in all", "each added engine"):
+    for column in (
+        "transport",
+        "MB",
+        "engines",
+        "raw s",
+        "arrived s",
+        "of raw",
+        "live s",
+        "of raw",
+        "GB/s in all",
+        "each added engine",
+    ):
         table.add_column(column, justify="left" if column == "transport" else "right")
     for row in report["rows"]:
-        added = f"{row['each_added_engine_s'] * 1000:.0f} ms" if "each_added_engine_s" in row else ""
+        added = (
+            f"{row['each_added_engine_s'] * 1000:.0f} ms" if "each_added_engine_s" in row else ""
+        )
         table.add_row(
             row["transport"],
             f"{row['megabytes']:,}",
@@ -235,16 +289,22 @@ def show(report: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="100 MB only, nothing written")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
     rows = []
     with tempfile.TemporaryDirectory() as logs:
-        for size, repeats in ((100 * MB, 9),) if options.quick else ((100 * MB, 15), (1000 * MB, 7)):
+        for size, repeats in (
+            ((100 * MB, 9),) if options.quick else ((100 * MB, 15), (1000 * MB, 7))
+        ):
             for count in (1, 4):
                 rows += asyncio.run(measure_all(size, count, repeats, Path(logs)))
-    rows.sort(key=lambda row: (list(TRANSPORTS).index(row["transport"]), row["megabytes"], row["engines"]))
+    rows.sort(
+        key=lambda row: (list(TRANSPORTS).index(row["transport"]), row["megabytes"], row["engines"])
+    )
     report = summarize(rows)
     show(report)
     if not options.quick:
@@ -252,6 +312,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from benchmarks.sync import main as run  # workers must find what is pickled by this module's own name
+    from benchmarks.sync import (
+        main as run,
+    )  # workers must find what is pickled by this module's own name
 
     run()

@@ -58,17 +58,36 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
             ends.append((time.perf_counter(), time.process_time()))
 
     config = trl.GRPOConfig(
-        **{**work(job), **(TUNED | {"per_device_train_batch_size": job["groups"] * job["group_size"]} if job["tuned"] else {})}
+        **{
+            **work(job),
+            **(
+                TUNED | {"per_device_train_batch_size": job["groups"] * job["group_size"]}
+                if job["tuned"]
+                else {}
+            ),
+        }
     )
-    dataset = load_dataset("json", data_files=job["prompts"], split="train", cache_dir=job["folder"])
-    trainer = trl.GRPOTrainer(job["model"], reward_funcs=score, args=config, train_dataset=dataset, callbacks=[Clock()])
+    dataset = load_dataset(
+        "json", data_files=job["prompts"], split="train", cache_dir=job["folder"]
+    )
+    trainer = trl.GRPOTrainer(
+        job["model"], reward_funcs=score, args=config, train_dataset=dataset, callbacks=[Clock()]
+    )
     trainer.train()
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__}
-    wall, processor = zip(*([b - a for a, b in zip(*pair, strict=True)] for pair in pairwise(ends)), strict=True)
+    versions = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "trl": trl.__version__,
+    }
+    wall, processor = zip(
+        *([b - a for a, b in zip(*pair, strict=True)] for pair in pairwise(ends)), strict=True
+    )
     return {"versions": versions, "seconds": wall, "processor_s": processor, "tokens": tokens[1:]}
 
 
 if __name__ == "__main__":
-    answer = os.fdopen(os.dup(1), "w")  # the trainer prints to stdout: keep the real one for ourselves
+    answer = os.fdopen(
+        os.dup(1), "w"
+    )  # the trainer prints to stdout: keep the real one for ourselves
     os.dup2(2, 1)
     print(json.dumps(train(json.loads(sys.argv[1]))), file=answer)

@@ -34,15 +34,34 @@ def main(model: str, max_length: int, max_sequences: int) -> None:
         disable_log_stats=True,
         skip_tokenizer_init=True,
     )
-    print(json.dumps({"vllm": vllm.__version__, "torch": torch.__version__, "threads": torch.get_num_threads()}), file=answers, flush=True)
+    print(
+        json.dumps(
+            {
+                "vllm": vllm.__version__,
+                "torch": torch.__version__,
+                "threads": torch.get_num_threads(),
+            }
+        ),
+        file=answers,
+        flush=True,
+    )
     for line in sys.stdin:
         job = json.loads(line)
         sampling = [
-            vllm.SamplingParams(max_tokens=new, temperature=1.0, logprobs=0, seed=seed, ignore_eos=True, detokenize=False)
+            vllm.SamplingParams(
+                max_tokens=new,
+                temperature=1.0,
+                logprobs=0,
+                seed=seed,
+                ignore_eos=True,
+                detokenize=False,
+            )
             for seed, new in enumerate(job["lengths"])
         ]
         began = time.perf_counter()
-        outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in job["prompts"]], sampling, use_tqdm=False)
+        outputs = engine.generate(
+            [{"prompt_token_ids": prompt} for prompt in job["prompts"]], sampling, use_tqdm=False
+        )
         seconds = time.perf_counter() - began
         tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
         print(json.dumps({"seconds": seconds, "tokens": tokens}), file=answers, flush=True)

@@ -49,7 +49,12 @@ SYNC, ASYNC = "Paceline, hybrid sync", "Paceline, fully async"
 FLOAT32, BFLOAT16 = "float32", "bfloat16"
 MODES = {
     SYNC: ["schedule.max_staleness=0"],
-    ASYNC: ["placement.actor=train", "placement.rollout=rollout", "schedule.max_staleness=2", "schedule.on_sync=swap"],
+    ASYNC: [
+        "placement.actor=train",
+        "placement.rollout=rollout",
+        "schedule.max_staleness=2",
+        "schedule.on_sync=swap",
+    ],
 }
 TRL, DEFAULTS = "TRL GRPOTrainer, tuned, float32", "TRL GRPOTrainer, its defaults, bfloat16"
 Run = dict[str, Any]  # seconds and tokens of every step after the warm-up, and what else is known
@@ -84,13 +89,17 @@ def run_paceline(folder: Path, name: str, settings: list[str], steps: int) -> Ru
     ]  # fmt: skip
     summary = asyncio.run(train(load_config(None, [*common, *settings]), lambda first_step: clock))
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steady = [[b - a for a, b in zip(*pair, strict=True)] for pair in pairwise(clock.ends)][WARM_UP:]
+    steady = [[b - a for a, b in zip(*pair, strict=True)] for pair in pairwise(clock.ends)][
+        WARM_UP:
+    ]
     return {
         "seconds": [wall for wall, _ in steady],
         "tokens": [row["rollout/tokens"] for row in rows][WARM_UP + 1 :],
         "train_s": statistics.median(row["train/busy_s"] for row in rows[WARM_UP + 1 :]),
         "staleness_max": summary["staleness_max"],
-    } | ({"processor_s": [processor for _, processor in steady]} if name.startswith(SYNC) else {})  # all in this process
+    } | (
+        {"processor_s": [processor for _, processor in steady]} if name.startswith(SYNC) else {}
+    )  # all in this process
 
 
 def run_trl(python: Path, folder: Path, steps: int, threads: int, tuned: bool) -> Run:
@@ -99,7 +108,9 @@ def run_trl(python: Path, folder: Path, steps: int, threads: int, tuned: bool) -
         "groups": GROUPS, "group_size": GROUP_SIZE, "new_tokens": NEW_TOKENS, "threads": threads, "tuned": tuned,
     }  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    found = subprocess.run([str(python), str(WORKER), json.dumps(job)], capture_output=True, text=True, env=environment)
+    found = subprocess.run(
+        [str(python), str(WORKER), json.dumps(job)], capture_output=True, text=True, env=environment
+    )
     if found.returncode:
         sys.exit(f"TRL ended with code {found.returncode}:\n{found.stderr[-2000:]}")
     run: Run = json.loads(found.stdout)
@@ -118,16 +129,28 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[Run]]:
     steps = WARM_UP + (8 if options.quick else 16)
     modes = {}
     for dtype in (FLOAT32, BFLOAT16):
-        modes[f"{SYNC}, {dtype}"] = [*MODES[SYNC], f"train.dtype={dtype}", f"placement.threads={options.threads}"]
+        modes[f"{SYNC}, {dtype}"] = [
+            *MODES[SYNC],
+            f"train.dtype={dtype}",
+            f"placement.threads={options.threads}",
+        ]
         if options.threads > 1:
-            modes[f"{ASYNC}, {dtype}"] = [*MODES[ASYNC], f"train.dtype={dtype}", f"placement.threads={options.threads // 2}"]
+            modes[f"{ASYNC}, {dtype}"] = [
+                *MODES[ASYNC],
+                f"train.dtype={dtype}",
+                f"placement.threads={options.threads // 2}",
+            ]
     for turn in range(1 if options.quick else 3):
         for name, settings in modes.items():
             settle()
-            runs.setdefault(name, []).append(run_paceline(folder, f"{name}-{turn}", settings, steps))
+            runs.setdefault(name, []).append(
+                run_paceline(folder, f"{name}-{turn}", settings, steps)
+            )
         for name, tuned in ((TRL, True), (DEFAULTS, False)):
             settle()
-            runs.setdefault(name, []).append(run_trl(options.trl_python, folder, steps, options.threads, tuned))
+            runs.setdefault(name, []).append(
+                run_trl(options.trl_python, folder, steps, options.threads, tuned)
+            )
     return runs
 
 
@@ -135,20 +158,34 @@ def summarize(runs: dict[str, list[Run]], command: str, threads: int) -> dict[st
     contenders = {
         name: {
             "step_s": statistics.median(statistics.median(run["seconds"]) for run in found),
-            "processor_s": statistics.median(statistics.median(run["processor_s"]) for run in found) if "processor_s" in found[0] else None,
+            "processor_s": statistics.median(statistics.median(run["processor_s"]) for run in found)
+            if "processor_s" in found[0]
+            else None,
             "step_s_best_round": min(statistics.median(run["seconds"]) for run in found),
             "tokens_per_step": statistics.mean(tokens for run in found for tokens in run["tokens"]),
             "rounds_step_s": [round(statistics.median(run["seconds"]), 4) for run in found],
         }
-        | {key: statistics.median(run[key] for run in found) for key in ("train_s", "staleness_max") if key in found[0]}
+        | {
+            key: statistics.median(run[key] for run in found)
+            for key in ("train_s", "staleness_max")
+            if key in found[0]
+        }
         for name, found in runs.items()
     }
     for figures in contenders.values():
         processor = figures["processor_s"]
-        figures["times_less_processor_time"] = contenders[TRL]["processor_s"] / processor if processor else None
+        figures["times_less_processor_time"] = (
+            contenders[TRL]["processor_s"] / processor if processor else None
+        )
         figures["times_faster_than_trl_tuned"] = contenders[TRL]["step_s"] / figures["step_s"]
-        figures["times_faster_than_trl_defaults"] = contenders[DEFAULTS]["step_s"] / figures["step_s"]
-    own = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
+        figures["times_faster_than_trl_defaults"] = (
+            contenders[DEFAULTS]["step_s"] / figures["step_s"]
+        )
+    own = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
     return {
         "command": command,
         "work": f"{GROUPS} prompts x {GROUP_SIZE} answers of up to {NEW_TOKENS} tokens, one update; 0.8M-parameter Qwen2 shape",
@@ -172,7 +209,11 @@ def show(report: dict[str, Any]) -> None:
     ):
         table.add_column(column, justify="left" if column == "contender" else "right")
     for name, f in report["contenders"].items():
-        processor = f"{f['processor_s']:.3f} ({f['times_less_processor_time']:.2f}x)" if f["processor_s"] else ""
+        processor = (
+            f"{f['processor_s']:.3f} ({f['times_less_processor_time']:.2f}x)"
+            if f["processor_s"]
+            else ""
+        )
         table.add_row(
             name, f"{f['step_s']:.3f}", f"{1 / f['step_s']:.2f}", f"{f['times_faster_than_trl_tuned']:.2f}x",
             f"{f['times_faster_than_trl_defaults']:.2f}x", f"{f['step_s_best_round']:.3f}", processor, f"{f['tokens_per_step']:.0f}",
@@ -181,13 +222,17 @@ def show(report: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="one short round, nothing written")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--trl-python", type=Path, default=ROOT / ".venv-trl" / "bin" / "python")
     options = parser.parse_args()
     if not options.trl_python.exists():
-        sys.exit(f"{options.trl_python} does not exist: run benchmarks/install_trl.sh first, or pass --trl-python")
+        sys.exit(
+            f"{options.trl_python} does not exist: run benchmarks/install_trl.sh first, or pass --trl-python"
+        )
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as scratch:

@@ -22,6 +22,11 @@ class TwoTries:
         answer = self.tokenizer.decode(first.tokens, skip_special_tokens=True)
         if answer.strip() == str(prompt.row["answer"]):
             return Trajectory(turns, answer)
-        again = tuple(self.tokenizer.encode(f"\nno, {prompt.row['prompt']}", add_special_tokens=False))
+        again = tuple(
+            self.tokenizer.encode(f"\nno, {prompt.row['prompt']}", add_special_tokens=False)
+        )
         second = await generate(prompt.tokens + tuple(first.tokens.tolist()) + again)
-        return Trajectory((*turns, Turn(again, second)), self.tokenizer.decode(second.tokens, skip_special_tokens=True))
+        return Trajectory(
+            (*turns, Turn(again, second)),
+            self.tokenizer.decode(second.tokens, skip_special_tokens=True),
+        )

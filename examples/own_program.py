@@ -20,7 +20,9 @@ class Watch:
     """Is told of every step; as little as you like."""
 
     def step_done(self, step: int, metrics: dict[str, float], groups: Any) -> None:
-        print(f"step {step}: reward {metrics['reward/mean']:.2f}, right {metrics['reward_part/right']:.0%}")
+        print(
+            f"step {step}: reward {metrics['reward/mean']:.2f}, right {metrics['reward_part/right']:.0%}"
+        )
 
     def looked(self, engines: Any, queue_utilisation: float) -> None:
         """Every second: what the engines do, and how full the queue is."""
@@ -29,4 +31,6 @@ class Watch:
 if __name__ == "__main__":
     config = load_config("recipes/hybrid.toml", ["steps=20", "run_dir=runs/own_program"])
     summary = asyncio.run(train(config, lambda first_step: Watch(), fresh=True, reward=score))
-    print(f"reward {summary['reward_first']:.2f} -> {summary['reward_last']:.2f}; the model is in {config.run_dir}/checkpoints")
+    print(
+        f"reward {summary['reward_first']:.2f} -> {summary['reward_last']:.2f}; the model is in {config.run_dir}/checkpoints"
+    )

@@ -17,10 +17,22 @@ from paceline.errors import PacelineError
 if TYPE_CHECKING:
     from paceline.config import RunConfig
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-workers = typer.Typer(no_args_is_help=True, help="Rollout workers of a running job: they may come and go.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+workers = typer.Typer(
+    no_args_is_help=True, help="Rollout workers of a running job: they may come and go."
+)
 app.add_typer(workers, name="workers")
-RunFolder = Annotated[Path, typer.Argument(help="The run folder of a running job, for example runs/fully_async", show_default=False)]
+RunFolder = Annotated[
+    Path,
+    typer.Argument(
+        help="The run folder of a running job, for example runs/fully_async", show_default=False
+    ),
+]
 console = Console()
 
 
@@ -31,12 +43,23 @@ def main() -> None:
 
 @app.command()
 def train(
-    recipe: Annotated[Path, typer.Argument(help="A recipe, for example recipes/fully_async.toml", show_default=False)],
+    recipe: Annotated[
+        Path,
+        typer.Argument(help="A recipe, for example recipes/fully_async.toml", show_default=False),
+    ],
     settings: Annotated[
-        list[str] | None, typer.Argument(help="key=value, for example steps=50 schedule.max_staleness=4", show_default=False)
+        list[str] | None,
+        typer.Argument(
+            help="key=value, for example steps=50 schedule.max_staleness=4", show_default=False
+        ),
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start over: an existing run folder is moved aside.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the settings, print them all as JSON, and stop.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over: an existing run folder is moved aside.")
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Check the settings, print them all as JSON, and stop."),
+    ] = False,
 ) -> None:
     """Train a model. The same command on an existing run folder continues that run."""
     from paceline.config import load_config
@@ -70,12 +93,22 @@ def train(
 
 @app.command()
 def evaluate(
-    recipe: Annotated[Path, typer.Argument(help="A recipe, for example recipes/gsm8k.toml", show_default=False)],
+    recipe: Annotated[
+        Path, typer.Argument(help="A recipe, for example recipes/gsm8k.toml", show_default=False)
+    ],
     settings: Annotated[
         list[str] | None,
-        typer.Argument(help="key=value, for example model=runs/x/checkpoints/step_00000100/actor data.path=test.jsonl", show_default=False),
+        typer.Argument(
+            help="key=value, for example model=runs/x/checkpoints/step_00000100/actor data.path=test.jsonl",
+            show_default=False,
+        ),
     ] = None,
-    attempts: Annotated[int, typer.Option("--attempts", "-n", min=1, help="At each prompt; one is greedy, several are drawn.")] = 1,
+    attempts: Annotated[
+        int,
+        typer.Option(
+            "--attempts", "-n", min=1, help="At each prompt; one is greedy, several are drawn."
+        ),
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Score a model on every row of its data, without training it."""
@@ -88,7 +121,9 @@ def evaluate(
         with console.status("loading torch and transformers …") as status:
             from paceline.evaluate import evaluate, for_evaluation
 
-            chosen = for_evaluation(config, attempts, 0.0 if attempts == 1 else config.rollout.temperature)
+            chosen = for_evaluation(
+                config, attempts, 0.0 if attempts == 1 else config.rollout.temperature
+            )
 
             def tell(done: int, of: int) -> None:
                 status.update(f"{done} of {of} prompts answered …")
@@ -109,8 +144,12 @@ def evaluate(
 
 @app.command()
 def plan(
-    recipe: Annotated[Path, typer.Argument(help="A recipe, for example recipes/split.toml", show_default=False)],
-    settings: Annotated[list[str] | None, typer.Argument(help="key=value", show_default=False)] = None,
+    recipe: Annotated[
+        Path, typer.Argument(help="A recipe, for example recipes/split.toml", show_default=False)
+    ],
+    settings: Annotated[
+        list[str] | None, typer.Argument(help="key=value", show_default=False)
+    ] = None,
 ) -> None:
     """Show which role gets which device, and refuse what cannot fit, without starting anything."""
     from paceline.config import load_config
@@ -129,7 +168,9 @@ def plan(
 
 
 @workers.command("list")
-def list_workers(run: RunFolder, as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
+def list_workers(
+    run: RunFolder, as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False
+) -> None:
     """Show the rollout workers: where they are, what they have and do."""
     from paceline.observe.display import workers_table
 
@@ -141,13 +182,19 @@ def list_workers(run: RunFolder, as_json: Annotated[bool, typer.Option("--json",
 
 
 @workers.command("add")
-def add_workers(run: RunFolder, count: Annotated[int, typer.Option("--count", "-n", min=1, help="How many.")] = 1) -> None:
+def add_workers(
+    run: RunFolder,
+    count: Annotated[int, typer.Option("--count", "-n", min=1, help="How many.")] = 1,
+) -> None:
     """Start more rollout workers; they take work as soon as they have the current weights."""
     console.print(f"added {', '.join(_ask(run, 'add', count=count))}", highlight=False)
 
 
 @workers.command("remove")
-def remove_worker(run: RunFolder, name: Annotated[str, typer.Argument(help="As `workers list` shows it.", show_default=False)]) -> None:
+def remove_worker(
+    run: RunFolder,
+    name: Annotated[str, typer.Argument(help="As `workers list` shows it.", show_default=False)],
+) -> None:
     """Let a rollout worker go; the others finish its answers from where they are."""
     _ask(run, "remove", name=name)
     console.print(f"removed {name}", highlight=False)
@@ -169,8 +216,12 @@ def resume(run: RunFolder) -> None:
 
 @app.command()
 def answers(
-    run: Annotated[Path, typer.Argument(help="A run folder, for example runs/fully_async", show_default=False)],
-    step: Annotated[int | None, typer.Option(help="Which step; the last one if not given.", show_default=False)] = None,
+    run: Annotated[
+        Path, typer.Argument(help="A run folder, for example runs/fully_async", show_default=False)
+    ],
+    step: Annotated[
+        int | None, typer.Option(help="Which step; the last one if not given.", show_default=False)
+    ] = None,
 ) -> None:
     """Show what the model answered, best first, with rewards: some prompts of a step (save_answers)."""
     from paceline.observe.answers import answers_panel, read_answers
@@ -193,7 +244,12 @@ def tasks() -> None:
 
 @app.command()
 def settings(
-    under: Annotated[str, typer.Argument(help="Only those whose names begin so, for example rollout", show_default=False)] = "",
+    under: Annotated[
+        str,
+        typer.Argument(
+            help="Only those whose names begin so, for example rollout", show_default=False
+        ),
+    ] = "",
 ) -> None:
     """List all settings, with what they are when nothing is said."""
     from rich.table import Table
@@ -223,7 +279,12 @@ def _train(config: "RunConfig", fresh: bool) -> None:
         from paceline.inputs import prepare_model
         from paceline.run import train
 
-        prepare_model(config, lambda step, total: status.update(f"warming up the tiny model, once: step {step} of {total} …"))
+        prepare_model(
+            config,
+            lambda step, total: status.update(
+                f"warming up the tiny model, once: step {step} of {total} …"
+            ),
+        )
         status.update("loading the model and starting the workers …")
         if not console.is_terminal:
             console.print("loading the model and starting the workers …")
@@ -233,7 +294,9 @@ def _train(config: "RunConfig", fresh: bool) -> None:
             nonlocal display
             status.stop()
             title = f"{folder}: {config.algorithm.name}, {config.data.task or config.data.path}"
-            display = Display(console, title, config.steps, first_step, config.schedule.max_staleness)
+            display = Display(
+                console, title, config.steps, first_step, config.schedule.max_staleness
+            )
             return display.__enter__()
 
         try:
@@ -285,7 +348,9 @@ def _log_to_console() -> None:
 def _fail(error: PacelineError) -> NoReturn:
     """Say what went wrong in its own words; the traceback goes to nobody's face."""
     message = "\n".join([str(error), *getattr(error, "__notes__", [])])
-    Console(stderr=True).print("[bold red]error:[/]", escape(message), highlight=False, soft_wrap=True)
+    Console(stderr=True).print(
+        "[bold red]error:[/]", escape(message), highlight=False, soft_wrap=True
+    )
     raise typer.Exit(error.exit_code)
 
 

@@ -37,7 +37,9 @@ class RunConfig(Settings):
     seed: int = Field(0, ge=0)
     steps: int = Field(100, ge=1, validation_alias=AliasChoices("steps", "total_training_steps"))
     """Train steps to make."""
-    groups_per_step: int = Field(16, ge=1, validation_alias=AliasChoices("groups_per_step", "train_batch_size"))
+    groups_per_step: int = Field(
+        16, ge=1, validation_alias=AliasChoices("groups_per_step", "train_batch_size")
+    )
     """Prompts a train step learns from."""
     group_size: int = Field(8, ge=1)
     """Attempts at each prompt."""
@@ -83,20 +85,30 @@ class RunConfig(Settings):
                 "replaced; set group_size to 2 or more, or dynamic_sampling = false"
             )
         if (least := self.rollout.min_group_size) is not None and least > self.group_size:
-            raise ValueError(f"rollout.min_group_size = {least} contradicts group_size = {self.group_size}: it cannot be larger")
-        if self.heartbeat_timeout_s >= self.rollout.generation_timeout and self.fleet.heartbeat_timeout_s is not None:
+            raise ValueError(
+                f"rollout.min_group_size = {least} contradicts group_size = {self.group_size}: it cannot be larger"
+            )
+        if (
+            self.heartbeat_timeout_s >= self.rollout.generation_timeout
+            and self.fleet.heartbeat_timeout_s is not None
+        ):
             raise ValueError(
                 f"fleet.heartbeat_timeout_s = {self.heartbeat_timeout_s:g} contradicts rollout.generation_timeout = "
                 f"{self.rollout.generation_timeout:g}: a silent worker would be taken for slow answers; set it lower, or leave it unset"
             )
         if self.rollout.temperature == 0:
-            raise ValueError("rollout.temperature = 0 (greedy) makes all attempts at a prompt equal; set it above 0 to learn")
+            raise ValueError(
+                "rollout.temperature = 0 (greedy) makes all attempts at a prompt equal; set it above 0 to learn"
+            )
         if self.rollout.top_p < 1 or self.rollout.top_k > 0:
             raise ValueError(
                 f"rollout.top_p = {self.rollout.top_p:g}, rollout.top_k = {self.rollout.top_k}: the trainer's log-probs are of the whole "
                 f"distribution, so answers drawn from a part of it would be learned from with wrong ratios; use top_p = 1 and top_k = 0"
             )
-        ranks, parts = self.placement.train_ranks, self.train.tensor_parallel * self.train.pipeline_parallel
+        ranks, parts = (
+            self.placement.train_ranks,
+            self.train.tensor_parallel * self.train.pipeline_parallel,
+        )
         if ranks > 1 and self.train.backend == "single":
             raise ValueError(
                 f"placement.train_ranks = {ranks} contradicts train.backend = 'single', which is one process; use 'fsdp' or 'megatron'"
@@ -112,7 +124,11 @@ class RunConfig(Settings):
                 f"a model needs that many ranks; set train_ranks to a multiple of {parts}"
             )
         if self.rollout.engine == "vllm" and self.placement.shared(Role.ACTOR, Role.ROLLOUT):
-            wrong = f"train.backend = {self.train.backend!r}" if self.train.backend != "single" else "placement.overlap = true"
+            wrong = (
+                f"train.backend = {self.train.backend!r}"
+                if self.train.backend != "single"
+                else "placement.overlap = true"
+            )
             if self.train.backend != "single" or self.placement.overlap:
                 raise ValueError(
                     f"rollout.engine = 'vllm' in the trainer's pool contradicts {wrong}: vLLM takes turns with one process; give rollout a "
@@ -123,7 +139,11 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _pools_have_roles(self) -> "RunConfig":
         for role, used, how in (
-            (Role.CRITIC, self.algorithm.needs_critic, "use an algorithm with a critic (algorithm.name = 'ppo')"),
+            (
+                Role.CRITIC,
+                self.algorithm.needs_critic,
+                "use an algorithm with a critic (algorithm.name = 'ppo')",
+            ),
             (Role.REF, self.algorithm.needs_reference, "set algorithm.kl_coef above 0"),
             (Role.REWARD, self.reward.model is not None, "set reward.model"),
         ):
@@ -147,11 +167,18 @@ class RunConfig(Settings):
     @property
     def lends_weights(self) -> bool:
         """Whether the engine computes with the trainer's very own parameters, which change under whatever it generates."""
-        return self.in_place and not self.placement.overlap and self.train.lora is None and self.rollout.engine == "native"
+        return (
+            self.in_place
+            and not self.placement.overlap
+            and self.train.lora is None
+            and self.rollout.engine == "native"
+        )
 
     @property
     def heartbeat_timeout_s(self) -> float:
-        return self.fleet.heartbeat_timeout_s or min(30.0, max(5.0, self.rollout.generation_timeout / 2))
+        return self.fleet.heartbeat_timeout_s or min(
+            30.0, max(5.0, self.rollout.generation_timeout / 2)
+        )
 
     @property
     def slots(self) -> int:
@@ -178,10 +205,27 @@ MAY_CHANGE = {
     "cluster",
     "ray",
 }
-MAY_CHANGE |= {"train.backend", "train.tensor_parallel", "train.pipeline_parallel", "train.offload", "placement.train_ranks"}
+MAY_CHANGE |= {
+    "train.backend",
+    "train.tensor_parallel",
+    "train.pipeline_parallel",
+    "train.offload",
+    "placement.train_ranks",
+}
 # What a run may have ended for: too little memory, too little time, too few workers. Data may move; their content is compared.
-MAY_CHANGE |= {"train.micro_batch_tokens", "train.gradient_checkpointing", "rollout.slots", "rollout.kv_memory_fraction"}
-MAY_CHANGE |= {"rollout.generation_timeout", "rollout.max_failed_groups", "reward.timeout_s", "reward.workers", "data.path"}
+MAY_CHANGE |= {
+    "train.micro_batch_tokens",
+    "train.gradient_checkpointing",
+    "rollout.slots",
+    "rollout.kv_memory_fraction",
+}
+MAY_CHANGE |= {
+    "rollout.generation_timeout",
+    "rollout.max_failed_groups",
+    "reward.timeout_s",
+    "reward.workers",
+    "data.path",
+}
 MAY_CHANGE |= {"placement.rollout_workers", "placement.threads"}
 # Of these a run has one or the other: what the command line chooses replaces what the recipe has chosen.
 ALTERNATIVES = (("data.task", "data.path"), ("reward.function", "reward.model"))
@@ -194,7 +238,9 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         try:
             values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise ConfigError(f"recipe {path} does not exist{_similar_recipes(Path(path))}") from None
+            raise ConfigError(
+                f"recipe {path} does not exist{_similar_recipes(Path(path))}"
+            ) from None
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"recipe {path} cannot be read: {error}") from None
         except tomllib.TOMLDecodeError as error:
@@ -212,7 +258,8 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         where = f" in {path}" if path is not None else ""
         lines = [_explain(problem) for problem in error.errors()]
         raise ConfigError(
-            f"{len(lines)} wrong setting{'s' if len(lines) > 1 else ''}{where}:\n" + "\n".join(f"  {x}" for x in lines)
+            f"{len(lines)} wrong setting{'s' if len(lines) > 1 else ''}{where}:\n"
+            + "\n".join(f"  {x}" for x in lines)
         ) from None
 
 
@@ -226,9 +273,19 @@ def describe_settings(under: str = "") -> list[tuple[str, str, str]]:
             if section is not model and section is not RunConfig:
                 walk(section, f"{prefix}{name}.")
             elif f"{prefix}{name}".startswith(under):
-                choices = f"One of {', '.join(get_args(field.annotation))}." if get_origin(field.annotation) is Literal else ""
+                choices = (
+                    f"One of {', '.join(get_args(field.annotation))}."
+                    if get_origin(field.annotation) is Literal
+                    else ""
+                )
                 default = _as_written(field.get_default(call_default_factory=True))
-                found.append((f"{prefix}{name}", default, " ".join([*(field.description or "").split(), choices]).strip()))
+                found.append(
+                    (
+                        f"{prefix}{name}",
+                        default,
+                        " ".join([*(field.description or "").split(), choices]).strip(),
+                    )
+                )
 
     walk(RunConfig, "")
     return found
@@ -238,7 +295,13 @@ def _as_written(value: Any) -> str:
     """As it would be written on the command line."""
     if value is None:
         return "unset"
-    return str(value).lower() if isinstance(value, bool) else json.dumps(value) if isinstance(value, tuple) else str(value)
+    return (
+        str(value).lower()
+        if isinstance(value, bool)
+        else json.dumps(value)
+        if isinstance(value, tuple)
+        else str(value)
+    )
 
 
 def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
@@ -259,7 +322,9 @@ def _apply(values: dict[str, Any], override: str) -> str:
     """Set what `key=value` says; returns the key."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(f"{override!r} is not a setting; write key=value, for example schedule.max_staleness=2")
+        raise ConfigError(
+            f"{override!r} is not a setting; write key=value, for example schedule.max_staleness=2"
+        )
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -288,8 +353,13 @@ def _section(path: Sequence[str | int]) -> type[BaseModel]:
     model: type[BaseModel] = RunConfig
     for part in path:
         field = model.model_fields.get(str(part))
-        kinds = get_args(field.annotation) or (field.annotation,) if field else ()  # a section may be optional: LoraSettings | None
-        model = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), model)
+        kinds = (
+            get_args(field.annotation) or (field.annotation,) if field else ()
+        )  # a section may be optional: LoraSettings | None
+        model = next(
+            (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)),
+            model,
+        )
     return model
 
 
@@ -297,24 +367,30 @@ def _names(model: type[BaseModel]) -> dict[str, list[str]]:
     names = {}
     for name, field in model.model_fields.items():
         alias = field.validation_alias
-        names[name] = [str(choice) for choice in alias.choices] if isinstance(alias, AliasChoices) else [name]
+        names[name] = (
+            [str(choice) for choice in alias.choices] if isinstance(alias, AliasChoices) else [name]
+        )
     return names
 
 
 def _explain(problem: ErrorDetails) -> str:
     location = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
-        known = sorted({name for names in _names(_section(problem["loc"][:-1])).values() for name in names})
+        known = sorted(
+            {name for names in _names(_section(problem["loc"][:-1])).values() for name in names}
+        )
         close = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
         return f"unknown setting {location!r}; {hint}"
     if problem["type"] == "value_error":
         what = str(problem["ctx"]["error"])
-        return what if not location or what.startswith(f"{problem['loc'][0]}.") else f"{location}: {what}"
-    if problem["type"] == "model_type":
         return (
-            f"{location} = {problem['input']!r}: this is a section; set what is in it, for example {location}.{_first(problem['loc'])}=..."
+            what
+            if not location or what.startswith(f"{problem['loc'][0]}.")
+            else f"{location}: {what}"
         )
+    if problem["type"] == "model_type":
+        return f"{location} = {problem['input']!r}: this is a section; set what is in it, for example {location}.{_first(problem['loc'])}=..."
     if problem["type"] == "tuple_type":
         return f"{location} = {problem['input']!r}: expected a list, in brackets"
     return f"{location} = {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
@@ -325,6 +401,8 @@ def _first(path: Sequence[str | int]) -> str:
 
 
 def _similar_recipes(path: Path) -> str:
-    near = sorted(str(other) for other in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+    near = (
+        sorted(str(other) for other in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+    )
     close = difflib.get_close_matches(str(path), near, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""

@@ -47,13 +47,17 @@ class Control:
     async def __aenter__(self) -> "Control":
         listening = socket.socket(socket.AF_UNIX)
         try:
-            (self._folder / SOCKET).unlink(missing_ok=True)  # of a run that was killed: this one holds the folder's lock
+            (self._folder / SOCKET).unlink(
+                missing_ok=True
+            )  # of a run that was killed: this one holds the folder's lock
             with _short_path(self._folder) as path:
                 listening.bind(path)
                 os.chmod(path, 0o600)
         except OSError as error:
             listening.close()
-            log.warning("nobody can talk to this job: no socket can be made in %s (%s)", self._folder, error)
+            log.warning(
+                "nobody can talk to this job: no socket can be made in %s (%s)", self._folder, error
+            )
             return self
         self._server = await asyncio.start_unix_server(self._asked, sock=listening)
         return self
@@ -86,13 +90,17 @@ class Control:
 
     async def _answer(self, line: bytes) -> dict[str, Any]:
         if not self._commands:
-            return {"error": f"the job in {self._folder} is starting or ending; ask again in a moment"}
+            return {
+                "error": f"the job in {self._folder} is starting or ending; ask again in a moment"
+            }
         try:
             request = json.loads(line)
             command = self._commands[request["command"]]
             arguments = request.get("arguments", {})
         except (ValueError, KeyError, TypeError):
-            return {"error": f"not understood: {line[:80]!r}; the commands are {', '.join(self._commands)}"}
+            return {
+                "error": f"not understood: {line[:80]!r}; the commands are {', '.join(self._commands)}"
+            }
         try:
             return {"value": await command(**arguments)}
         except (PacelineError, TypeError) as error:
@@ -110,15 +118,23 @@ def ask(folder: Path, command: str, **arguments: Any) -> Any:
             with _short_path(folder) as path:
                 connection.connect(path)
         except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError):
-            raise ConfigError(f"no job is running in {folder}; give the run folder of one that is") from None
+            raise ConfigError(
+                f"no job is running in {folder}; give the run folder of one that is"
+            ) from None
         except PermissionError:
-            raise ConfigError(f"the job in {folder} belongs to somebody else; only its owner can ask it") from None
+            raise ConfigError(
+                f"the job in {folder} belongs to somebody else; only its owner can ask it"
+            ) from None
         try:
-            connection.sendall(json.dumps({"command": command, "arguments": arguments}).encode() + b"\n")
+            connection.sendall(
+                json.dumps({"command": command, "arguments": arguments}).encode() + b"\n"
+            )
             with connection.makefile("rb") as stream:
                 line = stream.readline()
         except TimeoutError:
-            raise ConfigError(f"the job in {folder} did not answer within {ANSWER_S:g} s; is it stopped (Ctrl-Z)?") from None
+            raise ConfigError(
+                f"the job in {folder} did not answer within {ANSWER_S:g} s; is it stopped (Ctrl-Z)?"
+            ) from None
         except ConnectionError:
             line = b""
     if not line:

@@ -30,17 +30,26 @@ from paceline.types import Finish, Group, Role
 
 def for_evaluation(config: RunConfig, attempts: int, temperature: float) -> RunConfig:
     """The same model, data and reward in one process that learns nothing."""
-    changed: dict[str, Any] = {"group_size": attempts, "cluster": "local", "algorithm": AlgorithmSettings(), "schedule": ScheduleSettings()}
+    changed: dict[str, Any] = {
+        "group_size": attempts,
+        "cluster": "local",
+        "algorithm": AlgorithmSettings(),
+        "schedule": ScheduleSettings(),
+    }
     parts = {
         "placement": PlacementSettings(threads=config.placement.threads),
         "rollout": config.rollout.model_copy(update={"temperature": temperature}),
-        "train": config.train.model_copy(update={"backend": "single", "lora": None, "tensor_parallel": 1, "pipeline_parallel": 1}),
+        "train": config.train.model_copy(
+            update={"backend": "single", "lora": None, "tensor_parallel": 1, "pipeline_parallel": 1}
+        ),
         "groups_per_step": max(1, config.rollout.slots // attempts) + 1,  # under way at a time
     }
     return config.model_copy(update=changed | parts)
 
 
-async def evaluate(config: RunConfig, done: Callable[[int, int], None] | None = None) -> dict[str, Any]:
+async def evaluate(
+    config: RunConfig, done: Callable[[int, int], None] | None = None
+) -> dict[str, Any]:
     """The mean reward of all rows and what else there is to say. `done(groups, of)` is told as it goes."""
     stay_awake(asyncio.get_running_loop())
     inputs = load_inputs(config)
@@ -51,9 +60,13 @@ async def evaluate(config: RunConfig, done: Callable[[int, int], None] | None = 
         cluster, plans, workers = await open_workers(stack, config, inputs.model_path, logs)
         fleet = make_fleet(config, cluster, plans, workers[Role.ROLLOUT])
         stack.push_async_callback(fleet.close)
-        scorer = judge or ModelReward(workers[Role.REWARD][0], config.data.prompt_key, config.data.system)
+        scorer = judge or ModelReward(
+            workers[Role.REWARD][0], config.data.prompt_key, config.data.system
+        )
         rollouter = make_rollouter(config, inputs, fleet, agent, scorer)
-        await ParameterSynchronizer(InPlace(), fleet, rollouter, config.schedule.on_sync, config.sync).sync_weights(0)
+        await ParameterSynchronizer(
+            InPlace(), fleet, rollouter, config.schedule.on_sync, config.sync
+        ).sync_weights(0)
         room = asyncio.Semaphore(config.groups_per_step)
         groups: list[Group] = []
 
@@ -80,8 +93,17 @@ def figures(groups: list[Group]) -> dict[str, Any]:
         "prompts": len(groups),
         "attempts": len(attempts),
         "reward": float(np.mean([np.mean(row) for row in rewards])),
-        "reward_best": float(np.mean([max(row) for row in rewards])),  # of the attempts at each prompt
-        **{f"reward_part/{name}": float(np.mean([a.details[name] for a in attempts if name in a.details])) for name in sorted(details)},
+        "reward_best": float(
+            np.mean([max(row) for row in rewards])
+        ),  # of the attempts at each prompt
+        **{
+            f"reward_part/{name}": float(
+                np.mean([a.details[name] for a in attempts if name in a.details])
+            )
+            for name in sorted(details)
+        },
         "tokens_mean": float(np.mean([attempt.num_tokens for attempt in attempts])),
-        "cut_off": float(np.mean([attempt.turns[-1].completion.finish is Finish.LENGTH for attempt in attempts])),
+        "cut_off": float(
+            np.mean([attempt.turns[-1].completion.finish is Finish.LENGTH for attempt in attempts])
+        ),
     }

@@ -40,9 +40,13 @@ def _locked(folder: Path) -> IO[str]:
         lock = (folder / "lock").open("w")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise CheckpointError(f"run folder {folder} is in use by another run; wait for it, or set run_dir to another folder") from None
+        raise CheckpointError(
+            f"run folder {folder} is in use by another run; wait for it, or set run_dir to another folder"
+        ) from None
     except OSError as error:
-        raise CheckpointError(f"run folder {folder} cannot be used: {error}; set run_dir to a folder that can be written") from None
+        raise CheckpointError(
+            f"run folder {folder} cannot be used: {error}; set run_dir to a folder that can be written"
+        ) from None
     return lock
 
 
@@ -72,12 +76,18 @@ def find_start(config: RunConfig, identity: dict[str, Any]) -> Start:
     root = Path(config.run_dir) / "checkpoints"
     checkpoint = latest_checkpoint(root)
     if checkpoint is None and any(root.glob("step_*")):
-        raise CheckpointError(f"no checkpoint in {root} is whole, so there is nothing to continue from; start over with --fresh")
+        raise CheckpointError(
+            f"no checkpoint in {root} is whole, so there is nothing to continue from; start over with --fresh"
+        )
     if checkpoint is None:
         return Start(None, 0, None, 0)
     state = read_state(checkpoint)
     found = differences(state["config"], identity["config"])
-    found += [f"{name}: its content changed" for name in identity if name != "config" and state.get(name) != identity[name] and not found]
+    found += [
+        f"{name}: its content changed"
+        for name in identity
+        if name != "config" and state.get(name) != identity[name] and not found
+    ]
     if found:
         raise CheckpointError(
             f"run folder {config.run_dir} holds a run with other settings and cannot be continued with these:\n  "
@@ -85,8 +95,13 @@ def find_start(config: RunConfig, identity: dict[str, Any]) -> Start:
             + "\nuse the settings it was started with, set run_dir to another folder, or start over with --fresh; "
             f"a new run from the weights of this one has model={checkpoint / Role.ACTOR} and another run_dir"
         )
-    start = Start(checkpoint, state["step"], LedgerState.from_json(state["ledger"]), state["metrics_length"])
-    for name, length in {"metrics.jsonl": start.metrics_length, "ledger.jsonl": state["ledger"]["length"]}.items():
+    start = Start(
+        checkpoint, state["step"], LedgerState.from_json(state["ledger"]), state["metrics_length"]
+    )
+    for name, length in {
+        "metrics.jsonl": start.metrics_length,
+        "ledger.jsonl": state["ledger"]["length"],
+    }.items():
         _check_lines(root.with_name(name), length, start.step)
     return start
 
@@ -98,12 +113,16 @@ def _check_lines(path: Path, length: int, step: int) -> None:
         with path.open("rb") as file:
             content = file.read(length)
     try:
-        whole = len(content) == length and all(isinstance(json.loads(line), dict) for line in content.splitlines())
+        whole = len(content) == length and all(
+            isinstance(json.loads(line), dict) for line in content.splitlines()
+        )
     except ValueError:
         whole = False
     if not whole:
         what = "a part is missing" if len(content) < length else "it is damaged"
-        raise CheckpointError(f"{path} is not what it was at step {step}: {what}; bring it back, or use --fresh")
+        raise CheckpointError(
+            f"{path} is not what it was at step {step}: {what}; bring it back, or use --fresh"
+        )
 
 
 @contextmanager
@@ -112,7 +131,10 @@ def disk_explained(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         ours = str(error.filename or "").startswith((str(folder), str(folder.resolve())))
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG) and not ours:
+        if (
+            error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
+            and not ours
+        ):
             raise
         where = f" ({error.filename})" if ours else ""
         raise CheckpointError(

@@ -10,7 +10,13 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from paceline.config import RunConfig
 from paceline.data.prompts import PromptSource
 from paceline.errors import ModelError
-from paceline.models import load_config, load_generation_config, load_tokenizer, model_fingerprint, resolve_model
+from paceline.models import (
+    load_config,
+    load_generation_config,
+    load_tokenizer,
+    model_fingerprint,
+    resolve_model,
+)
 from paceline.reward.model import check_reward_model
 from paceline.rollout.native.weights import SUPPORTED, check_generates, is_fast, position_limit
 from paceline.rollout.vllm_settings import check_vllm
@@ -36,7 +42,11 @@ def load_inputs(config: RunConfig) -> Inputs:
     model_path = resolve_model(config.model, config.data.task)
     tokenizer = load_tokenizer(model_path)
     source = PromptSource(config.data, tokenizer, config.seed)
-    identity = {"config": config.model_dump(mode="json"), "model": model_fingerprint(model_path), "data": source.fingerprint}
+    identity = {
+        "config": config.model_dump(mode="json"),
+        "model": model_fingerprint(model_path),
+        "data": source.fingerprint,
+    }
     if config.rollout.engine == "vllm":
         check_vllm()
     check_model(config, model_path, source)
@@ -64,7 +74,9 @@ def check_model(config: RunConfig, model_path: str, source: PromptSource) -> Non
             "its tokenizer is not its own"
         )
     rope = getattr(shape, "rope_parameters", None) or {}
-    reach = (getattr(shape, "max_position_embeddings", None) or float("inf")) * rope.get("factor", 1.0)
+    reach = (getattr(shape, "max_position_embeddings", None) or float("inf")) * rope.get(
+        "factor", 1.0
+    )
     ends = position_limit(model)
     if ends is not None and source.longest >= ends:
         raise ModelError(
@@ -72,7 +84,11 @@ def check_model(config: RunConfig, model_path: str, source: PromptSource) -> Non
             "(data.max_prompt_length, data.on_bad_row = 'skip')"
         )
     if ends is not None and source.longest + answered > ends:
-        log.warning("the model has no positions beyond %d tokens: answers end there (the longest prompt has %d)", ends, source.longest)
+        log.warning(
+            "the model has no positions beyond %d tokens: answers end there (the longest prompt has %d)",
+            ends,
+            source.longest,
+        )
     elif source.longest + answered > reach:
         log.warning(
             "the model was made for %d tokens, the longest prompt has %d and rollout.max_response_length = %d: beyond it may be noise",

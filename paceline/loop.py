@@ -20,7 +20,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from paceline.errors import LedgerError, PacelineError, RewardError, RolloutError, StalledError, WorkerDied, first_error
+from paceline.errors import (
+    LedgerError,
+    PacelineError,
+    RewardError,
+    RolloutError,
+    StalledError,
+    WorkerDied,
+    first_error,
+)
 from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger
 from paceline.queue.message_queue import DropReason, Item, MessageQueue
@@ -64,7 +72,9 @@ class LoopSettings(Settings):
     max_failed_groups: int = 0
     dynamic_sampling: bool = False
     stall_timeout_s: float = 300.0
-    step_timeout_s: float = 0.0  # what a train step, a hand-over or a checkpoint may take, if that is longer
+    step_timeout_s: float = (
+        0.0  # what a train step, a hand-over or a checkpoint may take, if that is longer
+    )
 
 
 class Loop:
@@ -106,7 +116,9 @@ class Loop:
         self._taking = False  # the trainer waits for groups, so that somebody else has to move
         queue.on_drop = self._dropped
         if not (admission.changed is rollouter.changed is queue.changed):
-            raise ValueError("queue, admission and rollouter must share one pulse, or the loop misses their changes")
+            raise ValueError(
+                "queue, admission and rollouter must share one pulse, or the loop misses their changes"
+            )
 
     async def run(self, first_step: int = 0) -> None:
         """Train until `steps` are done. `first_step` is where a continued run starts."""
@@ -116,7 +128,10 @@ class Loop:
             async with asyncio.TaskGroup() as self._tasks:
                 running = [self._start("feed", self._feed), self._start("watch", self._watch)]
                 running += [self._start("fleet", self._fleet.run, self._synchronizer.catch_up)]
-                running += [self._start(f"guard of {name}", _wait_for, death) for name, death in self._guards]
+                running += [
+                    self._start(f"guard of {name}", _wait_for, death)
+                    for name, death in self._guards
+                ]
                 train = self._start("train", self._train)
                 try:
                     await asyncio.wait({train})
@@ -134,7 +149,9 @@ class Loop:
         while True:
             while self._rollouter.paused or self._admission.free <= 0:
                 self.waits["feed"] = (
-                    "resume_rollout()" if self._rollouter.paused else "a free ticket (returned after the next sync) and room in the queue"
+                    "resume_rollout()"
+                    if self._rollouter.paused
+                    else "a free ticket (returned after the next sync) and room in the queue"
                 )
                 await self._changed.wait()
             for _ in range(self._admission.free):
@@ -168,7 +185,9 @@ class Loop:
             self.waits["train"] = f"the train step {self.step + 1}"
             metrics = await self._trainer.step(batch, self.step)
             for group, stale in zip(groups, staleness, strict=True):
-                self._ledger.trained(group.seq, uid=group.prompt.uid, step=self.step, staleness=stale)
+                self._ledger.trained(
+                    group.seq, uid=group.prompt.uid, step=self.step, staleness=stale
+                )
             self._source.observe(groups)
             self._equal.clear()
             self.step += 1
@@ -177,14 +196,22 @@ class Loop:
             if self.step % self._settings.sync_every == 0 or self.step == self._settings.steps:
                 self.waits["train"] = f"the hand-over of version {self.step}"
                 await self._synchronizer.sync_weights(self.step)
-                if self.step < self._settings.steps:  # after the last step nothing new is worth starting
+                if (
+                    self.step < self._settings.steps
+                ):  # after the last step nothing new is worth starting
                     self._admission.release_trained()
             synced = clock()
             metrics = self._measure(groups, batch, staleness, taken) | metrics
-            metrics |= {"time/wait_s": taken - begun, "time/train_s": trained - taken, "time/sync_s": synced - trained}
+            metrics |= {
+                "time/wait_s": taken - begun,
+                "time/train_s": trained - taken,
+                "time/sync_s": synced - trained,
+            }
             self._observer.step_done(self.step, metrics, groups)
             self._ledger.flush()
-            if self.step == self._settings.steps or (self._settings.save_every and self.step % self._settings.save_every == 0):
+            if self.step == self._settings.steps or (
+                self._settings.save_every and self.step % self._settings.save_every == 0
+            ):
                 self.waits["train"] = f"the checkpoint of step {self.step}"
                 await self._save(self.step)
 
@@ -194,13 +221,18 @@ class Loop:
         self._taking = True
         while True:
             wanted = self._admission.oldest(count)
-            if len(wanted) == count and (items := self._queue.get(count, self.step, keys=wanted)) is not None:
+            if (
+                len(wanted) == count
+                and (items := self._queue.get(count, self.step, keys=wanted)) is not None
+            ):
                 self._taking = False
                 self._admission.take(wanted)
                 groups: list[Group] = [item.payload for item in items]
                 return groups
             missing = [seq for seq in wanted if seq not in self._queue]
-            self.waits["train"] = f"groups {missing[:5]}{'…' if len(missing) > 5 else ''} to be generated and scored"
+            self.waits["train"] = (
+                f"groups {missing[:5]}{'…' if len(missing) > 5 else ''} to be generated and scored"
+            )
             await self._changed.wait()
 
     async def _watch(self) -> None:
@@ -210,7 +242,12 @@ class Loop:
             await asyncio.sleep(1.0)
             stats = self._fleet.stats()
             self._observer.looked(stats, self._queue.utilisation)
-            now = (self.step, self._queue.counts.put, sum(s.tokens for s in stats), self._rollouter.paused)
+            now = (
+                self.step,
+                self._queue.counts.put,
+                sum(s.tokens for s in stats),
+                self._rollouter.paused,
+            )
             if now != last or self._rollouter.paused_by("user"):
                 last, moved = now, clock()
             elif (still_s := clock() - moved) > self._patience_s:
@@ -220,12 +257,16 @@ class Loop:
 
     def _group_failed(self, seq: int, error: PacelineError) -> None:
         self._failed += 1
-        self._ledger.drop(seq, "reward_failed" if isinstance(error, RewardError) else "rollout_failed", str(error))
+        self._ledger.drop(
+            seq, "reward_failed" if isinstance(error, RewardError) else "rollout_failed", str(error)
+        )
         self._admission.drop(seq)
         log.warning("group %d failed and is not trained: %s", seq, error)
         limit = self._settings.max_failed_groups
         if self._failed > limit:
-            error.add_note(f"{self._failed} group(s) failed; rollout.max_failed_groups = {limit} are tolerated")
+            error.add_note(
+                f"{self._failed} group(s) failed; rollout.max_failed_groups = {limit} are tolerated"
+            )
             raise error
 
     def _filtered(self, group: Group) -> None:
@@ -234,7 +275,9 @@ class Loop:
         self._admission.drop(group.seq)
         self._equal[group.trajectories[0].total_reward] += 1
         if self._equal.total() > FILTERED_IN_A_ROW * self._settings.groups_per_step:
-            seen = ", ".join(f"{count} with reward {reward:g}" for reward, count in self._equal.most_common(5))
+            seen = ", ".join(
+                f"{count} with reward {reward:g}" for reward, count in self._equal.most_common(5)
+            )
             raise RolloutError(
                 f"{self._equal.total()} groups in a row had equal rewards in all attempts ({seen}), so dynamic sampling never fills step "
                 f"{self.step + 1}: the task is too hard, too easy, or the reward does not tell answers apart"
@@ -242,13 +285,19 @@ class Loop:
 
     def _dropped(self, item: Item, reason: DropReason) -> None:
         if reason is DropReason.FUTURE:
-            raise LedgerError(f"group {item.key} carries version {item.param_version}, newer than the trainer's {self.step}")
+            raise LedgerError(
+                f"group {item.key} carries version {item.param_version}, newer than the trainer's {self.step}"
+            )
         self._ledger.drop(int(item.key), reason.value)
         self._admission.drop(int(item.key))
 
-    def _measure(self, groups: Sequence[Group], batch: Batch, staleness: Sequence[int], taken_s: float) -> Metrics:
+    def _measure(
+        self, groups: Sequence[Group], batch: Batch, staleness: Sequence[int], taken_s: float
+    ) -> Metrics:
         tokens = int(batch.mask.sum())
-        rewards = np.array([trajectory.total_reward for group in groups for trajectory in group.trajectories])
+        rewards = np.array(
+            [trajectory.total_reward for group in groups for trajectory in group.trajectories]
+        )
         return {
             "wall_time_s": time.time(),
             "reward/mean": float(rewards.mean()),
@@ -266,22 +315,32 @@ class Loop:
             "rollout/samples": float(batch.num_rows),
             "rollout/tokens": float(tokens),
             "rollout/length_mean": tokens / batch.num_rows,
-            "rollout/cut_off_share": float(np.mean([_cut_off(trajectory) for group in groups for trajectory in group.trajectories])),
+            "rollout/cut_off_share": float(
+                np.mean(
+                    [_cut_off(trajectory) for group in groups for trajectory in group.trajectories]
+                )
+            ),
         }
 
     # --- supervision ---
 
-    def _start(self, name: str, work: Callable[..., Awaitable[None]], *args: Any) -> asyncio.Task[None]:
+    def _start(
+        self, name: str, work: Callable[..., Awaitable[None]], *args: Any
+    ) -> asyncio.Task[None]:
         return self._tasks.create_task(self._supervised(name, work, *args), name=name)
 
-    async def _supervised(self, name: str, work: Callable[..., Awaitable[None]], *args: Any) -> None:
+    async def _supervised(
+        self, name: str, work: Callable[..., Awaitable[None]], *args: Any
+    ) -> None:
         try:
             await work(*args)
         except asyncio.CancelledError:
             if self._stopping:
                 raise
             self._stopping = True
-            raise WorkerDied(f"coroutine {name!r} was killed; the run cannot go on without it") from None
+            raise WorkerDied(
+                f"coroutine {name!r} was killed; the run cannot go on without it"
+            ) from None
         except BaseException:
             self._stopping = True  # what the task group cancels from here on is a consequence
             raise
@@ -289,14 +348,26 @@ class Loop:
     @property
     def _patience_s(self) -> float:
         """A long step or checkpoint is no stall: it has a limit of its own."""
-        return self._settings.stall_timeout_s if self._taking else max(self._settings.stall_timeout_s, self._settings.step_timeout_s)
+        return (
+            self._settings.stall_timeout_s
+            if self._taking
+            else max(self._settings.stall_timeout_s, self._settings.step_timeout_s)
+        )
 
     def _stalled(self, still_s: float) -> StalledError:
         waits = "; ".join(
-            [f"{who} waits for {what}" for who, what in self.waits.items()] + self._rollouter.doing() + self._fleet.complaints()
+            [f"{who} waits for {what}" for who, what in self.waits.items()]
+            + self._rollouter.doing()
+            + self._fleet.complaints()
         )
-        limit = "stall_timeout_s" if self._patience_s == self._settings.stall_timeout_s else "step_timeout_s"
-        return StalledError(f"nothing moved for {still_s:.0f} s ({limit} = {self._patience_s:g}): {waits}")
+        limit = (
+            "stall_timeout_s"
+            if self._patience_s == self._settings.stall_timeout_s
+            else "step_timeout_s"
+        )
+        return StalledError(
+            f"nothing moved for {still_s:.0f} s ({limit} = {self._patience_s:g}): {waits}"
+        )
 
 
 def _cut_off(trajectory: Trajectory) -> bool:
@@ -310,7 +381,10 @@ def _all_equal(group: Group) -> bool:
 def _means(groups: Sequence[Group]) -> Metrics:
     """Of what the reward gave for the record."""
     parts = [trajectory.details for group in groups for trajectory in group.trajectories]
-    return {f"reward_part/{name}": float(np.mean([part[name] for part in parts if name in part])) for name in set().union(*parts)}
+    return {
+        f"reward_part/{name}": float(np.mean([part[name] for part in parts if name in part]))
+        for name in set().union(*parts)
+    }
 
 
 async def _wait_for(death: asyncio.Future[None]) -> None:

@@ -29,7 +29,10 @@ from paceline.errors import ModelError
 
 WEIGHTS = ("*.safetensors", "*.gguf", "pytorch_model*.bin")
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "spiece*")
-EXACT, ROUNDED = 1e-4, 0.05  # how far log-probs may be from a plain forward pass, relative and on average: in float32, in bfloat16
+EXACT, ROUNDED = (
+    1e-4,
+    0.05,
+)  # how far log-probs may be from a plain forward pass, relative and on average: in float32, in bfloat16
 SAMPLED = 1 << 20  # bytes read at the start, middle and end of a weight file for its fingerprint
 
 
@@ -37,22 +40,32 @@ def resolve_model(name: str, task: str | None = None, progress: Progress | None 
     """What `name` means: a folder or a hub id. "tiny" is the built-in model for `task`, "tiny:<task>" for the task it names;
     it is made now if need be, which takes some seconds."""
     if name == "tiny" or name.startswith("tiny:"):
-        return str(tiny_model(name.removeprefix("tiny").removeprefix(":") or task or DEFAULT_TASK, progress))
+        return str(
+            tiny_model(
+                name.removeprefix("tiny").removeprefix(":") or task or DEFAULT_TASK, progress
+            )
+        )
     path = Path(name).expanduser()
     if path.exists():
         return str(_checked(path))
     if name.startswith(("/", ".", "~")) or name.count("/") != 1 or name.endswith("/"):
-        raise ModelError(f"no model at {name!r} (looked from {Path.cwd()}); give a folder, a hub id such as 'Qwen/Qwen2.5-0.5B', or 'tiny'")
+        raise ModelError(
+            f"no model at {name!r} (looked from {Path.cwd()}); give a folder, a hub id such as 'Qwen/Qwen2.5-0.5B', or 'tiny'"
+        )
     return name
 
 
-def load_model(name: str, dtype: str = "float32", kind: Any = AutoModelForCausalLM) -> PreTrainedModel:
+def load_model(
+    name: str, dtype: str = "float32", kind: Any = AutoModelForCausalLM
+) -> PreTrainedModel:
     """The model with its weights, in evaluation mode, every dropout off. `kind`: which of transformers' auto classes."""
     source = resolve_model(name)
     config = load_config(source)
     number = getattr(torch, dtype, None)
     if not isinstance(number, torch.dtype) or not number.is_floating_point:
-        raise ModelError(f"model dtype {dtype!r} is not a floating point type of torch; use 'float32' or 'bfloat16'")
+        raise ModelError(
+            f"model dtype {dtype!r} is not a floating point type of torch; use 'float32' or 'bfloat16'"
+        )
     options = {"config": config, "dtype": number, "output_loading_info": True, **_gguf(source)}
     if "gguf_file" in options and hasattr(transformers, "GgufConfig"):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
@@ -61,7 +74,9 @@ def load_model(name: str, dtype: str = "float32", kind: Any = AutoModelForCausal
         _forget_quantization(model)
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
-        raise ModelError(f"{source}: {len(missing)} weights are missing, for example {missing[0]!r}; the download may be incomplete")
+        raise ModelError(
+            f"{source}: {len(missing)} weights are missing, for example {missing[0]!r}; the download may be incomplete"
+        )
     model.eval()
     return model
 
@@ -69,7 +84,11 @@ def load_model(name: str, dtype: str = "float32", kind: Any = AutoModelForCausal
 def load_config(name: str) -> PretrainedConfig:
     source = resolve_model(name)
     gguf = _gguf(source).get("gguf_file")
-    config = deepcopy(_gguf_config(source, gguf, (Path(source) / gguf).stat().st_mtime_ns)) if gguf else _read_config(source)
+    config = (
+        deepcopy(_gguf_config(source, gguf, (Path(source) / gguf).stat().st_mtime_ns))
+        if gguf
+        else _read_config(source)
+    )
     for key, value in config.to_dict().items():
         # The trainer's log-probs must match the engine's, so nothing random may happen inside the model.
         if isinstance(value, float) and ("dropout" in key or key.endswith(("_pdrop", "_drop"))):
@@ -81,7 +100,9 @@ def model_body(model: PreTrainedModel) -> Any:
     """What makes the hidden states, without the output layer; a model that has none is its own body."""
     if model.base_model is not model or model.get_output_embeddings() is None:
         return model.base_model
-    return next(part for part in model.children() if isinstance(part, PreTrainedModel))  # under a name other than it says
+    return next(
+        part for part in model.children() if isinstance(part, PreTrainedModel)
+    )  # under a name other than it says
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,22 +123,49 @@ def model_shape(config: PretrainedConfig) -> ModelShape:
     hidden, heads = text.hidden_size, text.num_attention_heads
 
     def first(*names: str) -> int | None:
-        return next((value for name in names if isinstance(value := getattr(text, name, None), int) and value > 0), None)
+        return next(
+            (
+                value
+                for name in names
+                if isinstance(value := getattr(text, name, None), int) and value > 0
+            ),
+            None,
+        )
 
-    experts = (first("num_experts_per_tok", "moe_topk") or 0) * (first("moe_intermediate_size", "intermediate_size") or 0)
+    experts = (first("num_experts_per_tok", "moe_topk") or 0) * (
+        first("moe_intermediate_size", "intermediate_size") or 0
+    )
     wide = first("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size") or 4 * hidden
     kv_heads = first("num_key_value_heads", "num_kv_heads") or heads
     head_dim = first("head_dim") or hidden // heads
-    return ModelShape(text.num_hidden_layers, hidden, max(wide, experts), heads, kv_heads, head_dim, text.vocab_size)
+    return ModelShape(
+        text.num_hidden_layers,
+        hidden,
+        max(wide, experts),
+        heads,
+        kv_heads,
+        head_dim,
+        text.vocab_size,
+    )
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     source = resolve_model(name)
-    missing = ModelError(f"{source} has no tokenizer; save the model's own beside it (tokenizer.json, tokenizer_config.json)")
-    if Path(source).is_dir() and not _gguf(source) and not any(any(Path(source).glob(name)) for name in TOKENIZERS):
+    missing = ModelError(
+        f"{source} has no tokenizer; save the model's own beside it (tokenizer.json, tokenizer_config.json)"
+    )
+    if (
+        Path(source).is_dir()
+        and not _gguf(source)
+        and not any(any(Path(source).glob(name)) for name in TOKENIZERS)
+    ):
         raise missing
-    tokenizer: PreTrainedTokenizerBase = _load(source, lambda: AutoTokenizer.from_pretrained(source, **_gguf(source)))
-    if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):  # what transformers makes up when the files are not there
+    tokenizer: PreTrainedTokenizerBase = _load(
+        source, lambda: AutoTokenizer.from_pretrained(source, **_gguf(source))
+    )
+    if tokenizer.get_vocab().keys() <= set(
+        tokenizer.all_special_tokens
+    ):  # what transformers makes up when the files are not there
         raise missing
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -155,12 +203,17 @@ def _checked(folder: Path) -> Path:
         raise ModelError(f"model {str(folder)!r} is a file; give the folder it is in")
     weights = [f for pattern in WEIGHTS for f in folder.glob(pattern)]
     if not weights:
-        raise ModelError(f"model folder {folder} holds no weights (looked for {', '.join(WEIGHTS)})")
+        raise ModelError(
+            f"model folder {folder} holds no weights (looked for {', '.join(WEIGHTS)})"
+        )
     gguf = [f.name for f in weights if f.suffix == ".gguf"]
     if (folder / "config.json").exists():
         return folder
     if len(gguf) != 1:
-        raise ModelError(f"model folder {folder} has no config.json" + (f" and {len(gguf)} GGUF files; keep one" if gguf else ""))
+        raise ModelError(
+            f"model folder {folder} has no config.json"
+            + (f" and {len(gguf)} GGUF files; keep one" if gguf else "")
+        )
     return folder
 
 
@@ -173,7 +226,9 @@ def _gguf(source: str) -> dict[str, str]:
 
 
 def _read_config(source: str) -> PretrainedConfig:
-    config: PretrainedConfig = _load(source, lambda: AutoConfig.from_pretrained(source, **_gguf(source)))
+    config: PretrainedConfig = _load(
+        source, lambda: AutoConfig.from_pretrained(source, **_gguf(source))
+    )
     return config
 
 
@@ -186,7 +241,11 @@ def _gguf_config(source: str, name: str, changed_ns: int) -> PretrainedConfig:
 def _forget_quantization(model: PreTrainedModel) -> None:
     """Its weights are plain numbers by now; transformers would refuse to cast it, or take it for quantized when it is loaded again."""
     model.is_quantized = False
-    for owner, name in ((model, "hf_quantizer"), (model, "quantization_method"), (model.config, "quantization_config")):
+    for owner, name in (
+        (model, "hf_quantizer"),
+        (model, "quantization_method"),
+        (model.config, "quantization_config"),
+    ):
         if hasattr(owner, name):
             delattr(owner, name)
 
@@ -195,8 +254,14 @@ def _load(source: str, load: Callable[[], Any]) -> Any:
     try:
         with no_progress_bars() if Path(source).is_dir() else nullcontext():
             return load()
-    except Exception as e:  # transformers, hub and file formats raise dozens of types; a user needs one sentence
-        reason = next((line.strip() for line in str(e).splitlines() if line.strip()), type(e).__name__)
+    except (
+        Exception
+    ) as e:  # transformers, hub and file formats raise dozens of types; a user needs one sentence
+        reason = next(
+            (line.strip() for line in str(e).splitlines() if line.strip()), type(e).__name__
+        )
         if Path(source).is_dir():
             raise ModelError(f"cannot load the model in {source}: {reason}") from e
-        raise ModelError(f"cannot get model {source!r} from the hub: {reason} Without network, give a local folder.") from e
+        raise ModelError(
+            f"cannot get model {source!r} from the hub: {reason} Without network, give a local folder."
+        ) from e

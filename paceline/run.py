@@ -16,7 +16,14 @@ from paceline.config import RunConfig
 from paceline.control import Command, Control
 from paceline.data.chat import stop_token_ids
 from paceline.data.prompts import PromptSource
-from paceline.folder import disk_explained, find_start, finished_summary, log_file, move_aside, open_folder
+from paceline.folder import (
+    disk_explained,
+    find_start,
+    finished_summary,
+    log_file,
+    move_aside,
+    open_folder,
+)
 from paceline.inputs import Inputs, load_inputs
 from paceline.loop import Loop, LoopSettings, Observer
 from paceline.observe.answers import Answers
@@ -80,28 +87,51 @@ async def train(
         control = await stack.enter_async_context(Control(folder))
         (folder / "config.json").write_text(json.dumps(inputs.identity["config"], indent=1))
 
-        cluster, plans, workers = await open_workers(stack, config, inputs.model_path, folder / "logs")
-        scorer = judge or ModelReward(workers[Role.REWARD][0], config.data.prompt_key, config.data.system)
-        actor, critic, ref = (next(iter(workers[role]), None) for role in (Role.ACTOR, Role.CRITIC, Role.REF))
+        cluster, plans, workers = await open_workers(
+            stack, config, inputs.model_path, folder / "logs"
+        )
+        scorer = judge or ModelReward(
+            workers[Role.REWARD][0], config.data.prompt_key, config.data.system
+        )
+        actor, critic, ref = (
+            next(iter(workers[role]), None) for role in (Role.ACTOR, Role.CRITIC, Role.REF)
+        )
         assert actor is not None, "every run has an actor"
         trainer = Trainer(
-            actor, config.algorithm, config.step_timeout_s, critic, ref, config.rollout.max_response_length, config.mismatch_limit
+            actor,
+            config.algorithm,
+            config.step_timeout_s,
+            critic,
+            ref,
+            config.rollout.max_response_length,
+            config.mismatch_limit,
         )
         if start.checkpoint:
             await _restore(start.checkpoint, trainer, inputs.source)
         fleet = make_fleet(config, cluster, plans, workers[Role.ROLLOUT])
         stack.push_async_callback(fleet.close)
         rollouter = make_rollouter(config, inputs, fleet, agent, scorer)
-        lent = config.lends_weights and config.schedule.max_staleness > 0  # else nothing is generated while training
+        lent = (
+            config.lends_weights and config.schedule.max_staleness > 0
+        )  # else nothing is generated while training
         transport = await _transport(config, workers)
-        synchronizer = ParameterSynchronizer(transport, fleet, rollouter, config.schedule.on_sync, config.sync, lent)
-        await synchronizer.sync_weights(start.step)  # engines serve the checkpoint's weights, and the path is known to work
+        synchronizer = ParameterSynchronizer(
+            transport, fleet, rollouter, config.schedule.on_sync, config.sync, lent
+        )
+        await synchronizer.sync_weights(
+            start.step
+        )  # engines serve the checkpoint's weights, and the path is known to work
 
         answers = Answers(folder, config.save_answers, start.step)
         # only now are the books cut to what the checkpoint says: a start that fails changes nothing
         ledger = Ledger(folder / "ledger.jsonl", start.ledger)
         stack.callback(ledger.close)
-        recorder = Recorder(folder, start.metrics_length, answers, make_display(start.step) if make_display else None)
+        recorder = Recorder(
+            folder,
+            start.metrics_length,
+            answers,
+            make_display(start.step) if make_display else None,
+        )
         stack.callback(recorder.close)
 
         loop = Loop(
@@ -109,27 +139,45 @@ async def train(
             source=inputs.source,
             rollouter=rollouter,
             fleet=fleet,
-            queue=MessageQueue(config.max_queue_size, config.schedule.max_staleness, changed=fleet.changed),
-            admission=Admission(config.schedule.capacity(config.groups_per_step), fleet.changed, config.max_queue_size),
+            queue=MessageQueue(
+                config.max_queue_size, config.schedule.max_staleness, changed=fleet.changed
+            ),
+            admission=Admission(
+                config.schedule.capacity(config.groups_per_step),
+                fleet.changed,
+                config.max_queue_size,
+            ),
             ledger=ledger,
             trainer=trainer,
             synchronizer=synchronizer,
             observer=recorder,
             save=lambda step: _save(config, step, inputs, trainer, ledger, recorder),
-            guards=[(worker.name, worker.died) for worker in unique_workers(workers) if worker not in fleet.elastic],
+            guards=[
+                (worker.name, worker.died)
+                for worker in unique_workers(workers)
+                if worker not in fleet.elastic
+            ],
         )
-        commands: dict[str, Command] = {"list": fleet.describe, "add": fleet.add, "remove": fleet.remove}
+        commands: dict[str, Command] = {
+            "list": fleet.describe,
+            "add": fleet.add,
+            "remove": fleet.remove,
+        }
         commands |= {"pause": rollouter.pause_rollout, "resume": rollouter.resume_rollout}
         async with control.serving(commands):
             await loop.run(start.step)
         peak = await _last_look(recorder, fleet, set(unique_workers(workers)))
-        summary = recorder.summary(sync_s=synchronizer.seconds, ledger=ledger.counts(), memory_peak_bytes=peak)
+        summary = recorder.summary(
+            sync_s=synchronizer.seconds, ledger=ledger.counts(), memory_peak_bytes=peak
+        )
         summary["fleet"] = {"replaced": fleet.replaced, "refused": fleet.refused}
         write_json(folder / "summary.json", summary)
         return summary
 
 
-async def open_judge(stack: AsyncExitStack, config: RunConfig, inputs: Inputs, own: OwnFunction | None = None) -> Reward | None:
+async def open_judge(
+    stack: AsyncExitStack, config: RunConfig, inputs: Inputs, own: OwnFunction | None = None
+) -> Reward | None:
     """What scores answers, tried on the data; None: a reward model does, in a worker of its own."""
     if config.reward.model and not own:
         return None
@@ -140,15 +188,31 @@ async def open_judge(stack: AsyncExitStack, config: RunConfig, inputs: Inputs, o
     return judge
 
 
-async def _save(config: RunConfig, step: int, inputs: Inputs, trainer: Trainer, ledger: Ledger, recorder: Recorder) -> None:
+async def _save(
+    config: RunConfig,
+    step: int,
+    inputs: Inputs,
+    trainer: Trainer,
+    ledger: Ledger,
+    recorder: Recorder,
+) -> None:
     async def write(target: Path) -> None:
         await trainer.save(target)
-        inputs.tokenizer.save_pretrained(target / Role.ACTOR)  # so that the folder is a model like any other
+        inputs.tokenizer.save_pretrained(
+            target / Role.ACTOR
+        )  # so that the folder is a model like any other
         inputs.generation.to_json_file(target / Role.ACTOR / "generation_config.json")
 
-    state = {"step": step, "ledger": ledger.state().to_json(), "metrics_length": recorder.length, **inputs.identity}
+    state = {
+        "step": step,
+        "ledger": ledger.state().to_json(),
+        "metrics_length": recorder.length,
+        **inputs.identity,
+    }
     state |= {"source": inputs.source.state(), "trainer": trainer.state()}
-    await save_checkpoint(Path(config.run_dir) / "checkpoints", step, state, write, config.keep_checkpoints)
+    await save_checkpoint(
+        Path(config.run_dir) / "checkpoints", step, state, write, config.keep_checkpoints
+    )
 
 
 async def _restore(checkpoint: Path, trainer: Trainer, source: PromptSource) -> None:
@@ -167,17 +231,24 @@ async def _last_look(recorder: Recorder, fleet: Fleet, workers: set[Worker]) -> 
 
 async def _answers(questions: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """What those say who still answer: the run is over, and nobody is waited for any more."""
-    answers = await asyncio.gather(*(asyncio.wait_for(question, LAST_WORDS_S) for question in questions), return_exceptions=True)
+    answers = await asyncio.gather(
+        *(asyncio.wait_for(question, LAST_WORDS_S) for question in questions),
+        return_exceptions=True,
+    )
     return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 
-def make_fleet(config: RunConfig, cluster: Cluster, plans: Sequence[PlannedWorker], workers: Sequence[Worker]) -> Fleet:
+def make_fleet(
+    config: RunConfig, cluster: Cluster, plans: Sequence[PlannedWorker], workers: Sequence[Worker]
+) -> Fleet:
     """The engines. Those in a worker of their own can be replaced, and more can join them."""
     by_name = {plan.name: plan for plan in plans}
     pool = config.placement.pool(Role.ROLLOUT)
 
     async def launch(name: str) -> EngineClient:
-        plan = by_name.get(name) or PlannedWorker(name, (Role.ROLLOUT,), threads=plans[0].threads, pool=pool)
+        plan = by_name.get(name) or PlannedWorker(
+            name, (Role.ROLLOUT,), threads=plans[0].threads, pool=pool
+        )
         return EngineClient(await start_worker(cluster, plan))
 
     return Fleet(
@@ -186,16 +257,22 @@ def make_fleet(config: RunConfig, cluster: Cluster, plans: Sequence[PlannedWorke
         shared={plan.name for plan in plans if plan.roles != (Role.ROLLOUT,)},
         launch=None if config.placement.shared(Role.ACTOR, Role.ROLLOUT) else launch,
         heartbeat_timeout_s=config.heartbeat_timeout_s,
-        loading_timeout_s=min(config.sync.timeout_s, 0.75 * config.rollout.generation_timeout),  # before its answers fail for it
+        loading_timeout_s=min(
+            config.sync.timeout_s, 0.75 * config.rollout.generation_timeout
+        ),  # before its answers fail for it
         max_restarts=config.fleet.max_restarts,
     )
 
 
-def make_rollouter(config: RunConfig, inputs: Inputs, fleet: Fleet, agent: Environment, reward: Reward) -> Rollouter:
+def make_rollouter(
+    config: RunConfig, inputs: Inputs, fleet: Fleet, agent: Environment, reward: Reward
+) -> Rollouter:
     tokenizer, settings = inputs.tokenizer, config.rollout
     ends = stop_token_ids(tokenizer, inputs.generation)
     if not ends and not settings.stop:
-        log.warning("neither the model nor its tokenizer names an end token: every answer goes on to rollout.max_response_length")
+        log.warning(
+            "neither the model nor its tokenizer names an end token: every answer goes on to rollout.max_response_length"
+        )
     sampling = Sampling(
         max_new_tokens=settings.max_response_length,
         temperature=settings.temperature,
@@ -224,14 +301,18 @@ async def _transport(config: RunConfig, workers: dict[Role, list[Worker]]) -> We
     if config.in_place:
         return InPlace()
     actor, engines = workers[Role.ACTOR][0], workers[Role.ROLLOUT]
-    return await connect(config.sync.transport, config.cluster == "local", actor, engines, config.train.dtype)
+    return await connect(
+        config.sync.transport, config.cluster == "local", actor, engines, config.train.dtype
+    )
 
 
 def _loop_settings(config: RunConfig) -> LoopSettings:
     return LoopSettings(
         steps=config.steps,
         groups_per_step=config.groups_per_step,
-        sync_every=1 if config.lends_weights else config.schedule.sync_every,  # the engine has new weights with every step
+        sync_every=1
+        if config.lends_weights
+        else config.schedule.sync_every,  # the engine has new weights with every step
         save_every=config.save_every,
         max_failed_groups=config.rollout.max_failed_groups,
         dynamic_sampling=config.algorithm.dynamic_sampling,

@@ -14,7 +14,9 @@ from paceline.types import OnSync
 
 
 class ScheduleSettings(Settings):
-    max_staleness: int = Field(0, ge=0, validation_alias=AliasChoices("max_staleness", "staleness_threshold"))
+    max_staleness: int = Field(
+        0, ge=0, validation_alias=AliasChoices("max_staleness", "staleness_threshold")
+    )
     """Bound on (trainer's version - oldest version among a sample's tokens) when it is taken for training."""
     sync_every: int = Field(1, ge=1)
     """Train steps per hand-over of weights."""

@@ -30,7 +30,9 @@ class OnSync(StrEnum):
     """What happens to running generations when new weights arrive."""
 
     DRAIN = "drain"  # let them finish on the old weights first
-    INTERRUPT = "interrupt"  # stop them, keep their tokens, resume on the new weights with a fresh KV cache
+    INTERRUPT = (
+        "interrupt"  # stop them, keep their tokens, resume on the new weights with a fresh KV cache
+    )
     SWAP = "swap"  # change the weights between two decode steps, keep the KV cache
 
 
@@ -100,7 +102,9 @@ class Turn:
 
     prompt: tuple[int, ...]
     completion: Completion
-    reward: float = 0.0  # for this turn alone, paid at its last token; the trajectory's own comes on top
+    reward: float = (
+        0.0  # for this turn alone, paid at its last token; the trajectory's own comes on top
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +176,9 @@ class Batch:
     values: FloatArray | None = None  # [T] the critic's values when the batch was taken
     ref_logprobs: FloatArray | None = None  # [T]
     truncated: BoolArray | None = None  # [R] the answer was cut off at its longest allowed length
-    token_rewards: FloatArray | None = None  # [T] rewards paid at single tokens (turns); `rewards` come on top, at the last token
+    token_rewards: FloatArray | None = (
+        None  # [T] rewards paid at single tokens (turns); `rewards` come on top, at the last token
+    )
     baselines: FloatArray | None = None  # [R] reward of the greedy answer to the same prompt
 
     @property

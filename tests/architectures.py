@@ -10,7 +10,12 @@ SHAPE = {
     "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2,
     "pad_token_id": 0,
 }  # fmt: skip
-EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
@@ -55,8 +60,12 @@ def tiny_architecture(name: str, seed: int = 0, **more: Any) -> PreTrainedModel:
     config = CONFIG_MAPPING[name](**SHAPE | ARCHITECTURES[name] | more)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager"
+        )
         with torch.no_grad():
-            for parameter in model.parameters():  # norms and biases, too, or nobody would see one that is left out
+            for parameter in (
+                model.parameters()
+            ):  # norms and biases, too, or nobody would see one that is left out
                 parameter.add_(0.05 * torch.randn_like(parameter))
     return model.eval()

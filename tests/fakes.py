@@ -22,7 +22,17 @@ from paceline.rollout.rollouter import Rollouter
 from paceline.schedule import ScheduleSettings
 from paceline.sync.synchronizer import ParameterSynchronizer
 from paceline.sync.weights import Weights
-from paceline.types import Batch, Completion, Finish, Group, OnSync, Prompt, Request, Sampling, Trajectory
+from paceline.types import (
+    Batch,
+    Completion,
+    Finish,
+    Group,
+    OnSync,
+    Prompt,
+    Request,
+    Sampling,
+    Trajectory,
+)
 
 
 class FakeWorker:
@@ -101,10 +111,16 @@ class FakeEngine:
         self.seen.append(request.id)
         self.resumed += len(tokens)
         self.running[request.id] = state
-        length = max(len(tokens) + 1, min(request.sampling.max_new_tokens, 1 + int(self._rng.expovariate(0.25))))
+        length = max(
+            len(tokens) + 1,
+            min(request.sampling.max_new_tokens, 1 + int(self._rng.expovariate(0.25))),
+        )
         try:
             while len(tokens) < length and state["end"] is None:
-                await asyncio.sleep(self._rng.expovariate(1 / self._mean_s) * (8 if self._rng.random() < 0.02 else 1))
+                await asyncio.sleep(
+                    self._rng.expovariate(1 / self._mean_s)
+                    * (8 if self._rng.random() < 0.02 else 1)
+                )
                 while (self._held and state["end"] is None) or self._frozen:
                     await self._moved.wait()
                 if state["end"] is None:
@@ -117,7 +133,12 @@ class FakeEngine:
         if self.worker.died.done():
             self.worker.fenced += 1
         array = np.array(versions, np.int32)
-        return Completion(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32), array, state["end"] or Finish.STOP)
+        return Completion(
+            np.array(tokens, np.int32),
+            np.zeros(len(tokens), np.float32),
+            array,
+            state["end"] or Finish.STOP,
+        )
 
     async def abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -275,7 +296,10 @@ class World:
     def build(self, ledger: Ledger | None = None) -> Loop:
         rng = random.Random(self.seed)
         self.rng = rng
-        self.engines = [self.make_engine(rng, self.engine_s, f"rollout-{number}") for number in range(self.num_engines)]
+        self.engines = [
+            self.make_engine(rng, self.engine_s, f"rollout-{number}")
+            for number in range(self.num_engines)
+        ]
         self.fleet = Fleet(
             self.engines,  # type: ignore[arg-type]
             launch=self._launch if self.elastic else None,  # type: ignore[arg-type]
@@ -286,8 +310,12 @@ class World:
         self.trainer = FakeTrainer(rng, self.train_s)
         self.notes = Notes()
         self.ledger = ledger or Ledger()
-        self.queue = MessageQueue(self.max_queue_size, self.schedule.max_staleness, changed=self.fleet.changed)
-        self.admission = Admission(self.schedule.capacity(self.groups_per_step), self.fleet.changed, self.max_queue_size)
+        self.queue = MessageQueue(
+            self.max_queue_size, self.schedule.max_staleness, changed=self.fleet.changed
+        )
+        self.admission = Admission(
+            self.schedule.capacity(self.groups_per_step), self.fleet.changed, self.max_queue_size
+        )
         self.rollouter = Rollouter(
             self.fleet,
             self.environment,
@@ -302,7 +330,9 @@ class World:
             hedge_after_s=self.hedge_after_s,
             slots=self.slots,
         )
-        self.synchronizer = ParameterSynchronizer(FakeTransport(), self.fleet, self.rollouter, self.schedule.on_sync, lent=self.lent)
+        self.synchronizer = ParameterSynchronizer(
+            FakeTransport(), self.fleet, self.rollouter, self.schedule.on_sync, lent=self.lent
+        )
         self.saves: list[int] = []
 
         async def save(step: int) -> None:

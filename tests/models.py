@@ -28,7 +28,9 @@ def random_other_model(folder: Path, name: str = "gpt2") -> str:
     return str(folder)
 
 
-def random_reward_model(folder: Path, *, labels: int = 1, seed: int = 0, chat_template: str | None = None) -> str:
+def random_reward_model(
+    folder: Path, *, labels: int = 1, seed: int = 0, chat_template: str | None = None
+) -> str:
     """The same shape with a number per label for its output."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = chat_template
@@ -36,7 +38,13 @@ def random_reward_model(folder: Path, *, labels: int = 1, seed: int = 0, chat_te
 
 
 def _save(
-    kind: type[PreTrainedModel], tokenizer: PreTrainedTokenizerBase, folder: Path, hidden: int, layers: int, seed: int, **more: int
+    kind: type[PreTrainedModel],
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    hidden: int,
+    layers: int,
+    seed: int,
+    **more: int,
 ) -> str:
     config = Qwen2Config(
         vocab_size=len(tokenizer),

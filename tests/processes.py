@@ -8,7 +8,9 @@ def children() -> set[int]:
     found = set()
     for process in psutil.Process().children(recursive=True):
         try:
-            if process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(process.cmdline()):
+            if process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(
+                process.cmdline()
+            ):
                 found.add(process.pid)
         except psutil.NoSuchProcess:
             continue

@@ -32,21 +32,37 @@ class EngineService:
         self._make = make
         self._engines: dict[int, TrainEngine] = {}
 
-    def make(self, key: int, model: bytes, settings: TrainSettings, options: dict[str, Any], make: Make | None) -> None:
-        self._engines = {other: engine for other, engine in self._engines.items() if other > key - KEPT}
+    def make(
+        self,
+        key: int,
+        model: bytes,
+        settings: TrainSettings,
+        options: dict[str, Any],
+        make: Make | None,
+    ) -> None:
+        self._engines = {
+            other: engine for other, engine in self._engines.items() if other > key - KEPT
+        }
         self._engines[key] = (make or self._make)(pickle.loads(model), settings, **options)
 
     def ask(self, key: int, method: str, *args: Any) -> Any:
         return getattr(self._engines[key], method)(*args)
 
     def weights(self, key: int) -> Arrays:
-        return {name: tensor.clone().cpu().numpy() for name, tensor in self._engines[key].export_weights()}
+        return {
+            name: tensor.clone().cpu().numpy()
+            for name, tensor in self._engines[key].export_weights()
+        }
 
     def gradients(self, key: int) -> Arrays:
         from paceline.train.saved import whole
 
         engine: Any = self._engines[key]
-        return {name: whole(p.grad).cpu().numpy() for name, p in engine._parameters.items() if p.grad is not None}
+        return {
+            name: whole(p.grad).cpu().numpy()
+            for name, p in engine._parameters.items()
+            if p.grad is not None
+        }
 
     def held(self, key: int) -> dict[str, int]:
         """Bytes of parameters, gradients and optimizer state on this rank."""
@@ -61,7 +77,12 @@ def held_bytes(engine: Any) -> dict[str, int]:
         return sum(local(tensor).numel() * tensor.element_size() for tensor in tensors)
 
     parameters = list(engine._parameters.values())
-    state = [tensor for states in engine._optimizer.state.values() for tensor in states.values() if tensor.ndim]
+    state = [
+        tensor
+        for states in engine._optimizer.state.values()
+        for tensor in states.values()
+        if tensor.ndim
+    ]
     return {
         "parameters": total(parameters),
         "gradients": total(p.grad for p in parameters if p.grad is not None),
@@ -86,13 +107,22 @@ class Ranks:
         self._made = 0
 
         async def start() -> WorkerGroup:
-            group = process_group("test", build_service, (make,), ranks=count, threads=1, log_folder=folder)
+            group = process_group(
+                "test", build_service, (make,), ranks=count, threads=1, log_folder=folder
+            )
             await group.ready()
             return group
 
         self.group = self._wait(start())
 
-    def __call__(self, model: PreTrainedModel, settings: TrainSettings, *, make: Make | None = None, **options: Any) -> "RemoteEngine":
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        settings: TrainSettings,
+        *,
+        make: Make | None = None,
+        **options: Any,
+    ) -> "RemoteEngine":
         """Make an engine, by `make` instead of the usual way if given; only the last few are kept."""
         self._made += 1
         settings = settings.model_copy(update=self._settings)
@@ -135,7 +165,10 @@ class RemoteEngine:
             yield name, torch.from_numpy(array.copy())
 
     def gradients(self) -> dict[str, Tensor]:
-        return {name: torch.from_numpy(array.copy()) for name, array in self._ranks.call("gradients", self._key).items()}
+        return {
+            name: torch.from_numpy(array.copy())
+            for name, array in self._ranks.call("gradients", self._key).items()
+        }
 
     def held(self) -> dict[str, int]:
         return self._ranks.call("held", self._key)

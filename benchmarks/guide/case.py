@@ -31,7 +31,17 @@ PAUSE_LOOKS = 2
 def forced_length(request_id: str, median: int, cap: int) -> int:
     """Lognormal with p99 = 8 x median, the same for the same attempt at the same prompt in every case."""
     seq, attempt, _ = request_id.split(".")
-    return min(cap, max(1, round(random.Random(f"{seq}.{attempt}").lognormvariate(math.log(median), math.log(8) / 2.326))))
+    return min(
+        cap,
+        max(
+            1,
+            round(
+                random.Random(f"{seq}.{attempt}").lognormvariate(
+                    math.log(median), math.log(8) / 2.326
+                )
+            ),
+        ),
+    )
 
 
 def forced_lengths(median: int, cap: int) -> type[EngineClient]:
@@ -40,27 +50,42 @@ def forced_lengths(median: int, cap: int) -> type[EngineClient]:
 
         async def generate(self, request: Request) -> Completion:
             length = forced_length(request.id, median, cap)
-            return await super().generate(replace(request, sampling=replace(request.sampling, max_new_tokens=length, stop_token_ids=())))
+            return await super().generate(
+                replace(
+                    request,
+                    sampling=replace(request.sampling, max_new_tokens=length, stop_token_ids=()),
+                )
+            )
 
     return ForcedLengths
 
 
-async def run(config: RunConfig, watcher: Watcher, pause: bool) -> tuple[dict[str, Any], Pause | None]:
+async def run(
+    config: RunConfig, watcher: Watcher, pause: bool
+) -> tuple[dict[str, Any], Pause | None]:
     try:
         async with asyncio.TaskGroup() as tasks:
             training = tasks.create_task(paceline.run.train(config, watcher.begin))
             training.add_done_callback(watcher.end)
-            pausing = tasks.create_task(watcher.pause_and_resume(Path(config.run_dir), PAUSE_LOOKS)) if pause else None
+            pausing = (
+                tasks.create_task(watcher.pause_and_resume(Path(config.run_dir), PAUSE_LOOKS))
+                if pause
+                else None
+            )
     except BaseExceptionGroup as failed:
         raise first_error(failed) from None
     return training.result(), pausing.result() if pausing else None
 
 
-def figures(config: RunConfig, summary: dict[str, Any], watcher: Watcher, warm_up: int) -> dict[str, Any]:
+def figures(
+    config: RunConfig, summary: dict[str, Any], watcher: Watcher, warm_up: int
+) -> dict[str, Any]:
     rows = watcher.steps
     begin, end = rows[warm_up - 1]["wall_time_s"], rows[-1]["wall_time_s"]
     steady, seconds = rows[warm_up:], rows[-1]["wall_time_s"] - begin
-    looks = [look for look in watcher.looks[:-1] if look.at_s >= begin]  # the last is from after the run
+    looks = [
+        look for look in watcher.looks[:-1] if look.at_s >= begin
+    ]  # the last is from after the run
     busy = summary["rollout_busy_share"]
     if len(looks) > 1:
         busy = min(1.0, (looks[-1].busy_s - looks[0].busy_s) / (looks[-1].at_s - looks[0].at_s))
@@ -74,20 +99,28 @@ def figures(config: RunConfig, summary: dict[str, Any], watcher: Watcher, warm_u
         "sync_ms": 1000 * summary["sync_latency_s"],
         "rollout_busy": busy,
         "train_busy": min(1.0, _total(steady, "train/busy_s") / seconds),
-        "queue_use": statistics.fmean([look.queue_use for look in looks] or [row["queue/utilisation"] for row in steady]),
+        "queue_use": statistics.fmean(
+            [look.queue_use for look in looks] or [row["queue/utilisation"] for row in steady]
+        ),
         "memory_peak_bytes": summary["memory_peak_bytes"],
         "dropped": rows[-1]["queue/dropped"],
         "steps": summary["steps"],
-        "longest_gap_s": max((b["wall_time_s"] - a["wall_time_s"] for a, b in pairwise(rows)), default=0.0),
+        "longest_gap_s": max(
+            (b["wall_time_s"] - a["wall_time_s"] for a, b in pairwise(rows)), default=0.0
+        ),
         "steady_from_s": begin,
         "steady_to_s": end,
         **_times(config, steady, seconds, busy),
     }
 
 
-def _times(config: RunConfig, steady: Sequence[Metrics], seconds: float, busy: float) -> dict[str, float]:
+def _times(
+    config: RunConfig, steady: Sequence[Metrics], seconds: float, busy: float
+) -> dict[str, float]:
     """Where the time of both sides went, as shares."""
-    wait, train, sync = (_total(steady, f"time/{part}_s") / seconds for part in ("wait", "train", "sync"))
+    wait, train, sync = (
+        _total(steady, f"time/{part}_s") / seconds for part in ("wait", "train", "sync")
+    )
     held = sync if config.schedule.on_sync is not OnSync.SWAP and not config.in_place else 0.0
     return {
         "trainer_trains": train,
@@ -106,24 +139,42 @@ def _total(rows: Sequence[Metrics], name: str) -> float:
 
 def main() -> int:
     spec, result = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout
+    )
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.info("case %s", json.dumps(spec))
     if not spec["recipe"]:
-        logging.getLogger("paceline.algo.health").setLevel(logging.ERROR)  # random weights earn nothing, and the run would say so
+        logging.getLogger("paceline.algo.health").setLevel(
+            logging.ERROR
+        )  # random weights earn nothing, and the run would say so
         paceline.run.EngineClient = forced_lengths(spec["median"], spec["cap"])  # type: ignore[attr-defined]
     watcher = Watcher()
     try:
-        config = load_config(ROOT / "recipes" / f"{spec['recipe']}.toml" if spec["recipe"] else None, spec["settings"])
+        config = load_config(
+            ROOT / "recipes" / f"{spec['recipe']}.toml" if spec["recipe"] else None,
+            spec["settings"],
+        )
         summary, pause = asyncio.run(run(config, watcher, spec["pause"]))
     except PacelineError as error:
         logging.error("%s: %s", type(error).__name__, error)
-        result.write_text(json.dumps({"state": "failed", "reason": f"{type(error).__name__}: {error}"}))
+        result.write_text(
+            json.dumps({"state": "failed", "reason": f"{type(error).__name__}: {error}"})
+        )
         return error.exit_code
     found = figures(config, summary, watcher, min(spec["warm_up"], max(1, len(watcher.steps) // 3)))
-    found |= {"max_queue_size": config.max_queue_size, "capacity": config.schedule.capacity(config.groups_per_step)}
-    found |= {"max_staleness": config.schedule.max_staleness, "steps_wanted": config.steps, "in_place": config.in_place}
-    result.write_text(json.dumps({"state": "ok", "figures": found, "pause": asdict(pause) if pause else None}))
+    found |= {
+        "max_queue_size": config.max_queue_size,
+        "capacity": config.schedule.capacity(config.groups_per_step),
+    }
+    found |= {
+        "max_staleness": config.schedule.max_staleness,
+        "steps_wanted": config.steps,
+        "in_place": config.in_place,
+    }
+    result.write_text(
+        json.dumps({"state": "ok", "figures": found, "pause": asdict(pause) if pause else None})
+    )
     return 0
 
 

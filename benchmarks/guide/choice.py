@@ -50,7 +50,11 @@ class Choice:
             f"cluster={self.cluster}",
         ]
         if self.model:
-            found += [f"model={self.model}", "train.learning_rate=1e-6", "data.max_prompt_length=512"]  # the recipes are for the tiny model
+            found += [
+                f"model={self.model}",
+                "train.learning_rate=1e-6",
+                "data.max_prompt_length=512",
+            ]  # the recipes are for the tiny model
         return found
 
     def __str__(self) -> str:
@@ -78,7 +82,9 @@ def read_target(environment: Mapping[str, str]) -> float | None:
     except ValueError:
         target = 0.0
     if target is not None and not target > 0:
-        raise ConfigError(f"TARGET_SAMPLES_PER_S={value} is not a rate; use a number above 0, or leave it unset")
+        raise ConfigError(
+            f"TARGET_SAMPLES_PER_S={value} is not a rate; use a number above 0, or leave it unset"
+        )
     return target
 
 
@@ -87,7 +93,9 @@ def take(environment: Mapping[str, str] = os.environ) -> Choice:
     import torch
 
     choice = read_choice(environment, torch.cuda.device_count())
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(index) for index in range(choice.gpus))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
+        str(index) for index in range(choice.gpus)
+    )
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[: choice.gpus])
     return choice
 
@@ -103,7 +111,11 @@ def _gpus(value: str | None, present: int) -> int:
     if not value:
         return present
     if not value.isdigit():
-        raise ConfigError(f"NUM_GPUS={value} is not a number of GPUs; use 0 to {present}, or leave it unset to use all")
+        raise ConfigError(
+            f"NUM_GPUS={value} is not a number of GPUs; use 0 to {present}, or leave it unset to use all"
+        )
     if int(value) > present:
-        raise ConfigError(f"NUM_GPUS={value}, but there {'is' if present == 1 else 'are'} {present or 'none'}; lower it, or leave it unset")
+        raise ConfigError(
+            f"NUM_GPUS={value}, but there {'is' if present == 1 else 'are'} {present or 'none'}; lower it, or leave it unset"
+        )
     return int(value)

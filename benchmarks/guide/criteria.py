@@ -11,9 +11,14 @@ from typing import Any
 
 MB = 1 << 20
 QUEUE_LOW, QUEUE_HIGH = 0.5, 0.8
-GROWTH_SHARE, GROWTH_BYTES = 0.05, 64 * MB  # allocators and logs breathe; a leak goes past both in time
+GROWTH_SHARE, GROWTH_BYTES = (
+    0.05,
+    64 * MB,
+)  # allocators and logs breathe; a leak goes past both in time
 SLOWER = 0.97  # rates nearer than this are one rate: what noise there is between two runs of the same settings
-LOOKS = 24  # at memory, two a second; in less time a buffer that happens to grow is taken for a leak
+LOOKS = (
+    24  # at memory, two a second; in less time a buffer that happens to grow is taken for a leak
+)
 TOO_SHORT = "too short a run to tell"
 WARM = 0.5  # of a run: by then every buffer has had its largest batch
 
@@ -28,14 +33,26 @@ class Verdict:
 
     def __str__(self) -> str:
         mark = "ok  " if self.ok else "FAIL" if self.hard else "note"
-        return f"{mark}  {self.criterion}: {self.seen}" + (f". {self.advice}" if self.advice else "")
+        return f"{mark}  {self.criterion}: {self.seen}" + (
+            f". {self.advice}" if self.advice else ""
+        )
 
 
 def generation_rate(samples_per_s: float, target: float, whose: str, hard: bool) -> Verdict:
     """`whose`: where the target comes from, in words."""
     ok = samples_per_s >= SLOWER * target
-    advice = "" if ok else "more engines (placement.rollout_workers), more slots (rollout.slots) or a higher max_staleness generate faster"
-    return Verdict("generation rate above target", ok, f"{samples_per_s:.1f} samples/s, target {target:.1f} ({whose})", advice, hard)
+    advice = (
+        ""
+        if ok
+        else "more engines (placement.rollout_workers), more slots (rollout.slots) or a higher max_staleness generate faster"
+    )
+    return Verdict(
+        "generation rate above target",
+        ok,
+        f"{samples_per_s:.1f} samples/s, target {target:.1f} ({whose})",
+        advice,
+        hard,
+    )
 
 
 def queue_use(mean: float, *, max_queue_size: int, capacity: int, waiting: float) -> Verdict:
@@ -60,7 +77,10 @@ def queue_use(mean: float, *, max_queue_size: int, capacity: int, waiting: float
 def staleness(mean: float, most: float, bound: int) -> Verdict:
     ok = 0 <= mean <= most <= bound
     return Verdict(
-        "staleness as expected", ok, f"mean {mean:.2f}, at most {most:.0f}, bound {bound}", "" if ok else "a bug: please report it"
+        "staleness as expected",
+        ok,
+        f"mean {mean:.2f}, at most {most:.0f}, bound {bound}",
+        "" if ok else "a bug: please report it",
     )
 
 
@@ -70,7 +90,9 @@ def memory_growth(series: Sequence[float]) -> Verdict:
     if len(series) < LOOKS:
         return Verdict(name, True, f"{TOO_SHORT} ({len(series)} looks)", hard=False)
     steady = series[int(len(series) * WARM) :]
-    before, after = (statistics.median(part) for part in (steady[: len(steady) // 2], steady[len(steady) // 2 :]))
+    before, after = (
+        statistics.median(part) for part in (steady[: len(steady) // 2], steady[len(steady) // 2 :])
+    )
     allowed = max(GROWTH_SHARE * before, GROWTH_BYTES)
     ok = after - before <= allowed
     advice = "" if ok else f"more than {allowed / MB:.0f} MB in a quarter of the run"
@@ -80,22 +102,41 @@ def memory_growth(series: Sequence[float]) -> Verdict:
 def no_deadlock(steps: int, wanted: int, longest_gap_s: float, limit_s: float) -> Verdict:
     ok = steps == wanted and longest_gap_s < limit_s
     seen = f"{steps} of {wanted} steps, at most {longest_gap_s:.1f} s between two"
-    return Verdict("no deadlock", ok, seen, "" if ok else "the case's log names what was waited for")
+    return Verdict(
+        "no deadlock", ok, seen, "" if ok else "the case's log names what was waited for"
+    )
 
 
 def ledger(events: Iterable[Mapping[str, Any]], counts: Mapping[str, Any], trained: int) -> Verdict:
     """Adds up the ledger file line by line and compares with what the run says; `trained`: groups that the steps must have consumed."""
-    times: dict[str, Counter[int]] = {"issued": Counter(), "trained": Counter(), "dropped": Counter()}
+    times: dict[str, Counter[int]] = {
+        "issued": Counter(),
+        "trained": Counter(),
+        "dropped": Counter(),
+    }
     for event in events:
         if event["event"] in times:
             times[event["event"]][event["seq"]] += 1
     issued, done, dropped = (set(times[name]) for name in ("issued", "trained", "dropped"))
     open_ = issued - done - dropped
-    once = all(count == 1 for counter in times.values() for count in counter.values()) and not done & dropped and done | dropped <= issued
-    same = (len(issued), len(done), len(dropped)) == (counts["issued"], counts["trained"], sum(counts["dropped"].values()))
+    once = (
+        all(count == 1 for counter in times.values() for count in counter.values())
+        and not done & dropped
+        and done | dropped <= issued
+    )
+    same = (len(issued), len(done), len(dropped)) == (
+        counts["issued"],
+        counts["trained"],
+        sum(counts["dropped"].values()),
+    )
     ok = once and same and len(done) == trained and len(open_) == counts["outstanding"]
     seen = f"{len(issued)} issued = {len(done)} trained once + {len(dropped)} dropped + {len(open_)} still out"
-    return Verdict("ledger adds up", ok, seen, "" if ok else f"the run says {dict(counts)}, and the steps consumed {trained}")
+    return Verdict(
+        "ledger adds up",
+        ok,
+        seen,
+        "" if ok else f"the run says {dict(counts)}, and the steps consumed {trained}",
+    )
 
 
 def fastest(cases: Sequence[Mapping[str, Any]], prefix: str) -> Mapping[str, Any] | None:
@@ -107,10 +148,16 @@ def fastest(cases: Sequence[Mapping[str, Any]], prefix: str) -> Mapping[str, Any
 def best(cases: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """The setting to take: of those as fast as the fastest, the one with the freshest samples. Only cases that did the same work."""
     able = [
-        case for case in cases if case["state"] == "ok" and case["comparable"] and all(v["ok"] or not v["hard"] for v in case["verdicts"])
+        case
+        for case in cases
+        if case["state"] == "ok"
+        and case["comparable"]
+        and all(v["ok"] or not v["hard"] for v in case["verdicts"])
     ]
     if not able:
         return None
     most = max(case["figures"]["samples_per_s"] for case in able)
     near = [case for case in able if case["figures"]["samples_per_s"] >= SLOWER * most]
-    return min(near, key=lambda case: (case["figures"]["staleness_mean"], case["figures"]["sample_age_s"]))
+    return min(
+        near, key=lambda case: (case["figures"]["staleness_mean"], case["figures"]["sample_age_s"])
+    )

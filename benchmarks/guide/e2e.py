@@ -57,7 +57,13 @@ class Run:
                 looking = tasks.create_task(self._look())
                 training.add_done_callback(lambda _: looking.cancel())
                 training.add_done_callback(self.watcher.end)
-                pausing = tasks.create_task(self.watcher.pause_and_resume(Path(self.config.run_dir), looks=2)) if pause else None
+                pausing = (
+                    tasks.create_task(
+                        self.watcher.pause_and_resume(Path(self.config.run_dir), looks=2)
+                    )
+                    if pause
+                    else None
+                )
         except BaseExceptionGroup as failed:
             raise first_error(failed) from None
         self.summary = training.result()
@@ -76,7 +82,11 @@ def samples(run: Run) -> Verdict:
     wanted = steps * config.groups_per_step * config.group_size
     issued = run.summary["ledger"]["issued"] * config.group_size
     seen = f"{issued} asked for, {run.watcher.tokens} tokens made, {consumed} samples consumed in {steps} steps"
-    return Verdict("samples made and consumed", 0 < consumed == wanted <= issued and run.watcher.tokens > 0, seen)
+    return Verdict(
+        "samples made and consumed",
+        0 < consumed == wanted <= issued and run.watcher.tokens > 0,
+        seen,
+    )
 
 
 def versions(run: Run, engines: int) -> Verdict:
@@ -110,7 +120,9 @@ def resumed(run: Run) -> Verdict:
 
 def books(run: Run) -> Verdict:
     lines = (Path(run.config.run_dir) / "ledger.jsonl").read_text().splitlines()
-    return ledger(map(json.loads, lines), run.summary["ledger"], run.config.steps * run.config.groups_per_step)
+    return ledger(
+        map(json.loads, lines), run.summary["ledger"], run.config.steps * run.config.groups_per_step
+    )
 
 
 async def stale_refused() -> Verdict:
@@ -131,7 +143,11 @@ async def stale_refused() -> Verdict:
 
 def nobody_left() -> Verdict:
     """Once the runs are over, no process of theirs is."""
-    children = [child for child in psutil.Process().children(recursive=True) if "resource_tracker" not in " ".join(child.cmdline())]
+    children = [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if "resource_tracker" not in " ".join(child.cmdline())
+    ]
     _, left = psutil.wait_procs(children, timeout=10)
     return Verdict("no process left behind", not left, f"{len(left)} left")
 
@@ -151,7 +167,9 @@ async def checks(choice: Choice, folder: Path) -> list[Verdict]:
     show(versions(first, choice.engines(ENGINES)))
     if choice.gpus:
         show(on_gpus(first, choice.train_ranks + choice.engines(ENGINES)))
-    second = await Run(load_config(RECIPE, [*settings, f"total_training_steps={ALL_STEPS}"])).go(pause=True)
+    second = await Run(load_config(RECIPE, [*settings, f"total_training_steps={ALL_STEPS}"])).go(
+        pause=True
+    )
     show(resumed(second))
     assert second.pause
     for verdict in paused(second.pause):
@@ -176,16 +194,30 @@ def main() -> int:
         console.print(f"error: {error}", style="bold red", markup=False)
         return 2
     except PacelineError as error:
-        console.print(f"FAIL  the run ended with {type(error).__name__}: {error}", style="bold red", markup=False)
+        console.print(
+            f"FAIL  the run ended with {type(error).__name__}: {error}",
+            style="bold red",
+            markup=False,
+        )
         return 1
     except TimeoutError:
-        console.print(f"FAIL  not done within {LIMIT_S:g} s; the logs are in {folder}/logs", style="bold red", markup=False)
+        console.print(
+            f"FAIL  not done within {LIMIT_S:g} s; the logs are in {folder}/logs",
+            style="bold red",
+            markup=False,
+        )
         return 1
     failed = sum(not verdict.ok for verdict in verdicts)
     if not failed:
         shutil.rmtree(folder)
-    said = f"{failed} of {len(verdicts)} checks failed; the run is in {folder}" if failed else f"all {len(verdicts)} checks hold"
-    console.print(f"{said}; {time.monotonic() - begun:.0f} s", style="bold red" if failed else "bold green")
+    said = (
+        f"{failed} of {len(verdicts)} checks failed; the run is in {folder}"
+        if failed
+        else f"all {len(verdicts)} checks hold"
+    )
+    console.print(
+        f"{said}; {time.monotonic() - begun:.0f} s", style="bold red" if failed else "bold green"
+    )
     return 1 if failed else 0
 
 

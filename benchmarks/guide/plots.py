@@ -12,8 +12,17 @@ from matplotlib import pyplot
 from benchmarks.guide.criteria import MB, QUEUE_HIGH, QUEUE_LOW
 from benchmarks.guide.report import rows_of
 
-TRAINER = {"trainer_trains": "trains", "trainer_waits": "waits for samples", "trainer_hands_over": "hands over", "trainer_else": "else"}
-ROLLOUT = {"rollout_generates": "generates", "rollout_held": "held for a hand-over", "rollout_idle": "waits"}
+TRAINER = {
+    "trainer_trains": "trains",
+    "trainer_waits": "waits for samples",
+    "trainer_hands_over": "hands over",
+    "trainer_else": "else",
+}
+ROLLOUT = {
+    "rollout_generates": "generates",
+    "rollout_held": "held for a hand-over",
+    "rollout_idle": "waits",
+}
 COLOURS = ("#2a6f97", "#e9c46a", "#e76f51", "#cccccc")
 
 
@@ -24,8 +33,14 @@ def draw(results: Mapping[str, Any], folder: Path) -> dict[str, str]:
     plots = {
         "Samples per second": ("rate.svg", lambda: _rates(same)),
         "Where the time of both sides went": ("time.svg", lambda: _times(same)),
-        "Staleness threshold: speed and age": ("staleness.svg", lambda: _staleness(rows_of("staleness", cases))),
-        "Use of the queue": ("queue.svg", lambda: _queue([case for case in same if case["figures"]["max_staleness"] > 0])),
+        "Staleness threshold: speed and age": (
+            "staleness.svg",
+            lambda: _staleness(rows_of("staleness", cases)),
+        ),
+        "Use of the queue": (
+            "queue.svg",
+            lambda: _queue([case for case in same if case["figures"]["max_staleness"] > 0]),
+        ),
         "Memory over time": ("memory.svg", lambda: _memory(cases)),
     }
     drawn = {}
@@ -40,7 +55,11 @@ def draw(results: Mapping[str, Any], folder: Path) -> dict[str, str]:
 
 def _rates(cases: Sequence[Mapping[str, Any]]) -> Any:
     figure, axes = _wide(len(cases))
-    axes.barh([case["name"] for case in cases], [case["figures"]["samples_per_s"] for case in cases], color=COLOURS[0])
+    axes.barh(
+        [case["name"] for case in cases],
+        [case["figures"]["samples_per_s"] for case in cases],
+        color=COLOURS[0],
+    )
     for row, case in enumerate(cases):
         axes.plot(case["rounds"], [row] * len(case["rounds"]), "k|")
     axes.set(xlabel="samples trained per second (marks: rounds)")
@@ -55,10 +74,18 @@ def _times(cases: Sequence[Mapping[str, Any]]) -> Any:
         left = [0.0] * len(cases)
         for (name, label), colour in zip(parts.items(), COLOURS, strict=False):
             shares = [case["figures"][name] for case in cases]
-            axes.barh([case["name"] for case in cases], shares, left=left, label=label, color=colour)
+            axes.barh(
+                [case["name"] for case in cases], shares, left=left, label=label, color=colour
+            )
             left = [a + b for a, b in zip(left, shares, strict=True)]
         axes.set(xlim=(0, 1), title=title)
-        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.5 / height), ncols=4, frameon=False)
+        axes.legend(
+            fontsize=7,
+            loc="upper center",
+            bbox_to_anchor=(0.5, -0.5 / height),
+            ncols=4,
+            frameon=False,
+        )
     sides[0].invert_yaxis()
     return figure
 
@@ -80,7 +107,11 @@ def _queue(cases: Sequence[Mapping[str, Any]]) -> Any:
     if not cases:
         return None
     figure, axes = _wide(len(cases))
-    axes.barh([case["name"] for case in cases], [100 * case["figures"]["queue_use"] for case in cases], color=COLOURS[0])
+    axes.barh(
+        [case["name"] for case in cases],
+        [100 * case["figures"]["queue_use"] for case in cases],
+        color=COLOURS[0],
+    )
     axes.axvspan(100 * QUEUE_LOW, 100 * QUEUE_HIGH, color=COLOURS[1], alpha=0.4, zorder=0)
     axes.set(xlabel="mean use of the queue, % (band: 50–80 %)", xlim=(0, 100))
     axes.invert_yaxis()
@@ -92,8 +123,17 @@ def _memory(cases: Sequence[Mapping[str, Any]]) -> Any:
     for case in cases:
         series = case["memory"][0]
         gpu = any(series["gpu"])
-        axes.plot(series["seconds"], [value / MB for value in series["gpu" if gpu else "host"]], linewidth=1, label=case["name"])
-    axes.set(xlabel="seconds after the warm-up", ylabel="MB, all processes (GPUs where there are any)", ylim=(0, None))
+        axes.plot(
+            series["seconds"],
+            [value / MB for value in series["gpu" if gpu else "host"]],
+            linewidth=1,
+            label=case["name"],
+        )
+    axes.set(
+        xlabel="seconds after the warm-up",
+        ylabel="MB, all processes (GPUs where there are any)",
+        ylim=(0, None),
+    )
     axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     return figure
 

@@ -37,7 +37,10 @@ COLUMNS = {
     "dropped": "{dropped:.0f}",
     "memory, MB": "{memory_mb:,.0f}",
 }
-GPU_COLUMNS = {"GPU use": "{gpu_use:.0%}", "GPU memory, MB": "{gpu_memory_mb:,.0f}"}  # as the GPUs themselves say
+GPU_COLUMNS = {
+    "GPU use": "{gpu_use:.0%}",
+    "GPU memory, MB": "{gpu_memory_mb:,.0f}",
+}  # as the GPUs themselves say
 TIMES = {
     "trainer: trains": "{trainer_trains:.0%}",
     "waits for samples": "{trainer_waits:.0%}",
@@ -67,20 +70,37 @@ def report(results: Mapping[str, Any], plots: Mapping[str, str]) -> str:
         *(f"![{shows}]({file})" for shows, file in plots.items()),
     ]
     measured = [case for case in cases if case["state"] == "ok"]
-    columns = COLUMNS | GPU_COLUMNS if any(case["figures"]["gpu_memory_bytes"] for case in measured) else COLUMNS
+    columns = (
+        COLUMNS | GPU_COLUMNS
+        if any(case["figures"]["gpu_memory_bytes"] for case in measured)
+        else COLUMNS
+    )
     for sweep, title in SWEEPS.items():
         rows = rows_of(sweep, cases)
         if rows:
-            sections += [f"## {title}", NOTES[sweep], _table(rows, columns), *_pauses(rows), *_reasons(rows)]
+            sections += [
+                f"## {title}",
+                NOTES[sweep],
+                _table(rows, columns),
+                *_pauses(rows),
+                *_reasons(rows),
+            ]
     sections += ["## Where the time of both sides went", _table(measured, TIMES)]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
 def summary(results: Mapping[str, Any]) -> str:
     """A line per case, the criteria that do not hold, and the best setting."""
-    lines = [f"{results['command']}: {results['choice']}; {results['machine']}; {results['minutes']:.1f} minutes", ""]
+    lines = [
+        f"{results['command']}: {results['choice']}; {results['machine']}; {results['minutes']:.1f} minutes",
+        "",
+    ]
     for case in results["cases"]:
-        said = line(case["figures"]) if case["state"] == "ok" else f"{case['state']}: {case['reason'].splitlines()[0]}"
+        said = (
+            line(case["figures"])
+            if case["state"] == "ok"
+            else f"{case['state']}: {case['reason'].splitlines()[0]}"
+        )
         lines.append(f"{case['name']:24} {said}")
     lines += ["", *_shortfalls(results), "", f"best: {verdict_of_best(results)}"]
     return "\n".join(lines) + "\n"
@@ -99,7 +119,9 @@ def verdict_of_best(results: Mapping[str, Any]) -> str:
     if found is None:
         return "No case ended well, so there is nothing to recommend."
     figures = found["figures"]
-    own = dict(setting.split("=", 1) for setting in found["settings"])  # a later one replaces an earlier
+    own = dict(
+        setting.split("=", 1) for setting in found["settings"]
+    )  # a later one replaces an earlier
     settings = " ".join(f"{key}={value}" for key, value in own.items())
     said = [f"**{found['name']}** (`{settings}`): {figures['samples_per_s']:.1f} samples/s."]
     base = fastest(results["cases"], SYNC)
@@ -122,7 +144,9 @@ def verdict_of_best(results: Mapping[str, Any]) -> str:
 def rows_of(sweep: str, cases: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The cases of a sweep, after the one they are compared with."""
     own = [case for case in cases if case["sweep"] == sweep]
-    other = [case for case in cases if case["name"] == REFERENCE and sweep not in ("staleness", "guide")]
+    other = [
+        case for case in cases if case["name"] == REFERENCE and sweep not in ("staleness", "guide")
+    ]
     return [*other, *own] if own else []
 
 
@@ -132,7 +156,9 @@ def _table(cases: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> st
         if case["state"] == "ok":
             figures = case["figures"] | {"memory_mb": case["figures"]["memory_peak_bytes"] / MB}
             figures |= {"gpu_memory_mb": figures["gpu_memory_bytes"] / MB}
-            lines.append(f"| {case['name']} | {' | '.join(text.format(**figures) for text in columns.values())} |")
+            lines.append(
+                f"| {case['name']} | {' | '.join(text.format(**figures) for text in columns.values())} |"
+            )
     return "\n".join(lines)
 
 
@@ -147,26 +173,49 @@ def _pauses(cases: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _reasons(cases: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [f"- {case['name']} {case['state']}: {case['reason']}" for case in cases if case["state"] != "ok"]
+    return [
+        f"- {case['name']} {case['state']}: {case['reason']}"
+        for case in cases
+        if case["state"] != "ok"
+    ]
 
 
 def _criteria(results: Mapping[str, Any]) -> str:
     """How many cases met each, and what those that did not are advised."""
-    names = list(dict.fromkeys(verdict["criterion"] for case in results["cases"] for verdict in case["verdicts"]))
+    names = list(
+        dict.fromkeys(
+            verdict["criterion"] for case in results["cases"] for verdict in case["verdicts"]
+        )
+    )
     lines = ["| criterion | holds in |", "|---|---|"]
     if results["rate"]:
-        lines.append(f"| {results['rate']['criterion']} | {'yes' if results['rate']['ok'] else 'no'}: {results['rate']['seen']} |")
+        lines.append(
+            f"| {results['rate']['criterion']} | {'yes' if results['rate']['ok'] else 'no'}: {results['rate']['seen']} |"
+        )
     for name in names:
         # a case may be judged several times: in each round, in the host's memory and the GPU's
-        judged = [[v for v in case["verdicts"] if v["criterion"] == name] for case in results["cases"]]
-        told = [all(v["ok"] for v in verdicts) for verdicts in judged if any(not v["seen"].startswith(TOO_SHORT) for v in verdicts)]
+        judged = [
+            [v for v in case["verdicts"] if v["criterion"] == name] for case in results["cases"]
+        ]
+        told = [
+            all(v["ok"] for v in verdicts)
+            for verdicts in judged
+            if any(not v["seen"].startswith(TOO_SHORT) for v in verdicts)
+        ]
         short = sum(map(bool, judged)) - len(told)
-        lines.append(f"| {name} | {sum(told)} of {len(told)} cases{f'; {short} {TOO_SHORT}' if short else ''} |")
+        lines.append(
+            f"| {name} | {sum(told)} of {len(told)} cases{f'; {short} {TOO_SHORT}' if short else ''} |"
+        )
     return "\n".join([*lines, "", *(f"- {shortfall}" for shortfall in _shortfalls(results))])
 
 
 def _shortfalls(results: Mapping[str, Any]) -> list[str]:
-    found = [f"{case['name']}: {Verdict(**v)}" for case in results["cases"] for v in case["verdicts"] if not v["ok"]]
+    found = [
+        f"{case['name']}: {Verdict(**v)}"
+        for case in results["cases"]
+        for v in case["verdicts"]
+        if not v["ok"]
+    ]
     if results["rate"] and not results["rate"]["ok"]:
         found.insert(0, str(Verdict(**results["rate"])))
     return found or ["every criterion holds in every case"]

@@ -60,7 +60,15 @@ class Watcher:
 
     def step_done(self, step: int, metrics: Metrics, groups: Sequence[Group]) -> None:
         self.steps.append(metrics)
-        shown = ("reward/mean", "staleness/mean", "sample_age_s", "time/wait_s", "time/train_s", "time/sync_s", "rollout/tokens")
+        shown = (
+            "reward/mean",
+            "staleness/mean",
+            "sample_age_s",
+            "time/wait_s",
+            "time/train_s",
+            "time/sync_s",
+            "rollout/tokens",
+        )
         log.info("step %d: %s", step, ", ".join(f"{name} {metrics[name]:.4g}" for name in shown))
         self._changed.fire()
 
@@ -82,7 +90,9 @@ class Watcher:
     async def until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             if self._ended:
-                raise PacelineError("the run was over before it had been paused and resumed: give it more steps")
+                raise PacelineError(
+                    "the run was over before it had been paused and resumed: give it more steps"
+                )
             await self._changed.wait()
 
     async def more_looks(self, count: int) -> None:
@@ -99,7 +109,9 @@ class Watcher:
         before, since = self.tokens, time.monotonic()
         await self.more_looks(looks)
         after, watched = self.tokens, time.monotonic() - since
-        held = bool(self.engines) and all(engine.paused or not engine.running for engine in self.engines)
+        held = bool(self.engines) and all(
+            engine.paused or not engine.running for engine in self.engines
+        )
         going_on = time.monotonic()
         resumed = await asyncio.to_thread(ask, folder, "resume")
         await self.until(lambda: self.tokens > after)

@@ -53,14 +53,21 @@ def above_others(rewards: Tensor, groups: Tensor) -> Tensor:
 def above_length_weighted(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
     """OPO: reward minus the group's mean weighted by length, which makes the gradient's variance least."""
     weights = lengths.to(rewards.dtype)
-    return rewards - group_sums(rewards * weights, groups) / group_sums(weights, groups).clamp(min=1)
+    return rewards - group_sums(rewards * weights, groups) / group_sums(weights, groups).clamp(
+        min=1
+    )
 
 
 # -- one number per token
 
 
 def gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, token_rewards: Tensor | None = None
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float,
+    lam: float,
+    token_rewards: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns, [R, L]. `rewards` [R] fall on the last trained token, `token_rewards` [R, L] where they are; one on
     an untrained token goes to the trained one before it.
@@ -87,16 +94,22 @@ def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
     trained = advantages[mask]
     if not len(trained):
         return torch.zeros_like(advantages)
-    return torch.where(mask, (advantages - trained.mean()) / (trained.std(correction=0) + EPSILON), 0.0)
+    return torch.where(
+        mask, (advantages - trained.mean()) / (trained.std(correction=0) + EPSILON), 0.0
+    )
 
 
 # -- a whole batch
 
 
-def advantages(batch: Batch, settings: AlgorithmSettings, values: FloatArray | None = None) -> Batch:
+def advantages(
+    batch: Batch, settings: AlgorithmSettings, values: FloatArray | None = None
+) -> Batch:
     """The batch with `advantages` filled in, and with a critic also `returns` and `values`."""
     if settings.needs_critic and values is None:
-        raise ConfigError("advantage = 'gae' needs the critic's values to compute advantages, but none were given: configure a critic")
+        raise ConfigError(
+            "advantage = 'gae' needs the critic's values to compute advantages, but none were given: configure a critic"
+        )
     mask, returns = torch.from_numpy(batch.mask), None
     if settings.advantage in ("gae", "return"):
         per_token, returns = _token_by_token(batch, settings, values)
@@ -106,14 +119,25 @@ def advantages(batch: Batch, settings: AlgorithmSettings, values: FloatArray | N
     if settings.normalize == "batch":
         per_token = whiten(per_token, mask)
     filled = replace(batch, advantages=per_token.numpy().astype(np.float32))
-    return filled if values is None or returns is None else replace(filled, returns=returns.numpy().astype(np.float32), values=values)
+    return (
+        filled
+        if values is None or returns is None
+        else replace(filled, returns=returns.numpy().astype(np.float32), values=values)
+    )
 
 
 def row_advantages(batch: Batch, settings: AlgorithmSettings) -> Tensor:
     """[R] from the whole reward of each answer."""
     row = np.repeat(np.arange(batch.num_rows), batch.lengths)
-    paid = 0.0 if batch.token_rewards is None else np.bincount(row, batch.token_rewards.astype(np.float64), batch.num_rows)
-    rewards, groups = torch.from_numpy(batch.rewards.astype(np.float64) + paid), torch.from_numpy(batch.groups)
+    paid = (
+        0.0
+        if batch.token_rewards is None
+        else np.bincount(row, batch.token_rewards.astype(np.float64), batch.num_rows)
+    )
+    rewards, groups = (
+        torch.from_numpy(batch.rewards.astype(np.float64) + paid),
+        torch.from_numpy(batch.groups),
+    )
     result: Tensor
     match settings.advantage:
         case "leave_one_out":
@@ -123,7 +147,9 @@ def row_advantages(batch: Batch, settings: AlgorithmSettings) -> Tensor:
             result = above_length_weighted(rewards, groups, torch.from_numpy(lengths))
         case "greedy":
             if batch.baselines is None:
-                raise ConfigError("advantage = 'greedy' needs the reward of each prompt's greedy answer, but the batch has none")
+                raise ConfigError(
+                    "advantage = 'greedy' needs the reward of each prompt's greedy answer, but the batch has none"
+                )
             result = rewards - torch.from_numpy(batch.baselines)
         case _:
             result = above_group(rewards, groups)
@@ -132,9 +158,13 @@ def row_advantages(batch: Batch, settings: AlgorithmSettings) -> Tensor:
     return result
 
 
-def _token_by_token(batch: Batch, settings: AlgorithmSettings, values: FloatArray | None) -> tuple[Tensor, Tensor]:
+def _token_by_token(
+    batch: Batch, settings: AlgorithmSettings, values: FloatArray | None
+) -> tuple[Tensor, Tensor]:
     """Flat advantages and returns. Without a critic the advantage is the discounted reward still to come."""
-    inside = np.arange(int(batch.lengths.max(initial=0)))[None, :] < batch.lengths[:, None]  # row-major, so it packs and unpacks
+    inside = (
+        np.arange(int(batch.lengths.max(initial=0)))[None, :] < batch.lengths[:, None]
+    )  # row-major, so it packs and unpacks
 
     def padded(flat: NDArray[np.generic] | None, dtype: type) -> Tensor:
         result: NDArray[Any] = np.zeros(inside.shape, dtype)

@@ -58,7 +58,11 @@ def second_moment_kept(log_weight: Tensor, threshold: float) -> Tensor:
 def importance_weights(log_weight: Tensor, rows: Tensor, s: AlgorithmSettings) -> Weights:
     """From log(proximal / sampler) of trained tokens to the weights the settings ask for."""
     sequence = s.correction_level == "sequence"
-    ratio = (row_sum(log_weight, rows) if sequence else log_weight).clamp(-LARGEST_LOG, LARGEST_LOG).exp()
+    ratio = (
+        (row_sum(log_weight, rows) if sequence else log_weight)
+        .clamp(-LARGEST_LOG, LARGEST_LOG)
+        .exp()
+    )
     nowhere = torch.zeros_like(ratio, dtype=torch.bool)
     values, masked, truncated = ratio, nowhere, nowhere
     low, high = s.correction_range or (0.0, 0.0)
@@ -89,7 +93,11 @@ def fresh_tokens(versions: Tensor, rows: Tensor, step: int) -> Tensor:
 
 def off_policy_measures(log_ratio: Tensor, fresh: Tensor) -> tuple[Measures, Measures]:
     """Sums and maxima of log(trainer / sampler), apart for tokens of the newest version (mismatch) and others (staleness)."""
-    ratio, distance, gap = log_ratio.exp(), k3(torch.zeros_like(log_ratio), log_ratio), log_ratio.abs()
+    ratio, distance, gap = (
+        log_ratio.exp(),
+        k3(torch.zeros_like(log_ratio), log_ratio),
+        log_ratio.abs(),
+    )
     sums: Measures = {
         "logprob_gap_mean": torch.where(fresh, gap, 0.0).sum(),
         "mismatch_beyond_share": (fresh & (gap > FAR)).sum(),

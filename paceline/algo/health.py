@@ -5,7 +5,9 @@ import logging
 log = logging.getLogger(__name__)
 
 CONSEQUENCE = "train/weights_changed"  # of all others: told only where none of them is
-ALARMS: tuple[tuple[str, float, str], ...] = (  # metric, the value that is wrong, what it means and what to do
+ALARMS: tuple[
+    tuple[str, float, str], ...
+] = (  # metric, the value that is wrong, what it means and what to do
     (
         "train/lr",
         0.0,
@@ -38,7 +40,9 @@ class Health:
 
     def __init__(self) -> None:
         self._seen: dict[str, int] = {}
-        self._before: set[str] | None = None  # what was wrong with the step before; None: there was none
+        self._before: set[str] | None = (
+            None  # what was wrong with the step before; None: there was none
+        )
 
     def look(self, metrics: dict[str, float], step: int) -> None:
         found = [alarm for alarm in ALARMS if metrics.get(alarm[0]) == alarm[1]]
@@ -49,4 +53,11 @@ class Health:
                 continue
             count = self._seen[name] = self._seen.get(name, 0) + 1
             if str(count).strip("0") == "1":
-                log.warning("step %d: %s (%s = %g, in %d step(s) so far)", step + 1, meaning, name, wrong, count)
+                log.warning(
+                    "step %d: %s (%s = %g, in %d step(s) so far)",
+                    step + 1,
+                    meaning,
+                    name,
+                    wrong,
+                    count,
+                )

@@ -11,7 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.algo.correction import fresh_tokens, importance_weights, interpolated, off_policy_measures
+from paceline.algo.correction import (
+    fresh_tokens,
+    importance_weights,
+    interpolated,
+    off_policy_measures,
+)
 from paceline.algo.kl import k3, kl_loss
 from paceline.algo.objective import objective
 from paceline.algo.settings import Aggregation, AlgorithmSettings
@@ -47,7 +52,9 @@ class LossTerms:
     """A micro-batch's part of the loss, and diagnostics that add up over micro-batches."""
 
     loss: Tensor  # scalar; parts are added
-    sums: dict[str, Tensor] = field(default_factory=dict)  # added, then divided by the number of trained tokens
+    sums: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # added, then divided by the number of trained tokens
     maxima: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -59,7 +66,9 @@ class LossFn(Protocol):
     def __call__(self, outputs: TokenOutputs, data: TokenData) -> LossTerms: ...
 
 
-def token_weights(batch: Batch, aggregation: Aggregation, constant_length: int | None = None) -> FloatArray:
+def token_weights(
+    batch: Batch, aggregation: Aggregation, constant_length: int | None = None
+) -> FloatArray:
     """[T] token: 1 / tokens; sequence: 1 / (rows * tokens of the row); constant: 1 / (rows * constant_length)."""
     row = np.repeat(np.arange(batch.num_rows), batch.lengths)
     per_row = np.bincount(row[batch.mask], minlength=batch.num_rows)
@@ -70,12 +79,16 @@ def token_weights(batch: Batch, aggregation: Aggregation, constant_length: int |
         weight = 1.0 / (rows * np.maximum(per_row, 1)[row])
     else:
         if constant_length is None:
-            raise ConfigError("aggregation = 'constant' needs a length to divide by: set algorithm.constant_length")
+            raise ConfigError(
+                "aggregation = 'constant' needs a length to divide by: set algorithm.constant_length"
+            )
         weight = np.full(batch.num_tokens, 1.0 / (rows * constant_length))
     return np.where(batch.mask, weight, 0.0).astype(np.float32)
 
 
-def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
+def clipped_value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None
+) -> tuple[Tensor, Tensor]:
     """Half squared error of each token, the worse of moving freely and moving at most `clip`; and where that clip bound."""
     plain = 0.5 * (values - returns).square()
     if clip is None:
@@ -92,25 +105,44 @@ class PolicyLoss:
     settings: AlgorithmSettings
     step: int = 0  # also the policy version of fresh tokens
     kl_coef: float | None = None  # in place of the settings' when it is being adapted
-    max_length: int | None = None  # what the constant aggregation divides by when the settings do not say
-    corrected: bool = False  # log-probs are already the proximal policy's and advantages carry the weights
+    max_length: int | None = (
+        None  # what the constant aggregation divides by when the settings do not say
+    )
+    corrected: bool = (
+        False  # log-probs are already the proximal policy's and advantages carry the weights
+    )
 
     def weights(self, batch: Batch) -> FloatArray:
-        return token_weights(batch, self.settings.aggregation, self.settings.constant_length or self.max_length)
+        return token_weights(
+            batch, self.settings.aggregation, self.settings.constant_length or self.max_length
+        )
 
     def __call__(self, outputs: TokenOutputs, data: TokenData) -> LossTerms:
         s = self.settings
-        assert outputs.logprobs is not None and outputs.entropy is not None and data.advantages is not None
+        assert (
+            outputs.logprobs is not None
+            and outputs.entropy is not None
+            and data.advantages is not None
+        )
         current = outputs.logprobs.detach()
         fresh = fresh_tokens(data.versions, data.rows, self.step)
-        sums, maxima = ({}, {}) if self.corrected else off_policy_measures(current - data.logprobs, fresh)
+        sums, maxima = (
+            ({}, {}) if self.corrected else off_policy_measures(current - data.logprobs, fresh)
+        )
         anchor, advantages = data.logprobs, data.advantages
         if not self.corrected and s.proximal != "behaviour":
             # With one update per step the policy at its start is the current one, so recomputing it costs nothing.
-            anchor = current if s.proximal == "recomputed" else interpolated(current, anchor, data.versions, self.step)
+            anchor = (
+                current
+                if s.proximal == "recomputed"
+                else interpolated(current, anchor, data.versions, self.step)
+            )
             weights = importance_weights(anchor - data.logprobs, data.rows, s)
             advantages = advantages * weights.values
-            sums |= {"masked_share": weights.masked.sum(), "truncated_share": weights.truncated.sum()}
+            sums |= {
+                "masked_share": weights.masked.sum(),
+                "truncated_share": weights.truncated.sum(),
+            }
         loss, cut = objective(outputs.logprobs, anchor, advantages, data.rows, s)
         ratio = (current - anchor).exp()
         sums |= {
@@ -124,7 +156,9 @@ class PolicyLoss:
             loss = loss - s.entropy_coef * outputs.entropy
         return LossTerms((loss * data.weights).sum(), sums, maxima | {"ratio_max": ratio.max()})
 
-    def _kl_term(self, logprobs: Tensor, data: TokenData, sums: dict[str, Tensor]) -> Tensor | float:
+    def _kl_term(
+        self, logprobs: Tensor, data: TokenData, sums: dict[str, Tensor]
+    ) -> Tensor | float:
         """The reference's part of the loss; its distance is measured wherever the KL is placed."""
         coefficient = self.settings.kl_coef if self.kl_coef is None else self.kl_coef
         if data.ref_logprobs is not None:
@@ -132,7 +166,9 @@ class PolicyLoss:
         if coefficient == 0 or self.settings.kl_placement == "reward":
             return 0.0
         if data.ref_logprobs is None:
-            raise ConfigError(f"kl_coef = {coefficient} needs reference log-probs, but the batch has none: add a reference role")
+            raise ConfigError(
+                f"kl_coef = {coefficient} needs reference log-probs, but the batch has none: add a reference role"
+            )
         return coefficient * kl_loss(logprobs, data.ref_logprobs, self.settings.kl_estimator)
 
 
@@ -149,5 +185,9 @@ class ValueLoss:
         assert outputs.values is not None and data.values is not None and data.returns is not None
         loss, cut = clipped_value_loss(outputs.values, data.values, data.returns, self.clip)
         error = (outputs.values - data.returns).detach()
-        sums = {"value_clip_share": cut.sum(), "value_mean": outputs.values.detach().sum(), "value_error": error.square().sum()}
+        sums = {
+            "value_clip_share": cut.sum(),
+            "value_mean": outputs.values.detach().sum(),
+            "value_error": error.square().sum(),
+        }
         return LossTerms((loss * data.weights).sum(), sums)

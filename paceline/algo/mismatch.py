@@ -13,9 +13,15 @@ from paceline.errors import MismatchError
 
 log = logging.getLogger(__name__)
 
-LIMITS = {"float32": 0.02, "bfloat16": 0.3}  # mean distance of log-probs; two good implementations are at 1e-6 and at about 0.02
+LIMITS = {
+    "float32": 0.02,
+    "bfloat16": 0.3,
+}  # mean distance of log-probs; two good implementations are at 1e-6 and at about 0.02
 FEWEST = 32  # tokens of the trainer's version a mean is taken of
-STALE_LIMIT, STALE_FACTOR = 2.0, 10.0  # for older tokens: a distance above both, and so many times the usual one
+STALE_LIMIT, STALE_FACTOR = (
+    2.0,
+    10.0,
+)  # for older tokens: a distance above both, and so many times the usual one
 REMEMBERED = 20  # steps the usual distance is of
 
 
@@ -27,10 +33,16 @@ class MismatchMonitor:
 
     def look(self, metrics: dict[str, float], step: int) -> None:
         """Raises MismatchError when the engine cannot have had the weights it says it had."""
-        gap, stale_gap = metrics.get("train/logprob_gap_mean"), metrics.get("train/staleness_gap_mean")
+        gap, stale_gap = (
+            metrics.get("train/logprob_gap_mean"),
+            metrics.get("train/staleness_gap_mean"),
+        )
         fresh = metrics.get("train/tokens", 0.0) * (1 - metrics.get("train/stale_share", 0.0))
         if gap is not None and fresh >= FEWEST and not gap <= self._limit:
-            most, kl = metrics.get("train/logprob_gap_max", math.nan), metrics.get("train/mismatch_kl", math.nan)
+            most, kl = (
+                metrics.get("train/logprob_gap_max", math.nan),
+                metrics.get("train/mismatch_kl", math.nan),
+            )
             raise MismatchError(
                 f"step {step + 1}: engine and trainer do not have the same weights: of {fresh:.0f} tokens sampled with version {step}, the "
                 f"trainer's own, log-probs differ by {gap:.3g} in the mean (sync.mismatch_limit = {self._limit:g}), {most:.3g} at most, "

@@ -11,7 +11,11 @@ from paceline.algo.settings import AlgorithmSettings, Range
 
 
 def clipped_objective(
-    log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
+    log_ratio: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """PPO: max(-A r, -A clip(r, 1 - low, 1 + high)); with a dual clip at most -A dual_clip where A < 0."""
     ratio = log_ratio.exp()
@@ -25,7 +29,9 @@ def clipped_objective(
     return loss, cut
 
 
-def cispo(logprobs: Tensor, anchor: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
+def cispo(
+    logprobs: Tensor, anchor: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
     """-A clip(r, 1 - low, 1 + high) log policy, with the clipped ratio as a constant: every token keeps a gradient."""
     ratio = (logprobs.detach() - anchor).exp()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -45,7 +51,9 @@ def policy_gradient(logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tenso
     return -advantages * logprobs, torch.zeros_like(advantages, dtype=torch.bool)
 
 
-def objective(logprobs: Tensor, anchor: Tensor, advantages: Tensor, rows: Tensor, s: AlgorithmSettings) -> tuple[Tensor, Tensor]:
+def objective(
+    logprobs: Tensor, anchor: Tensor, advantages: Tensor, rows: Tensor, s: AlgorithmSettings
+) -> tuple[Tensor, Tensor]:
     """The one the settings name."""
     log_ratio = logprobs - anchor
     match s.loss:

@@ -14,7 +14,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"advantage": "group", "normalize": "group", "loss": "clip", "aggregation": "sequence"},
     # Understanding R1-Zero-Like Training: A Critical Perspective. Liu et al., 2025, arXiv:2503.20783.
     # Deviations: none known; the constant is the longest answer allowed.
-    "dr_grpo": {"advantage": "group", "normalize": "none", "loss": "clip", "aggregation": "constant"},
+    "dr_grpo": {
+        "advantage": "group",
+        "normalize": "none",
+        "loss": "clip",
+        "aggregation": "constant",
+    },
     # DAPO: An Open-Source LLM Reinforcement Learning System at Scale. Yu et al., 2025, arXiv:2503.14476.
     # Deviations: the soft penalty starts a fifth before the longest answer allowed, which is the paper's 4096 of 20480.
     "dapo": {
@@ -38,7 +43,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     # MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention. MiniMax, 2025, arXiv:2506.13585.
     # Deviations: weights are cut above 5; the paper tunes the upper cut without naming it. No lower cut, as in the paper.
-    "cispo": {"advantage": "group", "normalize": "group", "loss": "cispo", "aggregation": "token", "clip_low": 1.0, "clip_high": 4.0},
+    "cispo": {
+        "advantage": "group",
+        "normalize": "group",
+        "loss": "cispo",
+        "aggregation": "token",
+        "clip_low": 1.0,
+        "clip_high": 4.0,
+    },
     # Soft Adaptive Policy Optimization. Gao et al., 2025, arXiv:2511.20347.
     # Deviations: none known.
     "sapo": {"advantage": "group", "normalize": "group", "loss": "sapo", "aggregation": "sequence"},
@@ -48,7 +60,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "ppo": {"advantage": "gae", "normalize": "batch", "loss": "clip", "aggregation": "token"},
     # Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs. Ahmadian et al., 2024,
     # arXiv:2402.14740. Deviations: ratios are clipped, which changes nothing on fresh data and bounds the step on stale data.
-    "rloo": {"advantage": "leave_one_out", "normalize": "none", "loss": "clip", "aggregation": "constant"},
+    "rloo": {
+        "advantage": "leave_one_out",
+        "normalize": "none",
+        "loss": "clip",
+        "aggregation": "constant",
+    },
     # REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Normalization. Hu et al., 2025,
     # arXiv:2501.03262. Deviations: normalisation counts tokens, so long answers weigh more in mean and deviation.
     "reinforce++": {
@@ -69,10 +86,20 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     # ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning Large Language Models. Li et al., 2023,
     # arXiv:2310.10505. Deviations: ratios are clipped (see rloo); one advantage per answer even with KL in the reward.
-    "remax": {"advantage": "greedy", "normalize": "none", "loss": "clip", "aggregation": "constant"},
+    "remax": {
+        "advantage": "greedy",
+        "normalize": "none",
+        "loss": "clip",
+        "aggregation": "constant",
+    },
     # On-Policy RL with Optimal Reward Baseline. Hao et al., 2025, arXiv:2505.23585.
     # Deviations: none known. It assumes fresh data: run it with max_staleness = 0 or set a correction.
-    "opo": {"advantage": "length_weighted", "normalize": "none", "loss": "pg", "aggregation": "constant"},
+    "opo": {
+        "advantage": "length_weighted",
+        "normalize": "none",
+        "loss": "pg",
+        "aggregation": "constant",
+    },
     # Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning. Williams, 1992.
     # Deviations: the baseline is the mean of the group.
     "pg": {"advantage": "group", "normalize": "none", "loss": "pg", "aggregation": "token"},

@@ -15,12 +15,28 @@ Correction = Literal["none", "truncate", "mask", "icepop", "m2po"]
 Estimator = Literal["k1", "k2", "k3"]
 Range = tuple[float, float]
 
-CORRECTION_RANGES: dict[str, Range] = {"truncate": (0.0, 2.0), "mask": (0.5, 2.0), "icepop": (0.5, 5.0)}
+CORRECTION_RANGES: dict[str, Range] = {
+    "truncate": (0.0, 2.0),
+    "mask": (0.5, 2.0),
+    "icepop": (0.5, 5.0),
+}
 
 
 class AlgorithmSettings(Settings):
     name: Literal[
-        "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "ppo", "rloo", "reinforce++", "reinforce++_baseline", "remax", "opo", "pg"
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "gspo",
+        "cispo",
+        "sapo",
+        "ppo",
+        "rloo",
+        "reinforce++",
+        "reinforce++_baseline",
+        "remax",
+        "opo",
+        "pg",
     ] = "grpo"
     """The preset: it gives the settings below their values, and whatever is set beside it wins."""
     advantage: Advantage = "group"
@@ -103,22 +119,61 @@ class AlgorithmSettings(Settings):
     def _no_contradiction(self) -> Self:
         corrected = self.correction != "none" or self.reject_range is not None
         for wrong, one, other, why in (
-            (corrected and self.proximal == "behaviour", "correction", "proximal", "the weight proximal/sampler is then 1 everywhere"),
-            (self.correction == "m2po" and self.proximal == "interpolated", "correction", "proximal", "m2po needs the recomputed one"),
-            (self.correction == "icepop" and self.correction_level != "token", "correction", "correction_level", "icepop masks tokens"),
-            (self.correction == "m2po" and self.correction_level != "token", "correction", "correction_level", "m2po masks tokens"),
-            (self.normalize == "group" and self.advantage in ("gae", "return"), "normalize", "advantage", "it differs by token"),
-            (self.normalize == "group" and self.advantage == "greedy", "normalize", "advantage", "equal attempts have deviation 0"),
-            (self.kl_target is not None and self.kl_coef == 0, "kl_target", "kl_coef", "steering multiplies, so it must start above 0"),
+            (
+                corrected and self.proximal == "behaviour",
+                "correction",
+                "proximal",
+                "the weight proximal/sampler is then 1 everywhere",
+            ),
+            (
+                self.correction == "m2po" and self.proximal == "interpolated",
+                "correction",
+                "proximal",
+                "m2po needs the recomputed one",
+            ),
+            (
+                self.correction == "icepop" and self.correction_level != "token",
+                "correction",
+                "correction_level",
+                "icepop masks tokens",
+            ),
+            (
+                self.correction == "m2po" and self.correction_level != "token",
+                "correction",
+                "correction_level",
+                "m2po masks tokens",
+            ),
+            (
+                self.normalize == "group" and self.advantage in ("gae", "return"),
+                "normalize",
+                "advantage",
+                "it differs by token",
+            ),
+            (
+                self.normalize == "group" and self.advantage == "greedy",
+                "normalize",
+                "advantage",
+                "equal attempts have deviation 0",
+            ),
+            (
+                self.kl_target is not None and self.kl_coef == 0,
+                "kl_target",
+                "kl_coef",
+                "steering multiplies, so it must start above 0",
+            ),
         ):
             if wrong:
-                raise ValueError(f"{one} = {getattr(self, one)!r} contradicts {other} = {getattr(self, other)!r}: {why}")
+                raise ValueError(
+                    f"{one} = {getattr(self, one)!r} contradicts {other} = {getattr(self, other)!r}: {why}"
+                )
         for name in ("correction_range", "reject_range", "sapo_temperatures"):
             bounds = getattr(self, name)
             if bounds is not None and not 0 <= bounds[0] <= bounds[1]:
                 raise ValueError(f"{name} = {bounds}: expected two numbers, 0 <= first <= second")
         if self.sapo_temperatures[0] == 0:
-            raise ValueError(f"sapo_temperatures = {self.sapo_temperatures}: expected numbers above 0")
+            raise ValueError(
+                f"sapo_temperatures = {self.sapo_temperatures}: expected numbers above 0"
+            )
         return self
 
     @model_validator(mode="after")

@@ -24,7 +24,9 @@ def last_turn_lengths(batch: Batch) -> NDArray[np.int64]:
     return lengths
 
 
-def overlong_penalty(lengths: NDArray[np.int64], max_length: int, buffer: int) -> NDArray[np.float64]:
+def overlong_penalty(
+    lengths: NDArray[np.int64], max_length: int, buffer: int
+) -> NDArray[np.float64]:
     """DAPO's soft punishment: 0 up to max_length - buffer, then falling linearly to -1 at max_length."""
     return -np.clip((lengths - (max_length - buffer)) / buffer, 0.0, 1.0)
 
@@ -39,17 +41,32 @@ def without_truncated(batch: Batch) -> Batch:
 def with_kl_in_reward(batch: Batch, coefficient: float, estimator: Estimator) -> Batch:
     """The batch with coefficient * KL of each trained token taken off that token's reward."""
     if batch.ref_logprobs is None:
-        raise ConfigError("kl_placement = 'reward' needs reference log-probs, but the batch has none: add a reference role")
-    distance = kl_estimate(torch.from_numpy(batch.logprobs), torch.from_numpy(batch.ref_logprobs), estimator).numpy()
-    paid = np.zeros(batch.num_tokens, np.float32) if batch.token_rewards is None else batch.token_rewards
-    return replace(batch, token_rewards=np.where(batch.mask, paid - coefficient * distance, paid).astype(np.float32))
+        raise ConfigError(
+            "kl_placement = 'reward' needs reference log-probs, but the batch has none: add a reference role"
+        )
+    distance = kl_estimate(
+        torch.from_numpy(batch.logprobs), torch.from_numpy(batch.ref_logprobs), estimator
+    ).numpy()
+    paid = (
+        np.zeros(batch.num_tokens, np.float32)
+        if batch.token_rewards is None
+        else batch.token_rewards
+    )
+    return replace(
+        batch,
+        token_rewards=np.where(batch.mask, paid - coefficient * distance, paid).astype(np.float32),
+    )
 
 
-def shape_rewards(batch: Batch, s: AlgorithmSettings, max_length: int | None = None, kl_coef: float | None = None) -> Batch:
+def shape_rewards(
+    batch: Batch, s: AlgorithmSettings, max_length: int | None = None, kl_coef: float | None = None
+) -> Batch:
     """All of it, as the settings say. `kl_coef` stands in for that of the settings when it is being adapted."""
     if s.overlong == "penalty":
         if max_length is None:
-            raise ConfigError("overlong = 'penalty' needs to know the longest answer allowed, but max_length was not given")
+            raise ConfigError(
+                "overlong = 'penalty' needs to know the longest answer allowed, but max_length was not given"
+            )
         buffer = min(max_length, s.overlong_buffer or max(1, max_length // 5))
         penalty = overlong_penalty(last_turn_lengths(batch), max_length, buffer)
         batch = replace(batch, rewards=(batch.rewards + penalty).astype(np.float32))

@@ -9,25 +9,46 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 
 # Tokens that end a turn in the chat formats in use; models often name only one of them as their eos.
-END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|end_of_turn|>", "<turn|>", "<|return|>")
+END_OF_TURN = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<end_of_turn>",
+    "<|end|>",
+    "<|end_of_turn|>",
+    "<turn|>",
+    "<|return|>",
+)
 
 
 def has_template(tokenizer: "PreTrainedTokenizerBase") -> bool:
     return bool(tokenizer.chat_template)
 
 
-def render(tokenizer: "PreTrainedTokenizerBase", prompt: str | Sequence[Message], system: str | None = None) -> str:
+def render(
+    tokenizer: "PreTrainedTokenizerBase", prompt: str | Sequence[Message], system: str | None = None
+) -> str:
     """The prompt as the model wants to see it, up to where its answer begins. `system` goes first unless it brings its own."""
-    text = tokenizer.apply_chat_template(conversation(prompt, system), tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        conversation(prompt, system), tokenize=False, add_generation_prompt=True
+    )
     assert isinstance(text, str)
     return text
 
 
-def conversation(prompt: str | Sequence[Message], system: str | None = None) -> list[dict[str, Any]]:
+def conversation(
+    prompt: str | Sequence[Message], system: str | None = None
+) -> list[dict[str, Any]]:
     """A row's prompt as plain messages: text is what the user says; parts of text are put together; what is null is left out, since
     tables have every field in every message, and templates ask whether one is there."""
-    messages: Sequence[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    turns = [{name: value for name, value in m.items() if value is not None} | {"content": _words(m.get("content"))} for m in messages]
+    messages: Sequence[Message] = (
+        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    )
+    turns = [
+        {name: value for name, value in m.items() if value is not None}
+        | {"content": _words(m.get("content"))}
+        for m in messages
+    ]
     if system is not None and turns[0]["role"] != "system":
         turns.insert(0, {"role": "system", "content": system})
     return turns
@@ -37,7 +58,9 @@ def _words(content: Any) -> str:
     return content if isinstance(content, str) else "".join(part["text"] for part in content or ())
 
 
-def stop_token_ids(tokenizer: "PreTrainedTokenizerBase", generation: "GenerationConfig | None" = None) -> tuple[int, ...]:
+def stop_token_ids(
+    tokenizer: "PreTrainedTokenizerBase", generation: "GenerationConfig | None" = None
+) -> tuple[int, ...]:
     """Every token after which an answer is over: the tokenizer's eos, end-of-turn tokens of its vocabulary, and the model's eos list."""
     ids = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
     vocabulary = tokenizer.get_vocab()
@@ -58,7 +81,9 @@ def message_problem(prompt: Any) -> str | None:
         content = message.get("content")
         if content is None and message.get("tool_calls"):
             continue
-        if isinstance(content, list) and (kinds := [_kind(part) for part in content if _kind(part) != "text"]):
+        if isinstance(content, list) and (
+            kinds := [_kind(part) for part in content if _kind(part) != "text"]
+        ):
             return f"message {number} has a part of type {kinds[0]!r}; only text can be trained on"
         if not isinstance(content, str | list):
             return f'message {number} is not {{"role": text, "content": text}}'

@@ -59,12 +59,20 @@ def load_curriculum(name: str, num_rows: int, seed: int) -> Curriculum:
     if name == "adaptive":
         return Adaptive(num_rows, seed)
     if ":" not in name:
-        raise ConfigError(f"data.curriculum = {name!r}: use 'adaptive', 'module:Class' or 'file.py:Class'")
+        raise ConfigError(
+            f"data.curriculum = {name!r}: use 'adaptive', 'module:Class' or 'file.py:Class'"
+        )
     try:
         curriculum: Curriculum = find_callable(name)(num_rows, seed)
     except Problem as problem:
         raise ConfigError(f"data.curriculum = {name!r}: {problem}") from None
-    missing = [method for method in ("pick", "observe", "state", "load_state") if not hasattr(curriculum, method)]
+    missing = [
+        method
+        for method in ("pick", "observe", "state", "load_state")
+        if not hasattr(curriculum, method)
+    ]
     if missing:
-        raise ConfigError(f"data.curriculum = {name!r} has no method {missing[0]!r}; a curriculum has pick, observe, state and load_state")
+        raise ConfigError(
+            f"data.curriculum = {name!r} has no method {missing[0]!r}; a curriculum has pick, observe, state and load_state"
+        )
     return curriculum

@@ -33,13 +33,21 @@ def find_files(patterns: tuple[str, ...]) -> list[Path]:
     files: dict[Path, None] = {}
     for pattern in patterns:
         plain = Path(pattern).expanduser()
-        found = [plain] if plain.exists() else sorted(Path(p) for p in glob.glob(str(plain), recursive=True))
+        found = (
+            [plain]
+            if plain.exists()
+            else sorted(Path(p) for p in glob.glob(str(plain), recursive=True))
+        )
         if not found:
-            raise DataError(f"no data file at {pattern!r} (looked from {Path.cwd()}); check data.path")
+            raise DataError(
+                f"no data file at {pattern!r} (looked from {Path.cwd()}); check data.path"
+            )
         for place in found:
             for file in _saved_data_set(place) if place.is_dir() else [place]:
                 if _ending(file) not in READABLE:
-                    raise DataError(f"{file}: cannot read {file.suffix or 'a file without ending'}; data files end in {_endings()}")
+                    raise DataError(
+                        f"{file}: cannot read {file.suffix or 'a file without ending'}; data files end in {_endings()}"
+                    )
                 files[file] = None
     return list(files)
 
@@ -52,7 +60,9 @@ def read_files(files: list[Path]) -> Iterator[Read]:
         try:
             if file.stat().st_size == 0:
                 raise DataError(f"{file} is empty; expected at least one row")
-            yield from _read_arrow(file, label) if _ending(file) in ARROW else _read_text(file, label)
+            yield from (
+                _read_arrow(file, label) if _ending(file) in ARROW else _read_text(file, label)
+            )
         except OSError as e:
             raise DataError(f"cannot read {file}: {e.strerror or e}") from e
         except (EOFError, zlib.error) as e:
@@ -62,7 +72,11 @@ def read_files(files: list[Path]) -> Iterator[Read]:
 def _ending(file: Path) -> str:
     """What it holds, compressed or not: "a.JSONL.gz" is ".jsonl"."""
     suffixes = [suffix.lower() for suffix in file.suffixes[-2:]]
-    return suffixes[-2] if len(suffixes) == 2 and suffixes[-1] == ".gz" and suffixes[-2] not in ARROW else "".join(suffixes[-1:])
+    return (
+        suffixes[-2]
+        if len(suffixes) == 2 and suffixes[-1] == ".gz" and suffixes[-2] not in ARROW
+        else "".join(suffixes[-1:])
+    )
 
 
 def _endings() -> str:
@@ -73,13 +87,25 @@ def _saved_data_set(folder: Path) -> list[Path]:
     """The files of a data set that the library `datasets` saved there; other folders are refused with what is in them."""
     if (folder / "state.json").is_file():
         try:
-            return [folder / part["filename"] for part in json.loads((folder / "state.json").read_text())["_data_files"]]
+            return [
+                folder / part["filename"]
+                for part in json.loads((folder / "state.json").read_text())["_data_files"]
+            ]
         except (ValueError, KeyError, TypeError) as e:
-            raise DataError(f"{folder / 'state.json'} is not that of a saved data set: {e!r}") from e
+            raise DataError(
+                f"{folder / 'state.json'} is not that of a saved data set: {e!r}"
+            ) from e
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(str(state.parent) for state in folder.glob("*/state.json"))
-        raise DataError(f"data.path {str(folder)!r} is a data set of several splits; name one: {' or '.join(splits)}")
-    inside = [file for depth in ("*", "*/*") for file in sorted(folder.glob(depth)) if _ending(file) in READABLE]
+        raise DataError(
+            f"data.path {str(folder)!r} is a data set of several splits; name one: {' or '.join(splits)}"
+        )
+    inside = [
+        file
+        for depth in ("*", "*/*")
+        for file in sorted(folder.glob(depth))
+        if _ending(file) in READABLE
+    ]
     hint = f"{inside[0].parent}/*{''.join(inside[0].suffixes)}" if inside else f"{folder}/*.jsonl"
     raise DataError(f"data.path {str(folder)!r} is a folder; name its files, for example '{hint}'")
 
@@ -121,7 +147,11 @@ def _read_array(content: IO[bytes], file: Path, label: str) -> Iterator[Read]:
 
 
 def _object(row: Any, where: str) -> Read:
-    return Read(where, row) if isinstance(row, dict) else Read(where, {}, f"expected a JSON object, got {type(row).__name__}")
+    return (
+        Read(where, row)
+        if isinstance(row, dict)
+        else Read(where, {}, f"expected a JSON object, got {type(row).__name__}")
+    )
 
 
 def _read_csv(content: IO[bytes], file: Path, label: str) -> Iterator[Read]:
@@ -133,7 +163,13 @@ def _read_csv(content: IO[bytes], file: Path, label: str) -> Iterator[Read]:
     try:
         for number, row in enumerate(rows, 1):
             fits = None not in row and None not in row.values()
-            yield Read(f"{label}:{number}", row, "" if fits else f"has not the {len(rows.fieldnames or ())} fields of the first line")
+            yield Read(
+                f"{label}:{number}",
+                row,
+                ""
+                if fits
+                else f"has not the {len(rows.fieldnames or ())} fields of the first line",
+            )
     except (csv.Error, UnicodeDecodeError) as e:
         raise DataError(f"{file} is not a readable CSV file (after row {number}): {e}") from e
 
@@ -144,14 +180,24 @@ def _read_arrow(file: Path, label: str) -> Iterator[Read]:
         import pyarrow.ipc
         import pyarrow.parquet
     except ImportError as e:
-        raise DataError(f'{file}: reading {file.suffix} needs pyarrow; install it with: pip install "paceline[parquet]"') from e
+        raise DataError(
+            f'{file}: reading {file.suffix} needs pyarrow; install it with: pip install "paceline[parquet]"'
+        ) from e
     number = 0
     try:
         stored = pyarrow.parquet.ParquetFile(file) if _ending(file) == ".parquet" else None
-        for batch in stored.iter_batches() if stored else pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))):
+        for batch in (
+            stored.iter_batches()
+            if stored
+            else pyarrow.ipc.open_stream(pyarrow.memory_map(str(file)))
+        ):
             for row in batch.to_pylist():
                 number += 1
                 yield Read(f"{label}:{number}", row)
     except pyarrow.ArrowException as e:
-        kind = "parquet file" if _ending(file) == ".parquet" else "arrow stream, as the library datasets writes it"
+        kind = (
+            "parquet file"
+            if _ending(file) == ".parquet"
+            else "arrow stream, as the library datasets writes it"
+        )
         raise DataError(f"{file} is not a readable {kind} (after row {number}): {e}") from e

@@ -30,7 +30,18 @@ if TYPE_CHECKING:  # importing transformers takes seconds, and settings are read
 
 log = logging.getLogger(__name__)
 
-LIKELY = ("prompt", "question", "problem", "messages", "conversation", "conversations", "instruction", "query", "input", "text")
+LIKELY = (
+    "prompt",
+    "question",
+    "problem",
+    "messages",
+    "conversation",
+    "conversations",
+    "instruction",
+    "query",
+    "input",
+    "text",
+)
 TOGETHER = 1024  # texts tokenized at a time
 SHOWN = 5  # bad rows spelled out in a message; the rest are counted
 
@@ -66,7 +77,9 @@ class DataSettings(Settings):
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
         if self.task is not None and self.path is not None:
-            raise ValueError(f"task = {self.task!r} and path = {self.path!r} are both set; prompts come from one of them")
+            raise ValueError(
+                f"task = {self.task!r} and path = {self.path!r} are both set; prompts come from one of them"
+            )
         return self
 
 
@@ -87,13 +100,21 @@ class PromptSource:
     fingerprint: str
     """Changes when any prompt or row does; a run is only resumed on the same data."""
 
-    def __init__(self, settings: DataSettings, tokenizer: "PreTrainedTokenizerBase", seed: int) -> None:
+    def __init__(
+        self, settings: DataSettings, tokenizer: "PreTrainedTokenizerBase", seed: int
+    ) -> None:
         self._settings, self._seed = settings, seed
         self._rows, self.bad_rows = _load(settings, tokenizer, seed)
         self.fingerprint = _fingerprint(self._rows)
-        self._curriculum = load_curriculum(settings.curriculum, len(self._rows), seed) if settings.curriculum else None
+        self._curriculum = (
+            load_curriculum(settings.curriculum, len(self._rows), seed)
+            if settings.curriculum
+            else None
+        )
         self._number = {row.uid: number for number, row in enumerate(self._rows)}
-        self._order = lru_cache(maxsize=4)(self._make_order)  # the epochs in flight; an async run straddles two
+        self._order = lru_cache(maxsize=4)(
+            self._make_order
+        )  # the epochs in flight; an async run straddles two
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -121,7 +142,10 @@ class PromptSource:
         """These were trained on; a curriculum learns from how they went."""
         if self._curriculum:
             for group in groups:
-                self._curriculum.observe(self._number[group.prompt.uid], [trajectory.total_reward for trajectory in group.trajectories])
+                self._curriculum.observe(
+                    self._number[group.prompt.uid],
+                    [trajectory.total_reward for trajectory in group.trajectories],
+                )
 
     def state(self) -> dict[str, Any]:
         return self._curriculum.state() if self._curriculum else {}
@@ -134,7 +158,9 @@ class PromptSource:
         if self._curriculum:
             row = self._curriculum.pick(seq)
             if not (isinstance(row, int) and 0 <= row < len(self._rows)):
-                raise DataError(f"data.curriculum = {self._settings.curriculum!r} picked row {row!r} of {len(self._rows)}")
+                raise DataError(
+                    f"data.curriculum = {self._settings.curriculum!r} picked row {row!r} of {len(self._rows)}"
+                )
             return row
         epoch, place = divmod(seq, len(self._rows))
         return int(self._order(epoch)[place]) if self._settings.shuffle else place
@@ -158,7 +184,9 @@ class _Row:
     row: Mapping[str, Any]
 
 
-def _load(settings: DataSettings, tokenizer: "PreTrainedTokenizerBase", seed: int) -> tuple[list[_Row], tuple[BadRow, ...]]:
+def _load(
+    settings: DataSettings, tokenizer: "PreTrainedTokenizerBase", seed: int
+) -> tuple[list[_Row], tuple[BadRow, ...]]:
     use_chat = _use_chat(settings, tokenizer)
     origin, reads = _read(settings, seed)
     problems: dict[int, str] = {}
@@ -173,14 +201,18 @@ def _load(settings: DataSettings, tokenizer: "PreTrainedTokenizerBase", seed: in
         except (TypeError, ValueError, LookupError, AttributeError) as e:
             problems[i] = f"the chat template fails on it: {type(e).__name__}: {e}"
     rows: dict[str, _Row] = {}
-    for (i, text), tokens in zip(texts.items(), _tokens(list(texts.values()), tokenizer, not use_chat), strict=True):
+    for (i, text), tokens in zip(
+        texts.items(), _tokens(list(texts.values()), tokenizer, not use_chat), strict=True
+    ):
         read = reads[i]
         name = read.row.get("id")
         uid = read.where if name is None else str(name)
         if uid in rows:  # the id of a passage with several questions, say
             uid = f"{uid} ({read.where})"
         if not 0 < len(tokens) <= settings.max_prompt_length:
-            problems[i] = f"the prompt has {len(tokens)} tokens; data.max_prompt_length = {settings.max_prompt_length}"
+            problems[i] = (
+                f"the prompt has {len(tokens)} tokens; data.max_prompt_length = {settings.max_prompt_length}"
+            )
         else:
             rows[uid] = _Row(uid, read.where, text, tokens, given[i])
     bad = tuple(BadRow(reads[i].where, problems[i]) for i in sorted(problems))
@@ -192,9 +224,13 @@ def _read(settings: DataSettings, seed: int) -> tuple[str, Sequence[Read]]:
     """Where the rows come from, and all of them."""
     if settings.task is not None:
         task = get_task(settings.task)
-        return task.spec, [Read(f"{task.spec}:{i}", task.row(i, seed)) for i in range(settings.limit or task.size)]
+        return task.spec, [
+            Read(f"{task.spec}:{i}", task.row(i, seed)) for i in range(settings.limit or task.size)
+        ]
     if settings.path is None:
-        raise ConfigError("there are no prompts: set data.task (for example 'sort:5') or data.path (for example 'prompts.jsonl')")
+        raise ConfigError(
+            "there are no prompts: set data.task (for example 'sort:5') or data.path (for example 'prompts.jsonl')"
+        )
     patterns = (settings.path,) if isinstance(settings.path, str) else settings.path
     files = find_files(patterns)
     origin = ", ".join(map(str, files[:3])) + (", ..." if len(files) > 3 else "")
@@ -212,25 +248,39 @@ def _read(settings: DataSettings, seed: int) -> tuple[str, Sequence[Read]]:
 def _use_chat(settings: DataSettings, tokenizer: "PreTrainedTokenizerBase") -> bool:
     use_chat = chat.has_template(tokenizer) if settings.chat is None else settings.chat
     if use_chat and not chat.has_template(tokenizer):
-        raise ConfigError("data.chat = true, but the model's tokenizer has no chat template; unset data.chat or use a chat model")
+        raise ConfigError(
+            "data.chat = true, but the model's tokenizer has no chat template; unset data.chat or use a chat model"
+        )
     if settings.system is not None and not use_chat:
-        raise ConfigError("data.system is set, but prompts do not go through a chat template; unset data.system or use a chat model")
+        raise ConfigError(
+            "data.system is set, but prompts do not go through a chat template; unset data.system or use a chat model"
+        )
     return use_chat
 
 
-def _text(read: Read, settings: DataSettings, tokenizer: "PreTrainedTokenizerBase", use_chat: bool) -> str:
+def _text(
+    read: Read, settings: DataSettings, tokenizer: "PreTrainedTokenizerBase", use_chat: bool
+) -> str:
     """The prompt of a row as the model sees it."""
     key = settings.prompt_key
     if read.problem:
         raise _Unusable(read.problem)
     if key not in read.row:
-        raise _Unusable(f"no {key!r} (data.prompt_key); the row has {', '.join(map(repr, read.row)) or 'nothing'}")
+        raise _Unusable(
+            f"no {key!r} (data.prompt_key); the row has {', '.join(map(repr, read.row)) or 'nothing'}"
+        )
     prompt = read.row[key]
     if not isinstance(prompt, str | list):
-        raise _Unusable(f"{key!r} is {type(prompt).__name__}; expected text or a list of chat messages")
+        raise _Unusable(
+            f"{key!r} is {type(prompt).__name__}; expected text or a list of chat messages"
+        )
     if isinstance(prompt, list) and not use_chat:
-        raise _Unusable(f"{key!r} is a list of chat messages, but data.chat is false or the tokenizer has no chat template")
-    problem = chat.message_problem([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+        raise _Unusable(
+            f"{key!r} is a list of chat messages, but data.chat is false or the tokenizer has no chat template"
+        )
+    problem = chat.message_problem(
+        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    )
     if problem:
         raise _Unusable(f"{key!r}: {problem}")
     return chat.render(tokenizer, prompt, settings.system) if use_chat else str(prompt)
@@ -242,24 +292,34 @@ def _with_answer(row: Mapping[str, Any], key: str | None) -> Mapping[str, Any]:
     value: Any = row
     for name in [key] if key in row else key.split("."):
         if not isinstance(value, Mapping) or name not in value:
-            raise _Unusable(f"no {key!r} (data.answer_key); the row has {', '.join(map(repr, row))}")
+            raise _Unusable(
+                f"no {key!r} (data.answer_key); the row has {', '.join(map(repr, row))}"
+            )
         value = value[name]
     return {**row, "answer": value}
 
 
-def _tokens(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase", special: bool) -> Iterator[NDArray[np.int32]]:
+def _tokens(
+    texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase", special: bool
+) -> Iterator[NDArray[np.int32]]:
     """A part at a time: what a tokenizer says beside the tokens takes a hundred bytes per token."""
     for start in range(0, len(texts), TOGETHER):
-        for tokens in tokenizer(texts[start : start + TOGETHER], add_special_tokens=special)["input_ids"]:
+        for tokens in tokenizer(texts[start : start + TOGETHER], add_special_tokens=special)[
+            "input_ids"
+        ]:
             yield np.array(tokens, np.int32)
 
 
 def _judge(bad: Sequence[BadRow], good: int, origin: str, settings: DataSettings) -> None:
     """Stop on bad rows, or on no rows at all; otherwise say how many were left out."""
-    shown = "".join(f"\n  {row}" for row in bad[:SHOWN]) + (f"\n  ... and {len(bad) - SHOWN} more" if len(bad) > SHOWN else "")
+    shown = "".join(f"\n  {row}" for row in bad[:SHOWN]) + (
+        f"\n  ... and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
+    )
     if bad and settings.on_bad_row == "fail":
         advice = "Mend them, or leave them out with data.on_bad_row = 'skip'."
-        raise DataError(f"{len(bad)} of {len(bad) + good} rows of {origin} cannot be used:{shown}\n{advice}")
+        raise DataError(
+            f"{len(bad)} of {len(bad) + good} rows of {origin} cannot be used:{shown}\n{advice}"
+        )
     if not good:
         raise DataError(f"no usable rows in {origin}{':' if bad else ''}{shown}")
     if bad:
@@ -269,5 +329,7 @@ def _judge(bad: Sequence[BadRow], good: int, origin: str, settings: DataSettings
 def _fingerprint(rows: Sequence[_Row]) -> str:
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(json.dumps([row.uid, row.text, row.row], sort_keys=True, default=str).encode())
+        digest.update(
+            json.dumps([row.uid, row.text, row.row], sort_keys=True, default=str).encode()
+        )
     return digest.hexdigest()

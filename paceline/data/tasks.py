@@ -18,7 +18,9 @@ from paceline.errors import ConfigError
 
 PARTIAL = 0.2
 
-Make = Callable[[random.Random, int], tuple[str, str]]  # (random numbers, difficulty) -> (question, answer)
+Make = Callable[
+    [random.Random, int], tuple[str, str]
+]  # (random numbers, difficulty) -> (question, answer)
 
 
 @dataclass(frozen=True, slots=True)

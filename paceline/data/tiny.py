@@ -53,7 +53,9 @@ class Recipe:
     layers: int = 2
     batch: int = 64
     learning_rate: float = 2.5e-3
-    target: float = 0.25  # how often an answer sampled at temperature 1 is exact when warm-up is over
+    target: float = (
+        0.25  # how often an answer sampled at temperature 1 is exact when warm-up is over
+    )
     max_steps: int = 120
     seed: int = 0
 
@@ -110,18 +112,26 @@ def no_progress_bars() -> Iterator[None]:
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte, so that any text can be written. In the form of Qwen2's own tokenizer (byte-level BPE, here without
     merges), because transformers loads whatever lies beside a Qwen2 model as one."""
-    vocabulary = {token: i for i, token in enumerate([PAD, BOS, EOS, *sorted(ByteLevel.alphabet())])}
+    vocabulary = {
+        token: i for i, token in enumerate([PAD, BOS, EOS, *sorted(ByteLevel.alphabet())])
+    }
     core = Tokenizer(BPE(vocabulary, merges=[]))
     core.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
-    core.post_processor = TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, vocabulary[BOS])])
+    core.post_processor = TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, vocabulary[BOS])]
+    )
     core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token=PAD, bos_token=BOS, eos_token=EOS)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token=PAD, bos_token=BOS, eos_token=EOS
+    )
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.padding_side = "left"
     return tokenizer
 
 
-def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, progress: Progress | None = None) -> Qwen2ForCausalLM:
+def make_model(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, progress: Progress | None = None
+) -> Qwen2ForCausalLM:
     """Warm up from random weights. One thread and a private random state: the same bits every time, and no trace left."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -151,22 +161,35 @@ def _config(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
     )
 
 
-def _warm_up(model: Qwen2ForCausalLM, recipe: Recipe, tokenizer: PreTrainedTokenizerFast, progress: Progress) -> None:
+def _warm_up(
+    model: Qwen2ForCausalLM, recipe: Recipe, tokenizer: PreTrainedTokenizerFast, progress: Progress
+) -> None:
     task = get_task(recipe.task)
     smoothing = _smoothing(task, recipe.target)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.01
+    )
     exact = 0.0  # running mean of the chance that a sampled answer is exact
     for step in range(recipe.max_steps):
         tokens, is_answer = _examples(task, step, recipe.batch, tokenizer)
         for group in optimizer.param_groups:
-            group["lr"] = recipe.learning_rate * min(1.0, (step + 1) / 10) * (1 - 0.9 * step / recipe.max_steps)
+            group["lr"] = (
+                recipe.learning_rate
+                * min(1.0, (step + 1) / 10)
+                * (1 - 0.9 * step / recipe.max_steps)
+            )
         logits = model(input_ids=tokens[:, :-1]).logits
-        loss = cross_entropy(logits[is_answer[:, 1:]], tokens[:, 1:][is_answer[:, 1:]], label_smoothing=smoothing)
+        loss = cross_entropy(
+            logits[is_answer[:, 1:]], tokens[:, 1:][is_answer[:, 1:]], label_smoothing=smoothing
+        )
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        logprobs = logits.detach().log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1) * is_answer[:, 1:]
+        logprobs = (
+            logits.detach().log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+            * is_answer[:, 1:]
+        )
         exact = 0.8 * exact + 0.2 * logprobs.sum(1).exp().mean().item()
         progress(step + 1, recipe.max_steps)
         if step % 20 == 19:
@@ -182,11 +205,15 @@ def _smoothing(task: Task, target: float) -> float:
     return 1 - target ** (1 / characters)
 
 
-def _examples(task: Task, step: int, size: int, tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
+def _examples(
+    task: Task, step: int, size: int, tokenizer: PreTrainedTokenizerFast
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A batch of prompts with their answers [size, longest], and which tokens are answer. Its seed is no run's seed."""
     rows = [task.row(step * size + i, seed=-1) for i in range(size)]
     prompts = tokenizer([row["prompt"] for row in rows])["input_ids"]
-    answers = tokenizer([row["answer"] + EOS for row in rows], add_special_tokens=False)["input_ids"]
+    answers = tokenizer([row["answer"] + EOS for row in rows], add_special_tokens=False)[
+        "input_ids"
+    ]
     longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
     tokens = torch.full((size, longest), tokenizer.pad_token_id)
     is_answer = torch.zeros(size, longest, dtype=torch.bool)

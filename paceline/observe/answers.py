@@ -24,10 +24,14 @@ class Answers:
     def __init__(self, folder: Path, groups: int, first_step: int) -> None:
         self._groups = groups
         path = folder / NAME
-        with path.with_suffix(".tmp").open("w", encoding="utf-8") as kept:  # what came after the checkpoint is made again
+        with path.with_suffix(".tmp").open(
+            "w", encoding="utf-8"
+        ) as kept:  # what came after the checkpoint is made again
             kept.writelines(line for line, step in _lines(path) if step <= first_step)
         path.with_suffix(".tmp").replace(path)
-        self._file = path.open("a", encoding="utf-8", errors="backslashreplace")  # half a surrogate, as JSON writes it
+        self._file = path.open(
+            "a", encoding="utf-8", errors="backslashreplace"
+        )  # half a surrogate, as JSON writes it
 
     def step_done(self, step: int, groups: Sequence[Group]) -> None:
         for group in groups[: self._groups]:
@@ -42,7 +46,9 @@ def read_answers(folder: Path, step: int | None = None) -> list[dict[str, Any]]:
     """The groups written for a step; without one, for the last."""
     path = folder / NAME
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist; give the folder of a run, for example runs/fully_async")
+        raise CheckpointError(
+            f"{path} does not exist; give the folder of a run, for example runs/fully_async"
+        )
     steps = [at for _, at in _lines(path)]
     if not steps:
         raise CheckpointError(f"{path} is empty: no step is done yet, or save_answers = 0")
@@ -58,9 +64,18 @@ def answers_panel(row: dict[str, Any]) -> Panel:
     for answer in sorted(row["answers"], key=lambda answer: -answer["reward"]):
         cut = ", cut off" if answer["finish"] == "length" else ""
         details = "".join(f", {name} {value:g}" for name, value in answer["details"].items())
-        parts.append(Text(f"\nreward {answer['reward']:g}{details}, {answer['tokens']} tokens{cut}", style="cyan"))
+        parts.append(
+            Text(
+                f"\nreward {answer['reward']:g}{details}, {answer['tokens']} tokens{cut}",
+                style="cyan",
+            )
+        )
         parts.append(Text(_printable(answer["text"])))
-    return Panel(Lines(*parts), title=f"step {row['step']}: {row['uid']}, {row['staleness']} steps old", title_align="left")
+    return Panel(
+        Lines(*parts),
+        title=f"step {row['step']}: {row['uid']}, {row['staleness']} steps old",
+        title_align="left",
+    )
 
 
 def _printable(text: str) -> str:
@@ -94,4 +109,6 @@ def _lines(path: Path) -> Iterator[tuple[str, int]]:
     """Each line and its step; without the last one if a crash has cut it off."""
     if path.exists():
         with path.open(encoding="utf-8", newline="\n") as file:
-            yield from ((line, int(json.loads(line)["step"])) for line in file if line.endswith("\n"))
+            yield from (
+                (line, int(json.loads(line)["step"])) for line in file if line.endswith("\n")
+            )

@@ -11,7 +11,14 @@ from rich.console import Group as Stack
 from rich.live import Live
 from rich.markup import escape
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -26,7 +33,9 @@ LOOKED_AT_S = 5.0  # rates are of at least that long
 
 
 class Display:
-    def __init__(self, console: Console, title: str, steps: int, first_step: int, max_staleness: int) -> None:
+    def __init__(
+        self, console: Console, title: str, steps: int, first_step: int, max_staleness: int
+    ) -> None:
         self._console = console
         self._title = escape(title)
         self._steps, self._first_step = steps, first_step
@@ -36,7 +45,11 @@ class Display:
         self._sample = ""
         self._queue_use = 0.0
         self._made = 0  # tokens, by the engines
-        self._done = {"rollout": 0.0, "train": 0.0, "tokens": 0.0}  # seconds busy, tokens trained on: so far
+        self._done = {
+            "rollout": 0.0,
+            "train": 0.0,
+            "tokens": 0.0,
+        }  # seconds busy, tokens trained on: so far
         self._begun = self._said = time.perf_counter()
         self._mark = (self._begun, dict(self._done))
         self._rates: dict[str, float] = {}
@@ -50,14 +63,18 @@ class Display:
         )
         self._bar = self._progress.add_task("steps", total=steps, completed=first_step)
         self._live = (
-            Live(get_renderable=self._panel, console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+            Live(get_renderable=self._panel, console=console, refresh_per_second=4, transient=True)
+            if console.is_terminal
+            else None
         )
 
     def __enter__(self) -> "Display":
         if self._live:
             self._live.start()
         else:
-            self._say(f"{self._title}: the first groups are being generated; {self._steps - self._first_step} steps to make")
+            self._say(
+                f"{self._title}: the first groups are being generated; {self._steps - self._first_step} steps to make"
+            )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -75,7 +92,9 @@ class Display:
         asked = prompt.row.get("prompt", prompt.text)
         self._sample = f"{asked!r} → {answer.text.strip()!r}  reward {answer.total_reward:g}"
         made, now = step - self._first_step, time.perf_counter()
-        if not self._live and (made <= 3 or step % 10 == 0 or step == self._steps or now - self._said > QUIET_S):
+        if not self._live and (
+            made <= 3 or step % 10 == 0 or step == self._steps or now - self._said > QUIET_S
+        ):
             left = round((now - self._begun) / made * (self._steps - step))
             self._say(
                 f"step {step:4d}  reward {metrics['reward/mean']:.3f}  staleness {metrics['staleness/mean']:.1f}"
@@ -89,7 +108,9 @@ class Display:
         self._made = sum(e.tokens for e in engines)
         self._done["rollout"] = sum(e.busy_s for e in engines) / max(1, len(engines))
         if not self._live and time.perf_counter() - self._said > QUIET_S:
-            self._say(f"still at it: {self._made:,} tokens generated so far, queue {queue_utilisation:.0%}")
+            self._say(
+                f"still at it: {self._made:,} tokens generated so far, queue {queue_utilisation:.0%}"
+            )
 
     def _say(self, line: str) -> None:
         self._said = time.perf_counter()
@@ -100,14 +121,21 @@ class Display:
         (then, before), now = self._mark, time.perf_counter()
         if then == self._begun or now - then >= LOOKED_AT_S:
             # a new engine counts from 0
-            self._rates = {name: max(0.0, value - before[name]) / max(1e-9, now - then) for name, value in self._done.items()}
+            self._rates = {
+                name: max(0.0, value - before[name]) / max(1e-9, now - then)
+                for name, value in self._done.items()
+            }
         if now - then >= LOOKED_AT_S:
             self._mark = (now, dict(self._done))
 
     def _cut_off(self, before: str) -> str:
         """Where most answers never end, a reward judges half sentences: worth telling."""
         share = self._metrics.get("rollout/cut_off_share", 0.0)
-        return f"{before}{share:.0%} of answers cut off at rollout.max_response_length" if share > MANY else ""
+        return (
+            f"{before}{share:.0%} of answers cut off at rollout.max_response_length"
+            if share > MANY
+            else ""
+        )
 
     def _busy(self, who: str) -> str:
         return f"{min(1.0, self._rates[who]):.0%}"
@@ -120,38 +148,72 @@ class Display:
         if not m:
             grid.add_row("", f"the first groups are being generated … {self._made:,} tokens so far")
             return self._framed(Stack(self._progress, grid))
-        grid.add_row("reward", f"[bold]{m['reward/mean']:.3f}[/]  [green]{_sparkline(self._rewards)}[/]")
-        grid.add_row("staleness", f"mean {m['staleness/mean']:.2f}   max {m['staleness/max']:.0f} of {self._max_staleness} allowed")
+        grid.add_row(
+            "reward", f"[bold]{m['reward/mean']:.3f}[/]  [green]{_sparkline(self._rewards)}[/]"
+        )
+        grid.add_row(
+            "staleness",
+            f"mean {m['staleness/mean']:.2f}   max {m['staleness/max']:.0f} of {self._max_staleness} allowed",
+        )
         grid.add_row("queue", f"{_gauge(self._queue_use)} {self._queue_use:.0%} full")
         grid.add_row(
-            "rollout", f"{_gauge(self._rates['rollout'])} {self._busy('rollout')} busy   {self._rates['tokens']:,.0f} tokens/s trained"
+            "rollout",
+            f"{_gauge(self._rates['rollout'])} {self._busy('rollout')} busy   {self._rates['tokens']:,.0f} tokens/s trained",
         )
-        grid.add_row("train", f"{_gauge(self._rates['train'])} {self._busy('train')} busy   lr {m.get('train/lr', 0):.1e}")
+        grid.add_row(
+            "train",
+            f"{_gauge(self._rates['train'])} {self._busy('train')} busy   lr {m.get('train/lr', 0):.1e}",
+        )
         if cut_off := self._cut_off(""):
             grid.add_row("", f"[yellow]{cut_off}[/]")
-        sample = Text("".join(c if c.isprintable() else "·" for c in self._sample), no_wrap=True, overflow="ellipsis")
-        return self._framed(Stack(self._progress, grid, sample))  # model-written text controls neither terminal nor markup
+        sample = Text(
+            "".join(c if c.isprintable() else "·" for c in self._sample),
+            no_wrap=True,
+            overflow="ellipsis",
+        )
+        return self._framed(
+            Stack(self._progress, grid, sample)
+        )  # model-written text controls neither terminal nor markup
 
     def _framed(self, content: Stack) -> Panel:
-        return Panel(content, title=self._title, width=min(88, self._console.width), border_style="cyan")
+        return Panel(
+            content, title=self._title, width=min(88, self._console.width), border_style="cyan"
+        )
 
 
 def closing_table(console: Console, summary: dict[str, Any], folder: str) -> None:
-    table = Table(title="The run in figures", show_header=False, title_justify="left", min_width=min(60, console.width))
+    table = Table(
+        title="The run in figures",
+        show_header=False,
+        title_justify="left",
+        min_width=min(60, console.width),
+    )
     table.add_column(overflow="fold")
     table.add_column(overflow="fold")
     ledger = summary["ledger"]
     dropped = sum(ledger["dropped"].values())
     rows = [
-        ("reward, first → last", f"{summary['reward_first']:.3f} → [bold green]{summary['reward_last']:.3f}[/]"),
+        (
+            "reward, first → last",
+            f"{summary['reward_first']:.3f} → [bold green]{summary['reward_last']:.3f}[/]",
+        ),
         ("steps", f"{summary['steps']}  ({summary['steps_per_s']:.2f} a second)"),
-        ("samples, tokens per second", f"{summary['samples_per_s']:,.0f}, {summary['tokens_per_s']:,.0f}"),
+        (
+            "samples, tokens per second",
+            f"{summary['samples_per_s']:,.0f}, {summary['tokens_per_s']:,.0f}",
+        ),
         ("staleness, mean and max", f"{summary['staleness_mean']:.2f}, {summary['staleness_max']}"),
         ("sample age", f"{summary['mean_sample_age_s']:.2f} s"),
         ("weight hand-over", f"{summary['sync_latency_s'] * 1000:.1f} ms"),
-        ("busy: rollout, train", f"{summary['rollout_busy_share']:.0%}, {summary['train_busy_share']:.0%}"),
+        (
+            "busy: rollout, train",
+            f"{summary['rollout_busy_share']:.0%}, {summary['train_busy_share']:.0%}",
+        ),
         ("peak memory", f"{summary['memory_peak_bytes'] / 2**30:.2f} GiB"),
-        ("ledger", f"{ledger['issued']} issued = {ledger['trained']} trained + {dropped} dropped + {ledger['outstanding']} unfinished"),
+        (
+            "ledger",
+            f"{ledger['issued']} issued = {ledger['trained']} trained + {dropped} dropped + {ledger['outstanding']} unfinished",
+        ),
         ("run folder", folder),
         ("what it answered", f"paceline answers {folder}"),
     ]
@@ -166,7 +228,9 @@ def workers_table(rows: Sequence[dict[str, Any]]) -> Table:
     """What `paceline workers list` shows."""
     table = Table(title="Rollout workers", title_justify="left")
     for heading in ("name", "node", "state", "version", "attempts", "tokens/s", "incarnation"):
-        table.add_column(heading, justify="left" if heading in ("name", "node", "state") else "right")
+        table.add_column(
+            heading, justify="left" if heading in ("name", "node", "state") else "right"
+        )
     for row in rows:
         colour = {"live": "green", "gone": "red"}.get(row["state"], "yellow")
         figures = (row["version"], row["load"], f"{row['tokens_per_s']:,.0f}", row["incarnation"])
@@ -176,7 +240,9 @@ def workers_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def _sparkline(values: Sequence[float]) -> str:
     low, high = min(values), max(max(values), min(values) + 1e-9)
-    return "".join(SPARKS[round((value - low) / (high - low) * (len(SPARKS) - 1))] for value in values)
+    return "".join(
+        SPARKS[round((value - low) / (high - low) * (len(SPARKS) - 1))] for value in values
+    )
 
 
 def _gauge(share: float, width: int = 20) -> str:

@@ -12,18 +12,28 @@ async def plan_table(config: RunConfig) -> tuple[Table, list[str]]:
     """The table, and warnings about what may not fit. Raises ConfigError for what cannot."""
     model_path = resolve_model(config.model, config.data.task)
     nodes, plans, warnings = await plan_that_fits(config, model_path)
-    table = Table("device", "worker", "role", "threads", "memory", "at most", title=_title(config, nodes))
+    table = Table(
+        "device", "worker", "role", "threads", "memory", "at most", title=_title(config, nodes)
+    )
     by_name = {node.name: node for node in nodes}
     position = {node.name: number for number, node in enumerate(nodes)}
     rows = [(device, rank, plan) for plan in plans for rank, device in enumerate(plan.devices)]
     rows.sort(key=lambda row: (position[row[0].node], row[0].index))
     for device, rank, plan in rows:
         need = needs(plan, config, model_path)
-        place = f"{device.node[:8]} {'GPU' if by_name[device.node].gpus else 'CPU slot'} {device.index}"
+        place = (
+            f"{device.node[:8]} {'GPU' if by_name[device.node].gpus else 'CPU slot'} {device.index}"
+        )
         name = f"{plan.name} rank {rank}" if plan.ranks else plan.name
         for number, role in enumerate(plan.roles):
             cells = (place, name) if number == 0 else ("", "")
-            table.add_row(*cells, role.value, str(plan.threads), size(need[role].fixed), size(need[role].at_most))
+            table.add_row(
+                *cells,
+                role.value,
+                str(plan.threads),
+                size(need[role].fixed),
+                size(need[role].at_most),
+            )
     return table, warnings
 
 

@@ -17,14 +17,23 @@ from paceline.observe.answers import Answers
 from paceline.rollout.engine import EngineStats
 from paceline.types import Group
 
-SUMMED = ("sample_age_s", "staleness/mean", "queue/utilisation", "rollout/samples", "rollout/tokens", "train/busy_s")
+SUMMED = (
+    "sample_age_s",
+    "staleness/mean",
+    "queue/utilisation",
+    "rollout/samples",
+    "rollout/tokens",
+    "train/busy_s",
+)
 
 
 class Recorder:
     """An observer of the loop; passes everything on to the display. Steps are written down and added up, not remembered: a run may have
     any number of them."""
 
-    def __init__(self, folder: Path, length: int, answers: Answers, display: Observer | None = None) -> None:
+    def __init__(
+        self, folder: Path, length: int, answers: Answers, display: Observer | None = None
+    ) -> None:
         self._engines: Sequence[EngineStats] = ()
         self._answers = answers
         self._display = display
@@ -32,7 +41,9 @@ class Recorder:
         with path.open("ab") as file:
             file.truncate(length)
         with path.open(encoding="utf-8") as lines:
-            self._rewards = array("d", (json.loads(line)["reward/mean"] for line in lines))  # of all steps
+            self._rewards = array(
+                "d", (json.loads(line)["reward/mean"] for line in lines)
+            )  # of all steps
         self._earlier = len(self._rewards)  # steps made before this run
         self._sums: Counter[str] = Counter()  # of SUMMED
         self._most: dict[str, float] = {}  # of staleness and memory
@@ -48,7 +59,10 @@ class Recorder:
         return os.fstat(self._file.fileno()).st_size
 
     def step_done(self, step: int, metrics: Metrics, groups: Sequence[Group]) -> None:
-        self._file.write(json.dumps({"step": step} | {name: _short(value) for name, value in metrics.items()}) + "\n")
+        self._file.write(
+            json.dumps({"step": step} | {name: _short(value) for name, value in metrics.items()})
+            + "\n"
+        )
         self._file.flush()
         self._rewards.append(metrics["reward/mean"])
         self._sums.update({name: metrics.get(name, 0.0) for name in SUMMED})
@@ -60,7 +74,11 @@ class Recorder:
             self._display.step_done(step, metrics, groups)
 
     def looked(self, engines: Sequence[EngineStats], queue_utilisation: float) -> None:
-        self._looks, self._queue_use, self._seen = self._looks + 1, self._queue_use + queue_utilisation, queue_utilisation
+        self._looks, self._queue_use, self._seen = (
+            self._looks + 1,
+            self._queue_use + queue_utilisation,
+            queue_utilisation,
+        )
         self.last_look(engines)
 
     def last_look(self, engines: Sequence[EngineStats]) -> None:
@@ -73,17 +91,27 @@ class Recorder:
         self._file.close()
         self._answers.close()
 
-    def summary(self, *, sync_s: Sequence[float], ledger: dict[str, Any], memory_peak_bytes: int) -> dict[str, Any]:
+    def summary(
+        self, *, sync_s: Sequence[float], ledger: dict[str, Any], memory_peak_bytes: int
+    ) -> dict[str, Any]:
         """The figures of this run (of this part of it, if it was continued; rewards are those of the whole)."""
-        rewards, sums, wall = self._rewards, self._sums, max(time.perf_counter() - self._started, 1e-9)
+        rewards, sums, wall = (
+            self._rewards,
+            self._sums,
+            max(time.perf_counter() - self._started, 1e-9),
+        )
         steps = len(rewards) - self._earlier
         last = max(1, len(rewards) // 10)
         return {
             "steps": len(rewards),
             "steps_this_run": steps,
             "wall_s": wall,
-            "reward_first": rewards[0] if rewards else None,  # of the first step: the model as it came
-            "reward_last": float(np.mean(rewards[-last:])) if rewards else None,  # of the last tenth of all steps
+            "reward_first": rewards[0]
+            if rewards
+            else None,  # of the first step: the model as it came
+            "reward_last": float(np.mean(rewards[-last:]))
+            if rewards
+            else None,  # of the last tenth of all steps
             "samples_per_s": sums["rollout/samples"] / wall,
             "tokens_per_s": sums["rollout/tokens"] / wall,
             "steps_per_s": steps / wall,
@@ -91,8 +119,12 @@ class Recorder:
             "staleness_mean": sums["staleness/mean"] / max(1, steps),
             "staleness_max": int(self._most.get("staleness/max", 0)),
             "sync_latency_s": float(np.mean(sync_s)) if sync_s else 0.0,
-            "queue_utilisation": self._queue_use / self._looks if self._looks else sums["queue/utilisation"] / max(1, steps),
-            "rollout_busy_share": min(1.0, sum(e.busy_s for e in self._engines) / max(1, len(self._engines)) / wall),
+            "queue_utilisation": self._queue_use / self._looks
+            if self._looks
+            else sums["queue/utilisation"] / max(1, steps),
+            "rollout_busy_share": min(
+                1.0, sum(e.busy_s for e in self._engines) / max(1, len(self._engines)) / wall
+            ),
             "train_busy_share": min(1.0, sums["train/busy_s"] / wall),
             "memory_peak_bytes": memory_peak_bytes,
             "memory_phases": self._memory_phases(),  # the most of each phase, where engine and trainer take turns
@@ -100,8 +132,13 @@ class Recorder:
         }
 
     def _memory_phases(self) -> dict[str, int]:
-        peaks = {name: int(value) for name, value in self._most.items() if name.startswith("memory/")}
-        return {name.removeprefix("memory/").removesuffix("_bytes"): value for name, value in peaks.items()}
+        peaks = {
+            name: int(value) for name, value in self._most.items() if name.startswith("memory/")
+        }
+        return {
+            name.removeprefix("memory/").removesuffix("_bytes"): value
+            for name, value in peaks.items()
+        }
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:

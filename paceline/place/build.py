@@ -16,7 +16,9 @@ from paceline.errors import ConfigError
 from paceline.types import Role
 
 
-def build_parts(roles: Sequence[Role], config: RunConfig, model_path: str, threads: int) -> Mapping[str, Any]:
+def build_parts(
+    roles: Sequence[Role], config: RunConfig, model_path: str, threads: int
+) -> Mapping[str, Any]:
     import torch
 
     from paceline.place.group import is_first_rank
@@ -50,7 +52,9 @@ def _engine(config: RunConfig, model_path: str, head: Literal["policy", "value"]
     settings, temperature = config.train, config.rollout.temperature
     if settings.backend == "megatron":
         return _megatron(config, model_path, head)
-    model = load_model(model_path)  # float32 whatever train.dtype says: that is the type of the products, not of what is learned
+    model = load_model(
+        model_path
+    )  # float32 whatever train.dtype says: that is the type of the products, not of what is learned
     if settings.backend == "fsdp":
         from paceline.train.fsdp import Fsdp
 
@@ -58,7 +62,9 @@ def _engine(config: RunConfig, model_path: str, head: Literal["policy", "value"]
     from paceline.train.single import SingleDevice
 
     model.to(_device())
-    return SingleDevice(model if head == "policy" else model_body(model), settings, temperature, head)
+    return SingleDevice(
+        model if head == "policy" else model_body(model), settings, temperature, head
+    )
 
 
 def _device() -> str:
@@ -75,10 +81,16 @@ def _megatron(config: RunConfig, model_path: str, head: Literal["policy", "value
     try:
         from paceline.train.megatron import Megatron
     except ImportError as error:
-        raise ConfigError(f"train.backend = 'megatron' needs megatron-core ({error}): pip install 'paceline[megatron]'") from error
+        raise ConfigError(
+            f"train.backend = 'megatron' needs megatron-core ({error}): pip install 'paceline[megatron]'"
+        ) from error
     files = sorted(Path(model_path).glob("*.safetensors"))
-    weights: Mapping[str, Any] = TensorFiles(files) if files else load_model(model_path).state_dict()
-    return Megatron(load_config(model_path), weights, config.train, config.rollout.temperature, head)
+    weights: Mapping[str, Any] = (
+        TensorFiles(files) if files else load_model(model_path).state_dict()
+    )
+    return Megatron(
+        load_config(model_path), weights, config.train, config.rollout.temperature, head
+    )
 
 
 def _actor(config: RunConfig, model_path: str, phases: Any) -> tuple[Any, Any]:
@@ -88,10 +100,17 @@ def _actor(config: RunConfig, model_path: str, phases: Any) -> tuple[Any, Any]:
     from paceline.train.service import ActorService
 
     if config.train.lora:
-        engine: Any = LoraDevice(load_model(model_path).to(_device()), config.train, config.rollout.temperature, config.seed)
+        engine: Any = LoraDevice(
+            load_model(model_path).to(_device()),
+            config.train,
+            config.rollout.temperature,
+            config.seed,
+        )
     else:
         engine = _engine(config, model_path)
-    actor = Actor(engine, config.algorithm, config.train, config.steps, config.rollout.max_response_length)
+    actor = Actor(
+        engine, config.algorithm, config.train, config.steps, config.rollout.max_response_length
+    )
     return ActorService(actor, config.train.offload, phases), engine
 
 
@@ -99,7 +118,9 @@ def _critic(config: RunConfig, model_path: str, phases: Any) -> Any:
     from paceline.train.critic import Critic
     from paceline.train.service import CriticService
 
-    critic = Critic(_engine(config, model_path, "value"), config.algorithm, config.train, config.steps)
+    critic = Critic(
+        _engine(config, model_path, "value"), config.algorithm, config.train, config.steps
+    )
     return CriticService(critic, config.train.offload, phases)
 
 
@@ -126,7 +147,9 @@ def _rollout(config: RunConfig, model_path: str, actor: Any) -> Any:
     from paceline.train.neighbour import Neighbour
     from paceline.train.single import SingleDevice
 
-    decode: Callable[[list[int]], str] | None = load_tokenizer(model_path).decode if config.rollout.stop else None
+    decode: Callable[[list[int]], str] | None = (
+        load_tokenizer(model_path).decode if config.rollout.stop else None
+    )
     weights, newest = _rollout_weights(config, model_path, actor)
     engine = NativeEngine(
         load_config(model_path),
@@ -138,8 +161,16 @@ def _rollout(config: RunConfig, model_path: str, actor: Any) -> Any:
         brief=config.placement.overlap,
     )
     if isinstance(actor, SingleDevice):
-        make_way = None if config.placement.overlap else engine.sleep if config.train.offload else engine.settle
-        actor.neighbours.append(Neighbour("keys and values of the rollout engine", engine.cache_bytes, make_way))
+        make_way = (
+            None
+            if config.placement.overlap
+            else engine.sleep
+            if config.train.offload
+            else engine.settle
+        )
+        actor.neighbours.append(
+            Neighbour("keys and values of the rollout engine", engine.cache_bytes, make_way)
+        )
     return RolloutService(engine, newest)
 
 
@@ -155,8 +186,12 @@ def _rollout_weights(config: RunConfig, model_path: str, actor: Any) -> tuple[An
         if not config.placement.overlap:
             return actor.lend_weights(longest), None
         return actor.copied_weights(longest), lambda: nullcontext(actor.current_weights())
-    weights = engine_weights(load_model(model_path, config.train.dtype).to(_device()), share=True, max_length=longest)
-    return weights, (lambda: nullcontext(actor.merged_weights())) if isinstance(actor, LoraDevice) else None
+    weights = engine_weights(
+        load_model(model_path, config.train.dtype).to(_device()), share=True, max_length=longest
+    )
+    return weights, (lambda: nullcontext(actor.merged_weights())) if isinstance(
+        actor, LoraDevice
+    ) else None
 
 
 def _vllm(config: RunConfig, model_path: str, actor: Any, service: Any) -> Any:
@@ -179,6 +214,12 @@ def _vllm(config: RunConfig, model_path: str, actor: Any, service: Any) -> Any:
     )
     if service is None:
         return RolloutService(engine)
-    actor.neighbours.append(Neighbour("vLLM", engine.held_bytes, engine.sleep if config.train.offload else None))
-    weights = actor.merged_weights if isinstance(actor, LoraDevice) else lambda: dict(actor.export_weights())
+    actor.neighbours.append(
+        Neighbour("vLLM", engine.held_bytes, engine.sleep if config.train.offload else None)
+    )
+    weights = (
+        actor.merged_weights
+        if isinstance(actor, LoraDevice)
+        else lambda: dict(actor.export_weights())
+    )
     return RolloutService(engine, lambda: service.weights_at_hand(weights))

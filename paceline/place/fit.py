@@ -44,32 +44,44 @@ def needs(plan: PlannedWorker, config: RunConfig, model_path: str) -> dict[Role,
     """By role, on the rank that holds the most."""
     model = load_config(model_path)
     trains = {Role.ACTOR, Role.CRITIC, Role.REF} & set(plan.roles)
-    parts = memory_estimate(model, config.train, plan.processes) if trains else {}  # engines alone are not split as trainers are
+    parts = (
+        memory_estimate(model, config.train, plan.processes) if trains else {}
+    )  # engines alone are not split as trainers are
     found: dict[Role, Need] = {}
     for role in plan.roles:
         if role in (Role.ACTOR, Role.CRITIC):
-            kept = parts["parameters"] if role is Role.ACTOR and config.train.lora else sum(parts.values()) - parts["activations"]
+            kept = (
+                parts["parameters"]
+                if role is Role.ACTOR and config.train.lora
+                else sum(parts.values()) - parts["activations"]
+            )
             found[role] = Need(kept, kept + parts["activations"])
         elif role is Role.REF:
             kept = 0 if config.train.lora and Role.ACTOR in plan.roles else parts["parameters"]
             found[role] = Need(kept, kept + parts["activations"])
         elif role is Role.REWARD:
             assert config.reward.model
-            size = _parameters(load_config(config.reward.model), AutoModelForSequenceClassification) * _itemsize(config)
+            size = _parameters(
+                load_config(config.reward.model), AutoModelForSequenceClassification
+            ) * _itemsize(config)
             found[role] = Need(size, size)
         else:
             found[role] = _rollout(config, model, shared=config.in_place and not config.train.lora)
     return found
 
 
-async def plan_that_fits(config: RunConfig, model_path: str) -> tuple[list[Node], list[PlannedWorker], list[str]]:
+async def plan_that_fits(
+    config: RunConfig, model_path: str
+) -> tuple[list[Node], list[PlannedWorker], list[str]]:
     """What there is, who would run where, and warnings about what may not fit. Raises ConfigError for what cannot. Starts nothing."""
     nodes = await find_nodes(config)
     plans = plan_workers(config, nodes)
     return nodes, plans, check_fit(plans, nodes, config, model_path)
 
 
-def check_fit(plans: Sequence[PlannedWorker], nodes: Sequence[Node], config: RunConfig, model_path: str) -> list[str]:
+def check_fit(
+    plans: Sequence[PlannedWorker], nodes: Sequence[Node], config: RunConfig, model_path: str
+) -> list[str]:
     """Raises ConfigError for what cannot fit; returns warnings about what may not. Memory that is not known is not judged."""
     by_name = {node.name: node for node in nodes}
     used: dict[Device, Counter[str]] = defaultdict(Counter)  # by worker: what nothing works without
@@ -78,13 +90,17 @@ def check_fit(plans: Sequence[PlannedWorker], nodes: Sequence[Node], config: Run
         need = sum(needs(plan, config, model_path).values(), Need(0, 0))
         for device in plan.devices:
             on_gpu = by_name[device.node].gpus > 0
-            place = device if on_gpu else Device(device.node, -1)  # CPU slots share the node's memory
+            place = (
+                device if on_gpu else Device(device.node, -1)
+            )  # CPU slots share the node's memory
             used[place][plan.name] += need.fixed + (0 if on_gpu else PROCESS)
             at_most[place] += need.at_most + (0 if on_gpu else PROCESS)
     warnings = []
     for place, tenants in used.items():
         node = by_name[place.node]
-        has, what = (node.gpu_memory, f"GPU {place}") if node.gpus else (node.memory, f"node {place.node}")
+        has, what = (
+            (node.gpu_memory, f"GPU {place}") if node.gpus else (node.memory, f"node {place.node}")
+        )
         who = ", ".join(f"{name} {size / GB:.1f} GB" for name, size in tenants.items())
         if 0 < has < tenants.total():
             raise ConfigError(

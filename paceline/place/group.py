@@ -56,7 +56,11 @@ class WorkerGroup(Worker):
     """A Worker of several ranks. Roles in `first_only` live on the first rank alone."""
 
     def __init__(
-        self, name: str, ranks: Sequence[Rank], first_only: Collection[str] = (), clean_up: Callable[[], None] = lambda: None
+        self,
+        name: str,
+        ranks: Sequence[Rank],
+        first_only: Collection[str] = (),
+        clean_up: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(name)
         self._pending.clear()
@@ -107,7 +111,11 @@ class WorkerGroup(Worker):
             _, waiting = await asyncio.wait(answers, timeout=GRACE_S)
         if self.died.done():
             self.died.result()
-        errors = {rank: answer.exception() for rank, answer in enumerate(answers) if answer.done() and answer.exception() is not None}
+        errors = {
+            rank: answer.exception()
+            for rank, answer in enumerate(answers)
+            if answer.done() and answer.exception() is not None
+        }
         if errors and (waiting or len(errors) < len(answers)):
             rank, error = next(iter(errors.items()))
             self._fail(
@@ -140,7 +148,9 @@ class WorkerGroup(Worker):
             rank._send(message)
 
 
-def start_rank(rank: int, count: int, store: str, build: Build, args: tuple[Any, ...]) -> Mapping[str, Any]:
+def start_rank(
+    rank: int, count: int, store: str, build: Build, args: tuple[Any, ...]
+) -> Mapping[str, Any]:
     """In the rank's process: meet the other ranks at `store` (a file:// of this machine, or tcp://host:port), then build the parts."""
     import torch
     import torch.distributed as dist
@@ -155,9 +165,13 @@ def start_rank(rank: int, count: int, store: str, build: Build, args: tuple[Any,
     else:
         assert url.hostname and url.port
         use_interface(url.hostname)
-        listening = int(url.query.removeprefix("fd=")) if url.query else None  # the first rank's own socket
+        listening = (
+            int(url.query.removeprefix("fd=")) if url.query else None
+        )  # the first rank's own socket
         tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]
-        meeting = tcp_store(url.hostname, url.port, count, listening is not None, master_listen_fd=listening)
+        meeting = tcp_store(
+            url.hostname, url.port, count, listening is not None, master_listen_fd=listening
+        )
         dist.init_process_group(backend, store=meeting, rank=rank, world_size=count)
     atexit.register(dist.destroy_process_group)
     return build(*args)
@@ -173,7 +187,10 @@ def use_interface(host: str) -> None:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode())
             with contextlib.suppress(OSError):  # it has no address
-                if socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24]) == address:
+                if (
+                    socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24])
+                    == address
+                ):
                     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 

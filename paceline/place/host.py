@@ -50,7 +50,9 @@ class ThreadChannel:
     def poll(self, timeout: float | None) -> bool:
         if not self._next:
             try:
-                self._next.append(self.inbox.get(timeout=timeout) if timeout != 0 else self.inbox.get_nowait())
+                self._next.append(
+                    self.inbox.get(timeout=timeout) if timeout != 0 else self.inbox.get_nowait()
+                )
             except queue.Empty:
                 return False
         return True
@@ -154,7 +156,9 @@ def _counted_peak() -> int:
 def main() -> None:
     """Entry point of a worker process: `python -m paceline.place.host FD PARENT_PID`. The first message is (build, arguments)."""
     end_with_parent(int(sys.argv[2]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the controller, which stops the workers in order
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C goes to the controller, which stops the workers in order
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     channel: Connection[Any, Any] = Connection(int(sys.argv[1]))
     try:

@@ -41,7 +41,9 @@ class ThreadWorker(Worker):
 
     Roles in `beside` have a thread of their own, to work while the others do."""
 
-    def __init__(self, name: str, build: Build, args: tuple[Any, ...], beside: Collection[str] = ()) -> None:
+    def __init__(
+        self, name: str, build: Build, args: tuple[Any, ...], beside: Collection[str] = ()
+    ) -> None:
         super().__init__(name)
         self._channel, self._second = ThreadChannel(), ThreadChannel()
         self._second.outbox = self._channel.outbox
@@ -61,7 +63,9 @@ class ThreadWorker(Worker):
                 return
             first = {role: part for role, part in parts.items() if role not in self._beside}
             second = {role: part for role, part in parts.items() if role in self._beside}
-            thread = threading.Thread(target=self._serve_second, args=(second,), name=f"{self.name}-second", daemon=True)
+            thread = threading.Thread(
+                target=self._serve_second, args=(second,), name=f"{self.name}-second", daemon=True
+            )
             if second:
                 thread.start()
             self._channel.send(Reply(0))
@@ -107,16 +111,35 @@ class ProcessWorker(Rank):
     """A worker in a process of its own, pinned to its cores."""
 
     def __init__(
-        self, name: str, build: Build, args: tuple[Any, ...], *, cores: list[int], threads: int, log_path: Path, gpu: int | None = None
+        self,
+        name: str,
+        build: Build,
+        args: tuple[Any, ...],
+        *,
+        cores: list[int],
+        threads: int,
+        log_path: Path,
+        gpu: int | None = None,
     ) -> None:
         super().__init__(name, log_path)
         ours, theirs = socket.socketpair()
-        env = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(threads),
+            "MKL_NUM_THREADS": str(threads),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         if gpu is not None:
             env["CUDA_VISIBLE_DEVICES"] = visible_gpu(gpu)
         with log_path.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "paceline.place.host", str(theirs.fileno()), str(os.getpid())],
+                [
+                    sys.executable,
+                    "-m",
+                    "paceline.place.host",
+                    str(theirs.fileno()),
+                    str(os.getpid()),
+                ],
                 pass_fds=[theirs.fileno()],
                 env=env,
                 stdin=subprocess.DEVNULL,
@@ -162,7 +185,11 @@ class ProcessWorker(Rank):
 
     def _last_words(self) -> str:
         code = self.process.returncode
-        how = f" (killed by signal {-code})" if code is not None and code < 0 else f" (exit code {code})"
+        how = (
+            f" (killed by signal {-code})"
+            if code is not None and code < 0
+            else f" (exit code {code})"
+        )
         return how + self.last_lines()
 
     async def close(self) -> None:
@@ -210,7 +237,12 @@ class LocalCluster:
                 first_only=set(plan.roles) - IN_RANKS,
             )
         if plan.alone:
-            return ThreadWorker(plan.name, build_parts, args, {Role.ROLLOUT} if self._config.placement.overlap else ())
+            return ThreadWorker(
+                plan.name,
+                build_parts,
+                args,
+                {Role.ROLLOUT} if self._config.placement.overlap else (),
+            )
         return ProcessWorker(
             plan.name,
             build_parts,
@@ -224,8 +256,12 @@ class LocalCluster:
     def gpus(self, plan: PlannedWorker) -> list[int]:
         """Which GPUs its ranks use, where devices are GPUs: those it was planned for, or (it has joined later) the least used one."""
         if count := _count_gpus()[0]:
-            used = Counter(index for name, taken in self._gpus.items() if name != plan.name for index in taken)
-            self._gpus[plan.name] = [device.index for device in plan.devices] or [min(range(count), key=lambda index: used[index])]
+            used = Counter(
+                index for name, taken in self._gpus.items() if name != plan.name for index in taken
+            )
+            self._gpus[plan.name] = [device.index for device in plan.devices] or [
+                min(range(count), key=lambda index: used[index])
+            ]
         return self._gpus.get(plan.name, [])
 
     async def close(self) -> None:
@@ -280,7 +316,9 @@ def _count_gpus() -> tuple[int, int]:
     import torch
 
     count = torch.cuda.device_count()
-    return count, min((torch.cuda.get_device_properties(index).total_memory for index in range(count)), default=0)
+    return count, min(
+        (torch.cuda.get_device_properties(index).total_memory for index in range(count)), default=0
+    )
 
 
 def visible_gpu(index: int) -> str:

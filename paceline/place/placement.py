@@ -40,7 +40,11 @@ class PlacementSettings(Settings):
 
     @model_validator(mode="after")
     def _overlap_on_one_pool(self) -> "PlacementSettings":
-        elsewhere = [f"placement.{role.value} = {self.pool(role)!r}" for role in Role if self.pool(role) != self.actor]
+        elsewhere = [
+            f"placement.{role.value} = {self.pool(role)!r}"
+            for role in Role
+            if self.pool(role) != self.actor
+        ]
         if self.overlap and elsewhere:
             raise ValueError(
                 f"placement.overlap = true contradicts {', '.join(elsewhere)}: it is for one device that has all roles "
@@ -92,25 +96,31 @@ class Placement:
 
     def __init__(self, nodes: Sequence[Node], pools: Sequence[str]) -> None:
         gpus = any(node.gpus for node in nodes)
-        nodes = [node for node in nodes if node.gpus or not gpus]  # with GPUs about, a CPU is no device
+        nodes = [
+            node for node in nodes if node.gpus or not gpus
+        ]  # with GPUs about, a CPU is no device
         self._gpus = gpus
         everything = tuple(device for node in nodes for device in node.devices)
         halves = split(nodes) if set(pools) == {ACTOR_ROLLOUT_REF_POOL, CRITIC_POOL} else ()
-        self.pools: Mapping[str, ResourcePool] = {name: ResourcePool(name, everything) for name in pools} | {
-            pool.name: pool for pool in halves
-        }
+        self.pools: Mapping[str, ResourcePool] = {
+            name: ResourcePool(name, everything) for name in pools
+        } | {pool.name: pool for pool in halves}
         self.used: Counter[Device] = Counter()
 
     def take(self, pool: str, count: int) -> tuple[Device, ...]:
         """Devices for the ranks of one worker: on one node if that has room, else over several."""
         devices = self.pools[pool].devices
         if self._gpus and count > len(devices):
-            raise ConfigError(f"pool {pool!r} needs {count} GPUs for its ranks and has {len(devices)}; lower placement.train_ranks")
+            raise ConfigError(
+                f"pool {pool!r} needs {count} GPUs for its ranks and has {len(devices)}; lower placement.train_ranks"
+            )
         free = [device for device in devices if not self.used[device]]
         by_node = Counter(device.node for device in free)
         home = next((node for node, room in by_node.items() if room >= count), None)
         chosen = [device for device in free if home is None or device.node == home][:count]
-        while len(chosen) < count:  # shared; two ranks of one group on a device only where devices are CPU slots
+        while (
+            len(chosen) < count
+        ):  # shared; two ranks of one group on a device only where devices are CPU slots
             others = [device for device in devices if device not in chosen] or list(devices)
             chosen.append(min(others, key=lambda device: self.used[device] + chosen.count(device)))
         self.used.update(chosen)

@@ -48,19 +48,31 @@ def plan_workers(config: RunConfig, nodes: Sequence[Node]) -> list[PlannedWorker
         pools.setdefault(config.placement.pool(role), []).append(role)
     wanted = [(pool, pool, tuple(roles)) for pool, roles in pools.items()]
     rollout_pool = config.placement.pool(Role.ROLLOUT)
-    wanted += [(f"{rollout_pool}-{number}", rollout_pool, (Role.ROLLOUT,)) for number in range(1, config.placement.rollout_workers)]
+    wanted += [
+        (f"{rollout_pool}-{number}", rollout_pool, (Role.ROLLOUT,))
+        for number in range(1, config.placement.rollout_workers)
+    ]
     placement = Placement(nodes, list(pools))
     devices = [placement.take(pool, max(1, _ranks(config, roles))) for _, pool, roles in wanted]
     threads = _threads(config, nodes, devices)
     cores = {node.name: list(node.cores) for node in nodes}
     pinned = sum(map(len, devices)) > 1 and all(
-        count * threads <= len(cores[node]) for node, count in Counter(d.node for each in devices for d in each).items()
+        count * threads <= len(cores[node])
+        for node, count in Counter(d.node for each in devices for d in each).items()
     )
-    alone = len(wanted) == 1 and config.rollout.engine == "native"  # vLLM changes the process it is in: not the controller's
+    alone = (
+        len(wanted) == 1 and config.rollout.engine == "native"
+    )  # vLLM changes the process it is in: not the controller's
     plans = []
     for (name, pool, roles), own in zip(wanted, devices, strict=True):
-        taken = [cores[device.node].pop(0) for device in own for _ in range(threads)] if pinned else []
-        plans.append(PlannedWorker(name, roles, _ranks(config, roles), threads, tuple(taken), pool, own, alone))
+        taken = (
+            [cores[device.node].pop(0) for device in own for _ in range(threads)] if pinned else []
+        )
+        plans.append(
+            PlannedWorker(
+                name, roles, _ranks(config, roles), threads, tuple(taken), pool, own, alone
+            )
+        )
     return plans
 
 
@@ -73,13 +85,19 @@ def used_roles(config: RunConfig) -> list[Role]:
 
 
 def _ranks(config: RunConfig, roles: Sequence[Role]) -> int:
-    return config.placement.train_ranks if config.train.backend != "single" and IN_RANKS & set(roles) else 0
+    return (
+        config.placement.train_ranks
+        if config.train.backend != "single" and IN_RANKS & set(roles)
+        else 0
+    )
 
 
 def _threads(config: RunConfig, nodes: Sequence[Node], devices: Sequence[Sequence[Device]]) -> int:
     """Of each process: what is asked for, or the cores of the fullest node divided among those on it."""
     processes = Counter(device.node for own in devices for device in own)
-    return config.placement.threads or max(1, min(node.cpus // processes[node.name] for node in nodes if processes[node.name]))
+    return config.placement.threads or max(
+        1, min(node.cpus // processes[node.name] for node in nodes if processes[node.name])
+    )
 
 
 async def open_workers(
@@ -94,7 +112,9 @@ async def open_workers(
     return cluster, plans, workers
 
 
-async def start_workers(cluster: Cluster, plans: Sequence[PlannedWorker]) -> dict[Role, list[Worker]]:
+async def start_workers(
+    cluster: Cluster, plans: Sequence[PlannedWorker]
+) -> dict[Role, list[Worker]]:
     """Start all workers and wait until each has loaded its models."""
     workers: list[Worker] = []
     by_role: dict[Role, list[Worker]] = {role: [] for role in Role}
@@ -110,7 +130,9 @@ async def start_workers(cluster: Cluster, plans: Sequence[PlannedWorker]) -> dic
     except BaseException as error:
         await close_workers(by_role)
         if isinstance(error, TimeoutError):
-            raise WorkerDied(f"not all workers were ready within {START_TIMEOUT_S:g} s: {[plan.name for plan in plans]}") from None
+            raise WorkerDied(
+                f"not all workers were ready within {START_TIMEOUT_S:g} s: {[plan.name for plan in plans]}"
+            ) from None
         raise
     return by_role
 
@@ -124,7 +146,9 @@ async def start_worker(cluster: Cluster, plan: PlannedWorker) -> Worker:
     except BaseException as error:
         await worker.close()
         if isinstance(error, TimeoutError):
-            raise WorkerDied(f"worker {plan.name!r} was not ready within {START_TIMEOUT_S:g} s") from None
+            raise WorkerDied(
+                f"worker {plan.name!r} was not ready within {START_TIMEOUT_S:g} s"
+            ) from None
         raise
     return worker
 
@@ -150,4 +174,6 @@ async def _ready(worker: Worker) -> None:
     except PacelineError:
         raise
     except Exception as error:
-        raise WorkerDied(f"worker {worker.name!r} could not start: {type(error).__name__}: {error}") from error
+        raise WorkerDied(
+            f"worker {worker.name!r} could not start: {type(error).__name__}: {error}"
+        ) from error

@@ -35,15 +35,22 @@ try:
     from ray._private import ray_constants
     from ray.exceptions import ActorUnavailableError, RayError
     from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+    from ray.util.scheduling_strategies import (
+        NodeAffinitySchedulingStrategy,
+        PlacementGroupSchedulingStrategy,
+    )
 except ImportError as error:
-    raise ConfigError(f"cluster = 'ray' needs Ray ({error}): pip install 'paceline[ray]'") from error
+    raise ConfigError(
+        f"cluster = 'ray' needs Ray ({error}): pip install 'paceline[ray]'"
+    ) from error
 
 log = logging.getLogger(__name__)
 
 SILENCE_S = 30.0
 RETRY_S = 0.05  # after a call that Ray could not deliver
-STORE_BYTES = 200 << 20  # Ray's object store on a cluster of our own: messages pass through it, weights do not
+STORE_BYTES = (
+    200 << 20
+)  # Ray's object store on a cluster of our own: messages pass through it, weights do not
 RESERVE_TIMEOUT_S = 60.0
 LOCAL = ("local", "127.0.0.1", "localhost")
 
@@ -51,10 +58,22 @@ LOCAL = ("local", "127.0.0.1", "localhost")
 class RayWorker(Rank):
     """A worker in a Ray actor: its host answers calls on a thread, Ray carries them there and back."""
 
-    def __init__(self, name: str, node: str, host: str, options: dict[str, Any], environment: dict[str, str], log_path: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        node: str,
+        host: str,
+        options: dict[str, Any],
+        environment: dict[str, str],
+        log_path: Path,
+    ) -> None:
         super().__init__(name, log_path)
         self.node, self.host = node, host
-        self._actor = ray.remote(RayHost).options(max_restarts=0, max_task_retries=0, max_concurrency=8, **options).remote(environment)
+        self._actor = (
+            ray.remote(RayHost)
+            .options(max_restarts=0, max_task_retries=0, max_concurrency=8, **options)
+            .remote(environment)
+        )
         self._outbox: list[Any] = []
         self._started = False
         self._sent = 0  # numbers given to messages so far
@@ -65,7 +84,9 @@ class RayWorker(Rank):
     def begin(self, build: Build, args: tuple[Any, ...]) -> None:
         """Have it build its parts."""
         self._send((build, args))
-        self._tasks = [self._loop.create_task(self._guarded(work)) for work in (self._push, self._pull)]
+        self._tasks = [
+            self._loop.create_task(self._guarded(work)) for work in (self._push, self._pull)
+        ]
 
     async def address(self) -> tuple[str, int, int]:
         """Of a socket that listens in it: host, port, descriptor."""
@@ -82,7 +103,9 @@ class RayWorker(Rank):
             self._more.clear()
             batch, self._outbox = self._outbox, []
             # pickled here: what a build refers to is imported there only when its environment is set
-            await self._retried("push", self._sent, [pickle.dumps(message, protocol=5) for message in batch])
+            await self._retried(
+                "push", self._sent, [pickle.dumps(message, protocol=5) for message in batch]
+            )
             self._sent += len(batch)
 
     async def _pull(self) -> None:
@@ -115,7 +138,11 @@ class RayWorker(Rank):
                 async with asyncio.timeout(PULL_S + SILENCE_S if self._started else None):
                     return await getattr(self._actor, method).remote(*args)
             except ActorUnavailableError as error:
-                log.info("worker %r: a call got lost and is sent again: %s", self.name, str(error).splitlines()[0])
+                log.info(
+                    "worker %r: a call got lost and is sent again: %s",
+                    self.name,
+                    str(error).splitlines()[0],
+                )
                 await asyncio.sleep(RETRY_S)
 
     async def _guarded(self, work: Any) -> None:
@@ -128,7 +155,11 @@ class RayWorker(Rank):
 
     def _silent(self) -> None:
         if not self._closing:
-            self.fence(WorkerDied(f"worker {self.name!r} on node {self.node} has been silent for {SILENCE_S:g} s{self.last_lines()}"))
+            self.fence(
+                WorkerDied(
+                    f"worker {self.name!r} on node {self.node} has been silent for {SILENCE_S:g} s{self.last_lines()}"
+                )
+            )
             self.kill()
 
     def _last_words(self) -> str:
@@ -141,7 +172,9 @@ class RayWorker(Rank):
         self._closing = True
         if self._tasks and not self.died.done():
             self._send(None)
-            await asyncio.wait({self._end, *self._tasks}, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {self._end, *self._tasks}, timeout=5, return_when=asyncio.FIRST_COMPLETED
+            )
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -164,7 +197,9 @@ class RayCluster:
     @classmethod
     async def open(cls, config: RunConfig, model_path: str, log_folder: Path) -> "RayCluster":
         if config.placement.overlap:
-            raise ConfigError("placement.overlap is for one process of this machine; set cluster = 'local', or give rollout its own pool")
+            raise ConfigError(
+                "placement.overlap is for one process of this machine; set cluster = 'local', or give rollout its own pool"
+            )
         cluster = cls(config, model_path, log_folder)
         await _join(config.ray.address)
         cluster._nodes = await asyncio.to_thread(_nodes)
@@ -201,7 +236,10 @@ class RayCluster:
             worker = self._worker(plan, 0, plan.name, f"{plan.name}.log")
             worker.begin(build_parts, args)
             return worker
-        ranks = [self._worker(plan, rank, f"{plan.name} rank {rank}", f"{plan.name}.{rank}.log") for rank in range(plan.ranks)]
+        ranks = [
+            self._worker(plan, rank, f"{plan.name} rank {rank}", f"{plan.name}.{rank}.log")
+            for rank in range(plan.ranks)
+        ]
         try:
             host, port, descriptor = await ranks[0].address()
         except (RayError, TimeoutError) as error:
@@ -223,14 +261,20 @@ class RayCluster:
             node, share = self._emptiest(gpus), float(gpus)
             strategy = NodeAffinitySchedulingStrategy(node, soft=not gpus)
         self._started[node] += 1
-        environment = {name: str(plan.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} | {"TOKENIZERS_PARALLELISM": "false"}
+        environment = {
+            name: str(plan.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+        } | {"TOKENIZERS_PARALLELISM": "false"}
         # a CPU slot is reserved by its bundle and not taken again by the actor: who replaces a worker must not wait for its remains
         options = {"num_cpus": 0, "num_gpus": share, "scheduling_strategy": strategy}
-        return RayWorker(name, node, self._addresses[node], options, environment, self._logs / log_name)
+        return RayWorker(
+            name, node, self._addresses[node], options, environment, self._logs / log_name
+        )
 
     def _emptiest(self, gpus: bool) -> str:
         free = _free()
-        able = [node for node in self._nodes if not gpus or free.get(node.name, {}).get("GPU", 0) >= 1]
+        able = [
+            node for node in self._nodes if not gpus or free.get(node.name, {}).get("GPU", 0) >= 1
+        ]
         if not able:
             raise PacelineError(f"no GPU is free for another worker; free now: {free}")
         return min(able, key=lambda node: self._started[node.name] / max(1, len(node.devices))).name
@@ -262,16 +306,28 @@ async def _join(address: str) -> None:
 def connect(address: str) -> None:
     """To the cluster at `address`, or ("local") to one of our own that listens to this machine only and ends with us."""
     if ray.is_initialized():
-        raise ConfigError("Ray is already connected in this process; set ray.address to that cluster and leave connecting to the run")
+        raise ConfigError(
+            "Ray is already connected in this process; set ray.address to that cluster and leave connecting to the run"
+        )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == "local":
         if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
-            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # else Ray makes one for good, in the user's home
-        usual, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False  # as on a Mac: listen to this machine only
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(
+                32
+            )  # else Ray makes one for good, in the user's home
+        usual, ray_constants.ENABLE_RAY_CLUSTER = (
+            ray_constants.ENABLE_RAY_CLUSTER,
+            False,
+        )  # as on a Mac: listen to this machine only
         try:
             quiet["include_dashboard"] = False
-            ray.init(address="local", num_cpus=len(available_cores()), object_store_memory=STORE_BYTES, **quiet)
+            ray.init(
+                address="local",
+                num_cpus=len(available_cores()),
+                object_store_memory=STORE_BYTES,
+                **quiet,
+            )
         finally:
             ray_constants.ENABLE_RAY_CLUSTER = usual
         return
@@ -280,10 +336,14 @@ def connect(address: str) -> None:
     code = {} if host in LOCAL else {"py_modules": [str(Path(__file__).parents[1])]}
     try:
         if port.isdigit():
-            socket.create_connection((host, int(port)), timeout=5).close()  # Ray itself would try for minutes
+            socket.create_connection(
+                (host, int(port)), timeout=5
+            ).close()  # Ray itself would try for minutes
         ray.init(address=address, runtime_env=code, **quiet)
     except (OSError, RuntimeError) as error:
-        raise ConfigError(f"ray.address = {address!r}: no Ray cluster answers there ({error}); start one with: ray start --head") from error
+        raise ConfigError(
+            f"ray.address = {address!r}: no Ray cluster answers there ({error}); start one with: ray start --head"
+        ) from error
 
 
 def _nodes() -> list[Node]:
@@ -293,7 +353,9 @@ def _nodes() -> list[Node]:
         if node["Alive"]:
             gpus, memory = int(resources.get("GPU", 0)), int(resources.get("memory", 0))
             gpu_memory = _ask(node["NodeID"], smallest_gpu) if gpus else 0
-            found.append(Node(node["NodeID"], int(resources.get("CPU", 0)), gpus, memory, gpu_memory))
+            found.append(
+                Node(node["NodeID"], int(resources.get("CPU", 0)), gpus, memory, gpu_memory)
+            )
     if not found:
         raise ConfigError("the Ray cluster has no living node")
     return found
@@ -301,11 +363,17 @@ def _nodes() -> list[Node]:
 
 def _ask(node: str, what: Callable[[], int]) -> int:
     """Run a small function on a node."""
-    options = {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+    options = {
+        "num_cpus": 0,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+    }
     return int(ray.get(ray.remote(what).options(**options).remote(), timeout=RESERVE_TIMEOUT_S))
 
 
 def _free() -> dict[str, dict[str, float]]:
     """By node: devices that nobody has reserved."""
     per_node = ray._private.state.available_resources_per_node()
-    return {node: {kind: amount for kind, amount in has.items() if kind in ("CPU", "GPU")} for node, has in per_node.items()}
+    return {
+        node: {kind: amount for kind, amount in has.items() if kind in ("CPU", "GPU")}
+        for node, has in per_node.items()
+    }

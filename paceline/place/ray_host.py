@@ -26,7 +26,9 @@ class RayHost:
     def __init__(self, environment: Mapping[str, str]) -> None:
         os.environ.update(environment)
         self._text = _redirect_output()
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", force=True)
+        logging.basicConfig(
+            level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", force=True
+        )
         self._mailbox = Mailbox()
         self._listening: socket.socket | None = None
         self._lock = threading.Lock()
@@ -78,6 +80,9 @@ def smallest_gpu() -> int:
     """Bytes of memory of this machine's smallest GPU; 0 when it cannot be asked."""
     try:
         asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-        return min(int(line) for line in subprocess.check_output(asked, text=True, timeout=30).split()) << 20
+        return (
+            min(int(line) for line in subprocess.check_output(asked, text=True, timeout=30).split())
+            << 20
+        )
     except (OSError, subprocess.SubprocessError, ValueError):
         return 0

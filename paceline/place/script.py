@@ -81,17 +81,23 @@ class Workers:
     def __getattr__(self, role: str) -> RoleCalls:
         workers = self._workers.get(role) if role in list(Role) else None  # type: ignore[call-overload]
         if not workers:
-            raise AttributeError(f"this recipe has no {role!r}; it has {', '.join(role for role, found in self._workers.items() if found)}")
+            raise AttributeError(
+                f"this recipe has no {role!r}; it has {', '.join(role for role, found in self._workers.items() if found)}"
+            )
 
         def call(method: str, *args: Any) -> "Future[Any]":
-            return asyncio.run_coroutine_threadsafe(workers[0].call(role, method, *args), self._loop)
+            return asyncio.run_coroutine_threadsafe(
+                workers[0].call(role, method, *args), self._loop
+            )
 
         return RoleCalls(call)
 
     async def _start(self) -> None:
         model_path = resolve_model(self._config.model, self._config.data.task)
         self._cluster = await open_cluster(self._config, model_path, self._logs)
-        self._workers = await start_workers(self._cluster, plan_workers(self._config, self._cluster.nodes()))
+        self._workers = await start_workers(
+            self._cluster, plan_workers(self._config, self._cluster.nodes())
+        )
 
     async def _close(self) -> None:
         await close_workers(self._workers)

@@ -30,7 +30,9 @@ class Worker(ABC):
         self.fenced = 0  # messages that came after its death
         self._loop = asyncio.get_running_loop()
         self._ids = itertools.count(1)
-        self._pending: dict[int, tuple[str, asyncio.Future[Any]]] = {0: ("start", self._loop.create_future())}
+        self._pending: dict[int, tuple[str, asyncio.Future[Any]]] = {
+            0: ("start", self._loop.create_future())
+        }
         self._listeners: dict[str, Callable[[Any], None]] = {}
         self._closing = False
 

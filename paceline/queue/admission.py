@@ -10,11 +10,15 @@ from paceline.queue.pulse import Pulse
 
 
 class Admission:
-    def __init__(self, capacity: int, changed: Pulse | None = None, queue_size: int | None = None) -> None:
+    def __init__(
+        self, capacity: int, changed: Pulse | None = None, queue_size: int | None = None
+    ) -> None:
         self.capacity = capacity
         self.queue_size = queue_size or capacity
         self.changed = changed or Pulse()
-        self._coming: dict[int, None] = {}  # to the queue, or in it; insertion order is the order of admission
+        self._coming: dict[
+            int, None
+        ] = {}  # to the queue, or in it; insertion order is the order of admission
         self._taken: dict[int, None] = {}  # by the trainer, but not yet in the engines' weights
 
     @property
@@ -27,7 +31,9 @@ class Admission:
 
     def admit(self, seq: int) -> None:
         if self.free <= 0 or seq in self._coming or seq in self._taken:
-            raise LedgerError(f"group {seq} admitted without a free ticket ({self.outstanding} of {self.capacity} are out)")
+            raise LedgerError(
+                f"group {seq} admitted without a free ticket ({self.outstanding} of {self.capacity} are out)"
+            )
         self._coming[seq] = None
         self.changed.fire()
 

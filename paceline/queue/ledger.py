@@ -17,7 +17,9 @@ from paceline.errors import LedgerError
 @dataclass(frozen=True, slots=True)
 class LedgerState:
     next_seq: int  # the prompt cursor: the first prompt never issued
-    outstanding: tuple[int, ...]  # issued, neither trained nor dropped; issued again after a restart
+    outstanding: tuple[
+        int, ...
+    ]  # issued, neither trained nor dropped; issued again after a restart
     trained: int
     dropped: dict[str, int]
     length: int  # bytes of the file when this was taken
@@ -92,7 +94,9 @@ class Ledger:
         if self._file:
             self.flush(durable=True)
             length = os.fstat(self._file.fileno()).st_size
-        return LedgerState(self.next_seq, tuple(self._outstanding), self.trained_count, dict(self.dropped), length)
+        return LedgerState(
+            self.next_seq, tuple(self._outstanding), self.trained_count, dict(self.dropped), length
+        )
 
     def flush(self, durable: bool = False) -> None:
         if self._file:
@@ -107,7 +111,9 @@ class Ledger:
 
     def _settle(self, seq: int, what: str) -> None:
         if seq not in self._outstanding:
-            raise LedgerError(f"group {seq} was {what}, but it is not outstanding: it was settled before, or never issued")
+            raise LedgerError(
+                f"group {seq} was {what}, but it is not outstanding: it was settled before, or never issued"
+            )
         del self._outstanding[seq]
 
     def _write(self, event: str, seq: int, **more: Any) -> None:

@@ -113,19 +113,32 @@ class MessageQueue:
 
     def fence(self, producer: Producer) -> None:
         """It has been replaced, or is given up: from here on only later incarnations may put."""
-        self._incarnations[producer.name] = max(self._incarnations.get(producer.name, 0), producer.incarnation + 1)
+        self._incarnations[producer.name] = max(
+            self._incarnations.get(producer.name, 0), producer.incarnation + 1
+        )
 
     def set_version(self, version: int) -> None:
         """The trainer says its version; it only grows. From then on, puts from the future are refused at once."""
         if self.version is not None and version < self.version:
-            raise FutureVersionError(f"the trainer's version went back from {self.version} to {version}; a run's versions only grow")
+            raise FutureVersionError(
+                f"the trainer's version went back from {self.version} to {version}; a run's versions only grow"
+            )
         self.version = version
 
-    def put(self, payload: Any, param_version: int, key: int | str | None = None, size: int = 0, producer: Producer | None = None) -> bool:
+    def put(
+        self,
+        payload: Any,
+        param_version: int,
+        key: int | str | None = None,
+        size: int = 0,
+        producer: Producer | None = None,
+    ) -> bool:
         """True if the item is in; False if the key was put before. A full queue makes room by dropping its oldest."""
         if producer and producer.incarnation < self._incarnations.get(producer.name, 0):
             self.counts.fenced_refused += 1
-            raise FencedError(f"incarnation {producer.incarnation} of {producer.name!r} has been replaced: sample {key!r} is refused")
+            raise FencedError(
+                f"incarnation {producer.incarnation} of {producer.name!r} has been replaced: sample {key!r} is refused"
+            )
         if self.version is not None and param_version > self.version:
             raise FutureVersionError(
                 f"sample {key!r} says version {param_version}, but the trainer has only reached version {self.version}"
@@ -145,7 +158,9 @@ class MessageQueue:
         self.changed.fire()
         return True
 
-    def get(self, count: int, current_param_version: int, keys: Sequence[int | str] | None = None) -> list[Item] | None:
+    def get(
+        self, count: int, current_param_version: int, keys: Sequence[int | str] | None = None
+    ) -> list[Item] | None:
         """`count` fresh items, oldest first (or exactly those named), or None if there are not that many yet.
 
         Items beyond the staleness bound, or from the future, are dropped on the way.
@@ -219,13 +234,17 @@ class MessageQueueClient:
     def __init__(self, queue: MessageQueue) -> None:
         self.queue = queue
 
-    async def put_samples(self, samples: Any, param_version: int, key: int | str | None = None, *, wait: bool = False) -> bool:
+    async def put_samples(
+        self, samples: Any, param_version: int, key: int | str | None = None, *, wait: bool = False
+    ) -> bool:
         """True if they are in, False if the key was put before. `wait`: for room, instead of dropping the oldest."""
         while wait and self.queue.full():
             await self.queue.freed.wait()
         return self.queue.put(samples, param_version, key)
 
-    async def get_samples(self, count: int = 1, *, current_param_version: int, timeout_s: float | None = None) -> list[Any]:
+    async def get_samples(
+        self, count: int = 1, *, current_param_version: int, timeout_s: float | None = None
+    ) -> list[Any]:
         """`count` fresh samples, oldest first. Raises TimeoutError when they do not come in time."""
         async with asyncio.timeout(timeout_s):
             while (items := self.queue.get(count, current_param_version)) is None:

@@ -50,7 +50,9 @@ class QueueServer:
             server.address = address
         else:
             host, _, port = place.rpartition(":")
-            server._server = await asyncio.start_server(server._connected, host, int(port), limit=WINDOW)
+            server._server = await asyncio.start_server(
+                server._connected, host, int(port), limit=WINDOW
+            )
             server.address = f"tcp://{host}:{server._server.sockets[0].getsockname()[1]}"
         return server
 
@@ -77,13 +79,23 @@ class QueueServer:
                 return
             if hello["producer"]:
                 connection.producer = Producer(*hello["producer"])
-                self.queue.fence(Producer(connection.producer.name, connection.producer.incarnation - 1))  # a new one replaces the old
+                self.queue.fence(
+                    Producer(connection.producer.name, connection.producer.incarnation - 1)
+                )  # a new one replaces the old
             _write(writer, {"welcome": True})
             while True:
                 header, body = await _receive(reader)
                 connection.answer(header, body)
                 await writer.drain()  # who does not read its answers is not asked for more
-        except (*_LEFT, TimeoutError, ValueError, KeyError, TypeError, RecursionError, asyncio.CancelledError):
+        except (
+            *_LEFT,
+            TimeoutError,
+            ValueError,
+            KeyError,
+            TypeError,
+            RecursionError,
+            asyncio.CancelledError,
+        ):
             pass  # it has left, it never spoke our language, or we are closing
         finally:
             connection.end()
@@ -146,18 +158,29 @@ class _Connection:
             return False
         lease, items = leased
         self._leases.add(lease)
-        payloads = [item.payload if isinstance(item.payload, Buffer) else encode(item.payload) for item in items]
-        _write(self._writer, {"id": header["id"], "lease": lease, "sizes": [len(payload) for payload in payloads]}, *payloads)
+        payloads = [
+            item.payload if isinstance(item.payload, Buffer) else encode(item.payload)
+            for item in items
+        ]
+        _write(
+            self._writer,
+            {"id": header["id"], "lease": lease, "sizes": [len(payload) for payload in payloads]},
+            *payloads,
+        )
         return True
 
     def _refuse(self, header: Header, error: Exception) -> None:
-        _write(self._writer, {"id": header["id"], "error": type(error).__name__, "message": str(error)})
+        _write(
+            self._writer, {"id": header["id"], "error": type(error).__name__, "message": str(error)}
+        )
 
 
 class RemoteQueueClient:
     """`put_samples` and `get_samples` of a queue in another process."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str
+    ) -> None:
         self._reader, self._writer, self._address = reader, writer, address
         self._ids = itertools.count(1)
         self._pending: dict[int, asyncio.Future[tuple[Header, Buffer]]] = {}
@@ -165,35 +188,72 @@ class RemoteQueueClient:
         self._listener = asyncio.ensure_future(self._listen())
 
     @classmethod
-    async def connect(cls, address: str, token: str, producer: Producer | None = None) -> "RemoteQueueClient":
+    async def connect(
+        cls, address: str, token: str, producer: Producer | None = None
+    ) -> "RemoteQueueClient":
         """`producer`: who puts; a later incarnation under the same name shuts this one out."""
         try:
             async with asyncio.timeout(HELLO_S):
                 reader, writer = await _open(address)
         except OSError as error:
-            raise WorkerDied(f"nobody serves a message queue at {address}: {str(error) or 'no answer'}") from None
+            raise WorkerDied(
+                f"nobody serves a message queue at {address}: {str(error) or 'no answer'}"
+            ) from None
         try:
-            _write(writer, {"token": token, "producer": [producer.name, producer.incarnation] if producer else None})
+            _write(
+                writer,
+                {
+                    "token": token,
+                    "producer": [producer.name, producer.incarnation] if producer else None,
+                },
+            )
             async with asyncio.timeout(HELLO_S):
                 await _receive(reader, HELLO_BYTES)
         except (*_LEFT, ValueError, TimeoutError) as error:
             writer.close()
-            why = "did not let us in: the token is another one" if isinstance(error, _LEFT) else "is none: it does not speak our language"
+            why = (
+                "did not let us in: the token is another one"
+                if isinstance(error, _LEFT)
+                else "is none: it does not speak our language"
+            )
             raise ConfigError(f"the queue at {address} {why}") from None
         return cls(reader, writer, address)
 
-    async def put_samples(self, samples: Group, param_version: int, key: int | str | None = None, *, wait: bool = False) -> bool:
+    async def put_samples(
+        self,
+        samples: Group,
+        param_version: int,
+        key: int | str | None = None,
+        *,
+        wait: bool = False,
+    ) -> bool:
         """True if they are in, False if the key was put before. `wait`: for room, instead of dropping the oldest."""
-        header = {"action": "put", "version": param_version, "key": samples.seq if key is None else key, "wait": wait}
+        header = {
+            "action": "put",
+            "version": param_version,
+            "key": samples.seq if key is None else key,
+            "wait": wait,
+        }
         reply, _ = await self._ask(header, encode(samples))
         return bool(reply["in"])
 
-    async def get_samples(self, count: int = 1, *, current_param_version: int, timeout_s: float | None = None) -> list[Group]:
+    async def get_samples(
+        self, count: int = 1, *, current_param_version: int, timeout_s: float | None = None
+    ) -> list[Group]:
         """`count` fresh samples, oldest first, ours until `acknowledge`; TimeoutError when they do not come in time."""
-        reply, body = await self._ask({"action": "get", "count": count, "version": current_param_version, "timeout_s": timeout_s})
+        reply, body = await self._ask(
+            {
+                "action": "get",
+                "count": count,
+                "version": current_param_version,
+                "timeout_s": timeout_s,
+            }
+        )
         self._leases.append(reply["lease"])
         view, ends = memoryview(body), list(itertools.accumulate(reply["sizes"]))
-        return [decode(view[end - size : end]) for size, end in zip(reply["sizes"], ends, strict=True)]
+        return [
+            decode(view[end - size : end]) for size, end in zip(reply["sizes"], ends, strict=True)
+        ]
 
     async def acknowledge(self) -> None:
         """All that was taken so far has been used, and must not come back."""
@@ -282,4 +342,6 @@ def _parse(address: str) -> tuple[str, str]:
             place = address.removeprefix(prefix)
             if kind == "unix" or place.rpartition(":")[2].isdigit():
                 return kind, place
-    raise ConfigError(f"{address!r} is not the address of a queue; write unix:/path or tcp://host:port")
+    raise ConfigError(
+        f"{address!r} is not the address of a queue; write unix:/path or tcp://host:port"
+    )

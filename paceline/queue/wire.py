@@ -41,7 +41,12 @@ def encode(group: Group) -> bytes:
         for trajectory, text in zip(group.trajectories, texts, strict=True)
     ]
     turn_rows = [
-        (_SAME if turn.prompt == asked else len(turn.prompt), len(turn.completion), FINISHES.index(turn.completion.finish), turn.reward)
+        (
+            _SAME if turn.prompt == asked else len(turn.prompt),
+            len(turn.completion),
+            FINISHES.index(turn.completion.finish),
+            turn.reward,
+        )
         for turn in turns
     ]
     head = _header(group, len(turns))
@@ -63,7 +68,12 @@ def _header(group: Group, turns: int) -> bytes:
     header: dict[str, Any] = {
         "format": FORMAT,
         "seq": group.seq,
-        "prompt": [group.prompt.uid, len(group.prompt.tokens), group.prompt.text, dict(group.prompt.row)],
+        "prompt": [
+            group.prompt.uid,
+            len(group.prompt.tokens),
+            group.prompt.text,
+            dict(group.prompt.row),
+        ],
         "times": [group.started_s, group.finished_s],
         "baseline": group.baseline,
         "details": [dict(trajectory.details) for trajectory in group.trajectories],
@@ -72,7 +82,9 @@ def _header(group: Group, turns: int) -> bytes:
     try:
         return json.dumps(header, separators=(",", ":")).encode()
     except TypeError as error:
-        raise WireError(f"the row of prompt {group.prompt.uid} cannot travel: {error}; use numbers, text, lists and tables") from None
+        raise WireError(
+            f"the row of prompt {group.prompt.uid} cannot travel: {error}; use numbers, text, lists and tables"
+        ) from None
 
 
 def decode(buffer: Buffer) -> Group:
@@ -80,7 +92,9 @@ def decode(buffer: Buffer) -> Group:
     try:
         return _decode(buffer)
     except (ValueError, KeyError, IndexError, TypeError, struct.error) as error:
-        raise WireError(f"{len(buffer)} bytes that are not a group of format {FORMAT}: {error}") from error
+        raise WireError(
+            f"{len(buffer)} bytes that are not a group of format {FORMAT}: {error}"
+        ) from error
 
 
 def _decode(buffer: Buffer) -> Group:
@@ -96,7 +110,10 @@ def _decode(buffer: Buffer) -> Group:
         at += array.nbytes
         return array
 
-    trajectory_table, turn_table = take(_TRAJECTORY, len(header["details"])), take(_TURN, header["turns"])
+    trajectory_table, turn_table = (
+        take(_TRAJECTORY, len(header["details"])),
+        take(_TURN, header["turns"]),
+    )
     uid, asked_length, prompt_text, fields = header["prompt"]
     asked = tuple(take("<i4", asked_length).tolist())
     others = take("<i4", int(turn_table["prompt"].clip(0).sum())).tolist()
@@ -109,12 +126,31 @@ def _decode(buffer: Buffer) -> Group:
         shown += max(0, length)
         part = slice(made, made + answer)
         made += answer
-        turns.append(Turn(prompt, Completion(tokens[part], logprobs[part], versions[part], FINISHES[finish]), reward))
+        turns.append(
+            Turn(
+                prompt,
+                Completion(tokens[part], logprobs[part], versions[part], FINISHES[finish]),
+                reward,
+            )
+        )
     trajectories = []
     first = 0
-    for (count, text_length, scored, reward), details in zip(trajectory_table.tolist(), header["details"], strict=True):
+    for (count, text_length, scored, reward), details in zip(
+        trajectory_table.tolist(), header["details"], strict=True
+    ):
         text = bytes(take("u1", text_length)).decode("utf-8", "surrogatepass")
-        trajectories.append(Trajectory(tuple(turns[first : first + count]), text, reward if scored else None, details))
+        trajectories.append(
+            Trajectory(
+                tuple(turns[first : first + count]), text, reward if scored else None, details
+            )
+        )
         first += count
     started, finished = header["times"]
-    return Group(header["seq"], Prompt(uid, asked, prompt_text, fields), tuple(trajectories), started, finished, header["baseline"])
+    return Group(
+        header["seq"],
+        Prompt(uid, asked, prompt_text, fields),
+        tuple(trajectories),
+        started,
+        finished,
+        header["baseline"],
+    )

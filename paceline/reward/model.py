@@ -29,9 +29,13 @@ def check_reward_model(name: str) -> None:
     config = load_config(name)
     kinds = getattr(config, "architectures", None) or ["of unknown kind"]
     if not any("SequenceClassification" in kind for kind in kinds):
-        raise ModelError(f"reward.model = {name!r} is {kinds[0]}; a reward model is a sequence-classification model with one label")
+        raise ModelError(
+            f"reward.model = {name!r} is {kinds[0]}; a reward model is a sequence-classification model with one label"
+        )
     if config.num_labels != 1:
-        raise ModelError(f"reward.model = {name!r} has {config.num_labels} labels; a reward model has one: how good the answer is")
+        raise ModelError(
+            f"reward.model = {name!r} has {config.num_labels} labels; a reward model has one: how good the answer is"
+        )
     load_tokenizer(name)
 
 
@@ -48,14 +52,21 @@ class RewardModel:
         self._batch_tokens = batch_tokens
         self._pad = self._model.config.pad_token_id
         if self._pad is None:
-            log.warning("reward model %s names no pad token, so answers are scored one at a time", name)
+            log.warning(
+                "reward model %s names no pad token, so answers are scored one at a time", name
+            )
 
     def score(self, prompt: str, messages: Messages, answers: Sequence[str]) -> list[float]:
         """One number per answer to the prompt, given as text and as chat messages. Raises RewardError."""
         rows = [self._tokens(prompt, messages, answer) for answer in answers]
-        longest, limit = max(map(len, rows)), getattr(self._model.config, "max_position_embeddings", math.inf)
+        longest, limit = (
+            max(map(len, rows)),
+            getattr(self._model.config, "max_position_embeddings", math.inf),
+        )
         if longest > limit:
-            raise RewardError(f"prompt and answer have {longest} tokens, reward model {self.name} reads at most {limit}")
+            raise RewardError(
+                f"prompt and answer have {longest} tokens, reward model {self.name} reads at most {limit}"
+            )
         scores = [0.0] * len(rows)
         for batch in self._batches(rows):
             for index, value in zip(batch, self._forward([rows[i] for i in batch]), strict=True):
@@ -68,11 +79,16 @@ class RewardModel:
         if not has_template(self._tokenizer):
             plain: list[int] = self._tokenizer(prompt + answer)["input_ids"]
             return plain
-        conversation = [*(dict(message) for message in messages), {"role": "assistant", "content": answer}]
+        conversation = [
+            *(dict(message) for message in messages),
+            {"role": "assistant", "content": answer},
+        ]
         try:
             text = self._tokenizer.apply_chat_template(conversation, tokenize=False)
         except TemplateError as error:
-            raise RewardError(f"the chat template of reward model {self.name} refuses the conversation: {error}") from error
+            raise RewardError(
+                f"the chat template of reward model {self.name} refuses the conversation: {error}"
+            ) from error
         tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return tokens
 
@@ -91,7 +107,12 @@ class RewardModel:
         ids = torch.tensor([row + [padding] * (longest - len(row)) for row in rows])
         mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
         device = self._model.device
-        values: list[float] = self._model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits[:, 0].float().tolist()
+        values: list[float] = (
+            self._model(input_ids=ids.to(device), attention_mask=mask.to(device))
+            .logits[:, 0]
+            .float()
+            .tolist()
+        )
         return values
 
 
@@ -105,7 +126,9 @@ class ModelReward:
         answers = [trajectory.text for trajectory in trajectories]
         messages = conversation(prompt.row[self._prompt_key], self._system)
         try:
-            scores: list[float] = await self._worker.call(Role.REWARD, "score", prompt.text, messages, answers)
+            scores: list[float] = await self._worker.call(
+                Role.REWARD, "score", prompt.text, messages, answers
+            )
         except RewardError as error:
             raise RewardError(f"prompt {prompt.uid!r}: {error}") from error
         return scores

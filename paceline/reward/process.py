@@ -41,7 +41,14 @@ class Worker:
         self._connection, theirs = Pipe()
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "paceline.reward.worker", str(theirs.fileno()), str(os.getpid()), function],
+            [
+                sys.executable,
+                "-m",
+                "paceline.reward.worker",
+                str(theirs.fileno()),
+                str(os.getpid()),
+                function,
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -61,7 +68,9 @@ class Worker:
             raise ConfigError(f"reward.function = {self.function!r}: {message['problem']}")
         self._ready = True
 
-    def score(self, answers: Sequence[str], row: Mapping[str, Any], uid: str, timeout_s: float) -> list[Score]:
+    def score(
+        self, answers: Sequence[str], row: Mapping[str, Any], uid: str, timeout_s: float
+    ) -> list[Score]:
         """Scored one after the other, each with its own deadline, but sent together, as far as a pipe takes it without a reader."""
         what = f"reward {self.function!r}, prompt {uid!r}"
         self.wait_ready()
@@ -101,7 +110,9 @@ class Worker:
     def _receive(self, timeout_s: float, what: str, limit: str) -> dict[str, Any]:
         try:
             if not self._answers_within(timeout_s):
-                raise _Lost(f"{what}: no answer within {timeout_s:g} s {limit}; its process was killed")
+                raise _Lost(
+                    f"{what}: no answer within {timeout_s:g} s {limit}; its process was killed"
+                )
             message: dict[str, Any] = json.loads(self._connection.recv_bytes())
         except (EOFError, OSError) as e:
             with suppress(subprocess.TimeoutExpired):
@@ -150,7 +161,9 @@ class ProcessReward:
         """Start all workers and load the function; raises ConfigError if it cannot be loaded."""
         loop = asyncio.get_running_loop()
         try:
-            await asyncio.gather(*(loop.run_in_executor(self._threads, self._start_one) for _ in range(self._count)))
+            await asyncio.gather(
+                *(loop.run_in_executor(self._threads, self._start_one) for _ in range(self._count))
+            )
         except BaseException:
             await self.close()
             raise
@@ -159,7 +172,9 @@ class ProcessReward:
         if self._closed:
             raise RewardError(f"reward {self._function!r}, prompt {prompt.uid!r}: closed")
         answers = [t.text for t in trajectories]
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._score, prompt, answers)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, self._score, prompt, answers
+        )
 
     async def close(self) -> None:
         """End all workers. A call still running fails with RewardError."""
@@ -201,13 +216,17 @@ class ProcessReward:
                 worker = Worker(self._function)
             except OSError as e:
                 have = len(self._workers)
-                raise RewardError(f"reward {self._function!r}: a process could not be started beside {have} others: {e}") from e
+                raise RewardError(
+                    f"reward {self._function!r}: a process could not be started beside {have} others: {e}"
+                ) from e
             self._workers.add(worker)
         return worker
 
     def _score(self, prompt: Prompt, answers: list[str]) -> list[Score]:
         try:
-            worker = self._idle.get_nowait()  # there are as many workers as threads, so this fails only after close
+            worker = (
+                self._idle.get_nowait()
+            )  # there are as many workers as threads, so this fails only after close
         except queue.Empty:
             raise RewardError(f"reward {self._function!r}, prompt {prompt.uid!r}: closed") from None
         try:

@@ -40,7 +40,9 @@ class RewardSettings(Settings):
     @model_validator(mode="after")
     def _one_judge(self) -> Self:
         if self.function is not None and self.model is not None:
-            raise ValueError(f"reward.function = {self.function!r} and reward.model = {self.model!r} are both set; keep one of them")
+            raise ValueError(
+                f"reward.function = {self.function!r} and reward.model = {self.model!r} are both set; keep one of them"
+            )
         return self
 
 
@@ -70,7 +72,9 @@ class TrustedReward:
             try:
                 call(self._function, "", row)
             except Problem as e:
-                raise DataError(f"{where} cannot be judged with reward.function = {self.name!r}: {e}") from e
+                raise DataError(
+                    f"{where} cannot be judged with reward.function = {self.name!r}: {e}"
+                ) from e
 
     async def close(self) -> None:
         return
@@ -80,17 +84,28 @@ class OwnReward:
     """A function of the program that started the run, in its own process: async in the event loop, otherwise in threads beside it."""
 
     def __init__(self, function: OwnFunction, timeout_s: float) -> None:
-        self.name, self._function, self._timeout_s = getattr(function, "__qualname__", repr(function)), function, timeout_s
+        self.name, self._function, self._timeout_s = (
+            getattr(function, "__qualname__", repr(function)),
+            function,
+            timeout_s,
+        )
 
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> Sequence[Score]:
         where = f"reward {self.name!r}, prompt {prompt.uid!r}"
         try:
             async with asyncio.timeout(self._timeout_s):
-                return [as_reward(value) for value in await asyncio.gather(*(self._one(t.text, prompt.row) for t in trajectories))]
+                return [
+                    as_reward(value)
+                    for value in await asyncio.gather(
+                        *(self._one(t.text, prompt.row) for t in trajectories)
+                    )
+                ]
         except Problem as e:
             raise RewardError(f"{where}: {e}") from e
         except TimeoutError as e:
-            raise RewardError(f"{where}: no answer within {self._timeout_s:g} s (reward.timeout_s)") from e
+            raise RewardError(
+                f"{where}: no answer within {self._timeout_s:g} s (reward.timeout_s)"
+            ) from e
 
     async def _one(self, answer: str, row: Mapping[str, Any]) -> Any:
         try:
@@ -104,7 +119,9 @@ class OwnReward:
         return
 
 
-async def open_reward(settings: RewardSettings, task: str | None, own: OwnFunction | None = None) -> Reward:
+async def open_reward(
+    settings: RewardSettings, task: str | None, own: OwnFunction | None = None
+) -> Reward:
     """The reward the settings ask for, or the caller's own, loaded, checked and ready. Close it at the end."""
     if own is not None:
         return OwnReward(own, settings.timeout_s)
@@ -119,7 +136,9 @@ async def open_reward(settings: RewardSettings, task: str | None, own: OwnFuncti
         return TrustedReward(chosen.spec, chosen.score)
     if name in verify.IN_PROCESS:
         return TrustedReward(name, verify.IN_PROCESS[name])
-    reward = ProcessReward(await asyncio.to_thread(_locate, name), settings.timeout_s, settings.workers)
+    reward = ProcessReward(
+        await asyncio.to_thread(_locate, name), settings.timeout_s, settings.workers
+    )
     await reward.start()
     return reward
 

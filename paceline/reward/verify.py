@@ -16,8 +16,12 @@ LONGEST_NUMBER = 60  # characters; longer ones are compared as text
 _MINUS = "\u2212"  # the typographic one
 _LOOKS = re.compile(r"\s|\$|\\left(?![a-z])|\\right(?![a-z])|\\[,!; ]")
 _TEXT = re.compile(r"\\(?:text|mathrm|mbox)\{([^{}]*)\}")
-_FRACTION = re.compile(rf"([-{_MINUS}]?)(?:\\frac\{{(\d{{1,30}})\}}\{{(\d{{1,30}})\}}|(\d{{1,30}})/(\d{{1,30}}))")
-_GROUPED = re.compile(rf"[-+{_MINUS}]?(?:(?:\d+|\d{{1,3}}(?:,\d{{3}})+)(?:\.\d+)?|\.\d+)")  # "1,2" is no number
+_FRACTION = re.compile(
+    rf"([-{_MINUS}]?)(?:\\frac\{{(\d{{1,30}})\}}\{{(\d{{1,30}})\}}|(\d{{1,30}})/(\d{{1,30}}))"
+)
+_GROUPED = re.compile(
+    rf"[-+{_MINUS}]?(?:(?:\d+|\d{{1,3}}(?:,\d{{3}})+)(?:\.\d+)?|\.\d+)"
+)  # "1,2" is no number
 _NUMBER = re.compile(rf"(?:(?<!\d)[-+{_MINUS}])?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 
 
@@ -54,13 +58,20 @@ def regex(answer: str, row: Mapping[str, Any]) -> float:
     return float(_same(found, _result(row)))
 
 
-IN_PROCESS: dict[str, Function] = {"exact": exact, "last_number": last_number, "boxed": boxed, "tagged": tagged}
+IN_PROCESS: dict[str, Function] = {
+    "exact": exact,
+    "last_number": last_number,
+    "boxed": boxed,
+    "tagged": tagged,
+}
 
 
 def _expected(row: Mapping[str, Any]) -> str:
     answer = row.get("answer")
     if answer is None:
-        raise ValueError(f"the row has no 'answer' to compare with, but {', '.join(map(repr, row))}; set data.answer_key to one of them")
+        raise ValueError(
+            f"the row has no 'answer' to compare with, but {', '.join(map(repr, row))}; set data.answer_key to one of them"
+        )
     if not isinstance(answer, str | int | float | Decimal):
         raise ValueError(f"row['answer'] is {type(answer).__name__}; expected text or a number")
     return str(answer)
@@ -76,7 +87,11 @@ def _last_number(text: str) -> Decimal | None:
     last = None
     for match in _NUMBER.finditer(text):
         last = match[0]
-    return None if last is None else Decimal(last.replace(_MINUS, "-").translate({ord(","): None, ord("$"): None}))
+    return (
+        None
+        if last is None
+        else Decimal(last.replace(_MINUS, "-").translate({ord(","): None, ord("$"): None}))
+    )
 
 
 def _last_boxed(text: str) -> str | None:
@@ -98,7 +113,11 @@ def _same(found: str | None, wanted: str) -> bool:
 
 def _plain(text: str) -> str:
     """Without what changes only the look: spaces, dollar signs, sizes of brackets and fractions, a final stop."""
-    return _TEXT.sub(r"\1", _LOOKS.sub("", text.strip().rstrip("."))).replace("dfrac", "frac").replace("tfrac", "frac")
+    return (
+        _TEXT.sub(r"\1", _LOOKS.sub("", text.strip().rstrip(".")))
+        .replace("dfrac", "frac")
+        .replace("tfrac", "frac")
+    )
 
 
 def _number(text: str) -> Fraction | None:

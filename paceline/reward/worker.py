@@ -35,7 +35,10 @@ class Problem(Exception):
 # A parameter that gives away what a reward was written for, and how it is called from ours.
 FOREIGN = {
     "completions": ("TRL", "return {name}(completions=[answer], **row)[0]"),
-    "solution_str": ("verl", 'return {name}(row["data_source"], answer, row["reward_model"]["ground_truth"], row.get("extra_info"))'),
+    "solution_str": (
+        "verl",
+        'return {name}(row["data_source"], answer, row["reward_model"]["ground_truth"], row.get("extra_info"))',
+    ),
 }
 
 
@@ -47,7 +50,9 @@ def find_callable(spec: str) -> Callable[..., Any]:
     for part in name.split("."):
         if not hasattr(found, part):
             have = [n for n, f in vars(module).items() if callable(f) and not n.startswith("_")]
-            raise Problem(f"no {name!r} in {module.__file__}; it has {', '.join(have) or 'no functions'}")
+            raise Problem(
+                f"no {name!r} in {module.__file__}; it has {', '.join(have) or 'no functions'}"
+            )
         found = getattr(found, part)
     if not callable(found):
         raise Problem(f"{name!r} in {module.__file__} is {type(found).__name__}, not a function")
@@ -59,13 +64,20 @@ def find_function(spec: str) -> Callable[..., Any]:
     function, name = find_callable(spec), spec.rpartition(":")[2]
     try:
         signature = inspect.signature(function.__call__ if inspect.isclass(function) else function)
-        wanted_by, how = next((FOREIGN[parameter] for parameter in signature.parameters if parameter in FOREIGN), ("", ""))
+        wanted_by, how = next(
+            (FOREIGN[parameter] for parameter in signature.parameters if parameter in FOREIGN),
+            ("", ""),
+        )
         if wanted_by:
             how = f"def reward(answer, row): {how.format(name=name)}"
-            raise Problem(f"{name}{signature} is written for {wanted_by}; here a reward is called as reward(answer, row). Wrap it: {how}")
+            raise Problem(
+                f"{name}{signature} is written for {wanted_by}; here a reward is called as reward(answer, row). Wrap it: {how}"
+            )
         signature.bind(*([None] if inspect.isclass(function) else []), "", {})
     except TypeError as e:
-        raise Problem(f"{name}{signature} cannot be called as reward(answer, row), where row is the data set row as a dict: {e}") from e
+        raise Problem(
+            f"{name}{signature} cannot be called as reward(answer, row), where row is the data set row as a dict: {e}"
+        ) from e
     except ValueError:
         pass  # some built-in functions do not tell their signature
     if inspect.isgeneratorfunction(function):
@@ -79,8 +91,14 @@ def as_reward(value: Any) -> float | dict[str, float]:
     if isinstance(value, Mapping):
         named = {"reward" if name == "score" else str(name): part for name, part in value.items()}
         if "reward" not in named:
-            raise Problem(f"returned {_short(value)}; a dict needs a 'reward' (the rest is for the record)")
-        return {name: _number(part) for name, part in named.items() if name == "reward" or _is_number(part)}
+            raise Problem(
+                f"returned {_short(value)}; a dict needs a 'reward' (the rest is for the record)"
+            )
+        return {
+            name: _number(part)
+            for name, part in named.items()
+            if name == "reward" or _is_number(part)
+        }
     return _number(value)
 
 
@@ -98,11 +116,15 @@ def _number(value: Any) -> float:
     except OverflowError:
         number = math.inf
     if not abs(number) <= LARGEST:
-        raise Problem(f"returned {_short(value)} ({type(value).__name__}); expected a finite number")
+        raise Problem(
+            f"returned {_short(value)} ({type(value).__name__}); expected a finite number"
+        )
     return number
 
 
-def call(function: Callable[..., Any], answer: str, row: Mapping[str, Any]) -> float | dict[str, float]:
+def call(
+    function: Callable[..., Any], answer: str, row: Mapping[str, Any]
+) -> float | dict[str, float]:
     """The function's reward; raises Problem with its exception and the line that raised it."""
     try:
         value = function(answer, row)
@@ -111,7 +133,9 @@ def call(function: Callable[..., Any], answer: str, row: Mapping[str, Any]) -> f
 
             value = asyncio.run(value)
     except (Exception, SystemExit) as e:
-        raise Problem(f"raised {type(e).__name__}: {_short(str(e), quote=False)}{_line(e, function)}") from e
+        raise Problem(
+            f"raised {type(e).__name__}: {_short(str(e), quote=False)}{_line(e, function)}"
+        ) from e
     return as_reward(value)
 
 
@@ -135,7 +159,9 @@ def _load_module(name: str) -> Any:
     except ModuleNotFoundError as e:
         if e.name is None or not (name == e.name or name.startswith(e.name + ".")):
             raise  # the module is there; something it imports is not
-        raise Problem(f"no module {name!r}; looked in {', '.join(p or os.getcwd() for p in sys.path)}") from e
+        raise Problem(
+            f"no module {name!r}; looked in {', '.join(p or os.getcwd() for p in sys.path)}"
+        ) from e
 
 
 def _load_file(file: Path) -> Any:
@@ -183,9 +209,17 @@ def main(fd: int, parent: int, spec: str) -> None:
     except Problem as e:
         return reply(problem=str(e))
     except (Exception, SystemExit) as e:
-        frame = [f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith("<")][-1]
-        place, what = (f"{frame.filename}:{frame.lineno}", e) if not isinstance(e, SyntaxError) else (f"{e.filename}:{e.lineno}", e.msg)
-        return reply(problem=f"importing it raised {type(e).__name__}: {_short(str(what), quote=False)} ({place})")
+        frame = [
+            f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith("<")
+        ][-1]
+        place, what = (
+            (f"{frame.filename}:{frame.lineno}", e)
+            if not isinstance(e, SyntaxError)
+            else (f"{e.filename}:{e.lineno}", e.msg)
+        )
+        return reply(
+            problem=f"importing it raised {type(e).__name__}: {_short(str(what), quote=False)} ({place})"
+        )
     reply(ready=True)
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_watch, args=(connection, requests), daemon=True).start()

@@ -83,14 +83,20 @@ class EngineClient:
     def _flush(self) -> None:
         if self._outbox and not self.worker.died.done():
             requests, self._outbox = self._outbox, []
-            self.worker.start_call(Role.ROLLOUT, "submit", requests).add_done_callback(partial(self._submitted, requests))
+            self.worker.start_call(Role.ROLLOUT, "submit", requests).add_done_callback(
+                partial(self._submitted, requests)
+            )
 
-    def _submitted(self, requests: list[Request], reply: "asyncio.Future[list[tuple[str, RolloutError]]]") -> None:
+    def _submitted(
+        self, requests: list[Request], reply: "asyncio.Future[list[tuple[str, RolloutError]]]"
+    ) -> None:
         """Those that the engine refuses fail; all of them when it stumbled."""
         if reply.cancelled():
             return  # the run is over
         stumbled = reply.exception()
-        for request_id, error in [(request.id, stumbled) for request in requests] if stumbled else reply.result():
+        for request_id, error in (
+            [(request.id, stumbled) for request in requests] if stumbled else reply.result()
+        ):
             future = self._running.pop(request_id, None)
             if future and not future.done():
                 future.set_exception(error)

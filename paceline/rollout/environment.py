@@ -38,7 +38,9 @@ class SingleTurn:
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         completion = await generate(prompt.tokens)
-        return Trajectory(turns=(Turn(prompt.tokens, completion),), text=self._decode(completion.tokens.tolist()))
+        return Trajectory(
+            turns=(Turn(prompt.tokens, completion),), text=self._decode(completion.tokens.tolist())
+        )
 
 
 class OwnEnvironment:
@@ -62,9 +64,13 @@ class OwnEnvironment:
             raise
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
-            raise self._problem(prompt, f"raised {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})") from error
+            raise self._problem(
+                prompt, f"raised {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+            ) from error
         if not isinstance(trajectory, Trajectory) or not trajectory.turns:
-            raise self._problem(prompt, f"returned {trajectory!r:.80}; expected a Trajectory with at least one turn")
+            raise self._problem(
+                prompt, f"returned {trajectory!r:.80}; expected a Trajectory with at least one turn"
+            )
         tokens: tuple[int, ...] = ()
         for number, turn in enumerate(trajectory.turns, 1):
             tokens += turn.prompt
@@ -73,7 +79,9 @@ class OwnEnvironment:
                 wrong = "is not what was generated: generate() must be shown the tokens of all turns so far, and no others"
                 raise self._problem(prompt, f"turn {number} {wrong}")
             if not math.isfinite(turn.reward):
-                raise self._problem(prompt, f"turn {number} has the reward {turn.reward}; expected a finite number")
+                raise self._problem(
+                    prompt, f"turn {number} has the reward {turn.reward}; expected a finite number"
+                )
             tokens += tuple(completion.tokens.tolist())
         return trajectory
 
@@ -81,13 +89,19 @@ class OwnEnvironment:
         return RolloutError(f"environment {self._name}, prompt {prompt.uid!r}: {what}")
 
 
-def open_environment(chosen: "str | MakeEnvironment | None", tokenizer: "PreTrainedTokenizerBase") -> Environment:
+def open_environment(
+    chosen: "str | MakeEnvironment | None", tokenizer: "PreTrainedTokenizerBase"
+) -> Environment:
     """The agent loop that "file.py:Class" or a function makes for this tokenizer; without one, a single turn."""
     if chosen is None:
         ends = stop_token_ids(tokenizer)  # not all of which every tokenizer calls special
 
         def text(tokens: list[int]) -> str:
-            return str(tokenizer.decode(tokens[:-1] if tokens[-1] in ends else tokens, skip_special_tokens=True))
+            return str(
+                tokenizer.decode(
+                    tokens[:-1] if tokens[-1] in ends else tokens, skip_special_tokens=True
+                )
+            )
 
         return SingleTurn(text)
     name = chosen if isinstance(chosen, str) else getattr(chosen, "__qualname__", repr(chosen))
@@ -102,5 +116,7 @@ def open_environment(chosen: "str | MakeEnvironment | None", tokenizer: "PreTrai
             f"rollout.environment = {name!r}: making it raised {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
         ) from error
     if not inspect.iscoroutinefunction(getattr(own, "run", None)):
-        raise ConfigError(f"rollout.environment = {name!r} has no method `async def run(self, prompt, generate)`")
+        raise ConfigError(
+            f"rollout.environment = {name!r} has no method `async def run(self, prompt, generate)`"
+        )
     return OwnEnvironment(name, own)

@@ -59,14 +59,24 @@ class Fleet:
         self.changed = changed or Pulse()
         self._pool = pool  # names of new workers begin with it
         self._launch = launch
-        self._silence_s, self._loading_s = heartbeat_timeout_s, max(heartbeat_timeout_s, loading_timeout_s)
+        self._silence_s, self._loading_s = (
+            heartbeat_timeout_s,
+            max(heartbeat_timeout_s, loading_timeout_s),
+        )
         self._max_restarts = max_restarts
         self._incarnations = itertools.count()
         self._members = [
-            Member(engine.worker.name, next(self._incarnations), engine, elastic=launch is not None and engine.worker.name not in shared)
+            Member(
+                engine.worker.name,
+                next(self._incarnations),
+                engine,
+                elastic=launch is not None and engine.worker.name not in shared,
+            )
             for engine in engines
         ]
-        self._names = {member.name for member in self._members}  # in use, also by those that are being started
+        self._names = {
+            member.name for member in self._members
+        }  # in use, also by those that are being started
         self._lost: list[EngineClient] = []  # incarnations that were declared dead
         self._closing: set[asyncio.Task[None]] = set()
         self._told: set[asyncio.Future[None]] = set()  # to pause or to go on
@@ -98,7 +108,11 @@ class Fleet:
     def complaints(self) -> list[str]:
         """What keeps engines from taking work, in words."""
         starting = self._names - {member.name for member in self._members}
-        complaints = [f"worker {member.name!r} is {member.state}" for member in self._members if not member.in_rotation]
+        complaints = [
+            f"worker {member.name!r} is {member.state}"
+            for member in self._members
+            if not member.in_rotation
+        ]
         return complaints + [f"worker {name!r} is being started" for name in sorted(starting)]
 
     @property
@@ -145,7 +159,10 @@ class Fleet:
             self._take_out(member, error)
             self._lost.append(member.engine)
             failures = 1 if member.answers else member.failures + 1
-            log.warning("%s; its unfinished groups go to other engines, and it is replaced", str(error).partition("; last lines")[0])
+            log.warning(
+                "%s; its unfinished groups go to other engines, and it is replaced",
+                str(error).partition("; last lines")[0],
+            )
             await self._start(member.name, failures, error)
             self.replaced += 1
 
@@ -155,17 +172,26 @@ class Fleet:
         beat = asyncio.ensure_future(member.engine.stats())
         try:
             while not beat.done():
-                silent_s, may_be_s = clock() - asked, self._loading_s if member.loading else self._silence_s
+                silent_s, may_be_s = (
+                    clock() - asked,
+                    self._loading_s if member.loading else self._silence_s,
+                )
                 if member.elastic and silent_s >= may_be_s:
-                    raise WorkerDied(f"worker {member.name!r} has been silent for {silent_s:.0f} s (fleet.heartbeat_timeout_s)")
-                await asyncio.wait({beat}, timeout=max(0.01, may_be_s - silent_s) if member.elastic else None)
+                    raise WorkerDied(
+                        f"worker {member.name!r} has been silent for {silent_s:.0f} s (fleet.heartbeat_timeout_s)"
+                    )
+                await asyncio.wait(
+                    {beat}, timeout=max(0.01, may_be_s - silent_s) if member.elastic else None
+                )
         finally:
             beat.cancel()
         member.stats, member.heard_s = beat.result(), clock()
         if before and member.heard_s > heard:
             member.tokens_per_s = (member.stats.tokens - before.tokens) / (member.heard_s - heard)
 
-    async def _start(self, name: str, failures: int = 0, cause: PacelineError | None = None) -> Member:
+    async def _start(
+        self, name: str, failures: int = 0, cause: PacelineError | None = None
+    ) -> Member:
         """Start a worker under this name, again and again until it stands or the budget is used up."""
         assert self._launch and self._tasks and self._catch_up
         while failures <= self._max_restarts:
@@ -176,7 +202,14 @@ class Fleet:
                 log.warning("worker %r could not be started: %s", name, error)
                 failures, cause = failures + 1, error
                 continue
-            member = Member(name, next(self._incarnations), engine, state=State.STARTING, version=-1, failures=failures)
+            member = Member(
+                name,
+                next(self._incarnations),
+                engine,
+                state=State.STARTING,
+                version=-1,
+                failures=failures,
+            )
             self._members.append(member)
             self._watch(member)
             self._tasks.create_task(self._catch_up(member))
@@ -201,11 +234,19 @@ class Fleet:
     async def add(self, count: int = 1) -> list[str]:
         """Start more engines; once they have fetched the current weights they take work."""
         if self._launch is None or self._tasks is None:
-            raise ConfigError("workers cannot be added: the engine shares its worker with the trainer; give rollout a pool of its own")
-        free = (name for number in itertools.count(1) if (name := f"{self._pool}-{number}") not in self._names)
+            raise ConfigError(
+                "workers cannot be added: the engine shares its worker with the trainer; give rollout a pool of its own"
+            )
+        free = (
+            name
+            for number in itertools.count(1)
+            if (name := f"{self._pool}-{number}") not in self._names
+        )
         names = list(itertools.islice(free, count))
         self._names.update(names)
-        started = await asyncio.gather(*(self._start(name) for name in names), return_exceptions=True)
+        started = await asyncio.gather(
+            *(self._start(name) for name in names), return_exceptions=True
+        )
         for name, outcome in zip(names, started, strict=True):
             if isinstance(outcome, BaseException):
                 self._names.discard(name)
@@ -214,20 +255,35 @@ class Fleet:
 
     async def remove(self, name: str) -> None:
         """Let an engine go; its unfinished answers go on elsewhere from where they are."""
-        member = next((member for member in self._members if member.name == name and member.state is not State.LEAVING), None)
+        member = next(
+            (
+                member
+                for member in self._members
+                if member.name == name and member.state is not State.LEAVING
+            ),
+            None,
+        )
         if member is None:
-            raise ConfigError(f"there is no rollout worker {name!r}; there are {', '.join(m.name for m in self._members)}")
+            raise ConfigError(
+                f"there is no rollout worker {name!r}; there are {', '.join(m.name for m in self._members)}"
+            )
         if not member.elastic:
             raise ConfigError(f"worker {name!r} cannot be removed: it plays other roles too")
         if self.in_rotation in ([], [member]):
-            raise ConfigError(f"worker {name!r} cannot be removed: no other is in rotation; add one first")
+            raise ConfigError(
+                f"worker {name!r} cannot be removed: no other is in rotation; add one first"
+            )
         member.state = State.LEAVING
         self._watches.pop(member.incarnation).cancel()
         try:
             async with asyncio.timeout(self._silence_s):
                 await member.engine.pause(OnSync.INTERRUPT)
         except (TimeoutError, WorkerDied) as failed:
-            log.warning("worker %r did not hand back its answers (%s); they start over elsewhere", name, failed)
+            log.warning(
+                "worker %r did not hand back its answers (%s); they start over elsewhere",
+                name,
+                failed,
+            )
         self._take_out(member, WorkerDied(f"worker {name!r} was removed"))
         self._names.discard(name)
 
@@ -263,7 +319,11 @@ class Fleet:
                 if not member.elastic:
                     raise
 
-        told = [(member, asyncio.ensure_future(guarded(member))) for member in self if member.state is not State.LEAVING]
+        told = [
+            (member, asyncio.ensure_future(guarded(member)))
+            for member in self
+            if member.state is not State.LEAVING
+        ]
         self._told = {task for task in self._told if not task.done()} | {task for _, task in told}
         await asyncio.gather(*(task for member, task in told if member.in_rotation))
 

@@ -35,7 +35,9 @@ class RolloutSettings(Settings):
     engine: Literal["native", "vllm"] = "native"
     """What generates: our own engine, or vLLM (the extra "vllm")."""
     vllm: VllmSettings = VllmSettings()
-    max_response_length: int = Field(64, ge=1, validation_alias=AliasChoices("max_response_length", "max_new_tokens"))
+    max_response_length: int = Field(
+        64, ge=1, validation_alias=AliasChoices("max_response_length", "max_new_tokens")
+    )
     """Tokens an answer may have."""
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -78,7 +80,9 @@ class Rollouter:
         self.changed = fleet.changed
         self._holds: set[str] = set()  # who wants it to be paused
         self._fleet = fleet
-        self._router = Router(fleet, hedge_after_s, slots and 2 * slots)  # so many again wait there, and no slot is ever idle
+        self._router = Router(
+            fleet, hedge_after_s, slots and 2 * slots
+        )  # so many again wait there, and no slot is ever idle
         self._environment = environment
         self._reward = reward
         self._sampling = sampling
@@ -90,7 +94,9 @@ class Rollouter:
         self._timeout = generation_timeout
         self._ids = itertools.count()
         self._stages: dict[int, str] = {}  # what becomes of a group just now
-        self._deadlines: dict[asyncio.Timeout, float] = {}  # of running generations -> seconds left when paused
+        self._deadlines: dict[
+            asyncio.Timeout, float
+        ] = {}  # of running generations -> seconds left when paused
 
     async def run(self, seq: int, prompt: Prompt) -> Group:
         """All attempts at one prompt, scored. Raises RolloutError or RewardError."""
@@ -108,29 +114,55 @@ class Rollouter:
         late: list[RolloutError] = []
         try:
             async with asyncio.TaskGroup() as tasks:
-                started_tasks = [tasks.create_task(self._attempt(lane, seq, index, prompt, late)) for index in range(self._group_size)]
+                started_tasks = [
+                    tasks.create_task(self._attempt(lane, seq, index, prompt, late))
+                    for index in range(self._group_size)
+                ]
                 if self._greedy_baseline:
                     greedy = tasks.create_task(self._attempt(lane, seq, GREEDY, prompt, late))
         except BaseExceptionGroup as failed:
             raise first_error(failed) from None
         finally:
             lane.close()
-        trajectories = [trajectory for task in started_tasks if (trajectory := task.result()) is not None]
+        trajectories = [
+            trajectory for task in started_tasks if (trajectory := task.result()) is not None
+        ]
         baseline = greedy.result() if self._greedy_baseline else None
         self._stages[seq] = "scored by the reward"
         scored = await self._score(prompt, trajectories + ([baseline] if baseline else []))
-        return Group(seq, prompt, scored[: len(trajectories)], started, clock(), scored[-1].total_reward if baseline else None)
+        return Group(
+            seq,
+            prompt,
+            scored[: len(trajectories)],
+            started,
+            clock(),
+            scored[-1].total_reward if baseline else None,
+        )
 
-    async def _score(self, prompt: Prompt, trajectories: list[Trajectory]) -> tuple[Trajectory, ...]:
+    async def _score(
+        self, prompt: Prompt, trajectories: list[Trajectory]
+    ) -> tuple[Trajectory, ...]:
         scores = await self._reward.score(prompt, trajectories)
-        named = [dict(score) if isinstance(score, Mapping) else {"reward": score} for score in scores]
-        if len(named) != len(trajectories) or not all(math.isfinite(number) for score in named for number in score.values()):
-            raise RewardError(f"the reward of prompt {prompt.uid} gave {scores!r}; expected {len(trajectories)} finite numbers")
-        return tuple(trajectory.scored(score.pop("reward"), score) for trajectory, score in zip(trajectories, named, strict=True))
+        named = [
+            dict(score) if isinstance(score, Mapping) else {"reward": score} for score in scores
+        ]
+        if len(named) != len(trajectories) or not all(
+            math.isfinite(number) for score in named for number in score.values()
+        ):
+            raise RewardError(
+                f"the reward of prompt {prompt.uid} gave {scores!r}; expected {len(trajectories)} finite numbers"
+            )
+        return tuple(
+            trajectory.scored(score.pop("reward"), score)
+            for trajectory, score in zip(trajectories, named, strict=True)
+        )
 
     def doing(self) -> list[str]:
         """What becomes of groups just now, in words."""
-        return [f"{count} group(s) are being {what}" for what, count in Counter(self._stages.values()).items()]
+        return [
+            f"{count} group(s) are being {what}"
+            for what, count in Counter(self._stages.values()).items()
+        ]
 
     @property
     def paused(self) -> bool:
@@ -174,7 +206,9 @@ class Rollouter:
         while self.paused or not lane.settle():
             await self.changed.wait()
 
-    async def _attempt(self, lane: Lane, seq: int, index: int, prompt: Prompt, late: list[RolloutError]) -> Trajectory | None:
+    async def _attempt(
+        self, lane: Lane, seq: int, index: int, prompt: Prompt, late: list[RolloutError]
+    ) -> Trajectory | None:
         """One attempt; None when it failed and the group may go on without it."""
         try:
             return await self._environment.run(prompt, self._generate(lane, seq, index, prompt))
@@ -198,7 +232,9 @@ class Rollouter:
             left, losses = self._timeout, lane.losses
             while completion is None or completion.finish is Finish.INTERRUPT:
                 await self._settle(lane)
-                request = Request(f"{seq}.{index}.{next(self._ids)}", context, seed, sampling, completion)
+                request = Request(
+                    f"{seq}.{index}.{next(self._ids)}", context, seed, sampling, completion
+                )
                 try:
                     completion, left = await self._timed(lane, request, left)
                 except TimeoutError:
@@ -208,7 +244,9 @@ class Rollouter:
                 if lane.losses > losses:  # it starts over, and so does its time
                     left, losses = self._timeout, lane.losses
             if completion.finish is Finish.ABORT:
-                raise RolloutError(f"attempt {index} at prompt {prompt.uid} was aborted after {len(completion)} tokens")
+                raise RolloutError(
+                    f"attempt {index} at prompt {prompt.uid} was aborted after {len(completion)} tokens"
+                )
             return completion
 
         return generate
@@ -220,7 +258,11 @@ class Rollouter:
             try:
                 completion = await lane.generate(request)
                 when = deadline.when()
-                left = self._deadlines[deadline] if when is None else when - asyncio.get_running_loop().time()
+                left = (
+                    self._deadlines[deadline]
+                    if when is None
+                    else when - asyncio.get_running_loop().time()
+                )
                 return completion, max(0.0, left)
             finally:
                 del self._deadlines[deadline]

@@ -19,7 +19,9 @@ MAX_LOSSES = 3  # engines that may die under a prompt before the prompt is suspe
 
 
 class Router:
-    def __init__(self, members: Iterable[Member], hedge_after_s: float | None = None, most: int | None = None) -> None:
+    def __init__(
+        self, members: Iterable[Member], hedge_after_s: float | None = None, most: int | None = None
+    ) -> None:
         """`members`: the live view of who is there. `hedge_after_s`: start a late answer on a second engine too. `most`: an engine that
         has so many attempts gets no more; None: whatever comes."""
         self.hedge_after_s = hedge_after_s
@@ -29,7 +31,9 @@ class Router:
 
     def choose(self, avoid: Member | None = None) -> Member | None:
         """The engine in rotation with the most room; the first of equals, so that a wave of prompts is always dealt out alike."""
-        candidates = [member for member in self._members if member.in_rotation and member is not avoid]
+        candidates = [
+            member for member in self._members if member.in_rotation and member is not avoid
+        ]
         free = [member for member in candidates if self._has_room(member)]
         self._waited_for |= not free
         return min(free, key=_pressure, default=None)
@@ -110,7 +114,9 @@ class Lane:
             if alive:
                 self._killed.add(member.incarnation)
             if len(self._killed) >= MAX_LOSSES:
-                raise RolloutError(f"{MAX_LOSSES} engines died while they generated request {request.id}; the last: {error}") from error
+                raise RolloutError(
+                    f"{MAX_LOSSES} engines died while they generated request {request.id}; the last: {error}"
+                ) from error
             return _handed_back(request)
         member.answers += completion.finish is not Finish.INTERRUPT
         return completion
@@ -121,7 +127,9 @@ class Lane:
         try:
             done, _ = await asyncio.wait(tasks, timeout=after_s)
             if not done and (other := self._router.choose(avoid=member)):
-                tasks.append(asyncio.ensure_future(self._on(other, replace(request, id=f"{request.id}+"))))
+                tasks.append(
+                    asyncio.ensure_future(self._on(other, replace(request, id=f"{request.id}+")))
+                )
             best: Completion | None = None
             for task in asyncio.as_completed(tasks):
                 completion = await task
@@ -137,4 +145,6 @@ class Lane:
 
 def _handed_back(request: Request) -> Completion:
     """What is known of an answer whose engine is gone: how far it was when it came there."""
-    return replace(request.partial, finish=Finish.INTERRUPT) if request.partial else empty_completion()
+    return (
+        replace(request.partial, finish=Finish.INTERRUPT) if request.partial else empty_completion()
+    )

@@ -43,12 +43,16 @@ class SteppedEngine(Protocol):
     def abort(self, ids: Sequence[str]) -> Finished: ...
     def interrupt(self) -> Finished: ...
     def settle(self) -> None: ...
-    def load(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int) -> None: ...
+    def load(
+        self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int
+    ) -> None: ...
     def set_version(self, version: int) -> None: ...
 
 
 class RolloutService:
-    def __init__(self, engine: SteppedEngine, trainer_weights: TrainerWeights | None = None) -> None:
+    def __init__(
+        self, engine: SteppedEngine, trainer_weights: TrainerWeights | None = None
+    ) -> None:
         """`trainer_weights`: where to copy from when the trainer is in the same worker but has its weights in another form."""
         self._engine = engine
         self._trainer_weights = trainer_weights
@@ -101,10 +105,14 @@ class RolloutService:
     def gpu(self) -> str | None:
         return this_gpu()
 
-    def stream_weights(self, kind: str, layout: Layout, host: str, token: bytes, sources: Sequence[Address]) -> int:
+    def stream_weights(
+        self, kind: str, layout: Layout, host: str, token: bytes, sources: Sequence[Address]
+    ) -> int:
         """Load from another machine, by "stream" or also by "collective"; the port where others can fetch what this one has."""
         if self._receiver is None:
-            self._receiver = (CollectiveReceiver if kind == "collective" else StreamReceiver)(layout, host, token)
+            self._receiver = (CollectiveReceiver if kind == "collective" else StreamReceiver)(
+                layout, host, token
+            )
         self._receiver.sources = sources
         return self._receiver.server.port
 
@@ -135,14 +143,19 @@ class RolloutService:
         if (receiver := self._receiver) is not None:
             receiver.fetch(weights.version)
             return Later(
-                lambda: receiver.done(weights.version), lambda: self._engine.load(receiver.tensors(weights).items(), weights.version)
+                lambda: receiver.done(weights.version),
+                lambda: self._engine.load(receiver.tensors(weights).items(), weights.version),
             )
         if self._block is None:
-            raise SyncError(f"weights of version {weights.version} were announced before the shared memory was attached")
+            raise SyncError(
+                f"weights of version {weights.version} were announced before the shared memory was attached"
+            )
         self._block.verify(weights)
         self._whole = False
         self._engine.load(self._block.tensors.items(), weights.version)
-        self._block.verify(weights)  # nobody waits for a late engine: the trainer may have begun to write the next version
+        self._block.verify(
+            weights
+        )  # nobody waits for a late engine: the trainer may have begun to write the next version
         self._whole = True
         return None
 

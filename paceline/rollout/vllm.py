@@ -18,14 +18,18 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the other one knows no logits processors
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the worker is pinned to its cores already
+os.environ.setdefault(
+    "VLLM_CPU_OMP_THREADS_BIND", "nobind"
+)  # the worker is pinned to its cores already
 
 import numpy as np
 import torch
 from torch import Tensor
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling one small function would cost the first request seconds
+    os.environ.setdefault(
+        "TORCHDYNAMO_DISABLE", "1"
+    )  # compiling one small function would cost the first request seconds
 
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.outputs import RequestOutput
@@ -50,7 +54,9 @@ class Draw(LogitsProcessor):  # type: ignore[misc]
     its log-probability. The mode "processed_logits" reports that number as it is."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self._rows: dict[int, tuple[tuple[int, float, int, float], int, list[int]]] = {}  # how to draw, prompt length, tokens so far
+        self._rows: dict[
+            int, tuple[tuple[int, float, int, float], int, list[int]]
+        ] = {}  # how to draw, prompt length, tokens so far
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -59,7 +65,11 @@ class Draw(LogitsProcessor):  # type: ignore[misc]
         process_dict_updates(self._rows, batch_update, _row)
 
     def apply(self, logits: Tensor) -> Tensor:
-        rows = [self._rows[row] for row in range(len(logits))] if len(self._rows) >= len(logits) else []
+        rows = (
+            [self._rows[row] for row in range(len(logits))]
+            if len(self._rows) >= len(logits)
+            else []
+        )
         if not rows:
             return logits  # vLLM is warming up
         seeds, temperature, top_k, top_p = zip(*(how for how, _, _ in rows), strict=True)
@@ -72,10 +82,14 @@ class Draw(LogitsProcessor):  # type: ignore[misc]
             np.array(top_p, np.float32),
         )
         chosen = torch.from_numpy(tokens.astype(np.int64)).to(logits.device).unsqueeze(1)
-        return logits.fill_(-torch.inf).scatter_(1, chosen, torch.from_numpy(logprobs).to(logits.device).unsqueeze(1))
+        return logits.fill_(-torch.inf).scatter_(
+            1, chosen, torch.from_numpy(logprobs).to(logits.device).unsqueeze(1)
+        )
 
 
-def _row(params: SamplingParams, prompt: list[int] | None, made: list[int]) -> tuple[tuple[int, float, int, float], int, list[int]]:
+def _row(
+    params: SamplingParams, prompt: list[int] | None, made: list[int]
+) -> tuple[tuple[int, float, int, float], int, list[int]]:
     return params.extra_args[HOW], len(prompt or ()), made
 
 
@@ -91,10 +105,19 @@ class Running:
     @classmethod
     def of(cls, request: Request) -> "Running":
         made = request.partial
-        return cls(request) if made is None else cls(request, made.tokens.tolist(), made.logprobs.tolist(), made.versions.tolist())
+        return (
+            cls(request)
+            if made is None
+            else cls(request, made.tokens.tolist(), made.logprobs.tolist(), made.versions.tolist())
+        )
 
     def completion(self, finish: Finish) -> Completion:
-        return Completion(np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32), np.array(self.versions, np.int32), finish)
+        return Completion(
+            np.array(self.tokens, np.int32),
+            np.array(self.logprobs, np.float32),
+            np.array(self.versions, np.int32),
+            finish,
+        )
 
 
 class VllmEngine:
@@ -125,7 +148,9 @@ class VllmEngine:
                 dtype=dtype,
                 max_model_len=max_length,
                 max_num_seqs=slots,
-                max_num_batched_tokens=max(8192 if torch.cuda.is_available() else 2048, max_length, slots),
+                max_num_batched_tokens=max(
+                    8192 if torch.cuda.is_available() else 2048, max_length, slots
+                ),
                 kv_cache_memory_bytes=cache,
                 gpu_memory_utilization=memory_share(sum(self._bytes.values())),
                 enforce_eager=settings.eager or not torch.cuda.is_available(),
@@ -198,20 +223,33 @@ class VllmEngine:
         for output in self._engine.step() if self._running else ():
             finish = self._take(output)
             if finish is not None:
-                finished.append((output.request_id, self._running.pop(output.request_id).completion(finish)))
+                finished.append(
+                    (output.request_id, self._running.pop(output.request_id).completion(finish))
+                )
         return finished
 
     def abort(self, ids: Sequence[str]) -> Finished:
         """Give these up and return what they have; unknown ids are ignored."""
-        finished = [(id, self._waiting.pop(id).completion(Finish.ABORT)) for id in ids if id in self._waiting]
+        finished = [
+            (id, self._waiting.pop(id).completion(Finish.ABORT))
+            for id in ids
+            if id in self._waiting
+        ]
         finished += [(id, self._ended.pop(id)) for id in ids if id in self._ended]
-        return finished + [(running.request.id, running.completion(Finish.ABORT)) for running in self._stop(ids)]
+        return finished + [
+            (running.request.id, running.completion(Finish.ABORT)) for running in self._stop(ids)
+        ]
 
     def interrupt(self) -> Finished:
         """Empty the engine: everything comes back as it stands, to be resumed from there."""
         finished = list(self._ended.items())
-        finished += [(id, running.completion(Finish.INTERRUPT)) for id, running in self._waiting.items()]
-        finished += [(running.request.id, running.completion(Finish.INTERRUPT)) for running in self._stop(list(self._running))]
+        finished += [
+            (id, running.completion(Finish.INTERRUPT)) for id, running in self._waiting.items()
+        ]
+        finished += [
+            (running.request.id, running.completion(Finish.INTERRUPT))
+            for running in self._stop(list(self._running))
+        ]
         self._ended.clear()
         self._waiting.clear()
         return finished
@@ -219,11 +257,17 @@ class VllmEngine:
     def settle(self) -> None:
         """Nothing is under way between two steps."""
 
-    def load(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load(
+        self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int
+    ) -> None:
         """Take over new weights, all or none (SyncError). Running sequences go on with the keys and values they have."""
         incoming = tensors if isinstance(tensors, Mapping) else dict(tensors)
         self._check_weights({name: tuple(incoming[name].shape) for name in incoming})
-        self._load("reload_weights", version, weights_iterator=((name, incoming[name]) for name in incoming))
+        self._load(
+            "reload_weights",
+            version,
+            weights_iterator=((name, incoming[name]) for name in incoming),
+        )
 
     def set_version(self, version: int) -> None:
         """Nobody changes vLLM's weights in place: its layers have them in a form of their own."""
@@ -258,21 +302,34 @@ class VllmEngine:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # whoever wrote them may write the next ones when this returns
         except Exception as error:
-            raise SyncError(f"vLLM could not load the weights of version {version}: {type(error).__name__}: {error}") from error
+            raise SyncError(
+                f"vLLM could not load the weights of version {version}: {type(error).__name__}: {error}"
+            ) from error
         self._whole, self._version = True, version
 
     def _check_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        missing, unknown = sorted(self._expected.keys() - shapes.keys()), sorted(shapes.keys() - self._expected.keys())
+        missing, unknown = (
+            sorted(self._expected.keys() - shapes.keys()),
+            sorted(shapes.keys() - self._expected.keys()),
+        )
         if missing or unknown:
             raise SyncError(
                 f"new weights: {len(missing)} missing {missing[:4]}, {len(unknown)} unknown {unknown[:4]}; send all of the model's"
             )
         for name, shape in shapes.items():
             if shape != self._expected[name]:
-                raise SyncError(f"new weights: {name} has shape {shape}, the model has {self._expected[name]}")
+                raise SyncError(
+                    f"new weights: {name} has shape {shape}, the model has {self._expected[name]}"
+                )
 
     def _check(self, request: Request, taken: set[str]) -> None:
-        problem = refusal(request, request.id in taken, self._max_length, self._vocabulary, self._decode is not None)
+        problem = refusal(
+            request,
+            request.id in taken,
+            self._max_length,
+            self._vocabulary,
+            self._decode is not None,
+        )
         if problem:
             raise RolloutError(f"request {request.id!r} cannot be generated: {problem}")
 
@@ -281,16 +338,22 @@ class VllmEngine:
         context = [*request.prompt, *running.tokens]
         params = SamplingParams(
             temperature=0.0,  # `Draw` has drawn already
-            max_tokens=min(sampling.max_new_tokens - len(running.tokens), self._max_length - len(context)),
+            max_tokens=min(
+                sampling.max_new_tokens - len(running.tokens), self._max_length - len(context)
+            ),
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,
             logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args={HOW: (request.seed % 2**64, sampling.temperature, sampling.top_k, sampling.top_p)},
+            extra_args={
+                HOW: (request.seed % 2**64, sampling.temperature, sampling.top_k, sampling.top_p)
+            },
         )
         # keys and values of other weights are not to be found by a new sequence
-        self._engine.add_request(request.id, {"prompt_token_ids": context, "cache_salt": str(self._version)}, params)
+        self._engine.add_request(
+            request.id, {"prompt_token_ids": context, "cache_salt": str(self._version)}, params
+        )
         self._running[request.id] = running
 
     def _take(self, output: RequestOutput) -> Finish | None:
@@ -307,7 +370,11 @@ class VllmEngine:
             running.versions.append(self._version)
             self._tokens_sampled += 1
         stops = running.request.sampling.stop
-        if stops and self._decode and ends_in_stop(np.array(running.tokens, np.int32), stops, self._decode):
+        if (
+            stops
+            and self._decode
+            and ends_in_stop(np.array(running.tokens, np.int32), stops, self._decode)
+        ):
             if not output.finished:
                 self._engine.abort_request([output.request_id])
             return Finish.STOP

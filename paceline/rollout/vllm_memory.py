@@ -17,7 +17,12 @@ def expected_weights(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
 
 
 def kv_bytes(
-    config: PretrainedConfig, weights: dict[str, tuple[int, ...]], dtype: str, slots: int, max_length: int, fraction: float
+    config: PretrainedConfig,
+    weights: dict[str, tuple[int, ...]],
+    dtype: str,
+    slots: int,
+    max_length: int,
+    fraction: float,
 ) -> int:
     """What all slots can use, but at most this fraction of what the weights leave free."""
     item = getattr(torch, dtype).itemsize
@@ -29,12 +34,19 @@ def kv_bytes(
 
 
 def weight_bytes(weights: dict[str, tuple[int, ...]], dtype: str) -> int:
-    return sum(torch.Size(shape).numel() for shape in weights.values()) * getattr(torch, dtype).itemsize
+    return (
+        sum(torch.Size(shape).numel() for shape in weights.values())
+        * getattr(torch, dtype).itemsize
+    )
 
 
 def memory_share(size: int) -> float:
     """Of the device's memory: what must be free for vLLM to start."""
-    total = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    total = (
+        torch.cuda.mem_get_info()[1]
+        if torch.cuda.is_available()
+        else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    )
     return min(0.95, size / total)
 
 

@@ -27,7 +27,9 @@ def check_vllm() -> str:
                 f"pip install '{package}>={_dotted(OLDEST)},<{NEWEST[0]}.{NEWEST[1] + 1}'"
             )
         return found
-    raise ConfigError(f"rollout.engine = 'vllm' needs vLLM ({_span()}), which is not installed: pip install 'paceline[vllm]'")
+    raise ConfigError(
+        f"rollout.engine = 'vllm' needs vLLM ({_span()}), which is not installed: pip install 'paceline[vllm]'"
+    )
 
 
 def _span() -> str:

@@ -20,7 +20,13 @@ class WeightBlock:
     """Named tensors over the bytes; in a file that others map too, or (no path) in memory of its own, of the host or of a device, or in
     memory that is there already."""
 
-    def __init__(self, path: str | None, layout: Layout, device: str = "cpu", over: "torch.Tensor | None" = None) -> None:
+    def __init__(
+        self,
+        path: str | None,
+        layout: Layout,
+        device: str = "cpu",
+        over: "torch.Tensor | None" = None,
+    ) -> None:
         import torch
 
         size = block_size(layout)
@@ -56,7 +62,9 @@ class WeightBlock:
 
     def check_complete(self, missing: set[str]) -> None:
         if missing:
-            raise SyncError(f"the trainer did not export {sorted(missing)[:3]}; all {len(self.tensors)} tensors of the layout are needed")
+            raise SyncError(
+                f"the trainer did not export {sorted(missing)[:3]}; all {len(self.tensors)} tensors of the layout are needed"
+            )
 
     def checksum(self) -> int:
         total = 0
@@ -78,11 +86,16 @@ def add_to_checksum(total: int, piece: "torch.Tensor") -> int:
 
 def check(found: int, weights: Weights) -> None:
     if found != weights.checksum:
-        raise SyncError(f"weights of version {weights.version} arrived damaged: checksum {found:#x}, expected {weights.checksum:#x}")
+        raise SyncError(
+            f"weights of version {weights.version} arrived damaged: checksum {found:#x}, expected {weights.checksum:#x}"
+        )
 
 
 def layout_of(tensors: "Iterable[tuple[str, torch.Tensor]]") -> Layout:
-    return [(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors]
+    return [
+        (name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        for name, tensor in tensors
+    ]
 
 
 def block_size(layout: Layout) -> int:

@@ -41,7 +41,12 @@ class Circle:
 
         dist: Any = torch.distributed
         use_interface(store[0])
-        meeting = dist.TCPStore(*store, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=MEET_TIMEOUT_S))
+        meeting = dist.TCPStore(
+            *store,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=MEET_TIMEOUT_S),
+        )
         prefix = dist.PrefixStore(f"circle {epoch}", meeting)
         timeout = timedelta(seconds=TIMEOUT_S)
         if torch.cuda.is_available():
@@ -128,7 +133,12 @@ class CollectiveSource(StreamSource):
             return super().write(tensors, version)
         self._new_shelf()
         self._shelf.readers += 1
-        self._sender = threading.Thread(target=self._send, args=(self._circle, self._shelf, version), name="weights", daemon=True)
+        self._sender = threading.Thread(
+            target=self._send,
+            args=(self._circle, self._shelf, version),
+            name="weights",
+            daemon=True,
+        )
         self._sender.start()
         return self._fill(tensors, version)
 
@@ -146,7 +156,9 @@ class CollectiveSource(StreamSource):
         except RuntimeError as error:
             pieces.give_up()
             self._circle = None
-            log.warning("the broadcast of version %d failed, engines fetch the rest: %s", version, error)
+            log.warning(
+                "the broadcast of version %d failed, engines fetch the rest: %s", version, error
+            )
         finally:
             with self._changed:
                 shelf.readers -= 1
@@ -183,7 +195,9 @@ class CollectiveReceiver(StreamReceiver):
                 return
             except RuntimeError as error:
                 pieces.give_up()
-                log.warning("the broadcast of version %d failed, the rest is fetched: %s", version, error)
+                log.warning(
+                    "the broadcast of version %d failed, the rest is fetched: %s", version, error
+                )
         super()._fetch(shelf, version)
 
     def _receive(self, shelf: Shelf, pieces: Pieces) -> None:
@@ -204,14 +218,20 @@ class Collective(Stream):
 
     def __init__(self, trainer: Worker, layout: Layout, token: bytes, source: Address) -> None:
         super().__init__(trainer, layout, token, source)
-        self._rounds: dict[Worker, asyncio.Future[bool]] = {}  # members, and whether they got all of the last version by broadcast
+        self._rounds: dict[
+            Worker, asyncio.Future[bool]
+        ] = {}  # members, and whether they got all of the last version by broadcast
         self._epoch = 0
         self._new = False  # the circle has not broadcast a whole version yet
         self._failed: set[Worker] = set()
 
     async def publish(self, version: int) -> Weights:
         living = list(self._living())
-        able = [engine for engine in living if engine not in self._rounds or _answered(self._rounds[engine])]
+        able = [
+            engine
+            for engine in living
+            if engine not in self._rounds or _answered(self._rounds[engine])
+        ]
         went_well = all(_answered(answer) and answer.result() for answer in self._rounds.values())
         if self._new and not went_well:
             self._failed = set(self._rounds)  # not even their first broadcast went through
@@ -240,7 +260,10 @@ class Collective(Stream):
         size = len(engines) + 1
         store: Address = await self._trainer.call(Role.ACTOR, "circle_store")
         calls = [self._trainer.start_call(Role.ACTOR, "join_circle", self._epoch, size)]
-        calls += [engine.start_call(Role.ROLLOUT, "join_circle", store, self._epoch, rank, size) for rank, engine in enumerate(engines, 1)]
+        calls += [
+            engine.start_call(Role.ROLLOUT, "join_circle", store, self._epoch, rank, size)
+            for rank, engine in enumerate(engines, 1)
+        ]
         for call in calls:
             call.add_done_callback(seen)
         try:

@@ -40,7 +40,11 @@ def this_gpu() -> str | None:
     """Which GPU this process works on, by a name that is the same in every process."""
     import torch
 
-    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if torch.cuda.is_available() else None
+    return (
+        str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        if torch.cuda.is_available()
+        else None
+    )
 
 
 def handle_of(tensor: "torch.Tensor") -> Handle:
@@ -57,4 +61,7 @@ def mapped(handle: Handle) -> "torch.Tensor":
 
 def in_type(layout: Layout, dtype: str) -> Layout:
     """The same tensors with their numbers in another type."""
-    return [(name, shape, dtype if kind.startswith(("float", "bfloat")) else kind) for name, shape, kind in layout]
+    return [
+        (name, shape, dtype if kind.startswith(("float", "bfloat")) else kind)
+        for name, shape, kind in layout
+    ]

@@ -72,7 +72,10 @@ class Shelf:
     def wait(self, version: int, start: int) -> int:
         """How many bytes of `version` are there, once there are more than `start`; 0 when there will not be, or not in time."""
         with self._changed:
-            self._changed.wait_for(lambda: self.version > version or (self.version == version and self.filled > start), SILENCE_S)
+            self._changed.wait_for(
+                lambda: self.version > version or (self.version == version and self.filled > start),
+                SILENCE_S,
+            )
             return self.filled if self.version == version and self.filled > start else 0
 
     def free(self) -> bool:
@@ -88,7 +91,9 @@ class Shelf:
 class StreamServer:
     """Sends the bytes of a shelf to whoever knows the token and asks for a version that is there, or on its way."""
 
-    def __init__(self, host: str, token: bytes, shelf: Callable[[], Shelf], changed: threading.Condition) -> None:
+    def __init__(
+        self, host: str, token: bytes, shelf: Callable[[], Shelf], changed: threading.Condition
+    ) -> None:
         self._token, self._shelf, self._changed = token, shelf, changed
         self._socket = socket.create_server((host, 0))
         self.port: int = self._socket.getsockname()[1]
@@ -97,7 +102,9 @@ class StreamServer:
     def _accept(self) -> None:
         while True:
             connection, _ = self._socket.accept()
-            threading.Thread(target=self._serve, args=(connection,), name="weights", daemon=True).start()
+            threading.Thread(
+                target=self._serve, args=(connection,), name="weights", daemon=True
+            ).start()
 
     def _serve(self, connection: socket.socket) -> None:
         with connection:
@@ -140,15 +147,23 @@ class StreamSource:
 
     def _new_shelf(self) -> None:
         if not self._shelf.free():
-            self._shelf = Shelf(self._layout, self._changed)  # whoever is slow goes on reading the old one
+            self._shelf = Shelf(
+                self._layout, self._changed
+            )  # whoever is slow goes on reading the old one
 
     def _fill(self, tensors: "Iterable[tuple[str, torch.Tensor]]", version: int) -> int:
         shelf = self._shelf
         shelf.begin(version)
-        block, missing, names = shelf.block, set(shelf.block.tensors), [name for name, _, _ in self._layout]
+        block, missing, names = (
+            shelf.block,
+            set(shelf.block.tensors),
+            [name for name, _, _ in self._layout],
+        )
         for expected, (name, tensor) in zip(names, tensors, strict=False):
             if name != expected:
-                raise SyncError(f"the trainer exported {name} where {expected} was expected; the order may not change between versions")
+                raise SyncError(
+                    f"the trainer exported {name} where {expected} was expected; the order may not change between versions"
+                )
             block.tensors[name].copy_(tensor)
             missing.discard(name)
             while block.ends[name] - shelf.filled >= PIECE:
@@ -179,9 +194,13 @@ class StreamReceiver:
 
     def _start(self, version: int, *args: Any) -> None:
         if not (self.shelf.done and self.shelf.free()):
-            self.shelf = Shelf(self._layout, self._changed, self._device)  # somebody is still at the old one
+            self.shelf = Shelf(
+                self._layout, self._changed, self._device
+            )  # somebody is still at the old one
         self.shelf.begin(version)
-        self._thread = threading.Thread(target=self._fetch, args=(self.shelf, version, *args), name="weights", daemon=True)
+        self._thread = threading.Thread(
+            target=self._fetch, args=(self.shelf, version, *args), name="weights", daemon=True
+        )
         self._thread.start()
 
     def done(self, version: int) -> bool:
@@ -190,7 +209,9 @@ class StreamReceiver:
     def tensors(self, weights: Weights) -> "dict[str, torch.Tensor]":
         """What was fetched, if it is that."""
         if self.shelf.version != weights.version:
-            raise SyncError(f"version {weights.version} was overtaken by version {self.shelf.version}")
+            raise SyncError(
+                f"version {weights.version} was overtaken by version {self.shelf.version}"
+            )
         if self.shelf.failure:
             raise SyncError(f"version {weights.version} could not be fetched: {self.shelf.failure}")
         try:
@@ -221,7 +242,9 @@ class StreamReceiver:
                 while at < len(view):
                     got = connection.recv_into(view[at:], 0, socket.MSG_WAITALL)
                     if not got:
-                        raise ConnectionError(f"the connection ended after {start + at} of {shelf.size} bytes")
+                        raise ConnectionError(
+                            f"the connection ended after {start + at} of {shelf.size} bytes"
+                        )
                     at += got
                 if host is not piece:
                     piece.copy_(host)
@@ -241,7 +264,9 @@ class Stream:
     async def connect(cls, trainer: Worker, engines: Sequence[Worker]) -> "Stream":
         layout: Layout = await trainer.call(Role.ACTOR, "weights_layout")
         token = secrets.token_bytes(32)
-        port: int = await trainer.call(Role.ACTOR, "stream_weights", cls.KIND, layout, trainer.host, token)
+        port: int = await trainer.call(
+            Role.ACTOR, "stream_weights", cls.KIND, layout, trainer.host, token
+        )
         stream = cls(trainer, layout, token, (trainer.host, port))
         for engine in engines:
             await stream.attach(engine)
@@ -249,7 +274,9 @@ class Stream:
 
     async def publish(self, version: int) -> Weights:
         for engine in self._living():
-            engine.start_call(Role.ROLLOUT, "fetch_weights", version).add_done_callback(seen)  # while the trainer gathers
+            engine.start_call(Role.ROLLOUT, "fetch_weights", version).add_done_callback(
+                seen
+            )  # while the trainer gathers
         checksum: int = await self._trainer.call(Role.ACTOR, "publish_weights", version)
         return Weights(version, checksum)
 
@@ -258,11 +285,21 @@ class Stream:
         before = [address for other, address in self._living().items() if other is not engine]
         parent = before[(len(before) - 1) // FAN_OUT] if before else self._source
         sources = list(dict.fromkeys([parent, self._source]))
-        port: int = await engine.call(Role.ROLLOUT, "stream_weights", self.KIND, self._layout, engine.host, self._token, sources)
+        port: int = await engine.call(
+            Role.ROLLOUT,
+            "stream_weights",
+            self.KIND,
+            self._layout,
+            engine.host,
+            self._token,
+            sources,
+        )
         self._engines[engine] = engine.host, port
 
     def _living(self) -> dict[Worker, Address]:
-        self._engines = {engine: address for engine, address in self._engines.items() if not engine.died.done()}
+        self._engines = {
+            engine: address for engine, address in self._engines.items() if not engine.died.done()
+        }
         return self._engines
 
 

@@ -74,7 +74,9 @@ class ParameterSynchronizer:
     async def sync_weights(self, version: int) -> bool:
         """Make `version` live on all engines in rotation. True when it is; raises SyncError when it cannot be."""
         if version < self.version:
-            raise SyncError(f"weights of version {version} are older than version {self.version}, which the engines already have")
+            raise SyncError(
+                f"weights of version {version} are older than version {self.version}, which the engines already have"
+            )
         clock = asyncio.get_running_loop().time
         started = clock()
         if self._on_sync is not OnSync.SWAP:
@@ -100,7 +102,9 @@ class ParameterSynchronizer:
             except WorkerDied:
                 return  # its watch sees to it
             except (PacelineError, RuntimeError, OSError) as error:
-                current = weights is self._weights  # else new ones were published meanwhile: no wonder
+                current = (
+                    weights is self._weights
+                )  # else new ones were published meanwhile: no wonder
                 failures += current
                 why = str(error) or "no answer in time"
                 log.log(
@@ -111,7 +115,11 @@ class ParameterSynchronizer:
                     why,
                 )
                 if failures > self._settings.retries:
-                    member.engine.worker.fence(WorkerDied(f"worker {member.name!r} could not take new weights {failures} times: {error}"))
+                    member.engine.worker.fence(
+                        WorkerDied(
+                            f"worker {member.name!r} could not take new weights {failures} times: {error}"
+                        )
+                    )
                     return
                 await asyncio.sleep(BACK_OFF_S * 2**failures)
                 continue
@@ -137,14 +145,22 @@ class ParameterSynchronizer:
             except SyncError as error:
                 failure: Exception = error
             except TimeoutError:
-                failure = SyncError(f"no answer of {who} within sync.timeout_s = {self._settings.timeout_s:g} s")
-            log.warning("hand-over of version %d failed (attempt %d): %s", version, attempt + 1, failure)
-        raise SyncError(f"version {version} could not be handed over in {self._settings.retries + 1} attempts: {failure}") from failure
+                failure = SyncError(
+                    f"no answer of {who} within sync.timeout_s = {self._settings.timeout_s:g} s"
+                )
+            log.warning(
+                "hand-over of version %d failed (attempt %d): %s", version, attempt + 1, failure
+            )
+        raise SyncError(
+            f"version {version} could not be handed over in {self._settings.retries + 1} attempts: {failure}"
+        ) from failure
 
     async def _load_all(self, weights: Weights) -> None:
         """Until one engine has the weights, and a little longer for the others. If none takes them that is an error; if all have died,
         the first of those that replace them is waited for."""
-        loads = [asyncio.ensure_future(self._load(member, weights)) for member in self._fleet.in_rotation]
+        loads = [
+            asyncio.ensure_future(self._load(member, weights)) for member in self._fleet.in_rotation
+        ]
         try:
             failures = await self._failures(loads)
         finally:
@@ -182,5 +198,9 @@ class ParameterSynchronizer:
         self.version = version
         for member in self._fleet.in_rotation:
             if member.version < version:
-                log.warning("worker %r missed version %d; it gets no new work until it has caught up", member.name, version)
+                log.warning(
+                    "worker %r missed version %d; it gets no new work until it has caught up",
+                    member.name,
+                    version,
+                )
                 self._fleet.fell_behind(member)

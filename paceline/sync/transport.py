@@ -64,7 +64,11 @@ class SharedMemory:
 
     @property
     def _path(self) -> str:
-        return self._file.name if isinstance(self._file.name, str) else f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+        return (
+            self._file.name
+            if isinstance(self._file.name, str)
+            else f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+        )
 
 
 def shared_file(size: int, memory: str = "/dev/shm") -> IO[bytes]:
@@ -80,8 +84,15 @@ def shared_file(size: int, memory: str = "/dev/shm") -> IO[bytes]:
             return file
         except OSError as error:
             file.close()
-            log.warning("%s has no room for %.2f GB of weights on their way to the engines: %s", place, size / 1e9, error.strerror)
-    raise SyncError(f"no room for {size / 1e9:.2f} GB of weights in {' or '.join(places)}; make some, or set sync.transport = 'stream'")
+            log.warning(
+                "%s has no room for %.2f GB of weights on their way to the engines: %s",
+                place,
+                size / 1e9,
+                error.strerror,
+            )
+    raise SyncError(
+        f"no room for {size / 1e9:.2f} GB of weights in {' or '.join(places)}; make some, or set sync.transport = 'stream'"
+    )
 
 
 def _reserve(file: IO[bytes], size: int) -> None:

@@ -6,4 +6,6 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Weights:
     version: int
-    checksum: int | None = None  # over all bytes; None when the engine reads the trainer's own memory
+    checksum: int | None = (
+        None  # over all bytes; None when the engine reads the trainer's own memory
+    )

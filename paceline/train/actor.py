@@ -6,7 +6,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from paceline.algo.correction import fresh_tokens, importance_weights, named_measures, off_policy_measures
+from paceline.algo.correction import (
+    fresh_tokens,
+    importance_weights,
+    named_measures,
+    off_policy_measures,
+)
 from paceline.algo.loss import LossFn, PolicyLoss
 from paceline.algo.settings import AlgorithmSettings
 from paceline.errors import DataError
@@ -20,10 +25,20 @@ Metrics = dict[str, float]
 
 class Actor:
     def __init__(
-        self, engine: TrainEngine, algorithm: AlgorithmSettings, train: TrainSettings, total_steps: int, max_length: int | None = None
+        self,
+        engine: TrainEngine,
+        algorithm: AlgorithmSettings,
+        train: TrainSettings,
+        total_steps: int,
+        max_length: int | None = None,
     ) -> None:
         self.engine = engine
-        self._algorithm, self._train, self._total_steps, self._max_length = algorithm, train, total_steps, max_length
+        self._algorithm, self._train, self._total_steps, self._max_length = (
+            algorithm,
+            train,
+            total_steps,
+            max_length,
+        )
         self._seen_to_change = False
 
     def logprobs(self, batch: Batch) -> FloatArray:
@@ -33,30 +48,53 @@ class Actor:
     def update(self, batch: Batch, step: int, kl_coef: float | None = None) -> Metrics:
         """Train on a batch whose advantages are filled in; what happened, as numbers."""
         if batch.advantages is None:
-            raise DataError("the batch has no advantages: fill them in with paceline.algo.advantage.advantages first")
+            raise DataError(
+                "the batch has no advantages: fill them in with paceline.algo.advantage.advantages first"
+            )
         lr = self._train.learning_rate_at(step, self._total_steps)
         if not batch.mask.any():  # every answer was cut off and overlong = "mask"
-            return {"lr": lr, "tokens": 0.0, "updates": 0.0, "updates_skipped": 0.0, "weights_changed": 0.0}
+            return {
+                "lr": lr,
+                "tokens": 0.0,
+                "updates": 0.0,
+                "updates_skipped": 0.0,
+                "weights_changed": 0.0,
+            }
         s = self._algorithm
         measured: Metrics = {}
-        corrected = s.proximal == "recomputed" and (s.updates_per_step > 1 or s.correction == "m2po")
+        corrected = s.proximal == "recomputed" and (
+            s.updates_per_step > 1 or s.correction == "m2po"
+        )
         if corrected:
             batch, measured = correct(batch, self.logprobs(batch), s, step)
         before = None if self._seen_to_change else self._fingerprint()
-        metrics = train_on(self.engine, batch, PolicyLoss(s, step, kl_coef, self._max_length, corrected), s, lr, step)
+        metrics = train_on(
+            self.engine,
+            batch,
+            PolicyLoss(s, step, kl_coef, self._max_length, corrected),
+            s,
+            lr,
+            step,
+        )
         if before is not None:
             self._seen_to_change = before != self._fingerprint()
-            metrics["weights_changed"] = min(metrics["weights_changed"], float(self._seen_to_change))
+            metrics["weights_changed"] = min(
+                metrics["weights_changed"], float(self._seen_to_change)
+            )
         return metrics | measured
 
     def _fingerprint(self) -> list[float]:
         """A number per weight that a changed weight changes. Looked at until the first change is seen: a rate so small that
         rounding swallows it would show in nothing else."""
-        found: list[float] = torch.stack([weight.double().square().sum() for _, weight in self.engine.export_weights()]).tolist()
+        found: list[float] = torch.stack(
+            [weight.double().square().sum() for _, weight in self.engine.export_weights()]
+        ).tolist()
         return found
 
 
-def correct(batch: Batch, proximal: FloatArray, settings: AlgorithmSettings, step: int) -> tuple[Batch, Metrics]:
+def correct(
+    batch: Batch, proximal: FloatArray, settings: AlgorithmSettings, step: int
+) -> tuple[Batch, Metrics]:
     """The batch as if sampled by the trainer's own policy at the start of the step, and what that took.
 
     The weight of a token goes into its advantage: every objective scales with it exactly.
@@ -66,17 +104,30 @@ def correct(batch: Batch, proximal: FloatArray, settings: AlgorithmSettings, ste
     log_ratio = torch.from_numpy((proximal - batch.logprobs)[keep])
     rows = torch.from_numpy(np.repeat(np.arange(batch.num_rows), batch.lengths)[keep])
     rows = torch.unique(rows, return_inverse=True)[1]  # rows without a trained token do not count
-    sums, maxima = off_policy_measures(log_ratio, fresh_tokens(torch.from_numpy(batch.versions[keep]), rows, step))
+    sums, maxima = off_policy_measures(
+        log_ratio, fresh_tokens(torch.from_numpy(batch.versions[keep]), rows, step)
+    )
     weights = importance_weights(log_ratio, rows, settings)
     sums |= {"masked_share": weights.masked.sum(), "truncated_share": weights.truncated.sum()}
-    measures = {name: float(value) / len(rows) for name, value in sums.items()} | {name: float(value) for name, value in maxima.items()}
+    measures = {name: float(value) / len(rows) for name, value in sums.items()} | {
+        name: float(value) for name, value in maxima.items()
+    }
     advantages = batch.advantages.copy()
     advantages[keep] *= weights.values.numpy()
     shares = {name: measures[name] for name in ("masked_share", "truncated_share")}
-    return replace(batch, logprobs=proximal, advantages=advantages), named_measures(measures) | shares
+    return replace(batch, logprobs=proximal, advantages=advantages), named_measures(
+        measures
+    ) | shares
 
 
-def train_on(engine: TrainEngine, batch: Batch, loss: LossFn, algorithm: AlgorithmSettings, lr: float, step: int) -> Metrics:
+def train_on(
+    engine: TrainEngine,
+    batch: Batch,
+    loss: LossFn,
+    algorithm: AlgorithmSettings,
+    lr: float,
+    step: int,
+) -> Metrics:
     """Epochs x mini-batches of optimizer steps. Metrics are means over them; `_max` ones are maxima. What compares the trainer with
     the sampler is of the first pass alone: later ones have moved on purpose."""
     passes: list[Metrics] = []

@@ -12,7 +12,9 @@ def assemble(groups: Sequence[Group]) -> Batch:
     owners = [number for number, group in enumerate(groups) for _ in group.trajectories]
     attempts = [trajectory for group in groups for trajectory in group.trajectories]
     rows = [_row(attempt) for attempt in attempts]
-    tokens, mask, logprobs, versions, token_rewards = (np.concatenate(part) for part in zip(*rows, strict=True))
+    tokens, mask, logprobs, versions, token_rewards = (
+        np.concatenate(part) for part in zip(*rows, strict=True)
+    )
     baselines = [group.baseline for group in groups for _ in group.trajectories]
     return Batch(
         tokens=tokens,
@@ -22,7 +24,9 @@ def assemble(groups: Sequence[Group]) -> Batch:
         versions=versions,
         rewards=np.array([attempt.reward for attempt in attempts], np.float32),
         groups=np.array(owners, np.int32),
-        truncated=np.array([attempt.turns[-1].completion.finish is Finish.LENGTH for attempt in attempts]),
+        truncated=np.array(
+            [attempt.turns[-1].completion.finish is Finish.LENGTH for attempt in attempts]
+        ),
         token_rewards=token_rewards if token_rewards.any() else None,
         baselines=None if None in baselines else np.array(baselines, np.float32),
     )
@@ -40,4 +44,10 @@ def _row(trajectory: Trajectory) -> tuple[IntArray, BoolArray, FloatArray, IntAr
         paid = np.zeros(shown + said, np.float32)
         paid[-1] = turn.reward
         rewards.append(paid)
-    return np.concatenate(tokens), np.concatenate(mask), np.concatenate(logprobs), np.concatenate(versions), np.concatenate(rewards)
+    return (
+        np.concatenate(tokens),
+        np.concatenate(mask),
+        np.concatenate(logprobs),
+        np.concatenate(versions),
+        np.concatenate(rewards),
+    )

@@ -38,21 +38,47 @@ def packed_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     special = softcap is not None or s_aux is not None
     if row_layout is None and special:
-        return _step_by_step(query, key, value, attention_mask, scale, softcap, s_aux).transpose(1, 2).contiguous(), None
+        return _step_by_step(query, key, value, attention_mask, scale, softcap, s_aux).transpose(
+            1, 2
+        ).contiguous(), None
     if row_layout is None:
         result: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, sliding_window=sliding_window, **kwargs
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            **kwargs,
         )
         return result
-    window = sliding_window if sliding_window is not None and sliding_window < row_layout.longest else None
-    if row_layout.varlen is not None and window is None and not special and _fits_flash(query, value):
+    window = (
+        sliding_window
+        if sliding_window is not None and sliding_window < row_layout.longest
+        else None
+    )
+    if (
+        row_layout.varlen is not None
+        and window is None
+        and not special
+        and _fits_flash(query, value)
+    ):
         return _end_to_end(query, key, value, row_layout.varlen, scale)[None], None
     q, k, v = (_unpack(states, row_layout) for states in (query, key, value))
     if special:
         mask = _band(row_layout.longest, window or row_layout.longest, q.device)
         out = _step_by_step(q, k, v, mask, scale, softcap, s_aux)
     elif window is not None:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=_band(row_layout.longest, window, q.device), scale=scale, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=_band(row_layout.longest, window, q.device),
+            scale=scale,
+            enable_gqa=True,
+        )
     elif query.device.type == "cpu" and row_layout.longest <= SHORT_ROW:
         out = _short_rows(q, k, v, scale)
     else:
@@ -62,13 +88,21 @@ def packed_attention(
 
 def _fits_flash(query: Tensor, value: Tensor) -> bool:
     size = query.shape[-1]
-    return query.dtype == torch.bfloat16 and size == value.shape[-1] and size % 8 == 0 and size <= 256
+    return (
+        query.dtype == torch.bfloat16 and size == value.shape[-1] and size % 8 == 0 and size <= 256
+    )
 
 
 def _unpack(states: Tensor, layout: RowLayout) -> Tensor:
     """[1, heads, T, size] packed -> [rows, heads, longest, size]."""
     _, heads, _, size = states.shape
-    return states[0].transpose(0, 1).index_select(0, layout.spread).view(layout.rows, layout.longest, heads, size).transpose(1, 2)
+    return (
+        states[0]
+        .transpose(0, 1)
+        .index_select(0, layout.spread)
+        .view(layout.rows, layout.longest, heads, size)
+        .transpose(1, 2)
+    )
 
 
 def _end_to_end(query: Tensor, key: Tensor, value: Tensor, rows: Varlen, scale: float) -> Tensor:
@@ -77,7 +111,17 @@ def _end_to_end(query: Tensor, key: Tensor, value: Tensor, rows: Varlen, scale: 
     if rows.source is not None:
         k, v = k.index_select(0, rows.source), v.index_select(0, rows.source)
     out: Tensor = torch.ops.aten._flash_attention_forward(
-        q, k, v, rows.queries, rows.keys, rows.longest_query, rows.longest_key, 0.0, True, False, scale=scale
+        q,
+        k,
+        v,
+        rows.queries,
+        rows.keys,
+        rows.longest_query,
+        rows.longest_key,
+        0.0,
+        True,
+        False,
+        scale=scale,
     )[0]
     return out
 
@@ -90,7 +134,9 @@ def _short_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     k, v = k.reshape(rows * kv, length, size), v.reshape(rows * kv, length, v.shape[-1])
     future = torch.full((length, length), float("-inf"), dtype=q.dtype).triu_(1)
     scores = torch.bmm(q, k.transpose(1, 2)).view(rows * kv, heads // kv, length, length) + future
-    return torch.bmm(scores.softmax(-1).view(rows * kv, -1, length), v).view(rows, heads, length, v.shape[-1])
+    return torch.bmm(scores.softmax(-1).view(rows * kv, -1, length), v).view(
+        rows, heads, length, v.shape[-1]
+    )
 
 
 def _step_by_step(
@@ -102,12 +148,20 @@ def _step_by_step(
     scores = (q @ k.transpose(2, 3)).float() * scale
     if cap is not None:
         scores = (scores / cap).tanh() * cap
-    if mask is None and length > 1:  # transformers leaves a mask out where it would only say that nobody sees the future
+    if (
+        mask is None and length > 1
+    ):  # transformers leaves a mask out where it would only say that nobody sees the future
         mask = _band(length, length, q.device)
     if mask is not None:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
+        scores = (
+            scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+            if mask.dtype == torch.bool
+            else scores + mask
+        )
     if sinks is not None:
-        scores = torch.cat((scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(len(q), -1, length, 1)), -1)
+        scores = torch.cat(
+            (scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(len(q), -1, length, 1)), -1
+        )
     return scores.softmax(-1)[..., : k.shape[2]].to(v.dtype) @ v
 
 

@@ -22,7 +22,13 @@ MANIFEST = "manifest.json"
 SCHEMA = 1
 
 
-async def save_checkpoint(root: Path, step: int, state: dict[str, Any], write: Callable[[Path], Awaitable[None]], keep: int) -> Path:
+async def save_checkpoint(
+    root: Path,
+    step: int,
+    state: dict[str, Any],
+    write: Callable[[Path], Awaitable[None]],
+    keep: int,
+) -> Path:
     """`write` puts the roles' files into the folder it is given; `state` becomes state.json. Of the whole ones `keep` stay."""
     final = root / f"step_{step:08d}"
     temporary = root / f".{final.name}.tmp"
@@ -32,7 +38,9 @@ async def save_checkpoint(root: Path, step: int, state: dict[str, Any], write: C
             shutil.rmtree(left_behind, ignore_errors=True)
         temporary.mkdir()
         await write(temporary)
-        await asyncio.to_thread(_finish, temporary, final, step, state)  # reading gigabytes again takes its time
+        await asyncio.to_thread(
+            _finish, temporary, final, step, state
+        )  # reading gigabytes again takes its time
     except OSError as error:
         raise CheckpointError(
             f"the checkpoint of step {step} could not be written to {root}: {error}; the same command continues from the one before"
@@ -45,7 +53,9 @@ async def save_checkpoint(root: Path, step: int, state: dict[str, Any], write: C
 
 def _finish(temporary: Path, final: Path, step: int, state: dict[str, Any]) -> None:
     (temporary / "state.json").write_text(json.dumps(state, indent=1))
-    (temporary / MANIFEST).write_text(json.dumps({"schema": SCHEMA, "step": step, "files": _digest(temporary)}, indent=1))
+    (temporary / MANIFEST).write_text(
+        json.dumps({"schema": SCHEMA, "step": step, "files": _digest(temporary)}, indent=1)
+    )
     for path in [*temporary.rglob("*"), temporary]:
         _fsync(path)
     shutil.rmtree(final, ignore_errors=True)
@@ -89,11 +99,19 @@ def verify_checkpoint(folder: Path) -> None:
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"checkpoint {folder} has no readable {MANIFEST}: {error}") from error
     if schema != SCHEMA:
-        raise CheckpointError(f"checkpoint {folder} has schema {schema}; this version of Paceline reads schema {SCHEMA}")
+        raise CheckpointError(
+            f"checkpoint {folder} has schema {schema}; this version of Paceline reads schema {SCHEMA}"
+        )
     found = _digest(folder)
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
-            what = "is missing" if name not in found else "does not belong there" if name not in expected else "is damaged"
+            what = (
+                "is missing"
+                if name not in found
+                else "does not belong there"
+                if name not in expected
+                else "is damaged"
+            )
             raise CheckpointError(f"checkpoint {folder}: file {name} {what}")
 
 
@@ -113,10 +131,14 @@ def _digest(folder: Path) -> dict[str, str]:
     files = {}
     for path in sorted(folder.rglob("*")):
         if path.is_symlink():
-            raise CheckpointError(f"checkpoint {folder}: {path.name} is a link; only plain files are read")
+            raise CheckpointError(
+                f"checkpoint {folder}: {path.name} is a link; only plain files are read"
+            )
         if path.is_file() and path.name != MANIFEST:
             with path.open("rb") as file:
-                files[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
+                files[str(path.relative_to(folder))] = hashlib.file_digest(
+                    file, "sha256"
+                ).hexdigest()
     return files
 
 

@@ -12,7 +12,13 @@ from paceline.types import Batch, FloatArray
 class Critic:
     """On an engine with a value head."""
 
-    def __init__(self, engine: TrainEngine, algorithm: AlgorithmSettings, train: TrainSettings, total_steps: int) -> None:
+    def __init__(
+        self,
+        engine: TrainEngine,
+        algorithm: AlgorithmSettings,
+        train: TrainSettings,
+        total_steps: int,
+    ) -> None:
         self.engine = engine
         self._algorithm, self._train, self._total_steps = algorithm, train, total_steps
 
@@ -23,6 +29,10 @@ class Critic:
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         """Train on a batch whose returns and values are filled in."""
         if batch.returns is None or batch.values is None:
-            raise DataError("the batch has no returns or values: fill them in with paceline.algo.advantage.advantages first")
+            raise DataError(
+                "the batch has no returns or values: fill them in with paceline.algo.advantage.advantages first"
+            )
         lr = self._train.learning_rate_at(step, self._total_steps)
-        return train_on(self.engine, batch, ValueLoss(self._algorithm.value_clip), self._algorithm, lr, step)
+        return train_on(
+            self.engine, batch, ValueLoss(self._algorithm.value_clip), self._algorithm, lr, step
+        )

@@ -42,52 +42,80 @@ class LayerPasses:
     """The parts of a forward and backward pass, over weights that come with the call. Between layers go a sum and what is still to be
     added to it; backwards the gradient of the sum, and the same in the type of products."""
 
-    def __init__(self, config: PretrainedConfig, checkpointing: bool = False, operations: Operations | None = None) -> None:
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        checkpointing: bool = False,
+        operations: Operations | None = None,
+    ) -> None:
         self._checkpointing = checkpointing
-        shape = Shape(config.num_attention_heads, config.num_key_value_heads, head_dim(config), config.rms_norm_eps)
+        shape = Shape(
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            head_dim(config),
+            config.rms_norm_eps,
+        )
         self._do = operations or Operations(shape)
 
     def embed(self, ids: Tensor, embedding: Tensor) -> Tensor:
         x = torch.nn.functional.embedding(ids, embedding)
         return x.to(torch.promote_types(x.dtype, torch.float32))
 
-    def forward(self, layer: Layer, x: Tensor, delta: Tensor | None, at: Positions) -> tuple[Kept, Tensor, Tensor]:
+    def forward(
+        self, layer: Layer, x: Tensor, delta: Tensor | None, at: Positions
+    ) -> tuple[Kept, Tensor, Tensor]:
         """Through one layer: what to keep, the sum after attention, and what is still to be added to it."""
         start, normed = self._do.add_norm(x, delta, layer.input_norm)
         inside, middle, after = self._inside(layer, start, normed, at)
         return Kept(start, None if self._checkpointing else inside), middle, after
 
-    def backward(self, layer: Layer, to: Layer, kept: Kept, at: Positions, d: Tensor, narrow: Tensor) -> Tensor:
+    def backward(
+        self, layer: Layer, to: Layer, kept: Kept, at: Positions, d: Tensor, narrow: Tensor
+    ) -> Tensor:
         """`d`, of the layer's output, becomes that of its input; `narrow` is the same in the type of products, and what is returned.
         Gradients of the weights are added to `to`."""
         start, inside = kept.start, kept.inside
         if inside is None:
-            inside, _, _ = self._inside(layer, start, self._do.add_norm(start, None, layer.input_norm)[1], at)
+            inside, _, _ = self._inside(
+                layer, start, self._do.add_norm(start, None, layer.input_norm)[1], at
+            )
         d_gate_up = inside.gate_up
         active = self._do.silu_mul_backward(d_gate_up, narrow @ layer.down.weight)
         _add(to.down, narrow, active)
         _add(to.gate_up, d_gate_up, inside.normed_middle)
-        narrow = self._do.norm_backward(inside.middle, layer.mlp_norm, d_gate_up @ layer.gate_up.weight, d, to.mlp_norm)
+        narrow = self._do.norm_backward(
+            inside.middle, layer.mlp_norm, d_gate_up @ layer.gate_up.weight, d, to.mlp_norm
+        )
         _add(to.out, narrow, inside.attended[0])
-        d_qkv = self._do.attend_backward(narrow @ layer.out.weight, inside.rotated, inside.attended, at)
+        d_qkv = self._do.attend_backward(
+            narrow @ layer.out.weight, inside.rotated, inside.attended, at
+        )
         norms = self._do.rotate_backward(d_qkv, inside.qkv, at, layer.q_norm, layer.k_norm)
         if norms is not None and to.q_norm is not None and to.k_norm is not None:
             to.q_norm.add_(norms[0])
             to.k_norm.add_(norms[1])
         _add(to.qkv, d_qkv, inside.normed)
-        return self._do.norm_backward(start, layer.input_norm, d_qkv @ layer.qkv.weight, d, to.input_norm)
+        return self._do.norm_backward(
+            start, layer.input_norm, d_qkv @ layer.qkv.weight, d, to.input_norm
+        )
 
-    def last(self, norm: Tensor, x: Tensor, delta: Tensor, predict: Tensor) -> tuple[Tensor, Tensor]:
+    def last(
+        self, norm: Tensor, x: Tensor, delta: Tensor, predict: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The sum after all layers, and its norm where that predicts a trained token."""
         total, normed = self._do.add_norm(x, delta, norm)
         return total, normed.index_select(0, predict)
 
-    def last_backward(self, norm: Tensor, to: Tensor, total: Tensor, predict: Tensor, d_hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def last_backward(
+        self, norm: Tensor, to: Tensor, total: Tensor, predict: Tensor, d_hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
         d_normed = torch.zeros_like(total).index_add_(0, predict, d_hidden.to(total.dtype))
         d = torch.zeros_like(total)
         return d, self._do.norm_backward(total, norm, d_normed, d, to)
 
-    def _inside(self, layer: Layer, x: Tensor, normed: Tensor, at: Positions) -> tuple[Inside, Tensor, Tensor]:
+    def _inside(
+        self, layer: Layer, x: Tensor, normed: Tensor, at: Positions
+    ) -> tuple[Inside, Tensor, Tensor]:
         qkv = layer.qkv(normed)
         rotated = self._do.rotate(qkv, at, layer.q_norm, layer.k_norm)
         attended = self._do.attend(rotated, at)
@@ -95,7 +123,11 @@ class LayerPasses:
         gate_up = layer.gate_up(normed_middle)
         delta = layer.down(self._do.silu_mul(gate_up))
         # The sum is kept under a name of its own: autograd may mark the other one as made here, and whoever keeps what it made never goes.
-        return Inside(normed, qkv, rotated, attended, middle.detach(), normed_middle, gate_up), middle, delta
+        return (
+            Inside(normed, qkv, rotated, attended, middle.detach(), normed_middle, gate_up),
+            middle,
+            delta,
+        )
 
 
 @dataclass(slots=True)
@@ -136,9 +168,13 @@ class TrainDecoder:
     def backward(self, micro: MicroBatch, tape: Tape, d_hidden: Tensor, to: DecoderWeights) -> None:
         """Add the gradients of all weights but the head's to `to`; uses up the tape."""
         assert tape.last is not None, "a forward pass that keeps what is needed comes first"
-        d, narrow = self._passes.last_backward(self.weights.norm, to.norm, tape.last, micro.predict, d_hidden)
+        d, narrow = self._passes.last_backward(
+            self.weights.norm, to.norm, tape.last, micro.predict, d_hidden
+        )
         for layer, gradient in zip(reversed(self.weights.layers), reversed(to.layers), strict=True):
-            narrow = self._passes.backward(layer, gradient, tape.layers.pop(), tape.positions, d, narrow)
+            narrow = self._passes.backward(
+                layer, gradient, tape.layers.pop(), tape.positions, d, narrow
+            )
         to.embedding.index_add_(0, micro.input_ids[0], d)
 
 

@@ -18,7 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 from transformers import PreTrainedModel
 
 from paceline.algo.loss import LossFn, TokenOutputs
@@ -31,7 +36,13 @@ from paceline.train.memory import COLUMNS, ROWS
 from paceline.train.offload import HostShelf, Moved
 from paceline.train.optimizer import adamw, optimizer_state
 from paceline.train.packed import Head, PackedModel, Tally
-from paceline.train.packing import MicroBatch, empty_micro_batch, micro_batch, token_data, trained_lengths
+from paceline.train.packing import (
+    MicroBatch,
+    empty_micro_batch,
+    micro_batch,
+    token_data,
+    trained_lengths,
+)
 from paceline.train.saved import MODEL_FILE, Region, load_training, save_training, whole
 from paceline.train.settings import TrainSettings
 from paceline.train.sharded_decoder import ShardedDecoder
@@ -40,20 +51,37 @@ from paceline.types import Batch, FloatArray
 
 log = logging.getLogger(__name__)
 
-BY_HEAD = ("q_norm.weight", "k_norm.weight")  # whole on every rank, but each sees only its own heads
+BY_HEAD = (
+    "q_norm.weight",
+    "k_norm.weight",
+)  # whole on every rank, but each sees only its own heads
 
 
 class Fsdp:
     """A TrainEngine; every rank of the process group makes one, from the same whole model."""
 
-    def __init__(self, model: PreTrainedModel, settings: TrainSettings, temperature: float = 1.0, head: Head = "policy") -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: TrainSettings,
+        temperature: float = 1.0,
+        head: Head = "policy",
+    ) -> None:
         self._settings = settings
-        self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        self._device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
         self._mesh = _mesh(self._device, settings.tensor_parallel)
-        self._packed = PackedModel(model, settings, temperature, head)  # looks at the model while it is whole
+        self._packed = PackedModel(
+            model, settings, temperature, head
+        )  # looks at the model while it is whole
         self._packed.fused = self._fused(model, temperature or 1.0) if head == "policy" else None
         _shard(self._packed, self._mesh, settings)
-        self._parameters = {name: cast(DTensor, p) for name, p in self._packed.trained_parameters().items()}
+        self._parameters = {
+            name: cast(DTensor, p) for name, p in self._packed.trained_parameters().items()
+        }
         # The optimizer works on this rank's slices as plain tensors: its fused kernel knows no mixture of meshes.
         self._slices = {name: nn.Parameter(_local(p)) for name, p in self._parameters.items()}
         self._optimizer = adamw(self._slices, settings)
@@ -64,9 +92,13 @@ class Fsdp:
 
     def _fused(self, model: PreTrainedModel, temperature: float) -> ShardedDecoder | None:
         settings = self._settings
-        if settings.tensor_parallel > 1 or not can_fuse(model, self._packed.trained_parameters(), self._device, settings):
+        if settings.tensor_parallel > 1 or not can_fuse(
+            model, self._packed.trained_parameters(), self._device, settings
+        ):
             return None
-        return ShardedDecoder(model, LayerPasses(model.config, settings.gradient_checkpointing), temperature)
+        return ShardedDecoder(
+            model, LayerPasses(model.config, settings.gradient_checkpointing), temperature
+        )
 
     # -- forward and backward
 
@@ -84,12 +116,16 @@ class Fsdp:
             self._let_go(is_last)
             outputs = self._packed(micro)
             if len(micro.flat) == 0:
-                torch.stack([tensor.sum() for tensor in outputs.values()]).sum().backward()  # adds 0, and lets the others go on
+                torch.stack(
+                    [tensor.sum() for tensor in outputs.values()]
+                ).sum().backward()  # adds 0, and lets the others go on
                 continue
             terms = loss_fn(TokenOutputs(**outputs), token_data(batch, micro, weights))
             terms.loss.backward()
             tally.add(terms)
-        parts: list[tuple[float, dict[str, float], dict[str, float]]] = [(0.0, {}, {})] * self._mesh.size(0)
+        parts: list[tuple[float, dict[str, float], dict[str, float]]] = [
+            (0.0, {}, {})
+        ] * self._mesh.size(0)
         dist.all_gather_object(parts, tally.totals(), self._mesh.get_group("data"))
         total = Tally(batch)
         for part in parts:
@@ -99,9 +135,16 @@ class Fsdp:
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[MicroBatch, bool]]:
         """This rank's, and whether it is the last one."""
         needed = trained_lengths(batch)
-        share = passes(needed, self._settings.micro_batch_tokens, self._mesh.size(0))[self._mesh.get_local_rank("data")]
+        share = passes(needed, self._settings.micro_batch_tokens, self._mesh.size(0))[
+            self._mesh.get_local_rank("data")
+        ]
         for left, rows in zip(reversed(range(len(share))), share, strict=True):
-            yield micro_batch(batch, rows, needed, self._device) if len(rows) else empty_micro_batch(self._device), left == 0
+            yield (
+                micro_batch(batch, rows, needed, self._device)
+                if len(rows)
+                else empty_micro_batch(self._device),
+                left == 0,
+            )
 
     def _let_go(self, of_it: bool) -> None:
         """Of gathered weights and their gradients, after the next backward pass? One rank alone need not before the last."""
@@ -132,7 +175,9 @@ class Fsdp:
         norm = self._norm(gradients)
         if math.isfinite(norm):
             if gradients:
-                torch._foreach_mul_(list(gradients.values()), min(1.0, self._settings.max_grad_norm / (norm + 1e-6)))
+                torch._foreach_mul_(
+                    list(gradients.values()), min(1.0, self._settings.max_grad_norm / (norm + 1e-6))
+                )
             for name, gradient in gradients.items():
                 self._slices[name].grad = gradient
             for group in self._optimizer.param_groups:
@@ -147,7 +192,9 @@ class Fsdp:
 
     def _gradients(self) -> dict[str, Tensor]:
         """This rank's slices. What tensor parallel does not split is brought to the same bits on all ranks that have it."""
-        gradients = {name: _local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+        gradients = {
+            name: _local(p.grad) for name, p in self._parameters.items() if p.grad is not None
+        }
         ranks = self._mesh.size(1)
         for name, gradient in gradients.items():
             if ranks > 1 and not self._is_split(name):
@@ -160,8 +207,12 @@ class Fsdp:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         if gradients:
             squares = torch.stack(torch._foreach_norm(list(gradients.values()))).double().square()
-            holders = [1.0 if self._is_split(name) else float(self._mesh.size(1)) for name in gradients]
-            total = (squares / torch.tensor(holders, dtype=torch.float64, device=self._device)).sum()
+            holders = [
+                1.0 if self._is_split(name) else float(self._mesh.size(1)) for name in gradients
+            ]
+            total = (
+                squares / torch.tensor(holders, dtype=torch.float64, device=self._device)
+            ).sum()
         dist.all_reduce(total)
         return float(total.sqrt())
 
@@ -176,7 +227,10 @@ class Fsdp:
 
     def save(self, folder: Path) -> None:
         state = optimizer_state(self._optimizer, self._slices)
-        sharded = {key: self._sharded(key.partition(":")[2], tensor) if tensor.ndim else tensor for key, tensor in state.items()}
+        sharded = {
+            key: self._sharded(key.partition(":")[2], tensor) if tensor.ndim else tensor
+            for key, tensor in state.items()
+        }
         save_training(folder, MODEL_FILE, self._parameters, sharded)
         if is_first_rank():
             self._packed.model.config.save_pretrained(folder)
@@ -184,16 +238,27 @@ class Fsdp:
     def _sharded(self, name: str, tensor: Tensor) -> Tensor:
         """A slice of optimizer state seen as what it is a slice of."""
         p = self._parameters[name]
-        return DTensor.from_local(tensor, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+        return DTensor.from_local(
+            tensor, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+        )
 
     def load(self, folder: Path) -> None:
         shapes = {name: tuple(p.shape) for name, p in self._parameters.items()}
-        load_training(folder, MODEL_FILE, self._slices, self._optimizer, shapes, lambda name: _region(self._parameters[name]))
+        load_training(
+            folder,
+            MODEL_FILE,
+            self._slices,
+            self._optimizer,
+            shapes,
+            lambda name: _region(self._parameters[name]),
+        )
         for parameter in self._parameters.values():
             parameter.grad = None
 
     def place(self, where: Literal["device", "host"]) -> Moved:
-        return self._shelf.bring_back() if where == "device" else self._shelf.put_away(self._movable())
+        return (
+            self._shelf.bring_back() if where == "device" else self._shelf.put_away(self._movable())
+        )
 
     def _movable(self) -> Iterable[Tensor]:
         yield from self._slices.values()
@@ -208,7 +273,9 @@ def _mesh(device: torch.device, tensor: int) -> DeviceMesh:
         raise ConfigError(
             f"train.tensor_parallel = {tensor} does not divide the {ranks} ranks; set placement.train_ranks to a multiple of it"
         )
-    return init_device_mesh(device.type, (ranks // tensor, tensor), mesh_dim_names=("data", "tensor"))
+    return init_device_mesh(
+        device.type, (ranks // tensor, tensor), mesh_dim_names=("data", "tensor")
+    )
 
 
 def _shard(packed: PackedModel, mesh: DeviceMesh, settings: TrainSettings) -> None:
@@ -218,10 +285,16 @@ def _shard(packed: PackedModel, mesh: DeviceMesh, settings: TrainSettings) -> No
         _split_layers(packed.model, layers, mesh["tensor"])
     narrow = torch.bfloat16 if settings.dtype == "bfloat16" else None
     # Inputs are not cast: the sum that runs from layer to layer stays float32, as on a single device.
-    policy = MixedPrecisionPolicy(narrow, torch.float32 if narrow else None, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        narrow, torch.float32 if narrow else None, cast_forward_inputs=False
+    )
     for layer in layers:
-        fully_shard(layer, mesh=mesh["data"], reshard_after_forward=mesh.size(0) > 1, mp_policy=policy)
-    rest = MixedPrecisionPolicy() if packed.fused is None else policy  # a module casts by itself what it wants narrow
+        fully_shard(
+            layer, mesh=mesh["data"], reshard_after_forward=mesh.size(0) > 1, mp_policy=policy
+        )
+    rest = (
+        MixedPrecisionPolicy() if packed.fused is None else policy
+    )  # a module casts by itself what it wants narrow
     fully_shard(packed, mesh=mesh["data"], reshard_after_forward=False, mp_policy=rest)
     for module in packed.modules():
         if isinstance(module, FSDPModule):
@@ -235,16 +308,24 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     for module in model.modules():  # from the outside in: not the experts of a layer
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
-    raise ModelError(f"{type(model).__name__} has no list of {count} decoder layers to shard; use train.backend = 'single'")
+    raise ModelError(
+        f"{type(model).__name__} has no list of {count} decoder layers to shard; use train.backend = 'single'"
+    )
 
 
 def _split_layers(model: PreTrainedModel, layers: nn.ModuleList, mesh: DeviceMesh) -> None:
     heads, ranks = model_shape(model.config).kv_heads, mesh.size()
     if heads % ranks:
-        raise ConfigError(f"train.tensor_parallel = {ranks} does not divide the model's {heads} key-value heads; use a number that does")
+        raise ConfigError(
+            f"train.tensor_parallel = {ranks} does not divide the model's {heads} key-value heads; use a number that does"
+        )
     for layer in layers:
-        names = [name for name, module in layer.named_modules() if isinstance(module, nn.Linear)]  # all ranks in the same order
-        plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in names if name.endswith(COLUMNS)}
+        names = [
+            name for name, module in layer.named_modules() if isinstance(module, nn.Linear)
+        ]  # all ranks in the same order
+        plan: dict[str, ParallelStyle] = {
+            name: ColwiseParallel() for name in names if name.endswith(COLUMNS)
+        }
         plan |= {name: RowwiseParallel() for name in names if name.endswith(ROWS)}
         if len(plan) != len(names) or len(plan) != len(COLUMNS + ROWS):
             raise ModelError(

@@ -23,7 +23,9 @@ DIMS = (16, 32, 64, 128, 256)  # of a head
 
 
 class FusedPolicy:
-    def __init__(self, decoder: TrainDecoder, parameters: dict[str, nn.Parameter], temperature: float) -> None:
+    def __init__(
+        self, decoder: TrainDecoder, parameters: dict[str, nn.Parameter], temperature: float
+    ) -> None:
         """`parameters`: by the names that the decoder's weights have, too."""
         self.weights = decoder.weights
         self._parameters = parameters
@@ -36,7 +38,9 @@ class FusedPolicy:
         hidden = self._decoder.forward(micro, self._decoder.start(micro), keep=False)
         return self._read(hidden, micro, None)[0]
 
-    def add_gradient(self, micro: MicroBatch, loss: Callable[[TokenOutputs], LossTerms]) -> LossTerms:
+    def add_gradient(
+        self, micro: MicroBatch, loss: Callable[[TokenOutputs], LossTerms]
+    ) -> LossTerms:
         """Add the gradient of the loss over one micro-batch to that of the parameters."""
         to = self._open_gradients()
         tape = self._decoder.start(micro)
@@ -53,8 +57,12 @@ class FusedPolicy:
         self.weights.load(dict(self._parameters))
         self._gradients = None
 
-    def _read(self, hidden: Tensor, micro: MicroBatch, gradient: Tensor | None) -> tuple[Tensor, Tensor]:
-        return chunked_logprobs(hidden, self.weights.head, None, micro.targets, self._temperature, gradient=gradient)
+    def _read(
+        self, hidden: Tensor, micro: MicroBatch, gradient: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return chunked_logprobs(
+            hidden, self.weights.head, None, micro.targets, self._temperature, gradient=gradient
+        )
 
     def _open_gradients(self) -> DecoderWeights:
         """Where gradients are added up: the parameters' own, in the layout of the fused weights."""
@@ -73,12 +81,25 @@ def fused_policy(
     if not can_fuse(model, parameters, next(model.parameters()).device, settings):
         return None
     weights = DecoderWeights.from_module(model, share=False, dtype=torch.bfloat16)
-    return FusedPolicy(TrainDecoder(LayerPasses(model.config, settings.gradient_checkpointing), weights), parameters, temperature or 1.0)
+    return FusedPolicy(
+        TrainDecoder(LayerPasses(model.config, settings.gradient_checkpointing), weights),
+        parameters,
+        temperature or 1.0,
+    )
 
 
-def can_fuse(model: PreTrainedModel, parameters: dict[str, nn.Parameter], device: torch.device, settings: TrainSettings) -> bool:
+def can_fuse(
+    model: PreTrainedModel,
+    parameters: dict[str, nn.Parameter],
+    device: torch.device,
+    settings: TrainSettings,
+) -> bool:
     """Does our own forward and backward pass know this decoder, with these weights to learn, on this device?"""
-    if device.type != "cuda" or settings.dtype != "bfloat16" or not importlib.util.find_spec("triton"):
+    if (
+        device.type != "cuda"
+        or settings.dtype != "bfloat16"
+        or not importlib.util.find_spec("triton")
+    ):
         return False
     try:
         check_supported(model.config)

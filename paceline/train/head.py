@@ -13,7 +13,10 @@ from torch.autograd.function import once_differentiable
 
 from paceline.algo.loss import TokenOutputs
 
-CHUNK_LOGITS = {"cpu": 2**20, "cuda": 2**29}  # logits alive at once: about the CPU's cache, and large matrix products on a GPU
+CHUNK_LOGITS = {
+    "cpu": 2**20,
+    "cuda": 2**29,
+}  # logits alive at once: about the CPU's cache, and large matrix products on a GPU
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 BLOCK = 4096  # logits that a program of a GPU kernel works on at a time
 
@@ -37,7 +40,9 @@ class ChunkedLogprobs(torch.autograd.Function):
         cap: float | None,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        logprobs, entropy = (torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(2))
+        logprobs, entropy = (
+            torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(2)
+        )
         narrow = weight.to(hidden.dtype)
         for rows in chunks(len(hidden), chunk):
             log_p, _ = _log_softmax(hidden[rows], narrow, bias, temperature, cap)
@@ -79,7 +84,16 @@ class ChunkedLogprobs(torch.autograd.Function):
                 d_weight.addmm_(d_logits.t(), hidden[rows])
             else:
                 d_weight += wide_product(d_logits.t(), hidden[rows])
-        return d_hidden, d_weight if ctx.gradient is None else None, d_bias, None, None, None, None, None
+        return (
+            d_hidden,
+            d_weight if ctx.gradient is None else None,
+            d_bias,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class FusedLogprobs(torch.autograd.Function):
@@ -88,7 +102,13 @@ class FusedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int, gradient: Tensor | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        chunk: int,
+        gradient: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         from paceline.train import kernels
 
@@ -108,7 +128,9 @@ class FusedLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor, Tensor | None, None, None, None, None]:
+    def backward(
+        ctx: Any, *upstream: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         from paceline.train import kernels
 
         hidden, weight, targets, entropy, logs = ctx.saved_tensors
@@ -129,9 +151,18 @@ class FusedLogprobs(torch.autograd.Function):
             del logits
             torch.mm(d_logits, narrow, out=d_hidden[rows])
             if d_weight is not None:
-                torch.addmm(d_weight, d_logits.t(), hidden[rows], out_dtype=torch.float32, out=d_weight)
+                torch.addmm(
+                    d_weight, d_logits.t(), hidden[rows], out_dtype=torch.float32, out=d_weight
+                )
         returned = d_weight if ctx.gradient is None and d_weight is not None else None
-        return d_hidden, None if returned is None else returned.to(weight.dtype), None, None, None, None
+        return (
+            d_hidden,
+            None if returned is None else returned.to(weight.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def chunks(count: int, size: int) -> list[slice]:
@@ -173,23 +204,37 @@ def chunked_logprobs(
     weight is added, in place of the weight's own; `cap`: what logits c are bent below, c = cap * tanh(c / cap)."""
     if chunk is None:
         chunk = max(1, CHUNK_LOGITS.get(hidden.device.type, 2**20) // len(weight))
-    if hidden.is_cuda and hidden.dtype == torch.bfloat16 and bias is None and cap is None and HAS_TRITON:
-        logprobs, entropy = FusedLogprobs.apply(hidden, weight, targets, temperature, chunk, gradient)
+    if (
+        hidden.is_cuda
+        and hidden.dtype == torch.bfloat16
+        and bias is None
+        and cap is None
+        and HAS_TRITON
+    ):
+        logprobs, entropy = FusedLogprobs.apply(
+            hidden, weight, targets, temperature, chunk, gradient
+        )
         return logprobs, entropy
-    logprobs, entropy = ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, chunk, gradient, cap)
+    logprobs, entropy = ChunkedLogprobs.apply(
+        hidden, weight, bias, targets, temperature, chunk, gradient, cap
+    )
     return logprobs, entropy
 
 
 class PolicyHead(nn.Module):
     """The model's own output layer, with what it does to logits afterwards (a cap, or a factor), read at the sampling temperature."""
 
-    def __init__(self, output: nn.Linear, temperature: float, cap: float | None = None, factor: float = 1.0) -> None:
+    def __init__(
+        self, output: nn.Linear, temperature: float, cap: float | None = None, factor: float = 1.0
+    ) -> None:
         super().__init__()
         self.output = output
         self._temperature, self._cap = temperature / factor, cap
 
     def forward(self, hidden: Tensor, targets: Tensor) -> TokenOutputs:
-        logprobs, entropy = chunked_logprobs(hidden, self.output.weight, self.output.bias, targets, self._temperature, cap=self._cap)
+        logprobs, entropy = chunked_logprobs(
+            hidden, self.output.weight, self.output.bias, targets, self._temperature, cap=self._cap
+        )
         return TokenOutputs(logprobs=logprobs, entropy=entropy)
 
 

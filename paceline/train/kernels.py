@@ -14,7 +14,9 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def add_norm(x, delta, weight, total, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+def add_norm(
+    x, delta, weight, total, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr
+):
     """total = x + delta; out = the norm of that."""
     at = tl.arange(0, BLOCK)
     inside = at < WIDTH
@@ -29,7 +31,9 @@ def add_norm(x, delta, weight, total, out, eps, WIDTH: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def norm_backward(x, weight, d_out, d_x, d_x_narrow, d_weight, eps, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def norm_backward(
+    x, weight, d_out, d_x, d_x_narrow, d_weight, eps, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
     """d_x += what comes through the norm of x; the sum in the type of products, too. d_weight: one row for each program."""
     at = tl.arange(0, BLOCK)
     inside = at < WIDTH
@@ -43,7 +47,9 @@ def norm_backward(x, weight, d_out, d_x, d_x_narrow, d_weight, eps, rows, WIDTH:
         value = value * scale
         collected += d * value
         d = d * w
-        d = (d - value * (tl.sum(d * value, 0) / WIDTH)) * scale + tl.load(d_x + here, mask=inside, other=0)
+        d = (d - value * (tl.sum(d * value, 0) / WIDTH)) * scale + tl.load(
+            d_x + here, mask=inside, other=0
+        )
         tl.store(d_x + here, d, mask=inside)
         tl.store(d_x_narrow + here, d.to(d_x_narrow.dtype.element_ty), mask=inside)
     tl.store(d_weight + tl.program_id(0) * WIDTH + at, collected, mask=inside)
@@ -62,7 +68,9 @@ def silu_mul_backward(gate_up, d_out, out, WIDTH: tl.constexpr, BLOCK: tl.conste
     share = tl.sigmoid(gate)
     silu = gate * share
     tl.store(out + row * WIDTH + at, (silu * up).to(out.dtype.element_ty), mask=inside)
-    tl.store(here, (d * up * (share + silu * (1 - share))).to(gate_up.dtype.element_ty), mask=inside)
+    tl.store(
+        here, (d * up * (share + silu * (1 - share))).to(gate_up.dtype.element_ty), mask=inside
+    )
     tl.store(here + WIDTH, (d * silu).to(gate_up.dtype.element_ty), mask=inside)
 
 
@@ -82,7 +90,9 @@ def rotate(
     if NORMED:
         scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DIM + eps)[:, None]
         first = tl.where(head < HEADS, tl.load(q_norm + at), tl.load(k_norm + at)).to(tl.float32)
-        second = tl.where(head < HEADS, tl.load(q_norm + HALF + at), tl.load(k_norm + HALF + at)).to(tl.float32)
+        second = tl.where(
+            head < HEADS, tl.load(q_norm + HALF + at), tl.load(k_norm + HALF + at)
+        ).to(tl.float32)
         a = tl.where(turned, a * scale * first, a)
         b = tl.where(turned, b * scale * second, b)
     c, s = tl.load(cos + token * HALF + at), tl.load(sin + token * HALF + at)
@@ -103,8 +113,13 @@ def rotate_backward(
     inside, turned = head < HEADS + 2 * KV, head < HEADS + KV
     if NORMED:
         first = tl.where(head < HEADS, tl.load(q_norm + at), tl.load(k_norm + at)).to(tl.float32)
-        second = tl.where(head < HEADS, tl.load(q_norm + HALF + at), tl.load(k_norm + HALF + at)).to(tl.float32)
-        collected_a, collected_b = tl.zeros([ROWS, HALF], tl.float32), tl.zeros([ROWS, HALF], tl.float32)
+        second = tl.where(
+            head < HEADS, tl.load(q_norm + HALF + at), tl.load(k_norm + HALF + at)
+        ).to(tl.float32)
+        collected_a, collected_b = (
+            tl.zeros([ROWS, HALF], tl.float32),
+            tl.zeros([ROWS, HALF], tl.float32),
+        )
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
         here = token.to(tl.int64) * ((HEADS + 2 * KV) * DIM) + head * DIM + at
         x = tl.load(d_qkv + here, mask=inside, other=0).to(tl.float32)
@@ -122,7 +137,9 @@ def rotate_backward(
             along = ((tl.sum(d_a * a, 1) + tl.sum(d_b * b, 1)) / DIM)[:, None]
             d_a, d_b = (d_a - a * along) * scale, (d_b - b * along) * scale
         tl.store(d_qkv + here, tl.where(turned, d_a, x).to(d_qkv.dtype.element_ty), mask=turned)
-        tl.store(d_qkv + here + HALF, tl.where(turned, d_b, y).to(d_qkv.dtype.element_ty), mask=turned)
+        tl.store(
+            d_qkv + here + HALF, tl.where(turned, d_b, y).to(d_qkv.dtype.element_ty), mask=turned
+        )
     if NORMED:
         of_q, of_k = head < HEADS, (head >= HEADS) & turned
         to = d_norms + tl.program_id(0) * 2 * DIM + tl.arange(0, HALF)
@@ -133,7 +150,9 @@ def rotate_backward(
 
 
 @triton.jit
-def read_logits(logits, targets, logprobs, entropies, logs, heat, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr):
+def read_logits(
+    logits, targets, logprobs, entropies, logs, heat, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr
+):
     """Of one row: log-prob of its target, entropy, and the logarithm (base 2) of the sum of its exponentials. heat: 1 / temperature."""
     row = tl.program_id(0)
     here = logits + row.to(tl.int64) * VOCABULARY

@@ -19,7 +19,9 @@ Arguments = ParamSpec("Arguments")
 class Lanes:
     def __init__(self, count: int) -> None:
         self.count = count
-        self._pool = ThreadPoolExecutor(count, "lane", torch.set_num_threads, (1,)) if count > 1 else None
+        self._pool = (
+            ThreadPoolExecutor(count, "lane", torch.set_num_threads, (1,)) if count > 1 else None
+        )
 
     def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
         """`function` of each item, in order; at most `count` at a time are worked on or waiting to be taken."""
@@ -30,6 +32,15 @@ class Lanes:
             else:
                 yield from self._pool.map(function, wave)
 
-    def alone(self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    def alone(
+        self,
+        function: Callable[Arguments, Result],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Result:
         """Run what is too small to be divided on one core: on a busy machine, threads that wait for each other wait long."""
-        return function(*args, **kwargs) if self._pool is None else self._pool.submit(function, *args, **kwargs).result()
+        return (
+            function(*args, **kwargs)
+            if self._pool is None
+            else self._pool.submit(function, *args, **kwargs).result()
+        )

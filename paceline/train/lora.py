@@ -31,7 +31,13 @@ class LoraDevice(SingleDevice):
 
     trained_file = f"{FOLDER}/adapter_model.safetensors"
 
-    def __init__(self, model: PreTrainedModel, settings: TrainSettings, temperature: float = 1.0, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: TrainSettings,
+        temperature: float = 1.0,
+        seed: int = 0,
+    ) -> None:
         self._config = add_adapters(model, settings.lora or LoraSettings(), seed)
         super().__init__(model, settings, temperature)
 
@@ -55,22 +61,35 @@ class LoraDevice(SingleDevice):
 
     def save(self, folder: Path) -> None:
         super().save(folder)
-        (folder / FOLDER / "adapter_config.json").write_text(json.dumps(self._config, indent=1, sort_keys=True))
+        (folder / FOLDER / "adapter_config.json").write_text(
+            json.dumps(self._config, indent=1, sort_keys=True)
+        )
         merged = self.merged_weights()
-        base = {_base_name(name): p for name, p in self._model.named_parameters() if ".lora_" not in name}  # tied ones once
+        base = {
+            _base_name(name): p
+            for name, p in self._model.named_parameters()
+            if ".lora_" not in name
+        }  # tied ones once
         layout = [(name, tuple(p.shape), p.dtype) for name, p in base.items()]
         write_tensors(folder / MODEL_FILE, layout, (merged[name] for name in base))
 
     def _trained_parameters(self) -> dict[str, nn.Parameter]:
         trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
-        return {f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": p for name, p in trained.items()}  # as PEFT names them
+        return {
+            f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": p
+            for name, p in trained.items()
+        }  # as PEFT names them
 
 
 class MergedWeights(Mapping[str, Tensor]):
     """The base model's weights by name, each computed when it is looked at: there is never a second model in memory."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._base = {_base_name(name): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
+        self._base = {
+            _base_name(name): tensor
+            for name, tensor in model.state_dict().items()
+            if ".lora_" not in name
+        }
         self._layers = adapted_layers(model)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -98,7 +117,9 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> d
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
-        raise ConfigError("train.lora is set, but the package peft is not installed: pip install 'paceline[lora]'") from None
+        raise ConfigError(
+            "train.lora is set, but the package peft is not installed: pip install 'paceline[lora]'"
+        ) from None
 
     targets = _check_targets(model, settings.targets)
     config = LoraConfig(
@@ -113,14 +134,20 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> d
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # the same adapters in every mode
         inject_adapter_in_model(config, model)
-    written = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    written = {
+        key: sorted(value) if isinstance(value, set) else value
+        for key, value in config.to_dict().items()
+    }
     return json.loads(json.dumps(written | {"inference_mode": True}, default=str))
 
 
 def adapted_layers(model: PreTrainedModel) -> dict[str, Any]:
     """By the name of the weight they change."""
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
-    return {_base_name(f"{name}.{getattr(layer, 'parameter_name', 'weight')}"): layer for name, layer in layers.items()}
+    return {
+        _base_name(f"{name}.{getattr(layer, 'parameter_name', 'weight')}"): layer
+        for name, layer in layers.items()
+    }
 
 
 def _base_name(name: str) -> str:
@@ -131,7 +158,11 @@ def _base_name(name: str) -> str:
 
 def _check_targets(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]:
     """Names of linear layers inside the decoder; the output layer is not among them, since it is read without its module."""
-    linear = {name.rpartition(".")[2] for name, module in model_body(model).named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    linear = {
+        name.rpartition(".")[2]
+        for name, module in model_body(model).named_modules()
+        if isinstance(module, nn.Linear | Conv1D)
+    }
     unknown = [name for name in wanted if name not in linear]
     if unknown:
         raise ConfigError(
@@ -139,5 +170,7 @@ def _check_targets(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]
             f"{', '.join(sorted(linear))}"
         )
     if not linear:
-        raise ModelError(f"{type(model).__name__} has no linear layers that could have adapters; unset train.lora")
+        raise ModelError(
+            f"{type(model).__name__} has no linear layers that could have adapters; unset train.lora"
+        )
     return list(wanted) or sorted(linear)

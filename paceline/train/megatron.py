@@ -15,7 +15,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -60,9 +64,17 @@ class Megatron:
         tensor, pipeline = settings.tensor_parallel, settings.pipeline_parallel
         join_group(tensor, pipeline)
         self._config, self._settings, self._head = config, settings, head
-        parallel = transformer_config(config, settings, tensor > 1 if sequence_parallel is None else sequence_parallel)
-        self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        self._model = Decoder(parallel, config, temperature or 1.0, head)  # greedy (0) reads log-probs at 1
+        parallel = transformer_config(
+            config, settings, tensor > 1 if sequence_parallel is None else sequence_parallel
+        )
+        self._device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
+        self._model = Decoder(
+            parallel, config, temperature or 1.0, head
+        )  # greedy (0) reads log-probs at 1
         if settings.dtype != "float32":
             self._model.use_autocast(self._device)
         self._shards = Shards(self._model, config, head)
@@ -77,19 +89,25 @@ class Megatron:
 
     def logprobs(self, batch: Batch) -> FloatArray:
         if self._head != "policy":
-            raise ModelError("log-probs asked of a critic: this engine was built with head = 'value'; ask the actor's")
+            raise ModelError(
+                "log-probs asked of a critic: this engine was built with head = 'value'; ask the actor's"
+            )
         return self._read(batch, "logprobs")
 
     def values(self, batch: Batch) -> FloatArray:
         if self._head != "value":
-            raise ModelError("values asked of a policy: this engine was built with head = 'policy'; ask the critic's")
+            raise ModelError(
+                "values asked of a policy: this engine was built with head = 'policy'; ask the critic's"
+            )
         return self._read(batch, "values")
 
     def forward_backward(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]:
         tally, weights = Tally(batch), loss_fn.weights(batch)
 
         def finish(micro: MicroBatch, outputs: TokenOutputs) -> Tensor:
-            if len(micro.flat) == 0:  # a replica without rows: no loss, but gradients of 0 to exchange
+            if (
+                len(micro.flat) == 0
+            ):  # a replica without rows: no loss, but gradients of 0 to exchange
                 return 0.0 * _only(outputs).sum()
             terms = loss_fn(outputs, token_data(batch, micro, weights))
             if self._speaks():
@@ -115,20 +133,30 @@ class Megatron:
 
         with torch.no_grad():
             self._run(batch, finish, train=False)
-        dist.all_reduce(torch.from_numpy(result))  # every token was read by one rank, the others have 0
+        dist.all_reduce(
+            torch.from_numpy(result)
+        )  # every token was read by one rank, the others have 0
         return result
 
     def _run(self, batch: Batch, finish: Finish, train: bool) -> None:
         """All micro-batches of this replica through the pipeline; the last stage has `finish` make a loss of the outputs."""
         micros = self._micro_batches(batch)
-        self._model.train(train and self._settings.gradient_checkpointing)  # Megatron recomputes only in train mode
+        self._model.train(
+            train and self._settings.gradient_checkpointing
+        )  # Megatron recomputes only in train mode
         model = self._train_parts()[0] if train else self._model
 
-        def step(data: Iterator[MicroBatch], model: Any) -> tuple[Any, Callable[[TokenOutputs], Any]]:
+        def step(
+            data: Iterator[MicroBatch], model: Any
+        ) -> tuple[Any, Callable[[TokenOutputs], Any]]:
             micro = next(data)
 
             def loss(outputs: TokenOutputs) -> tuple[Tensor, Tensor, Any]:
-                return finish(micro, outputs), torch.zeros([], dtype=torch.int, device=self._device), None
+                return (
+                    finish(micro, outputs),
+                    torch.zeros([], dtype=torch.int, device=self._device),
+                    None,
+                )
 
             return model(micro), loss
 
@@ -145,15 +173,23 @@ class Megatron:
     def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
         """This replica's share. A pipeline wants as many micro-batches as stages; replicas need not have equally many."""
         needed = trained_lengths(batch)
-        replicas, limit = parallel_state.get_data_parallel_world_size(), self._settings.micro_batch_tokens
+        replicas, limit = (
+            parallel_state.get_data_parallel_world_size(),
+            self._settings.micro_batch_tokens,
+        )
         if self._pipeline > 1:
             limit = min(limit, -(-int(needed.sum()) // (replicas * self._pipeline)))
         rows = passes(needed, limit, replicas)[parallel_state.get_data_parallel_rank()]
-        return [micro_batch(batch, some, needed, self._device) for some in rows if len(some)] or [_nothing(self._device)]
+        return [micro_batch(batch, some, needed, self._device) for some in rows if len(some)] or [
+            _nothing(self._device)
+        ]
 
     def _speaks(self) -> bool:
         """One rank of each replica tells what the replica found."""
-        return bool(parallel_state.is_pipeline_last_stage()) and parallel_state.get_tensor_model_parallel_rank() == 0
+        return (
+            bool(parallel_state.is_pipeline_last_stage())
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+        )
 
     # -- update
 
@@ -162,7 +198,11 @@ class Megatron:
         if self._trained is None:
             ddp = DistributedDataParallel(
                 self._model.config,
-                DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False, grad_reduce_in_fp32=True),
+                DistributedDataParallelConfig(
+                    use_distributed_optimizer=True,
+                    overlap_grad_reduce=False,
+                    grad_reduce_in_fp32=True,
+                ),
                 self._model,
             )
             with torch.no_grad():  # the optimizer's parameters are views into the model's
@@ -188,7 +228,9 @@ class Megatron:
         ddp, optimizer = self._train_parts()
         finalize_model_grads([ddp])
         optimizer.prepare_grads()
-        norm = float(optimizer.clip_grad_norm(self._settings.max_grad_norm))  # of all ranks, so all take the same branch
+        norm = float(
+            optimizer.clip_grad_norm(self._settings.max_grad_norm)
+        )  # of all ranks, so all take the same branch
         if math.isfinite(norm):
             for group in optimizer.param_groups:
                 group["lr"] = lr
@@ -211,9 +253,21 @@ class Megatron:
 
     def save(self, folder: Path) -> None:
         shapes = self._shards.shapes()
-        write_tensors(folder / MODEL_FILE, [(name, shape, torch.float32) for name, shape in shapes.items()], self._tensors())
-        state = [(f"{key}:{name}", shape if key in MOMENTS else (), torch.float32) for key in STATE for name, shape in shapes.items()]
-        write_tensors(folder / OPTIMIZER_FILE, state if self._steps else [], self._state() if self._steps else iter(()))
+        write_tensors(
+            folder / MODEL_FILE,
+            [(name, shape, torch.float32) for name, shape in shapes.items()],
+            self._tensors(),
+        )
+        state = [
+            (f"{key}:{name}", shape if key in MOMENTS else (), torch.float32)
+            for key in STATE
+            for name, shape in shapes.items()
+        ]
+        write_tensors(
+            folder / OPTIMIZER_FILE,
+            state if self._steps else [],
+            self._state() if self._steps else iter(()),
+        )
         if dist.get_rank() == 0:
             self._config.save_pretrained(folder)
 
@@ -249,7 +303,11 @@ class Megatron:
         weights, state = TensorFiles([folder / MODEL_FILE]), TensorFiles([folder / OPTIMIZER_FILE])
         shapes = self._shards.shapes()
         check_same_model(folder / MODEL_FILE, shapes, weights.shapes())
-        expected = {f"{key}:{name}": shape if key in MOMENTS else () for key in STATE for name, shape in shapes.items()}
+        expected = {
+            f"{key}:{name}": shape if key in MOMENTS else ()
+            for key in STATE
+            for name, shape in shapes.items()
+        }
         if len(state):
             check_same_model(folder / OPTIMIZER_FILE, expected, state.shapes())
         ddp, optimizer = self._train_parts()
@@ -260,7 +318,9 @@ class Megatron:
             stretch = self._stretch(parameter) if len(state) else None
             if stretch is not None:
                 main, where = stretch
-                entry = {"step": state[f"step:{next(iter(slot.parts))}"].to(self._device, copy=True)}
+                entry = {
+                    "step": state[f"step:{next(iter(slot.parts))}"].to(self._device, copy=True)
+                }
                 for key in MOMENTS:
                     shard = torch.empty_like(parameter)
                     self._shards.fill(shard, slot, lambda name, key=key: state[f"{key}:{name}"])  # type: ignore[misc]
@@ -269,7 +329,9 @@ class Megatron:
         ddp.zero_grad_buffer()
 
     def place(self, where: Literal["device", "host"]) -> Moved:
-        return self._shelf.bring_back() if where == "device" else self._shelf.put_away(self._movable())
+        return (
+            self._shelf.bring_back() if where == "device" else self._shelf.put_away(self._movable())
+        )
 
     def _movable(self) -> Iterator[Tensor]:
         yield from self._shards.parameters.values()
@@ -282,7 +344,12 @@ class Megatron:
 def join_group(tensor: int, pipeline: int) -> None:
     """Lay the process group out: tensor-parallel neighbours first, pipeline stages last. Once per process, for all its models."""
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", store=HashStore(), rank=0, world_size=1)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            store=HashStore(),
+            rank=0,
+            world_size=1,
+        )
     world = dist.get_world_size()
     if world % (tensor * pipeline):
         raise ConfigError(
@@ -290,15 +357,24 @@ def join_group(tensor: int, pipeline: int) -> None:
             "set placement.train_ranks to a multiple"
         )
     if parallel_state.model_parallel_is_initialized():
-        found = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_world_size()
+        found = (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+        )
         if found != (tensor, pipeline):
-            raise ConfigError(f"models in one worker group share its layout: tensor x pipeline is {found} here, not {(tensor, pipeline)}")
+            raise ConfigError(
+                f"models in one worker group share its layout: tensor x pipeline is {found} here, not {(tensor, pipeline)}"
+            )
         return
     parallel_state.initialize_model_parallel(tensor, pipeline, create_gloo_process_groups=False)
     try:
-        model_parallel_cuda_manual_seed(0)  # nothing here is random, but Megatron wants its generators set
+        model_parallel_cuda_manual_seed(
+            0
+        )  # nothing here is random, but Megatron wants its generators set
     except (AssertionError, RuntimeError) as error:
-        raise ConfigError(f"train.backend = 'megatron' needs a CUDA device ({error}); use 'single' or 'fsdp' here") from error
+        raise ConfigError(
+            f"train.backend = 'megatron' needs a CUDA device ({error}); use 'single' or 'fsdp' here"
+        ) from error
 
 
 def _only(outputs: TokenOutputs) -> Tensor:
@@ -310,4 +386,6 @@ def _only(outputs: TokenOutputs) -> Tensor:
 def _nothing(device: torch.device) -> MicroBatch:
     """A forward pass over one token that teaches nothing."""
     zero = torch.zeros(1, dtype=torch.int64, device=device)
-    return MicroBatch(zero[None], zero[None], RowLayout(1, 1, zero, zero), zero, zero, zero, np.zeros(0, np.int64))
+    return MicroBatch(
+        zero[None], zero[None], RowLayout(1, 1, zero, zero), zero, zero, zero, np.zeros(0, np.int64)
+    )

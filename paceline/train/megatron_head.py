@@ -21,7 +21,14 @@ class VocabularyParallelLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, first: int, temperature: float, chunk: int, group: dist.ProcessGroup
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        first: int,
+        temperature: float,
+        chunk: int,
+        group: dist.ProcessGroup,
     ) -> tuple[Tensor, Tensor]:
         both = torch.empty(2, len(hidden), device=hidden.device)
         norm = torch.empty(len(hidden), device=hidden.device)
@@ -71,8 +78,16 @@ def _at(log_p: Tensor, local: Tensor) -> Tensor:
 
 
 def vocabulary_parallel_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, first: int, temperature: float, group: dist.ProcessGroup, chunk: int
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    first: int,
+    temperature: float,
+    group: dist.ProcessGroup,
+    chunk: int,
 ) -> tuple[Tensor, Tensor]:
     """`weight` is the output layer from vocabulary entry `first` on, without padding; `chunk` rows at a time, alike on all ranks."""
-    logprobs, entropy = VocabularyParallelLogprobs.apply(hidden, weight, targets, first, temperature, chunk, group)
+    logprobs, entropy = VocabularyParallelLogprobs.apply(
+        hidden, weight, targets, first, temperature, chunk, group
+    )
     return logprobs, entropy

@@ -12,7 +12,10 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -33,11 +36,17 @@ from paceline.train.settings import TrainSettings
 SUPPORTED = ("llama", "qwen2", "qwen3")
 
 
-def transformer_config(config: PretrainedConfig, settings: TrainSettings, sequence_parallel: bool) -> TransformerConfig:
+def transformer_config(
+    config: PretrainedConfig, settings: TrainSettings, sequence_parallel: bool
+) -> TransformerConfig:
     tensor, pipeline = settings.tensor_parallel, settings.pipeline_parallel
     _check_supported(config)
     _check_divisible(config, tensor, pipeline)
-    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    recompute = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
     return TransformerConfig(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -75,14 +84,25 @@ def transformer_config(config: PretrainedConfig, settings: TrainSettings, sequen
 def _check_supported(config: PretrainedConfig) -> None:
     wrong = [
         (config.model_type not in SUPPORTED, f"is a {config.model_type}"),
-        (getattr(config, "attention_bias", False) and config.model_type != "qwen2", "has attention biases"),
+        (
+            getattr(config, "attention_bias", False) and config.model_type != "qwen2",
+            "has attention biases",
+        ),
         (getattr(config, "mlp_bias", False), "has MLP biases"),
-        (getattr(config, "hidden_act", "silu") != "silu", f"uses {getattr(config, 'hidden_act', None)}"),
-        (set(getattr(config, "layer_types", None) or ()) - {"full_attention"}, "has other than full attention"),
+        (
+            getattr(config, "hidden_act", "silu") != "silu",
+            f"uses {getattr(config, 'hidden_act', None)}",
+        ),
+        (
+            set(getattr(config, "layer_types", None) or ()) - {"full_attention"},
+            "has other than full attention",
+        ),
     ]
     for is_so, what in wrong:
         if is_so:
-            raise ModelError(f"this model {what}; train.backend = 'megatron' knows plain {', '.join(SUPPORTED)}: take 'fsdp' instead")
+            raise ModelError(
+                f"this model {what}; train.backend = 'megatron' knows plain {', '.join(SUPPORTED)}: take 'fsdp' instead"
+            )
 
 
 def _check_divisible(config: PretrainedConfig, tensor: int, pipeline: int) -> None:
@@ -92,7 +112,9 @@ def _check_divisible(config: PretrainedConfig, tensor: int, pipeline: int) -> No
         ("num_hidden_layers", config.num_hidden_layers, pipeline, "pipeline_parallel"),
     ):
         if count % ranks:
-            raise ConfigError(f"train.{setting} = {ranks} does not divide the model's {name} = {count}: choose one that does")
+            raise ConfigError(
+                f"train.{setting} = {ranks} does not divide the model's {name} = {count}: choose one that does"
+            )
 
 
 class RmsNorm(nn.Module):
@@ -107,7 +129,9 @@ class RmsNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """In the type of the products that follow, since Megatron's linear layers exchange their input as it comes."""
         wide = x.float()
-        return (self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps))).to(self._dtype)
+        return (
+            self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps))
+        ).to(self._dtype)
 
 
 def add_residual(training: bool, fused: bool) -> Callable[..., Tensor]:
@@ -122,7 +146,9 @@ class PackedAttention(nn.Module):
         super().__init__()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **_: Any) -> Tensor:
-        q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))  # [T, 1, heads, size] -> [1, heads, T, size]
+        q, k, v = (
+            part.permute(1, 2, 0, 3) for part in (query, key, value)
+        )  # [T, 1, heads, size] -> [1, heads, T, size]
         out = packed_attention(self, q, k, v, None, row_layout=layout_of(mask, len(query)))[0]
         return out.transpose(0, 1).flatten(2)
 
@@ -181,7 +207,9 @@ class Decoder(GPTModel):  # type: ignore[misc]
     def use_autocast(self, device: torch.device) -> None:
         """Layer by layer, so that recomputation does the same; the residual stream between layers stays float32."""
         for layer in self.decoder.layers:
-            layer.forward = torch.autocast(device.type, dtype=self.config.autocast_dtype)(layer.forward)
+            layer.forward = torch.autocast(device.type, dtype=self.config.autocast_dtype)(
+                layer.forward
+            )
 
     def forward(self, micro: MicroBatch) -> Tensor | TokenOutputs:
         ranks = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
@@ -197,7 +225,9 @@ class Decoder(GPTModel):  # type: ignore[misc]
 
     def _head(self, hidden: Tensor, micro: MicroBatch) -> TokenOutputs:
         """Every rank gets the hidden states of all trained tokens; those of a policy then look at their part of the vocabulary."""
-        split = not hasattr(self, "value_head")  # ranks' gradients of the hidden states are parts to add up, not copies
+        split = not hasattr(
+            self, "value_head"
+        )  # ranks' gradients of the hidden states are parts to add up, not copies
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=split)
         elif split:
@@ -206,7 +236,11 @@ class Decoder(GPTModel):  # type: ignore[misc]
         if not split:
             outputs: TokenOutputs = self.value_head(hidden, micro.targets)
             return outputs
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        weight = (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else self.output_layer.weight
+        )
         logprobs, entropy = vocabulary_parallel_logprobs(
             hidden.to(self.config.autocast_dtype),
             weight[: self._valid],
@@ -222,7 +256,13 @@ class Decoder(GPTModel):  # type: ignore[misc]
 def _rotary(config: PretrainedConfig) -> Tensor:
     """Hugging Face's own frequencies, scaled or not. Only what stays the same at every length can be used."""
     module = LlamaRotaryEmbedding(config)
-    if module.attention_scaling != 1.0 or "dynamic" in module.rope_type or module.rope_type == "longrope":
-        raise ModelError(f"rope_type = {module.rope_type!r} is unknown to train.backend = 'megatron': take 'fsdp' instead")
+    if (
+        module.attention_scaling != 1.0
+        or "dynamic" in module.rope_type
+        or module.rope_type == "longrope"
+    ):
+        raise ModelError(
+            f"rope_type = {module.rope_type!r} is unknown to train.backend = 'megatron': take 'fsdp' instead"
+        )
     frequencies: Tensor = module.inv_freq
     return frequencies

@@ -26,18 +26,31 @@ class Shards:
             parallel_state.get_pipeline_model_parallel_world_size(),
             parallel_state.get_pipeline_model_parallel_rank(),
         )
-        self._ranks, self._rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+        self._ranks, self._rank = (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_tensor_model_parallel_rank(),
+        )
         self._slots = slots(config, self._stages, head)
         self.parameters = dict(model.named_parameters())
         mine = {slot.name: slot for slot in self._slots if slot.stage == self._stage}
         if mine.keys() != self.parameters.keys():
-            raise ModelError(f"no rule for Megatron's parameters {sorted(mine.keys() ^ self.parameters.keys())}: another megatron-core?")
-        for name, slot in mine.items():  # Megatron counts a replica once in the gradient's norm, and parts each
+            raise ModelError(
+                f"no rule for Megatron's parameters {sorted(mine.keys() ^ self.parameters.keys())}: another megatron-core?"
+            )
+        for (
+            name,
+            slot,
+        ) in mine.items():  # Megatron counts a replica once in the gradient's norm, and parts each
             self.parameters[name].tensor_model_parallel = slot.kind != "whole"  # type: ignore[attr-defined]
 
     def shapes(self) -> dict[str, Shape]:
         """Of the whole tensors, in the order `gather` gives them."""
-        return {name: shape for slot in self._slots if not slot.copy for name, shape in slot.parts.items()}
+        return {
+            name: shape
+            for slot in self._slots
+            if not slot.copy
+            for name, shape in slot.parts.items()
+        }
 
     def own(self) -> Iterator[tuple[Slot, nn.Parameter]]:
         for slot in self._slots:
@@ -56,10 +69,14 @@ class Shards:
             if missing and slot.name.startswith("value_head"):
                 continue
             if missing:
-                raise ModelError(f"the model has no weight {prefix + missing[0]!r}: is it of another architecture, or incomplete?")
+                raise ModelError(
+                    f"the model has no weight {prefix + missing[0]!r}: is it of another architecture, or incomplete?"
+                )
             self.fill(parameter, slot, lambda name: weights[prefix + name])
 
-    def gather(self, read: Read = lambda parameter: parameter.detach()) -> Iterator[tuple[str, Tensor]]:
+    def gather(
+        self, read: Read = lambda parameter: parameter.detach()
+    ) -> Iterator[tuple[str, Tensor]]:
         """What `read` gives of each parameter, as whole Hugging Face tensors on every rank, one by one."""
         for slot in self._slots:
             if not slot.copy:

@@ -52,7 +52,10 @@ class Slot:
         if self.kind == "columns":
             return [cat(list(shards), 1)]
         if self.kind == "gate_up":
-            return [cat(list(halves)) for halves in zip(*(shard.chunk(2) for shard in shards), strict=True)]
+            return [
+                cat(list(halves))
+                for halves in zip(*(shard.chunk(2) for shard in shards), strict=True)
+            ]
         rows = cat(list(shards))
         if self.kind == "qkv":
             sizes = [shape[0] // self.groups for shape in self.parts.values()]
@@ -80,12 +83,32 @@ def slots(config: PretrainedConfig, stages: int, head: Head) -> list[Slot]:
             theirs = {f"{prefix}layers.{layer}.{part}": shape for part, shape in parts.items()}
             found.append(Slot(stage, f"decoder.layers.{local}.{name}", theirs, kind, groups))
     last = stages - 1
-    found.append(Slot(last, "decoder.final_layernorm.weight", {f"{prefix}norm.weight": (config.hidden_size,)}, "whole", groups))
+    found.append(
+        Slot(
+            last,
+            "decoder.final_layernorm.weight",
+            {f"{prefix}norm.weight": (config.hidden_size,)},
+            "whole",
+            groups,
+        )
+    )
     if head == "value":
-        found.append(Slot(last, "value_head.linear.weight", {"value_head.weight": (1, config.hidden_size)}, "whole", groups))
-        found.append(Slot(last, "value_head.linear.bias", {"value_head.bias": (1,)}, "whole", groups))
+        found.append(
+            Slot(
+                last,
+                "value_head.linear.weight",
+                {"value_head.weight": (1, config.hidden_size)},
+                "whole",
+                groups,
+            )
+        )
+        found.append(
+            Slot(last, "value_head.linear.bias", {"value_head.bias": (1,)}, "whole", groups)
+        )
     elif not config.tie_word_embeddings:
-        found.append(Slot(last, "output_layer.weight", {"lm_head.weight": vocabulary}, "vocabulary", groups))
+        found.append(
+            Slot(last, "output_layer.weight", {"lm_head.weight": vocabulary}, "vocabulary", groups)
+        )
     elif stages > 1:
         found.append(Slot(last, "output_layer.weight", embedding, "vocabulary", groups, copy=True))
     return found
@@ -101,7 +124,11 @@ def _layer(config: PretrainedConfig) -> list[tuple[str, dict[str, Shape], Kind]]
             {f"self_attn.{name}_proj.weight": (rows, hidden) for name, rows in projections.items()},
             "qkv",
         ),
-        ("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (hidden, queries)}, "columns"),
+        (
+            "self_attention.linear_proj.weight",
+            {"self_attn.o_proj.weight": (hidden, queries)},
+            "columns",
+        ),
         (
             "mlp.linear_fc1.weight",
             {"mlp.gate_proj.weight": (inner, hidden), "mlp.up_proj.weight": (inner, hidden)},
@@ -112,8 +139,17 @@ def _layer(config: PretrainedConfig) -> list[tuple[str, dict[str, Shape], Kind]]
         ("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (hidden,)}, "whole"),
     ]
     if config.model_type == "qwen2":
-        biases: dict[str, Shape] = {f"self_attn.{name}_proj.bias": (rows,) for name, rows in projections.items()}
+        biases: dict[str, Shape] = {
+            f"self_attn.{name}_proj.bias": (rows,) for name, rows in projections.items()
+        }
         layer.append(("self_attention.linear_qkv.bias", biases, "qkv"))
     if config.model_type == "qwen3":
-        layer += [(f"self_attention.{name}_layernorm.weight", {f"self_attn.{name}_norm.weight": (size,)}, "whole") for name in "qk"]
+        layer += [
+            (
+                f"self_attention.{name}_layernorm.weight",
+                {f"self_attn.{name}_norm.weight": (size,)},
+                "whole",
+            )
+            for name in "qk"
+        ]
     return layer

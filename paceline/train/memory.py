@@ -16,17 +16,26 @@ from paceline.train.head import CHUNK_LOGITS
 from paceline.train.settings import TrainSettings
 
 FLOAT = 4  # bytes; everything that is learned is float32
-COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")  # how tensor parallel splits layers
+COLUMNS, ROWS = (
+    ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
+    ("o_proj", "down_proj"),
+)  # how tensor parallel splits layers
 
 
-def memory_estimate(config: PretrainedConfig, settings: TrainSettings, ranks: int = 1) -> dict[str, int]:
+def memory_estimate(
+    config: PretrainedConfig, settings: TrainSettings, ranks: int = 1
+) -> dict[str, int]:
     """Bytes on the rank that holds the most: parameters, gradients, optimizer, activations (at most), and gathered: what FSDP has whole
     for a moment."""
     with torch.device("meta"):
-        parameters = dict(AutoModelForCausalLM.from_config(config).named_parameters())  # tied ones once
+        parameters = dict(
+            AutoModelForCausalLM.from_config(config).named_parameters()
+        )  # tied ones once
     tensor, pipeline = settings.tensor_parallel, settings.pipeline_parallel
     data = ranks // (tensor * pipeline)
-    split = {name: _split(name, p, tensor) for name, p in parameters.items()}  # what one tensor-parallel rank has of it
+    split = {
+        name: _split(name, p, tensor) for name, p in parameters.items()
+    }  # what one tensor-parallel rank has of it
     gathered = 0
     if settings.backend == "single":
         held = state = sum(_numel(shape) for shape in split.values())
@@ -34,18 +43,27 @@ def memory_estimate(config: PretrainedConfig, settings: TrainSettings, ranks: in
         held = state = sum(-(-shape[0] // data) * _numel(shape[1:]) for shape in split.values())
         layers, root = Counter[str](), 0
         for name, shape in split.items():
-            number = next((part for part in name.split(".") if part.isdigit()), None)  # of the layer it is in
+            number = next(
+                (part for part in name.split(".") if part.isdigit()), None
+            )  # of the layer it is in
             if number is None:
                 root += _numel(shape)
             else:
                 layers[number] += _numel(shape)
-        gathered = 2 * (root + 2 * max(layers.values())) * FLOAT  # weights and gradients, of a layer and the one fetched ahead
+        gathered = (
+            2 * (root + 2 * max(layers.values())) * FLOAT
+        )  # weights and gradients, of a layer and the one fetched ahead
         if data == 1:  # one rank keeps its weights whole until the last pass
-            gathered = held * (2 if settings.dtype == "bfloat16" else FLOAT) + 2 * max(root, *layers.values()) * FLOAT
+            gathered = (
+                held * (2 if settings.dtype == "bfloat16" else FLOAT)
+                + 2 * max(root, *layers.values()) * FLOAT
+            )
     else:
         held = -(-sum(p.numel() for p in parameters.values()) // (tensor * pipeline))
         state = -(-held // data)
-    copied = settings.backend == "single" and settings.dtype == "bfloat16" and torch.cuda.is_available()  # see fused.py
+    copied = (
+        settings.backend == "single" and settings.dtype == "bfloat16" and torch.cuda.is_available()
+    )  # see fused.py
     return {
         "parameters": held * (FLOAT + 2 * copied),
         "gradients": held * FLOAT,
@@ -68,7 +86,9 @@ def activation_bound(config: PretrainedConfig, settings: TrainSettings) -> int:
     layer = 10 * hidden * FLOAT + split * narrow // settings.tensor_parallel
     layers = -(-shape.layers // settings.pipeline_parallel)
     kept = layers * hidden * FLOAT + layer if settings.gradient_checkpointing else layers * layer
-    logits = 3 * min(CHUNK_LOGITS["cuda" if torch.cuda.is_available() else "cpu"], tokens * shape.vocabulary)
+    logits = 3 * min(
+        CHUNK_LOGITS["cuda" if torch.cuda.is_available() else "cpu"], tokens * shape.vocabulary
+    )
     return tokens * (kept + 8 * hidden * FLOAT) + logits * FLOAT
 
 

@@ -8,4 +8,6 @@ from dataclasses import dataclass
 class Neighbour:
     name: str
     held: Callable[[], int]  # bytes on the device
-    make_way: Callable[[], None] | None  # called before training changes weights or needs memory; None: it works beside it
+    make_way: (
+        Callable[[], None] | None
+    )  # called before training changes weights or needs memory; None: it works beside it

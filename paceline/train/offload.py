@@ -28,7 +28,9 @@ class HostShelf:
     def put_away(self, tensors: Iterable[Tensor]) -> Moved:
         """Free the device memory of these tensors. What is in host memory already stays where it is."""
         started = time.perf_counter()
-        storages = {s.data_ptr(): s for s in map(_storage, tensors) if s.device.type != "cpu" and s.nbytes()}
+        storages = {
+            s.data_ptr(): s for s in map(_storage, tensors) if s.device.type != "cpu" and s.nbytes()
+        }
         for storage in storages.values():
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
             host.copy_(_bytes(storage), non_blocking=True)

@@ -36,12 +36,16 @@ class Positions:
     rows: Varlen
 
 
-Attended = tuple[Tensor, tuple[Any, ...]]  # [T, heads * dim], and what its backward pass needs besides
+Attended = tuple[
+    Tensor, tuple[Any, ...]
+]  # [T, heads * dim], and what its backward pass needs besides
 
 
 class Operations:
     def __init__(self, shape: Shape) -> None:
-        from paceline.rollout.native.kernels import silu_mul  # needs triton, which only machines with a GPU have
+        from paceline.rollout.native.kernels import (
+            silu_mul,
+        )  # needs triton, which only machines with a GPU have
         from paceline.train import kernels
 
         self.shape, self._kernels, self._silu_mul = shape, kernels, silu_mul
@@ -57,13 +61,25 @@ class Operations:
         )  # fmt: skip
         return total, out
 
-    def norm_backward(self, x: Tensor, weight: Tensor, d_out: Tensor, d_x: Tensor, d_weight: Tensor) -> Tensor:
+    def norm_backward(
+        self, x: Tensor, weight: Tensor, d_out: Tensor, d_x: Tensor, d_weight: Tensor
+    ) -> Tensor:
         """Adds to d_x and d_weight; d_x in the type of the weight."""
         narrow = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
         programs, width = min(PROGRAMS, len(x)), x.shape[1]
         parts = torch.empty(programs, width, device=x.device)
         self._kernels.norm_backward[(programs,)](
-            x, weight, d_out, d_x, narrow, parts, self.shape.eps, len(x), WIDTH=width, BLOCK=_power(width), num_warps=_warps(width)
+            x,
+            weight,
+            d_out,
+            d_x,
+            narrow,
+            parts,
+            self.shape.eps,
+            len(x),
+            WIDTH=width,
+            BLOCK=_power(width),
+            num_warps=_warps(width),
         )
         d_weight += parts.sum(0)
         return narrow
@@ -78,10 +94,14 @@ class Operations:
         """gate_up becomes its gradient; what `silu_mul` made of it is returned."""
         width = gate_up.shape[1] // 2
         out = torch.empty_like(d_out)
-        self._kernels.silu_mul_backward[(len(gate_up), -(-width // BLOCK))](gate_up, d_out, out, WIDTH=width, BLOCK=BLOCK)
+        self._kernels.silu_mul_backward[(len(gate_up), -(-width // BLOCK))](
+            gate_up, d_out, out, WIDTH=width, BLOCK=BLOCK
+        )
         return out
 
-    def rotate(self, qkv: Tensor, at: Positions, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
+    def rotate(
+        self, qkv: Tensor, at: Positions, q_norm: Tensor | None, k_norm: Tensor | None
+    ) -> Tensor:
         """Turned by position, after the norms if there are any; without them in place."""
         out = qkv if q_norm is None else torch.empty_like(qkv)
         s = self.shape
@@ -92,7 +112,12 @@ class Operations:
         return out
 
     def rotate_backward(
-        self, d_qkv: Tensor, qkv: Tensor, at: Positions, q_norm: Tensor | None, k_norm: Tensor | None
+        self,
+        d_qkv: Tensor,
+        qkv: Tensor,
+        at: Positions,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
     ) -> tuple[Tensor, Tensor] | None:
         """d_qkv, of what `rotate` gave, becomes that of `qkv`; the gradients of the norms."""
         s, programs = self.shape, min(PROGRAMS, len(qkv))
@@ -111,11 +136,23 @@ class Operations:
         q, k, v = self._split(qkv, at.rows)
         rows = at.rows
         out, *rest = torch.ops.aten._flash_attention_forward(
-            q, k, v, rows.queries, rows.keys, rows.longest_query, rows.longest_key, 0.0, True, False, scale=self.shape.dim**-0.5
+            q,
+            k,
+            v,
+            rows.queries,
+            rows.keys,
+            rows.longest_query,
+            rows.longest_key,
+            0.0,
+            True,
+            False,
+            scale=self.shape.dim**-0.5,
         )
         return out.view(len(qkv), -1), tuple(rest[:3])
 
-    def attend_backward(self, d_out: Tensor, qkv: Tensor, attended: Attended, at: Positions) -> Tensor:
+    def attend_backward(
+        self, d_out: Tensor, qkv: Tensor, attended: Attended, at: Positions
+    ) -> Tensor:
         q, k, v = self._split(qkv, at.rows)
         rows, s = at.rows, self.shape
         out, (log, seed, offset) = attended
@@ -131,7 +168,9 @@ class Operations:
             d_qkv[:, wide:].view(len(qkv), 2, -1)[:, 1] = d_v.flatten(1)
         else:  # a token that several rows see gets the sum of what they say
             both = torch.cat((d_k.flatten(1), d_v.flatten(1)), 1).float()
-            d_qkv[:, wide:] = torch.zeros(len(qkv), both.shape[1], device=qkv.device).index_add_(0, rows.source, both)
+            d_qkv[:, wide:] = torch.zeros(len(qkv), both.shape[1], device=qkv.device).index_add_(
+                0, rows.source, both
+            )
         return d_qkv
 
     def _split(self, qkv: Tensor, rows: Varlen) -> tuple[Tensor, Tensor, Tensor]:

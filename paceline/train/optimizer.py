@@ -11,10 +11,18 @@ STATE = ("step", "exp_avg", "exp_avg_sq")
 
 def adamw(named: dict[str, nn.Parameter], settings: TrainSettings) -> torch.optim.AdamW:
     groups = [
-        {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {
+            "params": [p for p in named.values() if p.ndim >= 2],
+            "weight_decay": settings.weight_decay,
+        },
         {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=settings.learning_rate, betas=settings.betas, fused=True)
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]],
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        fused=True,
+    )
 
 
 def clip_gradients(parameters: list[nn.Parameter], max_norm: float) -> float:
@@ -26,24 +34,37 @@ def clip_gradients(parameters: list[nn.Parameter], max_norm: float) -> float:
     return float(norm)
 
 
-def optimizer_state(optimizer: torch.optim.AdamW, named: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+def optimizer_state(
+    optimizer: torch.optim.AdamW, named: dict[str, nn.Parameter]
+) -> dict[str, Tensor]:
     """Its state as flat tensors: "step:model.norm.weight" and so on. Empty before the first step."""
-    return {f"{key}:{name}": optimizer.state[p][key] for name, p in named.items() if p in optimizer.state for key in STATE}
+    return {
+        f"{key}:{name}": optimizer.state[p][key]
+        for name, p in named.items()
+        if p in optimizer.state
+        for key in STATE
+    }
 
 
-def load_optimizer_state(optimizer: torch.optim.AdamW, named: dict[str, nn.Parameter], state: dict[str, Tensor]) -> None:
+def load_optimizer_state(
+    optimizer: torch.optim.AdamW, named: dict[str, nn.Parameter], state: dict[str, Tensor]
+) -> None:
     """Take over what `optimizer_state` gave; all or nothing."""
     known = {f"{key}:{name}" for name in named for key in STATE}
     unknown = sorted(set(state) - known)
     if unknown:
-        raise CheckpointError(f"optimizer state {unknown[0]!r} ({len(unknown)} such) belongs to no parameter: saved from another model?")
+        raise CheckpointError(
+            f"optimizer state {unknown[0]!r} ({len(unknown)} such) belongs to no parameter: saved from another model?"
+        )
     fresh: dict[Tensor, dict[str, Tensor]] = {}
     for name, parameter in named.items():
         if f"step:{name}" not in state:
             continue
         entry = {key: state[f"{key}:{name}"].to(parameter.device, copy=True) for key in STATE}
         if entry["exp_avg"].shape != parameter.shape:
-            raise CheckpointError(f"optimizer state of {name} is {tuple(entry['exp_avg'].shape)}, the parameter {tuple(parameter.shape)}")
+            raise CheckpointError(
+                f"optimizer state of {name} is {tuple(entry['exp_avg'].shape)}, the parameter {tuple(parameter.shape)}"
+            )
         fresh[parameter] = entry
     optimizer.state.clear()
     optimizer.state.update(fresh)

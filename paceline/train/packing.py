@@ -18,7 +18,17 @@ from paceline.algo.loss import TokenData
 from paceline.errors import DataError
 from paceline.types import Batch, FloatArray
 
-PER_TOKEN = ("tokens", "mask", "logprobs", "versions", "advantages", "returns", "values", "ref_logprobs", "token_rewards")
+PER_TOKEN = (
+    "tokens",
+    "mask",
+    "logprobs",
+    "versions",
+    "advantages",
+    "returns",
+    "values",
+    "ref_logprobs",
+    "token_rewards",
+)
 TOKEN_BYTES = 4  # of Batch.tokens
 LANE_TOKENS = 256  # fewer for each lane are done sooner by one
 
@@ -31,7 +41,9 @@ class Varlen:
     keys: Tensor  # [rows + 1] int32, where those it looks at start
     longest_query: int
     longest_key: int
-    source: Tensor | None  # the packed token behind each key; None: the tokens themselves, no row shares any
+    source: (
+        Tensor | None
+    )  # the packed token behind each key; None: the tokens themselves, no row shares any
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +74,34 @@ def select_rows(batch: Batch, rows: NDArray[np.int64]) -> Batch:
     """The same batch with only these rows, in this order."""
     offsets = batch.offsets
     flat = np.concatenate([np.arange(offsets[r], offsets[r + 1]) for r in rows])
-    present = {f.name: value for f in fields(batch) if (value := getattr(batch, f.name)) is not None}
-    return Batch(**{name: value[flat if name in PER_TOKEN else rows] for name, value in present.items()})
+    present = {
+        f.name: value for f in fields(batch) if (value := getattr(batch, f.name)) is not None
+    }
+    return Batch(
+        **{name: value[flat if name in PER_TOKEN else rows] for name, value in present.items()}
+    )
 
 
 def trained_lengths(batch: Batch) -> NDArray[np.int64]:
     """[R] how many tokens of each row must be fed; 0 for a row with nothing to train on."""
     offsets = batch.offsets[:-1]
     if (batch.mask[offsets[batch.lengths > 0]]).any():
-        raise DataError("the first token of a row is marked as trained, but nothing comes before it to predict it from: clear its mask")
+        raise DataError(
+            "the first token of a row is marked as trained, but nothing comes before it to predict it from: clear its mask"
+        )
     position = np.arange(batch.num_tokens) - np.repeat(offsets, batch.lengths)
     needed = np.zeros(batch.num_rows, np.int64)
-    np.maximum.at(needed, np.repeat(np.arange(batch.num_rows), batch.lengths), np.where(batch.mask, position, 0))
+    np.maximum.at(
+        needed,
+        np.repeat(np.arange(batch.num_rows), batch.lengths),
+        np.where(batch.mask, position, 0),
+    )
     return needed
 
 
-def micro_batches(batch: Batch, limit: int, device: torch.device, lanes: int = 1) -> Iterator[MicroBatch]:
+def micro_batches(
+    batch: Batch, limit: int, device: torch.device, lanes: int = 1
+) -> Iterator[MicroBatch]:
     """Cut a batch into micro-batches of at most `limit` tokens each; a longer row goes alone.
 
     Rows of like length go together, so that the rectangle attention works on has little padding; padding counts. All are about
@@ -118,13 +142,20 @@ def grouped_micro_batches(batch: Batch, limit: int, device: torch.device) -> Ite
     needed = trained_lengths(batch)
     rows = np.flatnonzero(needed)
     offsets = batch.offsets
-    prompts = [batch.tokens[offsets[r] : offsets[r] + int(batch.mask[offsets[r] : offsets[r + 1]].argmax())].tobytes() for r in rows]
+    prompts = [
+        batch.tokens[
+            offsets[r] : offsets[r] + int(batch.mask[offsets[r] : offsets[r + 1]].argmax())
+        ].tobytes()
+        for r in rows
+    ]
     lengths = needed[rows].tolist()
     count = len(cut_shared(lengths, prompts, limit))
     low, high = 0, limit  # the smallest limit that needs no more micro-batches than this one
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if len(cut_shared(lengths, prompts, middle)) <= count else (middle, high)
+        low, high = (
+            (low, middle) if len(cut_shared(lengths, prompts, middle)) <= count else (middle, high)
+        )
     start = 0
     for size in cut_shared(lengths, prompts, high):
         yield micro_batch(batch, rows[start : start + size], needed, device)
@@ -146,11 +177,15 @@ def cut_shared(lengths: list[int], prompts: list[bytes], limit: int) -> list[int
     return counts
 
 
-def micro_batch(batch: Batch, rows: NDArray[np.int64], needed: NDArray[np.int64], device: torch.device) -> MicroBatch:
+def micro_batch(
+    batch: Batch, rows: NDArray[np.int64], needed: NDArray[np.int64], device: torch.device
+) -> MicroBatch:
     """These rows, of which `needed` tokens each are fed, as one forward pass."""
     longest = int(needed[rows].max())
     spread = np.zeros((len(rows), longest), np.int64)
-    fed: list[NDArray[np.int64]] = []  # where in the batch each packed token is, and where in the rectangle
+    fed: list[
+        NDArray[np.int64]
+    ] = []  # where in the batch each packed token is, and where in the rectangle
     slots: list[NDArray[np.int64]] = []
     owner: dict[bytes, int] = {}  # the first row of the rectangle with this prompt
     count = 0
@@ -188,20 +223,38 @@ def micro_batch(batch: Batch, rows: NDArray[np.int64], needed: NDArray[np.int64]
     )
 
 
-def make_varlen(own: NDArray[np.int64], lengths: NDArray[np.int64], source: NDArray[np.int64], device: torch.device) -> Varlen:
+def make_varlen(
+    own: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    source: NDArray[np.int64],
+    device: torch.device,
+) -> Varlen:
     """`own`: tokens of each row that no row before it has; `lengths`: with those; `source`: the packed tokens of all rows in turn."""
     shared = bool((own < lengths).any())
     source = source[np.repeat(own > 0, lengths)]  # a row without a token of its own asks nothing
     own, lengths = own[own > 0], lengths[own > 0]
-    starts = [np.concatenate([np.zeros(1, np.int64), np.cumsum(part)]).astype(np.int32) for part in (own, lengths)]
+    starts = [
+        np.concatenate([np.zeros(1, np.int64), np.cumsum(part)]).astype(np.int32)
+        for part in (own, lengths)
+    ]
     queries, keys = (upload(part, device) for part in starts)
-    return Varlen(queries, keys, int(own.max()), int(lengths.max()), upload(source, device) if shared else None)
+    return Varlen(
+        queries,
+        keys,
+        int(own.max()),
+        int(lengths.max()),
+        upload(source, device) if shared else None,
+    )
 
 
 def upload(array: NDArray[Any], device: torch.device) -> Tensor:
     """To a GPU through pinned memory, so that nobody waits for what it is still working on."""
     tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return (
+        tensor.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else tensor.to(device)
+    )
 
 
 def token_data(batch: Batch, micro: MicroBatch, weights: FloatArray) -> TokenData:
@@ -227,7 +280,20 @@ def token_data(batch: Batch, micro: MicroBatch, weights: FloatArray) -> TokenDat
 
 def empty_micro_batch(device: torch.device) -> MicroBatch:
     """A pass with nothing to learn, for a rank that has no rows while others do: one token of which nothing is asked."""
-    one, none = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(0, dtype=torch.int64, device=device)
+    one, none = (
+        torch.zeros(1, dtype=torch.int64, device=device),
+        torch.zeros(0, dtype=torch.int64, device=device),
+    )
     bounds = torch.tensor([0, 1], dtype=torch.int32, device=device)
-    layout = RowLayout(1, 1, one, one, Varlen(bounds, bounds, 1, 1, None) if device.type == "cuda" else None)
-    return MicroBatch(one[None], one[None], layout, rows=none, predict=none, targets=none, flat=np.zeros(0, np.int64))
+    layout = RowLayout(
+        1, 1, one, one, Varlen(bounds, bounds, 1, 1, None) if device.type == "cuda" else None
+    )
+    return MicroBatch(
+        one[None],
+        one[None],
+        layout,
+        rows=none,
+        predict=none,
+        targets=none,
+        flat=np.zeros(0, np.int64),
+    )

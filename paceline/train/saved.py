@@ -20,7 +20,13 @@ from paceline.place.group import is_first_rank
 from paceline.train.optimizer import STATE, load_optimizer_state
 
 MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64"}
+DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float64: "F64",
+    torch.int64: "I64",
+}
 
 Shape = tuple[int, ...]
 Region = tuple[slice, ...]  # the part of a tensor that a rank holds; () is all of it
@@ -33,7 +39,9 @@ def whole(tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def save_training(folder: Path, trained_file: str, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+def save_training(
+    folder: Path, trained_file: str, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]
+) -> None:
     """Write weights and optimizer state, sharded or not. All ranks must call it; the first one writes."""
     for name, tensors in ((trained_file, weights), (OPTIMIZER_FILE, state)):
         layout = [(key, tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()]
@@ -71,10 +79,16 @@ def load_training(
     all; `region` says which part."""
     try:
         with safe_open(folder / trained_file, "pt") as file:
-            check_same_model(folder / trained_file, shapes, {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()})  # noqa: SIM118
+            check_same_model(
+                folder / trained_file,
+                shapes,
+                {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()},
+            )  # noqa: SIM118
             weights = {name: _read(file, name, region(name)) for name in parameters}
         with safe_open(folder / OPTIMIZER_FILE, "pt") as file:
-            state = {key: _read(file, key, _state_region(key, parameters, region)) for key in file.keys()}  # noqa: SIM118
+            state = {
+                key: _read(file, key, _state_region(key, parameters, region)) for key in file.keys()
+            }  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read the trained model in {folder}: {error}") from error
     load_optimizer_state(optimizer, dict(parameters), state)
@@ -86,15 +100,21 @@ def load_training(
 def check_same_model(path: Path, own: Mapping[str, Shape], saved: Mapping[str, Shape]) -> None:
     if own != saved:
         name = min(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
-        raise CheckpointError(f"{path} is of another model: {name} is {saved.get(name)} there and {own.get(name)} here")
+        raise CheckpointError(
+            f"{path} is of another model: {name} is {saved.get(name)} there and {own.get(name)} here"
+        )
 
 
-def _state_region(key: str, parameters: Mapping[str, nn.Parameter], region: Callable[[str], Region]) -> Region:
+def _state_region(
+    key: str, parameters: Mapping[str, nn.Parameter], region: Callable[[str], Region]
+) -> Region:
     kind, _, name = key.partition(":")
     return region(name) if kind in STATE[1:] and name in parameters else ()
 
 
 def _read(file: Any, name: str, region: Region) -> Tensor:
     if any(part.start == part.stop for part in region):
-        return torch.zeros([part.stop - part.start for part in region])  # a rank may have nothing of a small tensor
+        return torch.zeros(
+            [part.stop - part.start for part in region]
+        )  # a rank may have nothing of a small tensor
     return file.get_slice(name)[region] if region else file.get_tensor(name)

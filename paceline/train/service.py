@@ -61,7 +61,11 @@ class Turns:
 
     def metrics(self) -> dict[str, float]:
         """What moved since this was last asked."""
-        found = {"offload_bytes": float(self._bytes), "offload_s": self._seconds} if self._offload else {}
+        found = (
+            {"offload_bytes": float(self._bytes), "offload_s": self._seconds}
+            if self._offload
+            else {}
+        )
         self._bytes, self._seconds = 0, 0.0
         return found
 
@@ -98,7 +102,11 @@ class RefService:
         as_reference: Callable[[], AbstractContextManager[None]] = nullcontext,
         phases: Phases | None = None,
     ) -> None:
-        self._engine, self._turn, self._as_reference = engine, Turns(engine, offload, phases), as_reference
+        self._engine, self._turn, self._as_reference = (
+            engine,
+            Turns(engine, offload, phases),
+            as_reference,
+        )
 
     def logprobs(self, batch: Batch) -> FloatArray:
         with self._turn, self._as_reference():
@@ -128,7 +136,9 @@ class ActorService:
             self._actor.engine.load(Path(folder))
 
     @contextmanager
-    def weights_at_hand(self, weights: Callable[[], Mapping[str, Tensor]]) -> Iterator[Mapping[str, Tensor]]:
+    def weights_at_hand(
+        self, weights: Callable[[], Mapping[str, Tensor]]
+    ) -> Iterator[Mapping[str, Tensor]]:
         """The trainer's weights, for the engine in the same worker to copy."""
         with self._turn.handing_over():
             yield weights()
@@ -159,7 +169,11 @@ class ActorService:
         """Publish to other machines: a "stream" or also a "collective"; the port where to fetch."""
         if not is_first_rank():
             return 0
-        self._source = CollectiveSource(layout, host, token) if kind == "collective" else StreamSource(layout, host, token)
+        self._source = (
+            CollectiveSource(layout, host, token)
+            if kind == "collective"
+            else StreamSource(layout, host, token)
+        )
         self._write = self._source.write
         return self._source.server.port
 
@@ -179,5 +193,7 @@ class ActorService:
                 deque(weights, maxlen=0)
                 return 0
             if self._write is None:
-                raise SyncError(f"version {version} cannot be published before a transport is attached")
+                raise SyncError(
+                    f"version {version} cannot be published before a transport is attached"
+                )
             return self._write(weights, version)

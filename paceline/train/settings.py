@@ -57,7 +57,9 @@ class TrainSettings(Settings):
                 f"train.pipeline_parallel = {self.pipeline_parallel} contradicts train.backend = {self.backend!r}: use 'megatron'"
             )
         if self.backend != "single" and self.lora is not None:
-            raise ValueError(f"train.lora contradicts train.backend = {self.backend!r}: adapters are trained on one device; use 'single'")
+            raise ValueError(
+                f"train.lora contradicts train.backend = {self.backend!r}: adapters are trained on one device; use 'single'"
+            )
         return self
 
     def learning_rate_at(self, step: int, total_steps: int) -> float:
@@ -67,4 +69,6 @@ class TrainSettings(Settings):
         if self.lr_schedule == "constant":
             return self.learning_rate
         done = min(1.0, (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps))
-        return self.learning_rate * (1 - done if self.lr_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done)))
+        return self.learning_rate * (
+            1 - done if self.lr_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        )

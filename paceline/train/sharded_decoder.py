@@ -25,25 +25,33 @@ class ShardedDecoder:
     """Computes in place of a causal language model and its layers, whose own `forward` it replaces."""
 
     def __init__(self, model: PreTrainedModel, passes: LayerPasses, temperature: float) -> None:
-        self._model: Any = model.eval()  # in train mode transformers would wrap layers for recomputation: that is done here
+        self._model: Any = (
+            model.eval()
+        )  # in train mode transformers would wrap layers for recomputation: that is done here
         self._passes, self._temperature = passes, temperature
         for layer in self._model.model.layers:
             layer.forward = partial(_through, passes, layer)
 
     def __call__(self, micro: MicroBatch) -> TokenOutputs:
         body, head = self._model.model, self._model.lm_head.weight
-        at = positions(micro, body.rotary_emb.inv_freq.float(), float(body.rotary_emb.attention_scaling))
+        at = positions(
+            micro, body.rotary_emb.inv_freq.float(), float(body.rotary_emb.attention_scaling)
+        )
         x = _Embedding.apply(body.embed_tokens.weight, self._passes, micro.input_ids[0])
         delta: Tensor | None = None
         for layer in body.layers:
             x, delta = layer(x, delta, at)
         hidden = _LastNorm.apply(x, delta, self._passes, body.norm.weight, micro.predict)
         gradient = _gradient([head]) if torch.is_grad_enabled() else None
-        logprobs, entropy = chunked_logprobs(hidden, head.detach(), None, micro.targets, self._temperature, gradient=gradient)
+        logprobs, entropy = chunked_logprobs(
+            hidden, head.detach(), None, micro.targets, self._temperature, gradient=gradient
+        )
         return TokenOutputs(logprobs=logprobs, entropy=entropy)
 
 
-def _through(passes: LayerPasses, module: nn.Module, x: Tensor, delta: Tensor | None, at: Positions) -> tuple[Tensor, Tensor]:
+def _through(
+    passes: LayerPasses, module: nn.Module, x: Tensor, delta: Tensor | None, at: Positions
+) -> tuple[Tensor, Tensor]:
     middle, after = _LayerPass.apply(x, delta, passes, module, at)
     return middle, after
 
@@ -76,13 +84,22 @@ class _LayerPass(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d: Tensor, narrow: Tensor) -> tuple[Tensor | None, ...]:
         kept, ctx.kept = ctx.kept, None  # free it layer by layer
-        narrow = ctx.passes.backward(_read(ctx.module, _weight), _read(ctx.module, _gradient), kept, ctx.at, d, narrow)
+        narrow = ctx.passes.backward(
+            _read(ctx.module, _weight), _read(ctx.module, _gradient), kept, ctx.at, d, narrow
+        )
         return d, None if ctx.is_first else narrow, None, None, None
 
 
 class _LastNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, delta: Tensor, passes: LayerPasses, weight: nn.Parameter, predict: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        delta: Tensor,
+        passes: LayerPasses,
+        weight: nn.Parameter,
+        predict: Tensor,
+    ) -> Tensor:
         ctx.passes, ctx.weight, ctx.predict = passes, weight, predict
         ctx.total, hidden = passes.last(weight, x, delta, predict)
         return hidden
@@ -91,7 +108,9 @@ class _LastNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_hidden: Tensor) -> tuple[Tensor | None, ...]:
         total, ctx.total = ctx.total, None
-        d, narrow = ctx.passes.last_backward(ctx.weight, _gradient([ctx.weight]), total, ctx.predict, d_hidden)
+        d, narrow = ctx.passes.last_backward(
+            ctx.weight, _gradient([ctx.weight]), total, ctx.predict, d_hidden
+        )
         return d, narrow, None, None, None
 
 
@@ -128,7 +147,9 @@ def _gradient(parameters: Sequence[Tensor]) -> Tensor:
     shape = (sum(len(p) for p in parameters), *first.shape[1:])
     if first.grad is not None:  # of a pass before this one; the parts lie one after the other
         return first.grad.as_strided(shape, first.grad.stride())
-    made = torch.zeros(shape, dtype=torch.promote_types(first.dtype, torch.float32), device=first.device)
+    made = torch.zeros(
+        shape, dtype=torch.promote_types(first.dtype, torch.float32), device=first.device
+    )
     for parameter, part in zip(parameters, made.split([len(p) for p in parameters]), strict=True):
         parameter.grad_dtype = made.dtype
         parameter.grad = part

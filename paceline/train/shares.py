@@ -31,8 +31,14 @@ def passes(lengths: NDArray[np.int64], limit: int, ranks: int) -> list[list[Rows
     of passes; some may have no rows."""
     shares = deal_rows(lengths, ranks)
     count = max(len(cut_rows(lengths[share].tolist(), limit)) for share in shares)
-    return [_cut(share, cut_evenly(lengths[share].tolist(), limit, count), count) for share in shares]
+    return [
+        _cut(share, cut_evenly(lengths[share].tolist(), limit, count), count) for share in shares
+    ]
 
 
 def _cut(rows: Rows, counts: list[int], passes: int) -> list[Rows]:
-    return np.split(rows, np.cumsum(counts)[:-1]) + [np.zeros(0, np.int64)] * (passes - len(counts)) if counts else [rows] * passes
+    return (
+        np.split(rows, np.cumsum(counts)[:-1]) + [np.zeros(0, np.int64)] * (passes - len(counts))
+        if counts
+        else [rows] * passes
+    )

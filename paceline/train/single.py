@@ -42,14 +42,24 @@ class SingleDevice:
 
     trained_file = MODEL_FILE  # where a checkpoint holds what is trained
 
-    def __init__(self, model: PreTrainedModel, settings: TrainSettings, temperature: float = 1.0, head: Head = "policy") -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: TrainSettings,
+        temperature: float = 1.0,
+        head: Head = "policy",
+    ) -> None:
         self._settings = settings
         self._packed = PackedModel(model, settings, temperature, head)
         self._model: PreTrainedModel = model
         self._device = next(model.parameters()).device
         self._parameters = self._trained_parameters() | self._packed.value_parameters()
         self._optimizer = adamw(self._parameters, settings)
-        self._fused = fused_policy(model, self._parameters, settings, temperature) if head == "policy" else None
+        self._fused = (
+            fused_policy(model, self._parameters, settings, temperature)
+            if head == "policy"
+            else None
+        )
         if self._fused is not None:
             self._packed.check(self._fused.logprobs, ROUNDED)
         self._lanes = Lanes(_lane_count(self._parameters, self._device))
@@ -65,7 +75,11 @@ class SingleDevice:
         """The weights as an engine for sequences of this length wants them, for a reader at any time: what training computes with, not a
         copy. From now on `place` leaves them where they are."""
         self._lent = True
-        return self._fused.weights if self._fused is not None else engine_weights(self._model, share=True, max_length=max_length)
+        return (
+            self._fused.weights
+            if self._fused is not None
+            else engine_weights(self._model, share=True, max_length=max_length)
+        )
 
     def copied_weights(self, max_length: int) -> EngineWeights:
         """A copy of the weights for such an engine, in the type of products on a GPU; `current_weights` brings it up to date."""
@@ -74,7 +88,11 @@ class SingleDevice:
 
     def current_weights(self) -> dict[str, Tensor]:
         """Every weight by name, tied ones once, as training computes with them."""
-        return dict(self._fused.weights.named) if self._fused is not None else {n: p.detach() for n, p in self._model.named_parameters()}
+        return (
+            dict(self._fused.weights.named)
+            if self._fused is not None
+            else {n: p.detach() for n, p in self._model.named_parameters()}
+        )
 
     def _trained_parameters(self) -> dict[str, nn.Parameter]:
         """What the optimizer changes, by the names a checkpoint has for it."""
@@ -102,7 +120,9 @@ class SingleDevice:
                     tally.add(self._fused.add_gradient(micro, partial(_loss_of, loss_fn, data)))
             return tally.metrics()
 
-    def _module_gradient(self, batch: Batch, loss_fn: LossFn, weights: FloatArray, tally: Tally) -> None:
+    def _module_gradient(
+        self, batch: Batch, loss_fn: LossFn, weights: FloatArray, tally: Tally
+    ) -> None:
         parameters = list(self._parameters.values())
 
         def gradient(micro: MicroBatch) -> tuple[LossTerms, tuple[Tensor | None, ...]]:
@@ -116,12 +136,16 @@ class SingleDevice:
     def _micro_batches(self, batch: Batch) -> Iterator[MicroBatch]:
         if self._fused is not None:
             return grouped_micro_batches(batch, self._settings.micro_batch_tokens, self._device)
-        return micro_batches(batch, self._settings.micro_batch_tokens, self._device, self._lanes.count)
+        return micro_batches(
+            batch, self._settings.micro_batch_tokens, self._device, self._lanes.count
+        )
 
     def _read(self, batch: Batch, name: Literal["logprobs", "values"]) -> FloatArray:
         @torch.no_grad()
         def read(micro: MicroBatch) -> tuple[MicroBatch, FloatArray]:
-            found = self._packed(micro)[name] if self._fused is None else self._fused.logprobs(micro)
+            found = (
+                self._packed(micro)[name] if self._fused is None else self._fused.logprobs(micro)
+            )
             return micro, found.float().cpu().numpy()
 
         result = np.zeros(batch.num_tokens, np.float32)
@@ -156,7 +180,12 @@ class SingleDevice:
             yield name, tensor.detach()
 
     def save(self, folder: Path) -> None:
-        save_training(folder, self.trained_file, self._parameters, optimizer_state(self._optimizer, self._parameters))
+        save_training(
+            folder,
+            self.trained_file,
+            self._parameters,
+            optimizer_state(self._optimizer, self._parameters),
+        )
         self._model.config.save_pretrained(folder)
 
     def load(self, folder: Path) -> None:
@@ -193,7 +222,9 @@ class SingleDevice:
         state = (tensor for state in self._optimizer.state.values() for tensor in state.values())
         held = {
             "parameters": _bytes(self._packed.parameters()),
-            "their bfloat16 copy": _bytes(self._fused.weights.named.values()) if self._fused is not None else 0,
+            "their bfloat16 copy": _bytes(self._fused.weights.named.values())
+            if self._fused is not None
+            else 0,
             "gradients": _bytes(p.grad for p in self._parameters.values() if p.grad is not None),
             "optimizer state": _bytes(state),
         }

@@ -48,14 +48,24 @@ class Trainer:
             async with asyncio.timeout(self._timeout):
                 metrics = await self._step(batch, step)
         except TimeoutError:
-            workers = {worker.name: worker.waiting_for() for worker in (self._actor, self._critic, self._ref) if worker}
-            silent = [f"worker {name!r} has not answered {', '.join(calls)}" for name, calls in workers.items() if calls]
+            workers = {
+                worker.name: worker.waiting_for()
+                for worker in (self._actor, self._critic, self._ref)
+                if worker
+            }
+            silent = [
+                f"worker {name!r} has not answered {', '.join(calls)}"
+                for name, calls in workers.items()
+                if calls
+            ]
             what = f"train step {step + 1} took longer than step_timeout_s = {self._timeout:g} s"
             raise StalledError("; ".join([what, *silent])) from None
         if self._algorithm.kl_coef > 0:
             metrics["train/kl_coef"] = self._kl_coef
         if self._algorithm.kl_target is not None and "train/kl_reference" in metrics:
-            self._kl_coef = adapted(self._kl_coef, metrics["train/kl_reference"], self._algorithm.kl_target)
+            self._kl_coef = adapted(
+                self._kl_coef, metrics["train/kl_reference"], self._algorithm.kl_target
+            )
         self._health.look(metrics, step)
         self._mismatch.look(metrics, step)
         return metrics
@@ -73,7 +83,9 @@ class Trainer:
         if self._critic and batch.mask.any():
             updates.append(self._critic.start_call(Role.CRITIC, "update", batch, step))
         results = await asyncio.gather(*updates)
-        return advantage_metrics(batch) | {name: value for metrics in results for name, value in metrics.items()}
+        return advantage_metrics(batch) | {
+            name: value for metrics in results for name, value in metrics.items()
+        }
 
     # -- what a checkpoint keeps
 

@@ -45,8 +45,16 @@ class Numbers:
     def trl(self, compute: Callable[..., Tensor], **settings: Any) -> tuple[float, np.ndarray]:
         """Loss and its gradient by log-prob, from the trainer's method on a stand-in that has only what it reads."""
         new = torch.from_numpy(self.new).requires_grad_()
-        own = {"delta": None, "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "use_bias_correction_kl": False}
-        args = SimpleNamespace(steps_per_generation=1, **own | {name: settings.pop(name) for name in list(settings) if name in own})
+        own = {
+            "delta": None,
+            "sapo_temperature_pos": 1.0,
+            "sapo_temperature_neg": 1.05,
+            "use_bias_correction_kl": False,
+        }
+        args = SimpleNamespace(
+            steps_per_generation=1,
+            **own | {name: settings.pop(name) for name in list(settings) if name in own},
+        )
         same = SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x)
         values = {
             "loss_type": "grpo", "importance_sampling_level": "token", "epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.0,
@@ -85,9 +93,17 @@ class Numbers:
         def pick(values: np.ndarray) -> Tensor:
             return torch.from_numpy(values.ravel()[flat])
 
-        new, advantage = pick(self.new).requires_grad_(), torch.from_numpy(self.advantages[row][flat])
+        new, advantage = (
+            pick(self.new).requires_grad_(),
+            torch.from_numpy(self.advantages[row][flat]),
+        )
         data = TokenData(
-            torch.from_numpy(row[flat]), weights, pick(self.old), torch.zeros(len(new)), advantage, ref_logprobs=pick(self.ref)
+            torch.from_numpy(row[flat]),
+            weights,
+            pick(self.old),
+            torch.zeros(len(new)),
+            advantage,
+            ref_logprobs=pick(self.ref),
         )
         total = loss(TokenOutputs(new, torch.zeros_like(new)), data).loss
         total.backward()
@@ -110,7 +126,10 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "CISPO": ({"loss_type": "cispo", "epsilon_high": 1.2}, {"name": "cispo", "clip_high": 0.2}),
     "SAPO": ({"loss_type": "sapo"}, {"name": "sapo"}),
-    "SAPO, sharper": ({"loss_type": "sapo", "sapo_temperature_neg": 2.0}, {"name": "sapo", "sapo_temperatures": (1.0, 2.0)}),
+    "SAPO, sharper": (
+        {"loss_type": "sapo", "sapo_temperature_neg": 2.0},
+        {"name": "sapo", "sapo_temperatures": (1.0, 2.0)},
+    ),
 }
 
 
@@ -119,8 +138,13 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_loss_and_gradient_are_trls(case: str, seed: int) -> None:
     theirs, ours = PAIRS[case]
     numbers = Numbers(seed)
-    (expected, slope), (found, own_slope) = numbers.trl(GRPOTrainer._compute_loss, **theirs), numbers.ours(**ours)
-    assert found == pytest.approx(expected, rel=1e-6, abs=1e-7)  # our weights and TRL's SAPO temperatures are float32
+    (expected, slope), (found, own_slope) = (
+        numbers.trl(GRPOTrainer._compute_loss, **theirs),
+        numbers.ours(**ours),
+    )
+    assert found == pytest.approx(
+        expected, rel=1e-6, abs=1e-7
+    )  # our weights and TRL's SAPO temperatures are float32
     assert np.abs(own_slope - slope).max() < 1e-7 and np.abs(slope).max() > 1e-3
 
 
@@ -135,22 +159,41 @@ def test_on_fresh_answers_our_rloo_step_is_trls(seed: int) -> None:
     assert np.abs(own_slope - slope).max() < 1e-7 and np.abs(slope).max() > 1e-3
 
 
-def trl_advantages(kind: str, folder: Path, rewards: list[float], group_size: int, **settings: Any) -> list[float]:
+def trl_advantages(
+    kind: str, folder: Path, rewards: list[float], group_size: int, **settings: Any
+) -> list[float]:
     """A whole TRL trainer on a toy model scores the answers it generates with these rewards."""
     words = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1, "go": 2}, unk_token="<pad>"))
     words.pre_tokenizer = WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
-    shape = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = Qwen2ForCausalLM(Qwen2Config(**shape, num_key_value_heads=2, pad_token_id=0, eos_token_id=1))
-    trainer_type, config_type = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}[kind]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"
+    )
+    shape = {
+        "vocab_size": 8,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    model = Qwen2ForCausalLM(
+        Qwen2Config(**shape, num_key_value_heads=2, pad_token_id=0, eos_token_id=1)
+    )
+    trainer_type, config_type = {
+        "grpo": (GRPOTrainer, GRPOConfig),
+        "rloo": (RLOOTrainer, RLOOConfig),
+    }[kind]
     config = config_type(
         output_dir=str(folder), per_device_train_batch_size=len(rewards), num_generations=group_size, max_completion_length=4, beta=0.0,
         use_cpu=True, bf16=False, report_to="none", steps_per_generation=1, gradient_accumulation_steps=1, **settings,
     )  # fmt: skip
     prompts = Dataset.from_list([{"prompt": "go"}] * len(rewards))
-    trainer = trainer_type(model, lambda **_: rewards, args=config, train_dataset=prompts, processing_class=tokenizer)
+    trainer = trainer_type(
+        model, lambda **_: rewards, args=config, train_dataset=prompts, processing_class=tokenizer
+    )
     trainer.model.train()
-    result: list[float] = trainer._generate_and_score_completions([{"prompt": "go"}] * len(rewards))["advantages"].tolist()
+    result: list[float] = trainer._generate_and_score_completions(
+        [{"prompt": "go"}] * len(rewards)
+    )["advantages"].tolist()
     return result
 
 
@@ -163,14 +206,24 @@ def trl_advantages(kind: str, folder: Path, rewards: list[float], group_size: in
         ("rloo", {"normalize_advantages": True}, {"name": "rloo", "normalize": "batch"}),
     ],
 )
-def test_advantages_are_trls(kind: str, settings: dict[str, Any], ours: dict[str, Any], tmp_path: Path) -> None:
+def test_advantages_are_trls(
+    kind: str, settings: dict[str, Any], ours: dict[str, Any], tmp_path: Path
+) -> None:
     size, rng = 4, np.random.default_rng(0)
     rewards = rng.standard_normal(3 * size).astype(np.float32)
     expected = trl_advantages(kind, tmp_path, rewards.tolist(), size, **settings)
     rows = len(rewards)
     mask, flat = np.tile([False, True], rows), np.zeros(2 * rows, np.float32)
     groups = np.repeat(np.arange(3, dtype=np.int32), size)
-    batch = Batch(flat.astype(np.int32), np.full(rows, 2, np.int32), mask, flat, flat.astype(np.int32), rewards, groups)
+    batch = Batch(
+        flat.astype(np.int32),
+        np.full(rows, 2, np.int32),
+        mask,
+        flat,
+        flat.astype(np.int32),
+        rewards,
+        groups,
+    )
     found = advantages(batch, AlgorithmSettings.model_validate(ours)).advantages
     assert found is not None
     # TRL adds 1e-4 to a deviation and we 1e-6; over the batch it divides by the sample deviation and we by the population's.

@@ -31,7 +31,11 @@ from tests.processes import children
 
 PROMPT = (5, 9, 13, 2, 7)
 # where vLLM is installed (make test-vllm) it is vLLM that must show what the others show elsewhere
-ENGINES = ["vllm in a process"] if find_spec("vllm") else ["native on a thread", "native in a process", "native through a module"]
+ENGINES = (
+    ["vllm in a process"]
+    if find_spec("vllm")
+    else ["native on a thread", "native in a process", "native through a module"]
+)
 
 
 class Rig:
@@ -62,14 +66,26 @@ class Rig:
 
 @asynccontextmanager
 async def rig(kind: str, folder: str, tmp_path: Path) -> AsyncIterator[Rig]:
-    settings = [f"model={folder}", "rollout.slots=8", "data.max_prompt_length=64", "rollout.max_response_length=136", "data.task=copy:3"]
-    settings += [f"rollout.engine={kind.split()[0]}", "rollout.vllm.eager=true", 'rollout.stop=["unused"]']
+    settings = [
+        f"model={folder}",
+        "rollout.slots=8",
+        "data.max_prompt_length=64",
+        "rollout.max_response_length=136",
+        "data.task=copy:3",
+    ]
+    settings += [
+        f"rollout.engine={kind.split()[0]}",
+        "rollout.vllm.eager=true",
+        'rollout.stop=["unused"]',
+    ]
     args = ((Role.ROLLOUT,), load_config(None, settings), folder, 1)
     worker: Worker
     if kind in ("native on a thread", "native through a module"):
         worker = ThreadWorker("rollout", build_parts, args)
     else:
-        worker = ProcessWorker("rollout", build_parts, args, cores=[], threads=1, log_path=tmp_path / "rollout.log")
+        worker = ProcessWorker(
+            "rollout", build_parts, args, cores=[], threads=1, log_path=tmp_path / "rollout.log"
+        )
     await worker.ready()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     layout = layout_of(model.state_dict().items())
@@ -87,13 +103,21 @@ Scenario = Callable[[Rig], Coroutine[Any, Any, None]]
 
 
 @pytest.fixture(scope="module", params=ENGINES)
-def with_rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Scenario], None]]:
+def with_rig(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[Scenario], None]]:
     place = tmp_path_factory.mktemp("model")
     hidden = 128 if "vllm" in request.param else 32  # its heads must be 32 wide
-    folder = random_other_model(place) if "module" in request.param else random_model(place, hidden=hidden)
+    folder = (
+        random_other_model(place)
+        if "module" in request.param
+        else random_model(place, hidden=hidden)
+    )
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
-        it = runner.run(stack.enter_async_context(rig(request.param, folder, tmp_path_factory.mktemp("rig"))))
+        it = runner.run(
+            stack.enter_async_context(rig(request.param, folder, tmp_path_factory.mktemp("rig")))
+        )
 
         async def limited(scenario: Scenario) -> None:
             async with asyncio.timeout(60):
@@ -105,12 +129,22 @@ def with_rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     assert not children(), "a process was left behind"
 
 
-def ask(number: int = 0, *, tokens: int = 24, partial: Completion | None = None, **sampling: Any) -> Request:
-    return Request(f"r{number}-{tokens}-{partial is not None}", PROMPT, 100 + number, Sampling(tokens, **sampling), partial)
+def ask(
+    number: int = 0, *, tokens: int = 24, partial: Completion | None = None, **sampling: Any
+) -> Request:
+    return Request(
+        f"r{number}-{tokens}-{partial is not None}",
+        PROMPT,
+        100 + number,
+        Sampling(tokens, **sampling),
+        partial,
+    )
 
 
 @torch.no_grad()
-def reference(model: PreTrainedModel, completion: Completion, temperature: float = 1.0) -> np.ndarray:
+def reference(
+    model: PreTrainedModel, completion: Completion, temperature: float = 1.0
+) -> np.ndarray:
     """Log-probs of a plain forward pass over prompt and answer."""
     ids = torch.tensor([[*PROMPT, *completion.tokens.tolist()]])
     logprobs = torch.log_softmax(model(ids).logits[0].float() / temperature, -1)
@@ -118,12 +152,19 @@ def reference(model: PreTrainedModel, completion: Completion, temperature: float
     return logprobs[rows, ids[0, len(PROMPT) :]].numpy()
 
 
-def test_log_probs_are_those_of_a_plain_forward_pass_at_the_sampling_temperature(with_rig: Any) -> None:
+def test_log_probs_are_those_of_a_plain_forward_pass_at_the_sampling_temperature(
+    with_rig: Any,
+) -> None:
     async def scenario(it: Rig) -> None:
         for temperature in (1.0, 0.7):
-            for completion in await asyncio.gather(*(it.engine.generate(ask(n, temperature=temperature)) for n in range(12))):
+            for completion in await asyncio.gather(
+                *(it.engine.generate(ask(n, temperature=temperature)) for n in range(12))
+            ):
                 assert len(completion) == 24 and completion.finish is Finish.LENGTH
-                assert np.abs(completion.logprobs - reference(it.model, completion, temperature)).max() < 1e-4
+                assert (
+                    np.abs(completion.logprobs - reference(it.model, completion, temperature)).max()
+                    < 1e-4
+                )
 
     with_rig(scenario)
 
@@ -131,7 +172,13 @@ def test_log_probs_are_those_of_a_plain_forward_pass_at_the_sampling_temperature
 def test_greedy_output_equals_transformers_generate(with_rig: Any) -> None:
     async def scenario(it: Rig) -> None:
         completion = await it.engine.generate(ask(temperature=0.0))
-        expected = it.model.generate(torch.tensor([PROMPT]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+        expected = it.model.generate(
+            torch.tensor([PROMPT]),
+            max_new_tokens=24,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
         assert completion.tokens.tolist() == expected[0, len(PROMPT) :].tolist()
 
     with_rig(scenario)
@@ -170,8 +217,13 @@ def test_an_interrupted_answer_resumes_as_if_nothing_had_happened(with_rig: Any)
             await asyncio.sleep(0)
         assert await it.engine.pause(OnSync.INTERRUPT) is True
         parts = [await task for task in running]
-        assert all(part.finish is Finish.INTERRUPT for part in parts) and any(len(part) for part in parts)
-        waiting = [asyncio.create_task(it.engine.generate(ask(n, tokens=120, partial=part))) for n, part in enumerate(parts)]
+        assert all(part.finish is Finish.INTERRUPT for part in parts) and any(
+            len(part) for part in parts
+        )
+        waiting = [
+            asyncio.create_task(it.engine.generate(ask(n, tokens=120, partial=part)))
+            for n, part in enumerate(parts)
+        ]
         await asyncio.sleep(0)
         assert await it.engine.resume() is True
         for uninterrupted, task in zip(whole, waiting, strict=True):
@@ -209,18 +261,30 @@ def test_after_new_weights_answers_are_those_of_the_new_weights_and_say_so(with_
     with_rig(scenario)
 
 
-def test_adapters_reach_the_engine_merged_and_it_answers_as_transformers_does_with_them(with_rig: Any) -> None:
+def test_adapters_reach_the_engine_merged_and_it_answers_as_transformers_does_with_them(
+    with_rig: Any,
+) -> None:
     async def scenario(it: Rig) -> None:
         trained = LoraDevice(copy.deepcopy(it.model), TrainSettings(lora=LoraSettings(rank=4)))
         with torch.no_grad():
             for name, parameter in trained.model.named_parameters():
                 if "lora_B" in name:  # 0 to begin with
-                    parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+                    parameter.copy_(
+                        torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+                    )
         plain = await it.engine.generate(ask(temperature=0.0))
         await it.engine.load_weights(it.publish(trained.export_weights()))
         adapted = await it.engine.generate(ask(temperature=0.0))
-        expected = trained.model.generate(torch.tensor([PROMPT]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
-        assert adapted.tokens.tolist() == expected[0, len(PROMPT) :].tolist() != plain.tokens.tolist()
+        expected = trained.model.generate(
+            torch.tensor([PROMPT]),
+            max_new_tokens=24,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        assert (
+            adapted.tokens.tolist() == expected[0, len(PROMPT) :].tolist() != plain.tokens.tolist()
+        )
         assert np.abs(adapted.logprobs - reference(trained.model, adapted)).max() < 1e-4
 
     with_rig(scenario)
@@ -238,7 +302,9 @@ def test_weights_swapped_in_flight_change_the_version_in_mid_answer(with_rig: An
         await it.engine.resume()
         completion = await running
         change = int(np.argmax(completion.versions == version + 1))
-        assert 5 <= change < 130 and completion.versions.tolist() == [version] * change + [version + 1] * (130 - change)
+        assert 5 <= change < 130 and completion.versions.tolist() == [version] * change + [
+            version + 1
+        ] * (130 - change)
         expected = _swapped(old, it.model, completion, change)
         assert np.abs(completion.logprobs - expected).max() < 1e-4
 
@@ -246,7 +312,9 @@ def test_weights_swapped_in_flight_change_the_version_in_mid_answer(with_rig: An
 
 
 @torch.no_grad()
-def _swapped(old: PreTrainedModel, new: PreTrainedModel, completion: Completion, change: int) -> np.ndarray:
+def _swapped(
+    old: PreTrainedModel, new: PreTrainedModel, completion: Completion, change: int
+) -> np.ndarray:
     """Log-probs when the first `change` tokens come from the old weights and the rest from the new ones on the old KV cache."""
     tokens = completion.tokens.tolist()
     context = torch.tensor([[*PROMPT, *tokens[: change - 1]]])
@@ -290,7 +358,10 @@ def test_stop_tokens_end_an_answer_and_stay_in_it(with_rig: Any) -> None:
         stop = int(free.tokens[10])
         stopped = await it.engine.generate(ask(stop_token_ids=(stop,)))
         first = free.tokens.tolist().index(stop)
-        assert stopped.finish is Finish.STOP and stopped.tokens.tolist() == free.tokens[: first + 1].tolist()
+        assert (
+            stopped.finish is Finish.STOP
+            and stopped.tokens.tolist() == free.tokens[: first + 1].tolist()
+        )
 
     with_rig(scenario)
 
@@ -301,8 +372,13 @@ def test_a_stop_string_ends_an_answer_and_stays_in_it(with_rig: Any) -> None:
         free = await it.engine.generate(ask())
         stop = decode(free.tokens[10:12].tolist())
         stopped = await it.engine.generate(ask(stop=(stop,)))
-        assert stopped.finish is Finish.STOP and stopped.tokens.tolist() == free.tokens[: len(stopped)].tolist()
-        assert stop in decode(stopped.tokens.tolist()) and stop not in decode(stopped.tokens[:-1].tolist())
+        assert (
+            stopped.finish is Finish.STOP
+            and stopped.tokens.tolist() == free.tokens[: len(stopped)].tolist()
+        )
+        assert stop in decode(stopped.tokens.tolist()) and stop not in decode(
+            stopped.tokens[:-1].tolist()
+        )
         assert (await it.engine.stats()).running == 0
 
     with_rig(scenario)

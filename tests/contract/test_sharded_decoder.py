@@ -17,7 +17,16 @@ from paceline.train.packing import MicroBatch, select_rows
 from paceline.train.settings import TrainSettings
 from paceline.train.sharded_decoder import ShardedDecoder
 from paceline.train.single import SingleDevice
-from tests.contract.test_train_engine import LOSS, MODELS, TEMPERATURE, gradients, random_batch, same_bits, tiny, weights_of
+from tests.contract.test_train_engine import (
+    LOSS,
+    MODELS,
+    TEMPERATURE,
+    gradients,
+    random_batch,
+    same_bits,
+    tiny,
+    weights_of,
+)
 from tests.ranks import Ranks
 from tests.unit.test_train_decoder import torch_passes, with_varlen
 
@@ -30,7 +39,9 @@ class OnCpu(ShardedDecoder):
 class FusedFsdp(Fsdp):
     def _fused(self, model: PreTrainedModel, temperature: float) -> ShardedDecoder:
         decoder.add_product = add_product
-        return OnCpu(model, torch_passes(model.config, self._settings.gradient_checkpointing), temperature)
+        return OnCpu(
+            model, torch_passes(model.config, self._settings.gradient_checkpointing), temperature
+        )
 
 
 def add_product(to: Tensor, a: Tensor, b: Tensor) -> None:
@@ -39,7 +50,9 @@ def add_product(to: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 @pytest.fixture(scope="module", params=[1, 2])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+def ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Ranks]:
     made = Ranks(FusedFsdp, request.param, tmp_path_factory.mktemp("ranks"), backend="fsdp")
     yield made
     made.close()
@@ -47,9 +60,16 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_log_probs_gradients_and_weights_are_those_of_a_single_device(ranks: Ranks, name: str, checkpointing: bool) -> None:
-    batch, settings = random_batch(), TrainSettings(micro_batch_tokens=40, gradient_checkpointing=checkpointing)
-    single, sharded = (build(tiny(name), settings, temperature=TEMPERATURE) for build in (SingleDevice, ranks))
+def test_log_probs_gradients_and_weights_are_those_of_a_single_device(
+    ranks: Ranks, name: str, checkpointing: bool
+) -> None:
+    batch, settings = (
+        random_batch(),
+        TrainSettings(micro_batch_tokens=40, gradient_checkpointing=checkpointing),
+    )
+    single, sharded = (
+        build(tiny(name), settings, temperature=TEMPERATURE) for build in (SingleDevice, ranks)
+    )
     assert np.abs(single.logprobs(batch) - sharded.logprobs(batch)).max() < 1e-5
     for _ in range(2):  # gradients of two calls add up, too
         one, two = (engine.forward_backward(batch, LOSS) for engine in (single, sharded))
@@ -60,7 +80,9 @@ def test_log_probs_gradients_and_weights_are_those_of_a_single_device(ranks: Ran
     assert sharded.optimizer_step(1e-4) == pytest.approx(single.optimizer_step(1e-4), abs=1e-5)
     before, after = weights_of(single), weights_of(sharded)
     assert max(float((after[key] - before[key]).abs().max()) for key in before) < 1e-5
-    assert np.abs(single.logprobs(batch) - sharded.logprobs(batch)).max() < 1e-5, "the next pass sees the new weights"
+    assert np.abs(single.logprobs(batch) - sharded.logprobs(batch)).max() < 1e-5, (
+        "the next pass sees the new weights"
+    )
 
 
 def test_a_rank_without_rows_takes_part(ranks: Ranks) -> None:
@@ -76,11 +98,17 @@ def test_narrow_products_leave_gradients_wide(ranks: Ranks) -> None:
     """Ranks and passes add up in float32: the way a batch is cut shows only in what bfloat16 rounds inside a pass."""
     found: list[dict[str, Tensor]] = []
     for limit in (1, 4096):
-        engine: Any = ranks(tiny("qwen2-tied"), TrainSettings(dtype="bfloat16", micro_batch_tokens=limit))
+        engine: Any = ranks(
+            tiny("qwen2-tied"), TrainSettings(dtype="bfloat16", micro_batch_tokens=limit)
+        )
         engine.forward_backward(random_batch(), LOSS)
         found.append(gradients(engine))
     assert all(tensor.dtype == torch.float32 for tensor in found[0].values())
-    assert not any(torch.equal(tensor, tensor.bfloat16().float()) for tensor in found[1].values() if tensor.ndim > 1)
+    assert not any(
+        torch.equal(tensor, tensor.bfloat16().float())
+        for tensor in found[1].values()
+        if tensor.ndim > 1
+    )
     exact = SingleDevice(tiny("qwen2-tied"), TrainSettings())
     exact.forward_backward(random_batch(), LOSS)
     for key, wanted in gradients(exact).items():

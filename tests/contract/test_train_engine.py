@@ -12,7 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from paceline.algo.loss import LossTerms, PolicyLoss, TokenData, TokenOutputs, ValueLoss
 from paceline.algo.settings import AlgorithmSettings
@@ -30,7 +38,9 @@ MODELS = ("llama", "qwen2", "qwen2-tied", "qwen3")
 
 
 @pytest.fixture(scope="module", params=["single", "fsdp on two ranks"])
-def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineFactory]:
+def build(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineFactory]:
     if request.param == "single":
         yield SingleDevice
         return
@@ -140,11 +150,15 @@ def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("limit", [1, 40, 4096])
-def test_log_probs_are_those_of_a_plain_forward_of_each_row(build: EngineFactory, name: str, limit: int) -> None:
+def test_log_probs_are_those_of_a_plain_forward_of_each_row(
+    build: EngineFactory, name: str, limit: int
+) -> None:
     model, batch = tiny(name), random_batch()
     with torch.no_grad():
         expected, _ = plain_logprobs(copy.deepcopy(model), batch)
-    found = build(model, TrainSettings(micro_batch_tokens=limit), temperature=TEMPERATURE).logprobs(batch)
+    found = build(model, TrainSettings(micro_batch_tokens=limit), temperature=TEMPERATURE).logprobs(
+        batch
+    )
     assert np.abs(found[batch.mask] - expected.numpy()).max() < 1e-5
     assert not found[~batch.mask].any()
 
@@ -188,8 +202,13 @@ def test_the_gradient_is_that_of_the_plain_loss_however_the_batch_is_cut(
 
 def test_metrics_do_not_depend_on_how_the_batch_is_cut(build: EngineFactory) -> None:
     batch = random_batch()
-    cuts = [build(tiny("qwen2"), TrainSettings(micro_batch_tokens=limit)).forward_backward(batch, LOSS) for limit in (1, 40, 4096)]
-    assert cuts[0] == pytest.approx(cuts[2], abs=1e-5) and cuts[1] == pytest.approx(cuts[2], abs=1e-5)
+    cuts = [
+        build(tiny("qwen2"), TrainSettings(micro_batch_tokens=limit)).forward_backward(batch, LOSS)
+        for limit in (1, 40, 4096)
+    ]
+    assert cuts[0] == pytest.approx(cuts[2], abs=1e-5) and cuts[1] == pytest.approx(
+        cuts[2], abs=1e-5
+    )
 
 
 def test_gradients_of_two_batches_add_up(build: EngineFactory) -> None:
@@ -202,7 +221,9 @@ def test_gradients_of_two_batches_add_up(build: EngineFactory) -> None:
         assert (twice[name] - 2 * gradient).abs().max() < 1e-6
 
 
-def test_a_step_clips_reports_the_norm_and_clears_the_gradient(build: EngineFactory, tmp_path: Path) -> None:
+def test_a_step_clips_reports_the_norm_and_clears_the_gradient(
+    build: EngineFactory, tmp_path: Path
+) -> None:
     engine = build(tiny("qwen2"), TrainSettings(max_grad_norm=1e-3))
     engine.forward_backward(random_batch(), LOSS)
     expected = math.sqrt(sum(float(g.double().square().sum()) for g in gradients(engine).values()))
@@ -210,8 +231,14 @@ def test_a_step_clips_reports_the_norm_and_clears_the_gradient(build: EngineFact
     assert engine.optimizer_step(1e-3) == pytest.approx(expected, rel=1e-5)
     assert not gradients(engine) and not same_bits(before, weights_of(engine))
     engine.save(tmp_path)
-    moments = [tensor for key, tensor in load_file(tmp_path / "optimizer.safetensors").items() if key.startswith("exp_avg:")]
-    assert math.sqrt(sum(float(m.square().sum()) for m in moments)) == pytest.approx(0.1 * 1e-3, rel=1e-2)
+    moments = [
+        tensor
+        for key, tensor in load_file(tmp_path / "optimizer.safetensors").items()
+        if key.startswith("exp_avg:")
+    ]
+    assert math.sqrt(sum(float(m.square().sum()) for m in moments)) == pytest.approx(
+        0.1 * 1e-3, rel=1e-2
+    )
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(build: EngineFactory) -> None:
@@ -226,7 +253,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing(build: EngineFactory) -> 
     for each in (engine, clean):
         each.forward_backward(batch, LOSS)
         each.optimizer_step(1e-3)
-    assert same_bits(weights_of(clean), weights_of(engine)), "the skipped step left a trace in gradient or optimizer"
+    assert same_bits(weights_of(clean), weights_of(engine)), (
+        "the skipped step left a trace in gradient or optimizer"
+    )
 
 
 def test_the_same_batch_gives_the_same_bits(build: EngineFactory) -> None:
@@ -256,12 +285,18 @@ def test_exported_weights_make_the_same_model(build: EngineFactory, name: str) -
 
 
 @pytest.mark.parametrize("head", ["policy", "value"])
-def test_saved_and_loaded_training_goes_on_bit_for_bit(build: EngineFactory, head: str, tmp_path: Path) -> None:
+def test_saved_and_loaded_training_goes_on_bit_for_bit(
+    build: EngineFactory, head: str, tmp_path: Path
+) -> None:
     loss = LOSS if head == "policy" else ValueLoss(0.2)
 
     def fresh() -> TrainEngine:
         model = tiny("qwen2-tied")
-        return build(model if head == "policy" else model.base_model, TrainSettings(weight_decay=0.1), head=head)
+        return build(
+            model if head == "policy" else model.base_model,
+            TrainSettings(weight_decay=0.1),
+            head=head,
+        )
 
     def train(engine: TrainEngine, seed: int) -> None:
         engine.forward_backward(random_batch(seed=seed), loss)
@@ -282,7 +317,10 @@ def test_saved_and_loaded_training_goes_on_bit_for_bit(build: EngineFactory, hea
 
 
 def test_a_saved_policy_opens_with_transformers(build: EngineFactory, tmp_path: Path) -> None:
-    engine, batch = build(tiny("qwen2-tied"), TrainSettings(), temperature=TEMPERATURE), random_batch()
+    engine, batch = (
+        build(tiny("qwen2-tied"), TrainSettings(), temperature=TEMPERATURE),
+        random_batch(),
+    )
     engine.save(tmp_path)
     opened = Qwen2ForCausalLM.from_pretrained(tmp_path)
     with torch.no_grad():
@@ -290,7 +328,9 @@ def test_a_saved_policy_opens_with_transformers(build: EngineFactory, tmp_path: 
     assert np.abs(engine.logprobs(batch)[batch.mask] - expected.numpy()).max() < 1e-5
 
 
-def test_weights_of_another_model_are_refused_and_nothing_changes(build: EngineFactory, tmp_path: Path) -> None:
+def test_weights_of_another_model_are_refused_and_nothing_changes(
+    build: EngineFactory, tmp_path: Path
+) -> None:
     build(tiny("llama"), TrainSettings()).save(tmp_path / "llama")
     engine = build(tiny("qwen2"), TrainSettings())
     before = weights_of(engine)
@@ -308,7 +348,9 @@ def test_weights_of_another_model_are_refused_and_nothing_changes(build: EngineF
 def test_a_batch_without_a_trained_token_is_refused(build: EngineFactory) -> None:
     batch = random_batch()
     with pytest.raises(DataError, match="no trained token"):
-        build(tiny("llama"), TrainSettings()).forward_backward(replace(batch, mask=np.zeros_like(batch.mask)), LOSS)
+        build(tiny("llama"), TrainSettings()).forward_backward(
+            replace(batch, mask=np.zeros_like(batch.mask)), LOSS
+        )
 
 
 def test_values_start_at_zero_and_learn_the_returns(build: EngineFactory) -> None:

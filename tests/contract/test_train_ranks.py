@@ -26,7 +26,15 @@ from paceline.train.packing import select_rows
 from paceline.train.settings import TrainSettings
 from paceline.train.single import SingleDevice
 from paceline.types import Batch, Request, Sampling
-from tests.contract.test_train_engine import LOSS, TEMPERATURE, VOCABULARY, random_batch, same_bits, tiny, weights_of
+from tests.contract.test_train_engine import (
+    LOSS,
+    TEMPERATURE,
+    VOCABULARY,
+    random_batch,
+    same_bits,
+    tiny,
+    weights_of,
+)
 from tests.ranks import Ranks
 
 SETTINGS = TrainSettings(learning_rate=1e-4, micro_batch_tokens=40, weight_decay=0.1)
@@ -69,21 +77,45 @@ class Step:
     weights: dict[str, Tensor]
 
     def gap(self, other: "Step") -> float:
-        assert self.metrics.keys() == other.metrics.keys() and self.weights.keys() == other.weights.keys()
+        assert (
+            self.metrics.keys() == other.metrics.keys()
+            and self.weights.keys() == other.weights.keys()
+        )
         gaps = [abs(self.metrics[name] - other.metrics[name]) for name in ("loss", "grad_norm")]
-        return max(gaps + [float((self.weights[name] - other.weights[name]).abs().max()) for name in self.weights])
+        return max(
+            gaps
+            + [
+                float((self.weights[name] - other.weights[name]).abs().max())
+                for name in self.weights
+            ]
+        )
 
 
 def step(
-    build: Any, algorithm: str, name: str = "qwen3", batch: Batch | None = None, model: PreTrainedModel | None = None, **more: Any
+    build: Any,
+    algorithm: str,
+    name: str = "qwen3",
+    batch: Batch | None = None,
+    model: PreTrainedModel | None = None,
+    **more: Any,
 ) -> Step:
     """One GRPO step of an actor, or one PPO step of actor and critic."""
     settings = AlgorithmSettings(name=algorithm, kl_coef=0.1)
     batch = batch or random_batch()
-    actor = Actor(build(model or tiny(name), SETTINGS, temperature=TEMPERATURE, **more), settings, SETTINGS, 10)
+    actor = Actor(
+        build(model or tiny(name), SETTINGS, temperature=TEMPERATURE, **more),
+        settings,
+        SETTINGS,
+        10,
+    )
     metrics, weights = actor.update(batch, 0), weights_of(actor.engine)
     if algorithm == "ppo":
-        critic = Critic(build((model or tiny(name)).base_model, SETTINGS, head="value", **more), settings, SETTINGS, 10)
+        critic = Critic(
+            build((model or tiny(name)).base_model, SETTINGS, head="value", **more),
+            settings,
+            SETTINGS,
+            10,
+        )
         metrics |= {f"critic {name}": value for name, value in critic.update(batch, 0).items()}
         weights |= {f"critic {name}": weight for name, weight in weights_of(critic.engine).items()}
         metrics["loss"] += metrics["critic loss"]
@@ -94,7 +126,9 @@ def step(
 @pytest.mark.parametrize("ranks", ["2", "2 x tensor 2"])
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 @pytest.mark.parametrize("name", ["llama", "qwen2-tied", "qwen3"])
-def test_one_step_gives_the_loss_norm_and_weights_of_a_single_device(groups: Groups, ranks: str, algorithm: str, name: str) -> None:
+def test_one_step_gives_the_loss_norm_and_weights_of_a_single_device(
+    groups: Groups, ranks: str, algorithm: str, name: str
+) -> None:
     start = tiny(name).state_dict()
     expected = step(SingleDevice, algorithm, name)
     assert step(groups[ranks], algorithm, name).gap(expected) < 1e-5
@@ -107,16 +141,23 @@ def test_one_step_gives_the_loss_norm_and_weights_of_a_single_device(groups: Gro
 def test_fewer_rows_than_ranks_are_enough(groups: Groups, ranks: str) -> None:
     whole = random_batch()
     batch = select_rows(whole, np.array([int(whole.lengths.argmax())]))
-    assert step(groups[ranks], "ppo", "qwen2", batch).gap(step(SingleDevice, "ppo", "qwen2", batch)) < 1e-5
+    assert (
+        step(groups[ranks], "ppo", "qwen2", batch).gap(step(SingleDevice, "ppo", "qwen2", batch))
+        < 1e-5
+    )
 
 
 def without_mask(model: PreTrainedModel, settings: TrainSettings, **options: Any) -> TrainEngine:
     """An engine whose tokens see those after them."""
 
     def blind(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, scale=scale, enable_gqa=True
+        )
 
-    engine = Fsdp(model, settings, **options)  # with a mask: it would notice, and do without packed rows
+    engine = Fsdp(
+        model, settings, **options
+    )  # with a mask: it would notice, and do without packed rows
     engine.forward_backward = _always(engine.forward_backward, blind)  # type: ignore[method-assign]
     return engine
 
@@ -136,7 +177,10 @@ def _always(method: Any, blind: Any) -> Any:
 def test_planted_layout_errors_show(groups: Groups) -> None:
     swapped = tiny("qwen3")
     projections = swapped.model.layers[0].self_attn
-    projections.k_proj.weight.data, projections.v_proj.weight.data = projections.v_proj.weight.data, projections.k_proj.weight.data
+    projections.k_proj.weight.data, projections.v_proj.weight.data = (
+        projections.v_proj.weight.data,
+        projections.k_proj.weight.data,
+    )
     right = step(SingleDevice, "grpo")
     assert step(groups["2"], "grpo", model=swapped).gap(right) > 1e-3
     assert step(groups["2"], "grpo", make=without_mask).gap(right) > 1e-3
@@ -159,7 +203,9 @@ def test_the_native_engine_answers_as_the_trainer_itself_would(groups: Groups, r
     exported = weights_of(trainer)
     model = tiny("qwen3")
     model.load_state_dict(exported)
-    engine = NativeEngine(model.config, DecoderWeights.from_module(model, share=False), slots=2, max_length=16)
+    engine = NativeEngine(
+        model.config, DecoderWeights.from_module(model, share=False), slots=2, max_length=16
+    )
     engine.submit([Request("a", (5, 6, 7), 0, Sampling(max_new_tokens=5, temperature=0))])
     finished: list[Any] = []
     while not finished:
@@ -168,7 +214,9 @@ def test_the_native_engine_answers_as_the_trainer_itself_would(groups: Groups, r
     for token in finished[0][1].tokens.tolist():
         assert token == _likeliest(trainer, row)
         row.append(token)
-    assert same_bits(exported, weights_of(groups[ranks](model, SETTINGS))), "imported and exported again"
+    assert same_bits(exported, weights_of(groups[ranks](model, SETTINGS))), (
+        "imported and exported again"
+    )
 
 
 def _likeliest(trainer: TrainEngine, row: list[int]) -> int:
@@ -178,11 +226,16 @@ def _likeliest(trainer: TrainEngine, row: list[int]) -> int:
     lengths = np.full(VOCABULARY, length, np.int32)
     mask = np.arange(len(tokens)) % length == length - 1
     zeros = np.zeros(len(tokens), np.float32)
-    logprobs = trainer.logprobs(Batch(tokens, lengths, mask, zeros, tokens, zeros[:VOCABULARY], lengths))
+    logprobs = trainer.logprobs(
+        Batch(tokens, lengths, mask, zeros, tokens, zeros[:VOCABULARY], lengths)
+    )
     return int(logprobs[mask].argmax())
 
 
-@pytest.mark.parametrize(("before", "after"), [("single", "2"), ("2", "single"), ("2", "1"), ("2", "2 x tensor 2"), ("2 x tensor 2", "2")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("single", "2"), ("2", "single"), ("2", "1"), ("2", "2 x tensor 2"), ("2 x tensor 2", "2")],
+)
 @pytest.mark.parametrize("head", ["policy", "value"])
 def test_what_some_ranks_saved_others_continue_with_the_same_losses(
     groups: Groups, before: str, after: str, head: str, tmp_path: Path
@@ -218,7 +271,9 @@ def test_bfloat16_is_near(groups: Groups) -> None:
     assert sharded.optimizer_step(1e-3) == pytest.approx(single.optimizer_step(1e-3), rel=0.05)
 
 
-def test_a_model_that_cannot_be_split_is_refused_by_all_ranks_and_they_live_on(groups: Groups) -> None:
+def test_a_model_that_cannot_be_split_is_refused_by_all_ranks_and_they_live_on(
+    groups: Groups,
+) -> None:
     model = tiny("llama")
     model.config.num_key_value_heads = 1
     with pytest.raises(ConfigError, match=r"does not divide the model's 1 key-value heads"):

@@ -30,7 +30,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def actor_weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    return AutoModelForCausalLM.from_pretrained(folder / "checkpoints" / f"step_{step:08d}" / "actor").state_dict()
+    return AutoModelForCausalLM.from_pretrained(
+        folder / "checkpoints" / f"step_{step:08d}" / "actor"
+    ).state_dict()
 
 
 def gap(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -41,24 +43,43 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_hybrid_run_on_two_ranks_learns_what_one_device_does_and_goes_on_there(model: str, tmp_path: Path) -> None:
+def test_a_hybrid_run_on_two_ranks_learns_what_one_device_does_and_goes_on_there(
+    model: str, tmp_path: Path
+) -> None:
     run(model, tmp_path / "single", "steps=2", "train.learning_rate=1e-4")
     run(model, tmp_path / "ranks", "steps=2", "train.learning_rate=1e-4", *FSDP)
     one, two = steps_of(tmp_path / "single"), steps_of(tmp_path / "ranks")
     for name in ("reward/mean", "train/loss", "train/grad_norm"):
         assert [row[name] for row in two] == pytest.approx([row[name] for row in one], abs=1e-5)
     assert gap(actor_weights(tmp_path / "single", 2), actor_weights(tmp_path / "ranks", 2)) < 1e-5
-    assert all(row["train/logprob_gap_max"] < 1e-4 for row in two), "the engine did not have the trainer's weights"
+    assert all(row["train/logprob_gap_max"] < 1e-4 for row in two), (
+        "the engine did not have the trainer's weights"
+    )
     run(model, tmp_path / "single", "steps=3", "train.learning_rate=1e-4")
-    run(model, tmp_path / "ranks", "steps=3", "train.learning_rate=1e-4")  # two ranks' checkpoint, one device
-    assert steps_of(tmp_path / "ranks")[2]["train/loss"] == pytest.approx(steps_of(tmp_path / "single")[2]["train/loss"], abs=1e-5)
+    run(
+        model, tmp_path / "ranks", "steps=3", "train.learning_rate=1e-4"
+    )  # two ranks' checkpoint, one device
+    assert steps_of(tmp_path / "ranks")[2]["train/loss"] == pytest.approx(
+        steps_of(tmp_path / "single")[2]["train/loss"], abs=1e-5
+    )
 
 
 @pytest.mark.parametrize("recipe", ["fsdp_hybrid", "fsdp_async"])
-def test_a_recipe_runs_on_two_ranks_and_leaves_nobody_behind(recipe: str, model: str, tmp_path: Path) -> None:
-    small = ["steps=3", "groups_per_step=4", "group_size=4", "data.task=copy:3", "placement.threads=1", "data.max_prompt_length=32"]
+def test_a_recipe_runs_on_two_ranks_and_leaves_nobody_behind(
+    recipe: str, model: str, tmp_path: Path
+) -> None:
+    small = [
+        "steps=3",
+        "groups_per_step=4",
+        "group_size=4",
+        "data.task=copy:3",
+        "placement.threads=1",
+        "data.max_prompt_length=32",
+    ]
     reward = f"reward.function={Path(__file__).parents[1]}/rewards.py:letters"
-    chosen = load_config(RECIPES / f"{recipe}.toml", [f"model={model}", f"run_dir={tmp_path}", reward, *small])
+    chosen = load_config(
+        RECIPES / f"{recipe}.toml", [f"model={model}", f"run_dir={tmp_path}", reward, *small]
+    )
     summary = asyncio.run(train(chosen))
     assert summary["steps"] == 3 and summary["ledger"]["trained"] == 12
     assert 0 <= summary["staleness_max"] <= chosen.schedule.max_staleness
@@ -66,10 +87,19 @@ def test_a_recipe_runs_on_two_ranks_and_leaves_nobody_behind(recipe: str, model:
 
 
 def test_actor_critic_and_reference_in_ranks_of_their_own_pools(model: str, tmp_path: Path) -> None:
-    roles = ["algorithm.name=ppo", "algorithm.kl_coef=0.1", "placement.critic=critics", "placement.rollout=rollout", "train.offload=true"]
+    roles = [
+        "algorithm.name=ppo",
+        "algorithm.kl_coef=0.1",
+        "placement.critic=critics",
+        "placement.rollout=rollout",
+        "train.offload=true",
+    ]
     summary = run(model, tmp_path, "steps=2", *roles, *FSDP)
     assert summary["steps"] == 2
-    assert all(row["critic/loss"] > 0 and "train/kl_reference" in row and row["train/offload_bytes"] == 0 for row in steps_of(tmp_path))
+    assert all(
+        row["critic/loss"] > 0 and "train/kl_reference" in row and row["train/offload_bytes"] == 0
+        for row in steps_of(tmp_path)
+    )
 
 
 def test_a_killed_rank_ends_the_run_with_its_name(model: str, tmp_path: Path) -> None:
@@ -79,14 +109,26 @@ def test_a_killed_rank_ends_the_run_with_its_name(model: str, tmp_path: Path) ->
         def step_done(self, step: int, *_: object) -> None:
             if step == 1:
                 log = str((tmp_path / "logs" / "train.1.log").resolve())
-                rank = next(p for p in psutil.Process().children() if os.path.realpath(f"/proc/{p.pid}/fd/1") == log)
+                rank = next(
+                    p
+                    for p in psutil.Process().children()
+                    if os.path.realpath(f"/proc/{p.pid}/fd/1") == log
+                )
                 os.kill(rank.pid, signal.SIGKILL)
                 killed_s.append(time.monotonic())
 
         def looked(self, *_: object) -> None:
             return
 
-    chosen = config(model, tmp_path, "steps=1000", *SEPARATE, *FSDP, "schedule.max_staleness=2", "schedule.on_sync=swap")
+    chosen = config(
+        model,
+        tmp_path,
+        "steps=1000",
+        *SEPARATE,
+        *FSDP,
+        "schedule.max_staleness=2",
+        "schedule.on_sync=swap",
+    )
     with pytest.raises(WorkerDied, match=r"worker 'train rank 1' died .killed by signal 9"):
         asyncio.run(asyncio.wait_for(train(chosen, lambda _: Killer()), 60))
     assert time.monotonic() - killed_s[0] < 30
@@ -97,12 +139,26 @@ def test_a_killed_rank_ends_the_run_with_its_name(model: str, tmp_path: Path) ->
     ("settings", "message"),
     [
         (["placement.train_ranks=2"], "train_ranks = 2 contradicts train.backend = 'single'"),
-        (["train.tensor_parallel=2"], "train.tensor_parallel = 2 contradicts train.backend = 'single'"),
-        (["train.backend=fsdp", "train.pipeline_parallel=2"], "train.pipeline_parallel = 2 contradicts train.backend = 'fsdp'"),
-        (["train.backend=fsdp", "train.tensor_parallel=2", "placement.train_ranks=3"], "set train_ranks to a multiple of 2"),
-        (["train.backend=fsdp", "train.lora.rank=4"], "train.lora contradicts train.backend = 'fsdp'"),
+        (
+            ["train.tensor_parallel=2"],
+            "train.tensor_parallel = 2 contradicts train.backend = 'single'",
+        ),
+        (
+            ["train.backend=fsdp", "train.pipeline_parallel=2"],
+            "train.pipeline_parallel = 2 contradicts train.backend = 'fsdp'",
+        ),
+        (
+            ["train.backend=fsdp", "train.tensor_parallel=2", "placement.train_ranks=3"],
+            "set train_ranks to a multiple of 2",
+        ),
+        (
+            ["train.backend=fsdp", "train.lora.rank=4"],
+            "train.lora contradicts train.backend = 'fsdp'",
+        ),
     ],
 )
-def test_settings_that_contradict_the_back_end_are_refused(settings: list[str], message: str) -> None:
+def test_settings_that_contradict_the_back_end_are_refused(
+    settings: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(None, settings)

@@ -75,26 +75,42 @@ def test_a_run_leaves_a_summary_metrics_ledger_and_checkpoint(recipe: Path, tmp_
         "ledger",
     }
     assert expected <= summary.keys()
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == summary["steps"] == 2
-    assert (tmp_path / "run" / "ledger.jsonl").exists() and (tmp_path / "run" / "checkpoints" / "step_00000002").is_dir()
+    assert (
+        len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == summary["steps"] == 2
+    )
+    assert (tmp_path / "run" / "ledger.jsonl").exists() and (
+        tmp_path / "run" / "checkpoints" / "step_00000002"
+    ).is_dir()
     shown = CliRunner().invoke(app, ["answers", str(tmp_path / "run"), "--step", "1"])
-    assert shown.exit_code == 0 and "step 1: copy:3" in shown.output and shown.output.count("reward ") == 2, shown.output
+    assert (
+        shown.exit_code == 0
+        and "step 1: copy:3" in shown.output
+        and shown.output.count("reward ") == 2
+    ), shown.output
     again = paceline(recipe)
     assert again.exit_code == 0 and "2 of 2 steps" in again.output, again.output
 
 
-def test_starting_over_moves_the_old_run_aside_but_not_from_under_a_running_one(recipe: Path, tmp_path: Path) -> None:
+def test_starting_over_moves_the_old_run_aside_but_not_from_under_a_running_one(
+    recipe: Path, tmp_path: Path
+) -> None:
     assert paceline(recipe, "steps=1").exit_code == 0
     with open_folder(load_config(recipe)):
         refused(paceline(recipe, "--fresh"), 10, "in use by another run")
-    refused(paceline(recipe, "--fresh", "data.path=nowhere.jsonl", "reward.function=exact"), 3, "nowhere.jsonl")
+    refused(
+        paceline(recipe, "--fresh", "data.path=nowhere.jsonl", "reward.function=exact"),
+        3,
+        "nowhere.jsonl",
+    )
     refused(paceline(recipe, "--fresh", "reward.function=nowhere.py:score"), 2, "nowhere.py")
     assert (tmp_path / "run" / "summary.json").exists()
     assert "is now in" in paceline(recipe, "steps=1", "--fresh").output
     assert len(list(tmp_path.glob("run*/summary.json"))) == 2
 
 
-def test_when_no_checkpoint_is_whole_the_run_does_not_start_over_by_itself(recipe: Path, tmp_path: Path) -> None:
+def test_when_no_checkpoint_is_whole_the_run_does_not_start_over_by_itself(
+    recipe: Path, tmp_path: Path
+) -> None:
     assert paceline(recipe).exit_code == 0
     (tmp_path / "run" / "checkpoints" / "step_00000002" / "state.json").write_text("{")
     refused(paceline(recipe, "steps=3"), 10, "state.json is damaged", "no checkpoint", "--fresh")
@@ -103,7 +119,10 @@ def test_when_no_checkpoint_is_whole_the_run_does_not_start_over_by_itself(recip
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("schedule.max_stalenes=3", ["unknown setting 'schedule.max_stalenes'", "did you mean 'max_staleness'"]),
+        (
+            "schedule.max_stalenes=3",
+            ["unknown setting 'schedule.max_stalenes'", "did you mean 'max_staleness'"],
+        ),
         ("stepps=3", ["unknown setting 'stepps'", "did you mean 'steps'"]),
         ("steps=many", ["steps = 'many'", "integer"]),
         ("steps=0", ["steps = 0", "greater than or equal to 1"]),
@@ -113,7 +132,14 @@ def test_when_no_checkpoint_is_whole_the_run_does_not_start_over_by_itself(recip
         ("group_size=1", ["group_size = 1", "algorithm.name = 'grpo'"]),
         ("rollout.top_p=0.9", ["rollout.top_p = 0.9"]),
         ("run_dir=", ["run_dir = ''"]),
-        ("placement.critic=other", ["placement.critic = 'other' would stay empty", "algorithm.name = 'ppo'", "placement.critic=main"]),
+        (
+            "placement.critic=other",
+            [
+                "placement.critic = 'other' would stay empty",
+                "algorithm.name = 'ppo'",
+                "placement.critic=main",
+            ],
+        ),
         ("placement.reward=other", ["placement.reward = 'other'", "set reward.model"]),
         ("data=3", ["data = 3: this is a section", "data.task=..."]),
         ("rollout.stop=a", ["rollout.stop = 'a': expected a list"]),
@@ -126,14 +152,20 @@ def test_when_no_checkpoint_is_whole_the_run_does_not_start_over_by_itself(recip
         ("reward.function=exactly", ["exact"]),
     ],
 )
-def test_a_wrong_setting_is_named_with_what_to_do(setting: str, words: list[str], recipe: Path, tmp_path: Path) -> None:
+def test_a_wrong_setting_is_named_with_what_to_do(
+    setting: str, words: list[str], recipe: Path, tmp_path: Path
+) -> None:
     refused(paceline(recipe, setting), 2, *words)
     assert not (tmp_path / "run").exists()
 
 
 def test_every_setting_is_listed_as_it_is_written() -> None:
     listed = describe_settings()
-    written = [f"{name}={default}" for name, default, _ in listed if default != "unset" and "lora" not in name]
+    written = [
+        f"{name}={default}"
+        for name, default, _ in listed
+        if default != "unset" and "lora" not in name
+    ]
     assert load_config(None, written) == load_config(None) and len(listed) > 60
     shown = CliRunner().invoke(app, ["settings", "data.on"]).output
     assert "data.on_bad_row" in shown and "One of fail, skip." in shown and "rollout" not in shown
@@ -142,7 +174,13 @@ def test_every_setting_is_listed_as_it_is_written() -> None:
 def test_a_run_goes_on_with_more_time_or_less_memory_but_not_with_another_task() -> None:
     before = load_config(None, ["data.task=sort:5"]).model_dump(mode="json")
     patient = load_config(
-        None, ["data.task=sort:5", "rollout.generation_timeout=900", "reward.timeout_s=60", "train.micro_batch_tokens=512"]
+        None,
+        [
+            "data.task=sort:5",
+            "rollout.generation_timeout=900",
+            "reward.timeout_s=60",
+            "train.micro_batch_tokens=512",
+        ],
     )
     assert differences(before, patient.model_dump(mode="json")) == []
     other = load_config(None, ["data.task=copy:5", "rollout.slots=8"]).model_dump(mode="json")
@@ -158,32 +196,56 @@ def test_an_engine_has_no_more_slots_than_attempts_can_be_under_way() -> None:
 
 
 def test_the_documents_names_are_accepted_and_win_over_the_recipe(recipe: Path) -> None:
-    result = paceline(recipe, "schedule.staleness_threshold=3", "total_training_steps=7", "train_batch_size=3", "--dry-run")
+    result = paceline(
+        recipe,
+        "schedule.staleness_threshold=3",
+        "total_training_steps=7",
+        "train_batch_size=3",
+        "--dry-run",
+    )
     shown = json.loads(result.output)
-    assert (shown["schedule"]["max_staleness"], shown["steps"], shown["groups_per_step"]) == (3, 7, 3)
+    assert (shown["schedule"]["max_staleness"], shown["steps"], shown["groups_per_step"]) == (
+        3,
+        7,
+        3,
+    )
 
 
-def test_prompts_and_judge_of_the_command_line_replace_those_of_the_recipe_but_not_each_other(recipe: Path) -> None:
+def test_prompts_and_judge_of_the_command_line_replace_those_of_the_recipe_but_not_each_other(
+    recipe: Path,
+) -> None:
     recipe.write_text(recipe.read_text() + '[reward]\nfunction = "exact"\n')
-    shown = json.loads(paceline(recipe, "data.path=mine.jsonl", "reward.model=judge", "--dry-run").output)
+    shown = json.loads(
+        paceline(recipe, "data.path=mine.jsonl", "reward.model=judge", "--dry-run").output
+    )
     assert (shown["data"]["task"], shown["data"]["path"]) == (None, "mine.jsonl")
     assert (shown["reward"]["function"], shown["reward"]["model"]) == (None, "judge")
-    refused(paceline(recipe, "data.path=mine.jsonl", "data.task=sort:5"), 2, "data: task = 'sort:5' and path = 'mine.jsonl' are both set")
+    refused(
+        paceline(recipe, "data.path=mine.jsonl", "data.task=sort:5"),
+        2,
+        "data: task = 'sort:5' and path = 'mine.jsonl' are both set",
+    )
 
 
 def test_the_commands_of_the_readme_have_valid_settings() -> None:
     commands = [
-        line.split() for line in (ROOT / "README.md").read_text().replace("\\\n", " ").splitlines() if "paceline train recipes/" in line
+        line.split()
+        for line in (ROOT / "README.md").read_text().replace("\\\n", " ").splitlines()
+        if "paceline train recipes/" in line
     ]
     assert len(commands) >= 2
     for words in commands:
         start = words.index("train") + 1
-        result = paceline(ROOT / words[start], *(word for word in words[start + 1 :] if "=" in word), "--dry-run")
+        result = paceline(
+            ROOT / words[start], *(word for word in words[start + 1 :] if "=" in word), "--dry-run"
+        )
         assert result.exit_code == 0, f"{words}: {result.output}"
 
 
 def test_python_m_paceline_is_the_command_line() -> None:
-    said = subprocess.run([sys.executable, "-m", "paceline", "--help"], capture_output=True, text=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-m", "paceline", "--help"], capture_output=True, text=True
+    ).stdout
     assert "Usage: paceline" in said
 
 
@@ -204,7 +266,9 @@ def test_a_missing_or_broken_recipe_is_named(recipe: Path, tmp_path: Path) -> No
         ('{"prompt": "' + "a" * 60 + '"}\n', ["1", "max_prompt_length = 32"]),
     ],
 )
-def test_bad_data_is_named_by_row(content: str, words: list[str], recipe: Path, tmp_path: Path) -> None:
+def test_bad_data_is_named_by_row(
+    content: str, words: list[str], recipe: Path, tmp_path: Path
+) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(content)
     recipe.write_text(recipe.read_text().replace('task = "copy:3"', f'path = "{data}"'))
@@ -233,7 +297,9 @@ def test_a_reward_that_fails_ends_the_run_with_its_story_and_trains_nothing(
     result = paceline(recipe, f"reward.function={REWARDS}:{function}", "reward.timeout_s=0.5")
     refused(result, 5, *words, "rollout.max_failed_groups = 0")
     assert not (tmp_path / "run" / "checkpoints").exists()
-    events = [json.loads(line) for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line) for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()
+    ]
     assert {event["event"] for event in events} == {"issued", "dropped"}
 
 
@@ -245,30 +311,56 @@ def test_what_a_reward_prints_is_in_the_logs_of_the_run(recipe: Path, tmp_path: 
 def test_the_parts_of_a_reward_are_in_metrics_and_answers(recipe: Path, tmp_path: Path) -> None:
     assert paceline(recipe, f"reward.function={REWARDS}:in_parts", "steps=1").exit_code == 0
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
-    answers = json.loads((tmp_path / "run" / "answers.jsonl").read_text().splitlines()[0])["answers"]
-    assert row["reward_part/length"] > 0 and all(answer["details"] == {"length": len(answer["text"])} for answer in answers)
+    answers = json.loads((tmp_path / "run" / "answers.jsonl").read_text().splitlines()[0])[
+        "answers"
+    ]
+    assert row["reward_part/length"] > 0 and all(
+        answer["details"] == {"length": len(answer["text"])} for answer in answers
+    )
 
 
-def test_a_row_without_an_answer_is_refused_before_anything_starts(recipe: Path, tmp_path: Path) -> None:
+def test_a_row_without_an_answer_is_refused_before_anything_starts(
+    recipe: Path, tmp_path: Path
+) -> None:
     (tmp_path / "data.jsonl").write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b"}\n')
-    refused(paceline(recipe, f"data.path={tmp_path}/data.jsonl", "reward.function=exact"), 3, "data.jsonl:2", "no 'answer'")
+    refused(
+        paceline(recipe, f"data.path={tmp_path}/data.jsonl", "reward.function=exact"),
+        3,
+        "data.jsonl:2",
+        "no 'answer'",
+    )
     assert not (tmp_path / "run").exists()
 
 
-def test_failed_groups_within_the_budget_are_dropped_by_name_and_never_trained(recipe: Path, tmp_path: Path) -> None:
-    result = paceline(recipe, f"reward.function={REWARDS}:sometimes_raises", "rollout.max_failed_groups=1000", "steps=6")
+def test_failed_groups_within_the_budget_are_dropped_by_name_and_never_trained(
+    recipe: Path, tmp_path: Path
+) -> None:
+    result = paceline(
+        recipe,
+        f"reward.function={REWARDS}:sometimes_raises",
+        "rollout.max_failed_groups=1000",
+        "steps=6",
+    )
     assert result.exit_code == 0, result.output
-    events = [json.loads(line) for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line) for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()
+    ]
     dropped = {event["seq"] for event in events if event["event"] == "dropped"}
     trained = [event["seq"] for event in events if event["event"] == "trained"]
     assert dropped and len(trained) == len(set(trained)) == 12 and not dropped & set(trained)
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["ledger"]["dropped"] == {"reward_failed": len(dropped)}
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["ledger"]["dropped"] == {
+        "reward_failed": len(dropped)
+    }
 
 
 def test_a_run_that_cannot_learn_says_so_loudly(recipe: Path) -> None:
     result = paceline(recipe, f"reward.function={REWARDS}:always_one")
     said = " ".join(result.output.split())
-    assert result.exit_code == 0 and "every token has advantage 0" in said and "the step changed no weight" not in said, said
+    assert (
+        result.exit_code == 0
+        and "every token has advantage 0" in said
+        and "the step changed no weight" not in said
+    ), said
 
 
 def test_help_and_wrong_settings_need_no_torch() -> None:
@@ -303,10 +395,21 @@ def test_ctrl_c_and_a_schedulers_signal_stop_everything_and_say_how_to_go_on(
 ) -> None:
     """`ignoring`: Ctrl-C, as a shell has it for what it starts in the background."""
     separate = ["placement.actor=train", "placement.rollout=rollout"]
-    command = [sys.executable, "-m", "paceline.cli", "train", str(recipe), "steps=100000", "save_every=1", *separate]
+    command = [
+        sys.executable,
+        "-m",
+        "paceline.cli",
+        "train",
+        str(recipe),
+        "steps=100000",
+        "save_every=1",
+        *separate,
+    ]
     if ignoring:
         command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *command]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         saved = tmp_path / "run" / "checkpoints" / "step_00000001"
         deadline = time.monotonic() + 240
         while not saved.exists() and time.monotonic() < deadline:
@@ -315,7 +418,9 @@ def test_ctrl_c_and_a_schedulers_signal_stop_everything_and_say_how_to_go_on(
         assert children
         process.send_signal(number)
         output = process.communicate(timeout=30)[0]
-    assert process.returncode == code and re.search(r"the same command continues from step \d+\n", output) and "Traceback" not in output, (
-        output
-    )
+    assert (
+        process.returncode == code
+        and re.search(r"the same command continues from step \d+\n", output)
+        and "Traceback" not in output
+    ), output
     assert not any(child.is_running() for child in children)

@@ -28,7 +28,9 @@ threads = 1
 def test_every_row_is_scored_once_and_greedy_or_several_times(tmp_path: Path) -> None:
     model = random_model(tmp_path / "model")
     (tmp_path / "r.toml").write_text(f'model = "{model}"\nrun_dir = "{tmp_path}/run"\n{RECIPE}')
-    (tmp_path / "d.jsonl").write_text("".join(f'{{"prompt": "say {i}", "answer": "{i}"}}\n' for i in range(7)))
+    (tmp_path / "d.jsonl").write_text(
+        "".join(f'{{"prompt": "say {i}", "answer": "{i}"}}\n' for i in range(7))
+    )
     rewards = Path(__file__).parents[1] / "rewards.py"
 
     def evaluated(*more: str) -> dict[str, float]:
@@ -46,7 +48,11 @@ def test_every_row_is_scored_once_and_greedy_or_several_times(tmp_path: Path) ->
         return found
 
     greedy = evaluated()
-    assert (greedy["prompts"], greedy["attempts"], greedy["cut_off"]) == (7, 7, 1.0) and "reward_part/length" in greedy
+    assert (greedy["prompts"], greedy["attempts"], greedy["cut_off"]) == (
+        7,
+        7,
+        1.0,
+    ) and "reward_part/length" in greedy
     assert evaluated() == greedy, "greedy answers do not depend on chance or order"
     drawn = evaluated("--attempts", "3")
     assert drawn["attempts"] == 21 and drawn["reward_best"] >= drawn["reward"]

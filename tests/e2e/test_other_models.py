@@ -19,13 +19,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     "settings",
     {
         "hybrid": ["train.gradient_checkpointing=true", "algorithm.kl_coef=0.1"],
-        "fully async, with a critic": [*SEPARATE, "schedule.max_staleness=2", "schedule.on_sync=swap", "algorithm.name=ppo"],
-        "one device, at the same time": ["placement.overlap=true", "schedule.max_staleness=2", "schedule.on_sync=swap"],
+        "fully async, with a critic": [
+            *SEPARATE,
+            "schedule.max_staleness=2",
+            "schedule.on_sync=swap",
+            "algorithm.name=ppo",
+        ],
+        "one device, at the same time": [
+            "placement.overlap=true",
+            "schedule.max_staleness=2",
+            "schedule.on_sync=swap",
+        ],
         "adapters": ["train.lora.rank=4", "algorithm.kl_coef=0.1"],
     }.values(),
     ids=lambda settings: " ".join(settings),
 )
-def test_engine_and_trainer_agree_in_every_mode_and_the_model_learns(model: str, tmp_path: Path, settings: list[str]) -> None:
+def test_engine_and_trainer_agree_in_every_mode_and_the_model_learns(
+    model: str, tmp_path: Path, settings: list[str]
+) -> None:
     agree_and_learn(model, tmp_path, settings)
 
 
@@ -35,12 +46,16 @@ def agree_and_learn(model: str, folder: Path, settings: list[str]) -> None:
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     gaps = [step["train/logprob_gap_max"] for step in steps if "train/logprob_gap_max" in step]
     assert gaps and max(gaps) < 1e-4
-    trained = AutoModelForCausalLM.from_pretrained(folder / "checkpoints" / "step_00000004" / "actor")
+    trained = AutoModelForCausalLM.from_pretrained(
+        folder / "checkpoints" / "step_00000004" / "actor"
+    )
     before = AutoModelForCausalLM.from_pretrained(model).state_dict()
     assert any((tensor != before[name]).any() for name, tensor in trained.state_dict().items())
 
 
-def test_a_stopped_and_continued_run_is_bit_for_bit_one_that_never_stopped(model: str, tmp_path: Path) -> None:
+def test_a_stopped_and_continued_run_is_bit_for_bit_one_that_never_stopped(
+    model: str, tmp_path: Path
+) -> None:
     run(model, tmp_path / "whole")
     run(model, tmp_path / "parts", "steps=2")
     run(model, tmp_path / "parts")

@@ -50,7 +50,16 @@ def batch() -> Batch:
     tokens = rng.integers(0, 40, total).astype(np.int32)
     row = rng.standard_normal(3).astype(np.float32)
     advantages = np.where(mask, np.repeat(row, lengths), 0).astype(np.float32)
-    return Batch(tokens, lengths, mask, -3 * mask.astype(np.float32), np.where(mask, 0, -1).astype(np.int32), row, lengths, advantages)
+    return Batch(
+        tokens,
+        lengths,
+        mask,
+        -3 * mask.astype(np.float32),
+        np.where(mask, 0, -1).astype(np.int32),
+        row,
+        lengths,
+        advantages,
+    )
 
 
 @asynccontextmanager
@@ -69,7 +78,9 @@ def says_the_same(completion: Completion, model: PreTrainedModel) -> bool:
     ids = torch.tensor([[*PROMPT, *completion.tokens.tolist()]])
     logprobs = torch.log_softmax(model(ids).logits[0, len(PROMPT) - 1 : -1].float(), -1)
     best, token = logprobs.max(-1)
-    return token.tolist() == completion.tokens.tolist() and bool(np.abs(best.numpy() - completion.logprobs).max() < 1e-4)
+    return token.tolist() == completion.tokens.tolist() and bool(
+        np.abs(best.numpy() - completion.logprobs).max() < 1e-4
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -85,7 +96,9 @@ def test_after_a_lora_step_and_a_sync_the_engine_is_the_merged_model_and_before_
             transport = await _transport(chosen, workers)
 
             async def ask(name: str) -> Completion:
-                return await engine.generate(Request(name, PROMPT, 0, Sampling(16, temperature=0.0)))
+                return await engine.generate(
+                    Request(name, PROMPT, 0, Sampling(16, temperature=0.0))
+                )
 
             base = AutoModelForCausalLM.from_pretrained(model).eval()
             await engine.load_weights(await transport.publish(0))
@@ -113,34 +126,54 @@ def test_after_a_lora_step_and_a_sync_the_engine_is_the_merged_model_and_before_
         ["schedule.max_staleness=2", "schedule.on_sync=swap"],
     ],
 )
-def test_lora_runs_in_every_mode_and_its_samples_are_of_the_weights_it_trains(settings: list[str], model: str, tmp_path: Path) -> None:
+def test_lora_runs_in_every_mode_and_its_samples_are_of_the_weights_it_trains(
+    settings: list[str], model: str, tmp_path: Path
+) -> None:
     assert run(model, tmp_path, *LORA, *settings)["steps"] == 4
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert max(row["train/logprob_gap_max"] for row in rows if row["staleness/max"] == 0) < 1e-4
-    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints" / "step_00000004" / "actor").state_dict()
+    trained = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "checkpoints" / "step_00000004" / "actor"
+    ).state_dict()
     before = AutoModelForCausalLM.from_pretrained(model).state_dict()
-    changed = {name.split(".")[-2] for name in before if not torch.equal(before[name], trained[name])}
+    changed = {
+        name.split(".")[-2] for name in before if not torch.equal(before[name], trained[name])
+    }
     every = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    assert changed == ({"q_proj", "v_proj"} if any("targets" in setting for setting in settings) else every)
+    assert changed == (
+        {"q_proj", "v_proj"} if any("targets" in setting for setting in settings) else every
+    )
 
 
-def test_lora_with_a_reference_learns_the_same_bits_with_a_frozen_copy_elsewhere_and_after_a_stop(model: str, tmp_path: Path) -> None:
+def test_lora_with_a_reference_learns_the_same_bits_with_a_frozen_copy_elsewhere_and_after_a_stop(
+    model: str, tmp_path: Path
+) -> None:
     settings = ["steps=6", *LORA, "algorithm.kl_coef=0.1"]
     run(model, tmp_path / "whole", *settings)
     run(model, tmp_path / "separate", *settings, *SEPARATE, "placement.ref=ref_pool")
     run(model, tmp_path / "parts", *settings, "steps=3")
     run(model, tmp_path / "parts", *settings)
-    assert weights(tmp_path / "whole", 6) == weights(tmp_path / "separate", 6) == weights(tmp_path / "parts", 6)
-    assert (tmp_path / "whole" / "ledger.jsonl").read_text() == (tmp_path / "parts" / "ledger.jsonl").read_text()
+    assert (
+        weights(tmp_path / "whole", 6)
+        == weights(tmp_path / "separate", 6)
+        == weights(tmp_path / "parts", 6)
+    )
+    assert (tmp_path / "whole" / "ledger.jsonl").read_text() == (
+        tmp_path / "parts" / "ledger.jsonl"
+    ).read_text()
     run(model, tmp_path / "free", "steps=6", *LORA)
-    assert weights(tmp_path / "whole", 6) != weights(tmp_path / "free", 6), "the reference made no difference"
+    assert weights(tmp_path / "whole", 6) != weights(tmp_path / "free", 6), (
+        "the reference made no difference"
+    )
 
 
 def test_a_run_cannot_go_on_with_another_rank(model: str, tmp_path: Path) -> None:
     run(model, tmp_path, "steps=1", *LORA)
     with pytest.raises(CheckpointError, match=r"train\.lora\.rank: was 4, is now 8"):
         run(model, tmp_path, "steps=2", *LORA, "train.lora.rank=8")
-    with pytest.raises(ConfigError, match=r"unknown setting 'train\.lora\.rnk'; did you mean 'rank'\?"):
+    with pytest.raises(
+        ConfigError, match=r"unknown setting 'train\.lora\.rnk'; did you mean 'rank'\?"
+    ):
         config(model, tmp_path, "train.lora.rnk=8")
 
 
@@ -153,45 +186,85 @@ def test_the_reference_under_lora_is_the_actors_model_and_says_what_a_frozen_cop
 
     def parts(*settings: str, roles: tuple[Role, ...] = (Role.ACTOR, Role.REF)) -> Any:
         loaded.clear()
-        return build_parts(roles, config(model, tmp_path, "algorithm.kl_coef=0.1", *settings), model, 1)
+        return build_parts(
+            roles, config(model, tmp_path, "algorithm.kl_coef=0.1", *settings), model, 1
+        )
 
     shared = parts(*LORA)
     assert len(loaded) == 1, "one model for both roles"
     own = parts(roles=(Role.REF,))[Role.REF]
     assert len(loaded) == 1
     parts()
-    assert len(loaded) == 2, "without LoRA the actor's weights move, so the reference is a model of its own"
+    assert len(loaded) == 2, (
+        "without LoRA the actor's weights move, so the reference is a model of its own"
+    )
     for step in range(3):
-        shared[Role.ACTOR].update(replace(batch(), ref_logprobs=shared[Role.REF].logprobs(batch())), step)
+        shared[Role.ACTOR].update(
+            replace(batch(), ref_logprobs=shared[Role.REF].logprobs(batch())), step
+        )
     actor_engine = shared[Role.ACTOR]._actor.engine
     assert (shared[Role.REF].logprobs(batch()) == own.logprobs(batch())).all()
-    assert np.abs(actor_engine.logprobs(batch()) - own.logprobs(batch())).max() > 1e-2, "the actor has moved away"
+    assert np.abs(actor_engine.logprobs(batch()) - own.logprobs(batch())).max() > 1e-2, (
+        "the actor has moved away"
+    )
 
 
 def run_with_model(model: str, reward_model: str, folder: Path, *settings: str) -> dict[str, Any]:
     small = [setting for setting in SMALL if not setting.startswith("reward.function")]
-    return asyncio.run(train(load_config(None, [f"model={model}", f"run_dir={folder}", *small, f"reward.model={reward_model}", *settings])))
+    return asyncio.run(
+        train(
+            load_config(
+                None,
+                [
+                    f"model={model}",
+                    f"run_dir={folder}",
+                    *small,
+                    f"reward.model={reward_model}",
+                    *settings,
+                ],
+            )
+        )
+    )
 
 
-def test_a_reward_model_judges_the_same_wherever_it_lives(model: str, reward_model: str, tmp_path: Path) -> None:
+def test_a_reward_model_judges_the_same_wherever_it_lives(
+    model: str, reward_model: str, tmp_path: Path
+) -> None:
     run_with_model(model, reward_model, tmp_path / "hybrid")
     run_with_model(model, reward_model, tmp_path / "own pool", *SEPARATE, "placement.reward=judges")
     assert weights(tmp_path / "hybrid", 4) == weights(tmp_path / "own pool", 4)
-    rows = [json.loads(line) for line in (tmp_path / "hybrid" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "hybrid" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert all(row["reward/std"] > 0 for row in rows)
     other = random_reward_model(tmp_path / "other", seed=1)
     run_with_model(model, other, tmp_path / "other_judge")
     assert weights(tmp_path / "hybrid", 4) != weights(tmp_path / "other_judge", 4)
 
 
-def test_a_reward_model_judges_lora_with_a_reference_and_an_async_run(model: str, reward_model: str, tmp_path: Path) -> None:
-    assert run_with_model(model, reward_model, tmp_path / "hybrid", *LORA, "algorithm.kl_coef=0.1")["steps"] == 4
-    settings = [*SEPARATE, "placement.reward=rollout", "schedule.max_staleness=2", "schedule.on_sync=swap"]
+def test_a_reward_model_judges_lora_with_a_reference_and_an_async_run(
+    model: str, reward_model: str, tmp_path: Path
+) -> None:
+    assert (
+        run_with_model(model, reward_model, tmp_path / "hybrid", *LORA, "algorithm.kl_coef=0.1")[
+            "steps"
+        ]
+        == 4
+    )
+    settings = [
+        *SEPARATE,
+        "placement.reward=rollout",
+        "schedule.max_staleness=2",
+        "schedule.on_sync=swap",
+    ]
     summary = run_with_model(model, reward_model, tmp_path / "async", *settings)
     assert summary["steps"] == 4 and not summary["ledger"]["dropped"]
 
 
-def test_a_reward_model_that_cannot_be_used_or_has_changed_is_refused_before_anything_starts(model: str, tmp_path: Path) -> None:
+def test_a_reward_model_that_cannot_be_used_or_has_changed_is_refused_before_anything_starts(
+    model: str, tmp_path: Path
+) -> None:
     with pytest.raises(ModelError, match="sequence-classification"):
         run_with_model(model, model, tmp_path / "causal")
     assert not (tmp_path / "causal").exists()

@@ -55,12 +55,18 @@ def weights(folder: Path, step: int, role: str = "actor") -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def test_max_staleness_0_through_separate_processes_or_threads_equals_hybrid_sync_bit_for_bit(model: str, tmp_path: Path) -> None:
+def test_max_staleness_0_through_separate_processes_or_threads_equals_hybrid_sync_bit_for_bit(
+    model: str, tmp_path: Path
+) -> None:
     run(model, tmp_path / "hybrid", "steps=20")
     run(model, tmp_path / "separate", "steps=20", *SEPARATE)
     run(model, tmp_path / "overlap", "steps=20", "placement.overlap=true")
     run(model, tmp_path / "other_seed", "steps=20", "seed=1")
-    assert weights(tmp_path / "hybrid", 20) == weights(tmp_path / "separate", 20) == weights(tmp_path / "overlap", 20)
+    assert (
+        weights(tmp_path / "hybrid", 20)
+        == weights(tmp_path / "separate", 20)
+        == weights(tmp_path / "overlap", 20)
+    )
     assert weights(tmp_path / "hybrid", 20) != weights(tmp_path / "other_seed", 20)
 
 
@@ -72,11 +78,29 @@ def test_max_staleness_0_through_separate_processes_or_threads_equals_hybrid_syn
         "with a reference": ["algorithm.kl_coef=0.1", "placement.ref=ref_pool"],
         "one step off": [*SEPARATE, "schedule.max_staleness=1"],
         "fully async, swap": [*SEPARATE, "schedule.max_staleness=2", "schedule.on_sync=swap"],
-        "fully async, interrupt": [*SEPARATE, "schedule.max_staleness=2", "schedule.on_sync=interrupt"],
-        "two engines": [*SEPARATE, "schedule.max_staleness=3", "schedule.on_sync=swap", "placement.rollout_workers=2"],
+        "fully async, interrupt": [
+            *SEPARATE,
+            "schedule.max_staleness=2",
+            "schedule.on_sync=interrupt",
+        ],
+        "two engines": [
+            *SEPARATE,
+            "schedule.max_staleness=3",
+            "schedule.on_sync=swap",
+            "placement.rollout_workers=2",
+        ],
         "one device, async": ["schedule.max_staleness=2", "schedule.on_sync=swap"],
-        "one device, at the same time": ["placement.overlap=true", "schedule.max_staleness=2", "schedule.on_sync=swap"],
-        "two steps per sync": [*SEPARATE, "schedule.max_staleness=1", "schedule.sync_every=2", "schedule.on_sync=swap"],
+        "one device, at the same time": [
+            "placement.overlap=true",
+            "schedule.max_staleness=2",
+            "schedule.on_sync=swap",
+        ],
+        "two steps per sync": [
+            *SEPARATE,
+            "schedule.max_staleness=1",
+            "schedule.sync_every=2",
+            "schedule.on_sync=swap",
+        ],
     }.items(),
 )
 def test_every_mode_makes_its_steps_within_its_staleness_bound_and_its_books_add_up(
@@ -99,18 +123,27 @@ def test_every_mode_makes_its_steps_within_its_staleness_bound_and_its_books_add
     assert children() == before, "a process was left behind"
 
 
-def test_a_sync_run_that_is_stopped_and_continued_equals_one_that_never_stopped(model: str, tmp_path: Path) -> None:
-    for mode, settings in {"hybrid": [], "ppo": ["algorithm.name=ppo", "placement.critic=critic_pool"]}.items():
+def test_a_sync_run_that_is_stopped_and_continued_equals_one_that_never_stopped(
+    model: str, tmp_path: Path
+) -> None:
+    for mode, settings in {
+        "hybrid": [],
+        "ppo": ["algorithm.name=ppo", "placement.critic=critic_pool"],
+    }.items():
         run(model, tmp_path / mode / "whole", "steps=6", "train.lr_schedule=constant", *settings)
         run(model, tmp_path / mode / "parts", "steps=3", "train.lr_schedule=constant", *settings)
         run(model, tmp_path / mode / "parts", "steps=6", "train.lr_schedule=constant", *settings)
         assert weights(tmp_path / mode / "whole", 6) == weights(tmp_path / mode / "parts", 6)
         whole, parts = (_rewards(tmp_path / mode / part) for part in ("whole", "parts"))
         assert whole == parts
-        assert (tmp_path / mode / "whole" / "ledger.jsonl").read_text() == (tmp_path / mode / "parts" / "ledger.jsonl").read_text()
+        assert (tmp_path / mode / "whole" / "ledger.jsonl").read_text() == (
+            tmp_path / mode / "parts" / "ledger.jsonl"
+        ).read_text()
 
 
-def test_an_async_run_that_is_continued_trains_every_prompt_once(model: str, tmp_path: Path) -> None:
+def test_an_async_run_that_is_continued_trains_every_prompt_once(
+    model: str, tmp_path: Path
+) -> None:
     settings = [*SEPARATE, "schedule.max_staleness=2", "schedule.on_sync=swap"]
     run(model, tmp_path, "steps=3", *settings)
     summary = run(model, tmp_path, "steps=6", *settings)
@@ -120,7 +153,9 @@ def test_an_async_run_that_is_continued_trains_every_prompt_once(model: str, tmp
     assert summary["steps"] == 6 and summary["ledger"]["trained"] == 24
 
 
-def test_a_run_killed_between_checkpoints_continues_from_the_last_one(model: str, tmp_path: Path) -> None:
+def test_a_run_killed_between_checkpoints_continues_from_the_last_one(
+    model: str, tmp_path: Path
+) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run(model, whole, "steps=6")
 
@@ -144,8 +179,12 @@ def test_a_run_killed_between_checkpoints_continues_from_the_last_one(model: str
     assert (whole / "ledger.jsonl").read_text() == (killed / "ledger.jsonl").read_text()
 
 
-def test_a_checkpoint_is_a_model_that_transformers_loads_and_another_run_starts_from(model: str, tmp_path: Path) -> None:
-    ends = GenerationConfig(eos_token_id=[2, 9], temperature=0.6)  # as many have it; transformers itself refuses to save it
+def test_a_checkpoint_is_a_model_that_transformers_loads_and_another_run_starts_from(
+    model: str, tmp_path: Path
+) -> None:
+    ends = GenerationConfig(
+        eos_token_id=[2, 9], temperature=0.6
+    )  # as many have it; transformers itself refuses to save it
     copy = shutil.copytree(model, tmp_path / "model")
     ends.to_json_file(copy / "generation_config.json")
     run(str(copy), tmp_path / "first", "steps=2")
@@ -154,11 +193,15 @@ def test_a_checkpoint_is_a_model_that_transformers_loads_and_another_run_starts_
     assert loaded.generation_config.eos_token_id == [2, 9]
     assert AutoTokenizer.from_pretrained(trained).decode([5, 6])
     before = AutoModelForCausalLM.from_pretrained(model).state_dict()
-    assert any(not torch.equal(tensor, before[name]) for name, tensor in loaded.state_dict().items())
+    assert any(
+        not torch.equal(tensor, before[name]) for name, tensor in loaded.state_dict().items()
+    )
     assert run(str(trained), tmp_path / "second", "steps=1")["steps"] == 1
 
 
-def test_another_model_data_or_setting_is_refused_with_the_difference(model: str, tmp_path: Path) -> None:
+def test_another_model_data_or_setting_is_refused_with_the_difference(
+    model: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     run(model, folder, "steps=1")
     with pytest.raises(CheckpointError, match=r"train\.learning_rate: was 0\.001, is now 0\.5"):
@@ -194,7 +237,9 @@ def test_a_full_disk_ends_the_run_by_name(model: str, tmp_path: Path) -> None:
         def looked(self, *_: object) -> None:
             return
 
-    with pytest.raises(CheckpointError, match=r"run cannot be written: No space left on device; make that right"):
+    with pytest.raises(
+        CheckpointError, match=r"run cannot be written: No space left on device; make that right"
+    ):
         asyncio.run(train(config(model, tmp_path / "run"), lambda _: Full()))
 
 
@@ -202,7 +247,11 @@ def test_a_full_disk_ends_the_run_by_name(model: str, tmp_path: Path) -> None:
 def test_a_run_whose_books_are_gone_is_not_continued(name: str, model: str, tmp_path: Path) -> None:
     run(model, tmp_path, "steps=1")
     content = (tmp_path / name).read_bytes()
-    for harmed, what in ((b"", "a part is missing"), (content[:-9], "a part is missing"), (b"x" * len(content), "it is damaged")):
+    for harmed, what in (
+        (b"", "a part is missing"),
+        (content[:-9], "a part is missing"),
+        (b"x" * len(content), "it is damaged"),
+    ):
         (tmp_path / name).write_bytes(harmed)
         with pytest.raises(CheckpointError, match=f"{name} is not what it was at step 1: {what}"):
             run(model, tmp_path, "steps=2")
@@ -211,7 +260,9 @@ def test_a_run_whose_books_are_gone_is_not_continued(name: str, model: str, tmp_
 
 
 @pytest.mark.parametrize("harm", ["gone", "damaged", "of an earlier end"])
-def test_a_run_that_was_killed_before_it_could_write_its_summary_writes_it_when_asked_again(harm: str, model: str, tmp_path: Path) -> None:
+def test_a_run_that_was_killed_before_it_could_write_its_summary_writes_it_when_asked_again(
+    harm: str, model: str, tmp_path: Path
+) -> None:
     run(model, tmp_path, "steps=1")
     earlier = (tmp_path / "summary.json").read_text()
     run(model, tmp_path, "steps=2")
@@ -224,7 +275,9 @@ def test_a_run_that_was_killed_before_it_could_write_its_summary_writes_it_when_
 
 
 @pytest.mark.parametrize("victim", ["train", "rollout"])
-def test_a_killed_worker_process_ends_the_run_with_its_name(victim: str, model: str, tmp_path: Path) -> None:
+def test_a_killed_worker_process_ends_the_run_with_its_name(
+    victim: str, model: str, tmp_path: Path
+) -> None:
     class Killer:
         def step_done(self, step: int, *_: object) -> None:
             if step == 2:
@@ -233,7 +286,12 @@ def test_a_killed_worker_process_ends_the_run_with_its_name(victim: str, model: 
         def looked(self, *_: object) -> None:
             return
 
-    settings = [*SEPARATE, "schedule.max_staleness=2", "schedule.on_sync=swap", "fleet.max_restarts=0"]
+    settings = [
+        *SEPARATE,
+        "schedule.max_staleness=2",
+        "schedule.on_sync=swap",
+        "fleet.max_restarts=0",
+    ]
     chosen = config(model, tmp_path, "steps=1000", "save_every=1", *settings)
     with pytest.raises(WorkerDied, match=f"worker '{victim}' died .killed by signal 9"):
         asyncio.run(asyncio.wait_for(train(chosen, lambda _: Killer()), 60))
@@ -251,4 +309,7 @@ def _worker_pids(folder: Path) -> dict[str, int]:
 
 
 def _rewards(folder: Path) -> list[float]:
-    return [json.loads(line)["reward/mean"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["reward/mean"]
+        for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]

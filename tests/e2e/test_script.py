@@ -27,6 +27,8 @@ def test_actor_and_critic_update_at_the_same_time_through_futures(tmp_path: Path
         assert "train/loss" in workers.actor.update(batch(), 1)
         with pytest.raises(DataError, match="has no advantages"):
             workers.actor.update(replace(batch(), advantages=None), 2, blocking=False).get(60)
-        with pytest.raises(AttributeError, match="this recipe has no 'ref'; it has actor, rollout, critic"):
+        with pytest.raises(
+            AttributeError, match="this recipe has no 'ref'; it has actor, rollout, critic"
+        ):
             workers.ref  # noqa: B018
     assert not children()

@@ -27,7 +27,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 class Run:
     def __init__(self, model: str, folder: Path, *settings: str) -> None:
         self.folder = folder
-        command = [sys.executable, "-m", "paceline", "train", "recipes/fully_async.toml", f"model={model}", f"run_dir={folder}"]
+        command = [
+            sys.executable,
+            "-m",
+            "paceline",
+            "train",
+            "recipes/fully_async.toml",
+            f"model={model}",
+            f"run_dir={folder}",
+        ]
         self.process = subprocess.Popen(
             [*command, *SETTINGS, "reward.timeout_s=2", "save_every=5", *settings],
             cwd=ROOT,
@@ -42,7 +50,10 @@ class Run:
         return path.read_text().count("\n") if path.exists() else 0
 
     def pids(self, words: str = "") -> list[int]:
-        family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        family = [
+            psutil.Process(self.process.pid),
+            *psutil.Process(self.process.pid).children(recursive=True),
+        ]
         return [process.pid for process in family if words in " ".join(process.cmdline())]
 
     def more(self, steps: int) -> None:
@@ -70,13 +81,21 @@ def running(model: str, folder: Path, *settings: str) -> Iterator[Run]:
 def check_books(folder: Path, bound: int = 3) -> None:
     events = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
     trained = [event for event in events if event["event"] == "trained"]
-    assert [event["seq"] for event in trained] == list(range(len(trained))), "every prompt once, in order"
-    assert all(0 <= event["staleness"] <= bound for event in trained) and not any(event["event"] == "dropped" for event in events)
-    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [event["seq"] for event in trained] == list(range(len(trained))), (
+        "every prompt once, in order"
+    )
+    assert all(0 <= event["staleness"] <= bound for event in trained) and not any(
+        event["event"] == "dropped" for event in events
+    )
+    steps = [
+        json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     assert steps == list(range(1, len(steps) + 1)) and len(trained) == 4 * len(steps)
 
 
-def test_a_run_that_is_suspended_robbed_of_its_reward_and_killed_goes_on_and_has_lost_nothing(model: str, tmp_path: Path) -> None:
+def test_a_run_that_is_suspended_robbed_of_its_reward_and_killed_goes_on_and_has_lost_nothing(
+    model: str, tmp_path: Path
+) -> None:
     with running(model, tmp_path, "steps=100000") as run:
         run.more(3)
         everybody = run.pids()
@@ -92,12 +111,18 @@ def test_a_run_that_is_suspended_robbed_of_its_reward_and_killed_goes_on_and_has
         run.process.kill()
         reached = run.steps
         run.process.wait()
-        left = psutil.wait_procs([psutil.Process(pid) for pid in everybody if psutil.pid_exists(pid)], timeout=5)[1]
+        left = psutil.wait_procs(
+            [psutil.Process(pid) for pid in everybody if psutil.pid_exists(pid)], timeout=5
+        )[1]
         assert not [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
     said = (tmp_path / "logs" / "main.log").read_text()
-    assert "silent" not in said and "no answer" not in said, "nobody is blamed for the time in which all were stopped"
+    assert "silent" not in said and "no answer" not in said, (
+        "nobody is blamed for the time in which all were stopped"
+    )
     with running(model, tmp_path, f"steps={reached + 3}") as run:
         output = run.process.communicate(timeout=240)[0]
         assert run.process.returncode == 0, output
     check_books(tmp_path)
-    assert not list((tmp_path / "checkpoints").glob(".*")) and not (tmp_path / "control.sock").exists()
+    assert (
+        not list((tmp_path / "checkpoints").glob(".*")) and not (tmp_path / "control.sock").exists()
+    )

@@ -135,48 +135,75 @@ async def mid_generation(folder: Path, name: str) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_the_only_rollout_worker_killed_mid_generation_is_replaced_and_its_groups_are_trained_once(model: str, tmp_path: Path) -> None:
+def test_the_only_rollout_worker_killed_mid_generation_is_replaced_and_its_groups_are_trained_once(
+    model: str, tmp_path: Path
+) -> None:
     async def script(steps: Steps) -> None:
         await steps.more(3)
         before = pids(tmp_path)["rollout"]
         await mid_generation(tmp_path, "rollout")
         os.kill(before, signal.SIGKILL)
-        await steps.until(lambda: steps.metrics[-1]["fleet/replaced"] == 1 and steps.metrics[-1]["fleet/engines"] == 1)
+        await steps.until(
+            lambda: (
+                steps.metrics[-1]["fleet/replaced"] == 1 and steps.metrics[-1]["fleet/engines"] == 1
+            )
+        )
         await steps.more(5)
         assert pids(tmp_path)["rollout"] != before
-        assert [(row["state"], row["incarnation"]) for row in await tell(tmp_path, "list")] == [("live", 1)]
+        assert [(row["state"], row["incarnation"]) for row in await tell(tmp_path, "list")] == [
+            ("live", 1)
+        ]
 
     play(config(model, tmp_path), script)
 
 
-def test_a_stopped_worker_is_replaced_and_when_it_wakes_up_nobody_listens(model: str, tmp_path: Path) -> None:
+def test_a_stopped_worker_is_replaced_and_when_it_wakes_up_nobody_listens(
+    model: str, tmp_path: Path
+) -> None:
     async def script(steps: Steps) -> None:
         await steps.more(3)
         zombie = pids(tmp_path)["rollout"]
         await mid_generation(tmp_path, "rollout")
         os.kill(zombie, signal.SIGSTOP)
-        while any(row["incarnation"] == 0 for row in await tell(tmp_path, "list")):  # until its silence has been noticed
+        while any(
+            row["incarnation"] == 0 for row in await tell(tmp_path, "list")
+        ):  # until its silence has been noticed
             await asyncio.sleep(0.01)
         os.kill(zombie, signal.SIGCONT)
         await steps.until(lambda: steps.metrics[-1]["fleet/refused"] > 0)
-        await steps.until(lambda: steps.metrics[-1]["fleet/replaced"] == 1 and steps.metrics[-1]["fleet/engines"] == 2)
+        await steps.until(
+            lambda: (
+                steps.metrics[-1]["fleet/replaced"] == 1 and steps.metrics[-1]["fleet/engines"] == 2
+            )
+        )
         await steps.more(5)
-        assert not psutil.pid_exists(zombie) or psutil.Process(zombie).status() == psutil.STATUS_ZOMBIE
+        assert (
+            not psutil.pid_exists(zombie) or psutil.Process(zombie).status() == psutil.STATUS_ZOMBIE
+        )
 
     play(config(model, tmp_path, "placement.rollout_workers=2"), script)
 
 
-def test_the_only_worker_stopped_while_it_should_take_new_weights_is_replaced_before_its_answers_fail(model: str, tmp_path: Path) -> None:
+def test_the_only_worker_stopped_while_it_should_take_new_weights_is_replaced_before_its_answers_fail(
+    model: str, tmp_path: Path
+) -> None:
     async def script(steps: Steps) -> None:
         await steps.more(3)
-        os.kill(pids(tmp_path)["rollout"], signal.SIGSTOP)  # the trainer goes on with what it has, and then nobody takes its weights
+        os.kill(
+            pids(tmp_path)["rollout"], signal.SIGSTOP
+        )  # the trainer goes on with what it has, and then nobody takes its weights
         await steps.until(lambda: steps.metrics[-1]["fleet/replaced"] == 1)
         await steps.more(5)
 
-    play(config(model, tmp_path, "fleet.heartbeat_timeout_s=1", "rollout.generation_timeout=8"), script)
+    play(
+        config(model, tmp_path, "fleet.heartbeat_timeout_s=1", "rollout.generation_timeout=8"),
+        script,
+    )
 
 
-def test_two_workers_join_and_one_leaves_every_engine_gets_every_version_and_the_job_can_be_paused(model: str, tmp_path: Path) -> None:
+def test_two_workers_join_and_one_leaves_every_engine_gets_every_version_and_the_job_can_be_paused(
+    model: str, tmp_path: Path
+) -> None:
     async def script(steps: Steps) -> None:
         await steps.more(2)
         assert await tell(tmp_path, "add", count=2) == ["rollout-1", "rollout-2"]
@@ -189,10 +216,14 @@ def test_two_workers_join_and_one_leaves_every_engine_gets_every_version_and_the
         while not all(row["version"] > reached for row in await tell(tmp_path, "list")):
             await steps.more(1)
         rows = await tell(tmp_path, "list")
-        assert {row["name"] for row in rows} == {"rollout-1", "rollout-2"} and all(row["state"] == "live" for row in rows)
+        assert {row["name"] for row in rows} == {"rollout-1", "rollout-2"} and all(
+            row["state"] == "live" for row in rows
+        )
         while "rollout" in pids(tmp_path):
             await asyncio.sleep(0.05)
-        with pytest.raises(ConfigError, match="there is no rollout worker 'rollout'; there are rollout-"):
+        with pytest.raises(
+            ConfigError, match="there is no rollout worker 'rollout'; there are rollout-"
+        ):
             await tell(tmp_path, "remove", name="rollout")
         assert await tell(tmp_path, "pause") is True
         while any(row["tokens_per_s"] for row in await tell(tmp_path, "list")):
@@ -211,6 +242,9 @@ def test_a_worker_that_cannot_live_ends_the_run_by_name(model: str, tmp_path: Pa
                 os.kill(pid, signal.SIGKILL)
             await asyncio.sleep(0.05)
 
-    with pytest.raises(WorkerDied, match=r"rollout worker 'rollout' failed 2 times in a row .* fleet\.max_restarts = 1"):
+    with pytest.raises(
+        WorkerDied,
+        match=r"rollout worker 'rollout' failed 2 times in a row .* fleet\.max_restarts = 1",
+    ):
         play(config(model, tmp_path, "fleet.max_restarts=1"), script)
     assert not children()

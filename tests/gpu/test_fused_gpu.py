@@ -19,7 +19,10 @@ from paceline.train.single import SingleDevice
 from paceline.types import Batch, Request, Sampling
 from tests.gpu.test_native_gpu import MODELS, VOCABULARY, build
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 LOSS = PolicyLoss(AlgorithmSettings(kl_coef=0.1, entropy_coef=0.01, aggregation="sequence"))
 
@@ -46,7 +49,11 @@ def batch_of(rows: int, longest: int, seed: int = 0) -> Batch:
 
 
 def gradient(model: PreTrainedModel) -> dict[str, Tensor]:
-    return {name: p.grad.float().cpu().clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {
+        name: p.grad.float().cpu().clone()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
 
 
 def off(found: Tensor, exact: Tensor) -> float:
@@ -58,7 +65,9 @@ def off(found: Tensor, exact: Tensor) -> float:
 def test_the_gradient_is_that_of_transformers_in_float32(name: str, checkpointing: bool) -> None:
     batch, model = batch_of(12, 150), build(name).cuda()
     exact = SingleDevice(copy.deepcopy(model), TrainSettings(), temperature=0.8)
-    settings = TrainSettings(dtype="bfloat16", gradient_checkpointing=checkpointing, micro_batch_tokens=500)
+    settings = TrainSettings(
+        dtype="bfloat16", gradient_checkpointing=checkpointing, micro_batch_tokens=500
+    )
     fused = SingleDevice(model, settings, temperature=0.8)
     assert fused._fused is not None
     assert np.abs(fused.logprobs(batch) - exact.logprobs(batch)).max() < 0.2
@@ -76,7 +85,9 @@ def test_the_gradient_is_that_of_transformers_in_float32(name: str, checkpointin
 def test_how_a_batch_is_cut_changes_nothing_but_rounding() -> None:
     found = []
     for limit in (1, 400, 100000):
-        engine = SingleDevice(build().cuda(), TrainSettings(dtype="bfloat16", micro_batch_tokens=limit))
+        engine = SingleDevice(
+            build().cuda(), TrainSettings(dtype="bfloat16", micro_batch_tokens=limit)
+        )
         engine.forward_backward(batch_of(12, 150), LOSS)
         found.append(gradient(engine.model))
     for other in found[1:]:
@@ -98,12 +109,24 @@ def test_an_engine_on_lent_weights_speaks_with_those_of_the_last_step() -> None:
         tokens = np.concatenate(([1, 2, 3, 4], answer.tokens)).astype(np.int32)
         mask = np.arange(len(tokens)) >= 4
         zeros = np.zeros(len(tokens), np.float32)
-        again = trainer.logprobs(Batch(tokens, np.array([len(tokens)], np.int32), mask, zeros, tokens, zeros[:1], tokens[:1]))
+        again = trainer.logprobs(
+            Batch(
+                tokens,
+                np.array([len(tokens)], np.int32),
+                mask,
+                zeros,
+                tokens,
+                zeros[:1],
+                tokens[:1],
+            )
+        )
         assert np.abs(again[mask] - answer.logprobs).mean() < 0.03
 
 
 def test_a_saved_trainer_goes_on_and_its_narrow_weights_with_it(tmp_path: Path) -> None:
-    engines = [SingleDevice(build(seed=seed).cuda(), TrainSettings(dtype="bfloat16")) for seed in (0, 1)]
+    engines = [
+        SingleDevice(build(seed=seed).cuda(), TrainSettings(dtype="bfloat16")) for seed in (0, 1)
+    ]
     engines[0].forward_backward(batch_of(12, 150), LOSS)
     engines[0].optimizer_step(1e-2)
     engines[0].save(tmp_path)
@@ -118,7 +141,9 @@ def test_what_is_put_away_includes_the_narrow_copy_and_comes_back() -> None:
     before = engine.logprobs(batch)
     held = sum(p.numel() for p in engine.model.parameters())
     used = torch.cuda.memory_allocated()
-    assert engine.place("host").bytes >= 10 * held and used - torch.cuda.memory_allocated() >= 9 * held
+    assert (
+        engine.place("host").bytes >= 10 * held and used - torch.cuda.memory_allocated() >= 9 * held
+    )
     engine.place("device")
     assert np.array_equal(before, engine.logprobs(batch)) and engine.optimizer_step(1e-3) > 0
 
@@ -126,8 +151,13 @@ def test_what_is_put_away_includes_the_narrow_copy_and_comes_back() -> None:
 def test_out_of_memory_says_what_holds_it() -> None:
     engine = SingleDevice(build().cuda(), TrainSettings(dtype="bfloat16", micro_batch_tokens=10**9))
     engine.neighbours.append(Neighbour("a neighbour", lambda: 3 * 2**30, None))
-    filler = torch.empty(int(torch.cuda.mem_get_info()[0]) - 2**28, dtype=torch.uint8, device="cuda")
-    with pytest.raises(OutOfMemory, match=r"parameters .* GiB.*a neighbour 3.00 GiB.*activations .* GiB.*micro_batch_tokens"):
+    filler = torch.empty(
+        int(torch.cuda.mem_get_info()[0]) - 2**28, dtype=torch.uint8, device="cuda"
+    )
+    with pytest.raises(
+        OutOfMemory,
+        match=r"parameters .* GiB.*a neighbour 3.00 GiB.*activations .* GiB.*micro_batch_tokens",
+    ):
         engine.forward_backward(batch_of(4000, 500), LOSS)
     del filler
     torch.cuda.empty_cache()

@@ -17,7 +17,10 @@ from tests.ranks import Ranks
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or find_spec("megatron") is None, reason="needs a GPU and megatron-core"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or find_spec("megatron") is None,
+        reason="needs a GPU and megatron-core",
+    ),
 ]
 
 
@@ -36,7 +39,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_one_megatron_rank_learns_what_a_single_device_does(ranks: Ranks, dtype: str, recompute: bool, tmp_path: Path) -> None:
+def test_one_megatron_rank_learns_what_a_single_device_does(
+    ranks: Ranks, dtype: str, recompute: bool, tmp_path: Path
+) -> None:
     settings, batch = TrainSettings(dtype=dtype, gradient_checkpointing=recompute), random_batch()
     single, megatron = SingleDevice(tiny("qwen3").cuda(), settings), ranks(tiny("qwen3"), settings)
     one, two = (engine.forward_backward(batch, LOSS)["loss"] for engine in (single, megatron))
@@ -45,7 +50,9 @@ def test_one_megatron_rank_learns_what_a_single_device_does(ranks: Ranks, dtype:
     assert megatron.optimizer_step(1e-4) == pytest.approx(single.optimizer_step(1e-4), rel=near)
     megatron.save(tmp_path)
     single.load(tmp_path)
-    assert same_bits({name: weight.cpu() for name, weight in weights_of(single).items()}, weights_of(megatron))
+    assert same_bits(
+        {name: weight.cpu() for name, weight in weights_of(single).items()}, weights_of(megatron)
+    )
 
 
 def test_what_is_put_away_comes_back_the_same(ranks: Ranks) -> None:
@@ -54,6 +61,8 @@ def test_what_is_put_away_comes_back_the_same(ranks: Ranks) -> None:
     engine.optimizer_step(1e-3)
     before = weights_of(engine)
     away = engine.place("host")
-    assert away.bytes >= 4 * sum(weight.nbytes for weight in before.values()), "parameters, gradients and two moments"
+    assert away.bytes >= 4 * sum(weight.nbytes for weight in before.values()), (
+        "parameters, gradients and two moments"
+    )
     assert engine.place("device").bytes == away.bytes
     assert same_bits(weights_of(engine), before)

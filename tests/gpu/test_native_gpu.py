@@ -21,7 +21,10 @@ from paceline.rollout.native.engine import NativeEngine
 from paceline.rollout.native.weights import DecoderWeights
 from paceline.types import Completion, Finish, Request, Sampling
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 VOCABULARY, LENGTH = 1000, 512
 SHAPE = {
@@ -31,7 +34,14 @@ SHAPE = {
 MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
     "llama, head dim 64, biases": (
         LlamaForCausalLM,
-        LlamaConfig(**SHAPE, num_attention_heads=4, num_key_value_heads=2, head_dim=64, attention_bias=True, mlp_bias=True),
+        LlamaConfig(
+            **SHAPE,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=64,
+            attention_bias=True,
+            mlp_bias=True,
+        ),
     ),
     "qwen2, 7 heads to a kv head, tied": (
         Qwen2ForCausalLM,
@@ -42,8 +52,14 @@ MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
             tie_word_embeddings=True,
         ),
     ),
-    "qwen3, head dim 128": (Qwen3ForCausalLM, Qwen3Config(**SHAPE, num_attention_heads=4, num_key_value_heads=1, head_dim=128)),
-    "llama, head dim 32": (LlamaForCausalLM, LlamaConfig(**SHAPE, num_attention_heads=4, num_key_value_heads=4)),
+    "qwen3, head dim 128": (
+        Qwen3ForCausalLM,
+        Qwen3Config(**SHAPE, num_attention_heads=4, num_key_value_heads=1, head_dim=128),
+    ),
+    "llama, head dim 32": (
+        LlamaForCausalLM,
+        LlamaConfig(**SHAPE, num_attention_heads=4, num_key_value_heads=4),
+    ),
 }
 
 
@@ -51,13 +67,17 @@ def build(name: str = "qwen3, head dim 128", seed: int = 0) -> PreTrainedModel:
     kind, config = MODELS[name]
     torch.manual_seed(seed)
     module = kind(config).eval()
-    for parameter in module.parameters():  # biases and norms start at 0 and 1, where a bug would not show
+    for (
+        parameter
+    ) in module.parameters():  # biases and norms start at 0 and 1, where a bug would not show
         if parameter.ndim == 1:
             parameter.data.add_(torch.randn_like(parameter), alpha=0.2)
     return module
 
 
-def engine_of(module: PreTrainedModel, device: str = "cuda", slots: int = 16, **options) -> NativeEngine:
+def engine_of(
+    module: PreTrainedModel, device: str = "cuda", slots: int = 16, **options
+) -> NativeEngine:
     weights = DecoderWeights.from_module(module.to(device), share=False)
     return NativeEngine(module.config, weights, slots=slots, max_length=LENGTH, **options)
 
@@ -80,8 +100,20 @@ def mixed() -> list[Request]:
     ]  # fmt: skip
     wanted = []
     for i in range(42):
-        prompt = tuple(random.integers(0, VOCABULARY, int(random.choice([1, 2, 30, 63, 64, 65, 130, 300]))).tolist())
-        wanted += [Request(f"r{i}-{j}", prompt, 10 * i + j, Sampling(int(random.integers(1, 90)), **ways[i % 7])) for j in range(1 + i % 3)]
+        prompt = tuple(
+            random.integers(
+                0, VOCABULARY, int(random.choice([1, 2, 30, 63, 64, 65, 130, 300]))
+            ).tolist()
+        )
+        wanted += [
+            Request(
+                f"r{i}-{j}",
+                prompt,
+                10 * i + j,
+                Sampling(int(random.integers(1, 90)), **ways[i % 7]),
+            )
+            for j in range(1 + i % 3)
+        ]
     return wanted
 
 
@@ -89,7 +121,9 @@ def mixed() -> list[Request]:
 def off(module: PreTrainedModel, request: Request, completion: Completion) -> np.ndarray:
     """How far log-probs are from a float32 forward pass; only for answers drawn from all tokens."""
     tokens = torch.tensor([[*request.prompt, *completion.tokens.tolist()]], device="cuda")
-    logits = module(tokens).logits[0, len(request.prompt) - 1 : -1].float() / (request.sampling.temperature or 1.0)
+    logits = module(tokens).logits[0, len(request.prompt) - 1 : -1].float() / (
+        request.sampling.temperature or 1.0
+    )
     expected = logits.log_softmax(-1).gather(1, tokens[0, len(request.prompt) :, None])[:, 0]
     return np.abs(completion.logprobs - expected.cpu().numpy())
 
@@ -117,14 +151,21 @@ def test_bfloat16_stays_near_float32() -> None:
     module = build("qwen2, 7 heads to a kv head, tied", seed=2).cuda().bfloat16()
     done = run(engine_of(module), mixed())
     exact = module.float()
-    errors = np.concatenate([off(exact, request, done[request.id]) for request in mixed() if whole(request)])
+    errors = np.concatenate(
+        [off(exact, request, done[request.id]) for request in mixed() if whole(request)]
+    )
     assert errors.mean() < 0.02 and errors.max() < 0.2
 
 
 def test_few_long_sequences_are_split_and_joined_right() -> None:
     module = build()
     random = np.random.default_rng(1)
-    wanted = [Request(f"r{i}", tuple(random.integers(0, VOCABULARY, 100 + 150 * i).tolist()), i, Sampling(60)) for i in range(3)]
+    wanted = [
+        Request(
+            f"r{i}", tuple(random.integers(0, VOCABULARY, 100 + 150 * i).tolist()), i, Sampling(60)
+        )
+        for i in range(3)
+    ]
     done = run(engine_of(module, slots=3), wanted)
     assert max(off(module, request, done[request.id]).max() for request in wanted) < 1e-4
 
@@ -150,7 +191,9 @@ def test_new_weights_are_used_by_the_graphs_there_are_and_tokens_say_which_made_
     assert engine._backend._graphs == graphs  # type: ignore[attr-defined]
     change = int((completion.versions == 4).sum())
     assert change == 24 and completion.versions.tolist() == [4] * change + [5] * (100 - change)
-    first = dataclasses.replace(completion, tokens=completion.tokens[:change], logprobs=completion.logprobs[:change])
+    first = dataclasses.replace(
+        completion, tokens=completion.tokens[:change], logprobs=completion.logprobs[:change]
+    )
     assert off(old, wanted, first).max() < 1e-4
     late = Request("late", (1, 2, 3), 0, Sampling(20))
     assert off(new, late, run(engine, [late])["late"]).max() < 1e-4
@@ -167,7 +210,10 @@ def test_with_little_memory_sequences_wait_or_are_preempted_and_answers_stay_the
     before, done = pages.free, run(engine, mixed())
     assert pages.free == before
     for id, completion in expected.items():
-        assert done[id].tokens.tolist() == completion.tokens.tolist() and done[id].finish == completion.finish
+        assert (
+            done[id].tokens.tolist() == completion.tokens.tolist()
+            and done[id].finish == completion.finish
+        )
 
 
 def test_memory_for_less_than_one_sequence_is_refused() -> None:
@@ -193,11 +239,23 @@ def test_an_interrupted_and_resumed_answer_is_the_uninterrupted_one() -> None:
     expected, engine = run(engine_of(module), mixed()), engine_of(module)
     done = run(engine, mixed(), steps=4)
     stopped = dict(engine.interrupt())
-    finished = {id for id, completion in stopped.items() if completion.finish is not Finish.INTERRUPT}
+    finished = {
+        id for id, completion in stopped.items() if completion.finish is not Finish.INTERRUPT
+    }
     done |= {id: stopped[id] for id in finished}
-    done |= run(engine, [dataclasses.replace(r, partial=stopped[r.id]) for r in mixed() if r.id in stopped and r.id not in finished])
+    done |= run(
+        engine,
+        [
+            dataclasses.replace(r, partial=stopped[r.id])
+            for r in mixed()
+            if r.id in stopped and r.id not in finished
+        ],
+    )
     for id, completion in expected.items():
-        assert done[id].tokens.tolist() == completion.tokens.tolist() and done[id].finish == completion.finish
+        assert (
+            done[id].tokens.tolist() == completion.tokens.tolist()
+            and done[id].finish == completion.finish
+        )
 
 
 def test_diverged_weights_are_an_error_and_do_not_spoil_what_comes_after() -> None:
@@ -218,7 +276,13 @@ def test_memory_does_not_grow_over_2000_admissions() -> None:
 
     def work(n: int, name: str) -> None:
         lengths = random.integers(1, 30, (n, 2)).tolist()
-        run(engine, [Request(f"{name}{i}", tuple(range(a)), i, Sampling(b)) for i, (a, b) in enumerate(lengths)])
+        run(
+            engine,
+            [
+                Request(f"{name}{i}", tuple(range(a)), i, Sampling(b))
+                for i, (a, b) in enumerate(lengths)
+            ],
+        )
 
     for n in (1, 2, 4, 8, 16, 32, 48, 64):  # so that no graph is captured later
         run(engine, [Request(f"{n}-{i}", (1, 2), i, Sampling(9)) for i in range(n)])
@@ -233,5 +297,7 @@ def test_an_engine_that_was_full_takes_new_sequences_however_short_they_may_be()
     weights = DecoderWeights.from_module(module.to("cuda"), share=False)
     engine = NativeEngine(module.config, weights, slots=16, max_length=40)  # one page for each
     for wave in range(3):
-        wanted = [Request(f"{wave}.{number}", (1, 2, number), number, Sampling(8)) for number in range(16)]
+        wanted = [
+            Request(f"{wave}.{number}", (1, 2, number), number, Sampling(8)) for number in range(16)
+        ]
         assert len(run(engine, wanted, steps=1000)) == 16

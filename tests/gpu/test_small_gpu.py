@@ -11,7 +11,10 @@ from tests.gpu.test_native_gpu import MODELS, VOCABULARY, build, engine_of, mixe
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="needs a Hopper GPU or newer"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
+        reason="needs a Hopper GPU or newer",
+    ),
 ]
 
 
@@ -23,15 +26,24 @@ def narrow_engine(module: PreTrainedModel, few: bool = True, **options) -> Nativ
     return engine
 
 
-def errors(module: PreTrainedModel, wanted: list[Request], done: dict[str, Completion]) -> np.ndarray:
+def errors(
+    module: PreTrainedModel, wanted: list[Request], done: dict[str, Completion]
+) -> np.ndarray:
     exact = module.float()
-    return np.concatenate([off(exact, request, done[request.id]) for request in wanted if whole(request)])
+    return np.concatenate(
+        [off(exact, request, done[request.id]) for request in wanted if whole(request)]
+    )
 
 
 def long() -> list[Request]:
     """Prompts that attention looks at in several pieces."""
     random = np.random.default_rng(1)
-    return [Request(f"r{i}", tuple(random.integers(0, VOCABULARY, 20 + 130 * i).tolist()), i, Sampling(60)) for i in range(4)]
+    return [
+        Request(
+            f"r{i}", tuple(random.integers(0, VOCABULARY, 20 + 130 * i).tolist()), i, Sampling(60)
+        )
+        for i in range(4)
+    ]
 
 
 @pytest.mark.parametrize("requests", [mixed, long])
@@ -40,7 +52,12 @@ def test_few_rows_are_as_near_to_float32_as_many(name: str, requests) -> None:
     module = build(name)
     few = errors(module, requests(), run(narrow_engine(module), requests()))
     many = errors(module, requests(), run(narrow_engine(module, few=False), requests()))
-    assert few.mean() < 1.1 * many.mean() and few.max() < 1.5 * many.max(), (few.mean(), many.mean(), few.max(), many.max())
+    assert few.mean() < 1.1 * many.mean() and few.max() < 1.5 * many.max(), (
+        few.mean(),
+        many.mean(),
+        few.max(),
+        many.max(),
+    )
 
 
 def test_few_rows_of_a_model_as_it_is_initialised_stay_within_the_bounds() -> None:
@@ -60,4 +77,6 @@ def test_the_same_requests_give_the_same_bits() -> None:
 def test_an_engine_with_brief_bursts_gives_the_same_answers() -> None:
     module = build()
     expected, done = run(engine_of(module), mixed()), run(engine_of(module, brief=True), mixed())
-    assert {id: completion.tokens.tolist() for id, completion in done.items()} == {id: c.tokens.tolist() for id, c in expected.items()}
+    assert {id: completion.tokens.tolist() for id, completion in done.items()} == {
+        id: c.tokens.tolist() for id, c in expected.items()
+    }

@@ -19,7 +19,10 @@ from tests.gpu.test_fused_gpu import batch_of, gradient, off
 from tests.gpu.test_native_gpu import MODELS, build
 from tests.ranks import Ranks
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +33,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_one_fsdp_rank_learns_what_a_single_device_does(ranks: Ranks, dtype: str, tmp_path: Path) -> None:
+def test_one_fsdp_rank_learns_what_a_single_device_does(
+    ranks: Ranks, dtype: str, tmp_path: Path
+) -> None:
     settings, batch = TrainSettings(dtype=dtype, gradient_checkpointing=True), random_batch()
     single, sharded = SingleDevice(tiny("qwen3").cuda(), settings), ranks(tiny("qwen3"), settings)
     one, two = (engine.forward_backward(batch, LOSS)["loss"] for engine in (single, sharded))
@@ -39,7 +44,9 @@ def test_one_fsdp_rank_learns_what_a_single_device_does(ranks: Ranks, dtype: str
     assert sharded.optimizer_step(1e-4) == pytest.approx(single.optimizer_step(1e-4), rel=10 * near)
     sharded.save(tmp_path)
     single.load(tmp_path)
-    assert same_bits({name: weight.cpu() for name, weight in weights_of(single).items()}, weights_of(sharded))
+    assert same_bits(
+        {name: weight.cpu() for name, weight in weights_of(single).items()}, weights_of(sharded)
+    )
 
 
 def fused(model: PreTrainedModel, settings: TrainSettings, **options: Any) -> TrainEngine:
@@ -51,7 +58,9 @@ def fused(model: PreTrainedModel, settings: TrainSettings, **options: Any) -> Tr
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_our_own_passes_give_the_same_sharded(ranks: Ranks, name: str, checkpointing: bool) -> None:
-    settings = TrainSettings(dtype="bfloat16", gradient_checkpointing=checkpointing, micro_batch_tokens=500)
+    settings = TrainSettings(
+        dtype="bfloat16", gradient_checkpointing=checkpointing, micro_batch_tokens=500
+    )
     batch, model = batch_of(12, 150), build(name)
     sharded = ranks(model, settings, make=fused, temperature=0.8)
     single = SingleDevice(copy.deepcopy(model).cuda(), settings, temperature=0.8)
@@ -65,7 +74,9 @@ def test_our_own_passes_give_the_same_sharded(ranks: Ranks, name: str, checkpoin
     assert max(errors.values()) < 0.02, max(errors.items(), key=lambda item: item[1])
     assert sharded.optimizer_step(1e-3) == pytest.approx(single.optimizer_step(1e-3), rel=1e-3)
     after = single.logprobs(batch)
-    assert np.abs(after - sharded.logprobs(batch)).mean() < 0.1 * np.abs(after - before).mean(), "the next pass sees the new weights"
+    assert np.abs(after - sharded.logprobs(batch)).mean() < 0.1 * np.abs(after - before).mean(), (
+        "the next pass sees the new weights"
+    )
 
 
 def test_what_is_put_away_frees_the_device_and_comes_back_the_same(ranks: Ranks) -> None:
@@ -81,7 +92,9 @@ def test_what_is_put_away_frees_the_device_and_comes_back_the_same(ranks: Ranks)
     away = single.place("host")
     assert away.bytes >= 4 * held and used - torch.cuda.memory_allocated() >= 4 * held
     assert single.place("device").bytes == away.bytes
-    assert same_bits(before, weights_of(single)) and all(torch.equal(*pair) for pair in zip(views, seen, strict=True))
+    assert same_bits(before, weights_of(single)) and all(
+        torch.equal(*pair) for pair in zip(views, seen, strict=True)
+    )
     assert sharded.place("host").bytes >= 4 * held and sharded.place("device").bytes >= 4 * held
     assert sharded.optimizer_step(1e-3) == pytest.approx(single.optimizer_step(1e-3), rel=1e-3)
 

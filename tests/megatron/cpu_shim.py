@@ -21,10 +21,17 @@ def install() -> None:
     plain = torch.Tensor.type
 
     def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return plain(self, *args, **kwargs) if args or kwargs else CUDA_NAMES.get(self.dtype, plain(self))
+        return (
+            plain(self, *args, **kwargs)
+            if args or kwargs
+            else CUDA_NAMES.get(self.dtype, plain(self))
+        )
 
     torch.Tensor.type = type_name  # type: ignore[method-assign, assignment]
-    for name in ("custom_fwd", "custom_bwd"):  # so that Megatron's layers see autocast in the backward pass
+    for name in (
+        "custom_fwd",
+        "custom_bwd",
+    ):  # so that Megatron's layers see autocast in the backward pass
         setattr(torch.amp, name, _for_cpu(getattr(torch.amp, name)))
 
     from megatron.core import utils
@@ -35,7 +42,9 @@ def install() -> None:
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     for module in (utils, clip_grads, optimizer, schedules):
-        module.torch = _Torch()  # torch itself stays as it is: transformers depends on what its constructors are
+        module.torch = (
+            _Torch()
+        )  # torch itself stays as it is: transformers depends on what its constructors are
 
 
 def _for_cpu(decorator: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,4 +60,6 @@ class _Torch:
 
 
 def _on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, device=None, **kwargs: make(*args, device="cpu" if device == "cuda" else device, **kwargs)
+    return lambda *args, device=None, **kwargs: make(
+        *args, device="cpu" if device == "cuda" else device, **kwargs
+    )

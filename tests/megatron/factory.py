@@ -15,7 +15,13 @@ installed = False
 
 
 def make(
-    model: PreTrainedModel, settings: TrainSettings, *, tensor: int = 1, pipeline: int = 1, planted: str | None = None, **options: Any
+    model: PreTrainedModel,
+    settings: TrainSettings,
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    planted: str | None = None,
+    **options: Any,
 ) -> TrainEngine:
     """An engine in this layout, whatever the one before had. `planted` names an error to build in."""
     global installed
@@ -27,12 +33,17 @@ def make(
     from paceline.train.megatron import Megatron
 
     if parallel_state.model_parallel_is_initialized():
-        found = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_world_size()
+        found = (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+        )
         if found != (tensor, pipeline):
             gc.collect()  # engines of that layout
             parallel_state.destroy_model_parallel()
     weights = model.state_dict()
-    settings = settings.model_copy(update={"tensor_parallel": tensor, "pipeline_parallel": pipeline})
+    settings = settings.model_copy(
+        update={"tensor_parallel": tensor, "pipeline_parallel": pipeline}
+    )
     if planted == "qkv":
         return _with_swapped_qkv(lambda: Megatron(model.config, weights, settings, **options))
     engine = Megatron(model.config, weights, settings, **options)
@@ -47,7 +58,9 @@ class _SeesOneRow(torch.nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True
+        )
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -58,7 +71,11 @@ def _with_swapped_qkv(build: Any) -> TrainEngine:
     right = Slot.split
 
     def wrong(slot: Slot, full: Any, rank: int, ranks: int) -> Tensor:
-        return torch.cat(list(full)).chunk(ranks)[rank] if slot.kind == "qkv" else right(slot, full, rank, ranks)
+        return (
+            torch.cat(list(full)).chunk(ranks)[rank]
+            if slot.kind == "qkv"
+            else right(slot, full, rank, ranks)
+        )
 
     Slot.split = wrong  # type: ignore[method-assign]
     try:

@@ -23,7 +23,15 @@ from paceline.train.packing import select_rows
 from paceline.train.settings import TrainSettings
 from paceline.train.single import SingleDevice
 from paceline.types import Batch, Request, Sampling
-from tests.contract.test_train_engine import MODELS, TEMPERATURE, VOCABULARY, random_batch, same_bits, tiny, weights_of
+from tests.contract.test_train_engine import (
+    MODELS,
+    TEMPERATURE,
+    VOCABULARY,
+    random_batch,
+    same_bits,
+    tiny,
+    weights_of,
+)
 from tests.megatron.factory import make
 from tests.ranks import Ranks
 from tests.unit.test_native_engine import engine_of, run
@@ -35,7 +43,11 @@ LAYOUTS: dict[str, Layout] = {
     "tp2-sp": {"tensor": 2},
     "pp2": {"pipeline": 2},
 }
-LARGE: dict[str, Layout] = {"tp2-pp2-sp": {"tensor": 2, "pipeline": 2}, "tp2-sp-dp2": {"tensor": 2}, "pp2-dp2": {"pipeline": 2}}
+LARGE: dict[str, Layout] = {
+    "tp2-pp2-sp": {"tensor": 2, "pipeline": 2},
+    "tp2-sp-dp2": {"tensor": 2},
+    "pp2-dp2": {"pipeline": 2},
+}
 SETTINGS = TrainSettings(micro_batch_tokens=20, weight_decay=0.1)
 GRPO = PolicyLoss(AlgorithmSettings(kl_coef=0.1, entropy_coef=0.01, aggregation="sequence"))
 PPO = PolicyLoss(AlgorithmSettings(name="ppo"))
@@ -56,12 +68,23 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     ranks.close()
 
 
-def on_one_device(name: str, head: str = "policy", settings: TrainSettings = SETTINGS) -> SingleDevice:
+def on_one_device(
+    name: str, head: str = "policy", settings: TrainSettings = SETTINGS
+) -> SingleDevice:
     model = tiny(name)
-    return SingleDevice(model if head == "policy" else model.base_model, settings, TEMPERATURE, head)  # type: ignore[arg-type]
+    return SingleDevice(
+        model if head == "policy" else model.base_model, settings, TEMPERATURE, head
+    )  # type: ignore[arg-type]
 
 
-def in_ranks(ranks: Ranks, name: str, layout: Layout, head: str = "policy", settings: TrainSettings = SETTINGS, **more: Any) -> TrainEngine:
+def in_ranks(
+    ranks: Ranks,
+    name: str,
+    layout: Layout,
+    head: str = "policy",
+    settings: TrainSettings = SETTINGS,
+    **more: Any,
+) -> TrainEngine:
     return ranks(tiny(name), settings, temperature=TEMPERATURE, head=head, **layout, **more)
 
 
@@ -74,7 +97,13 @@ def gap(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-def assert_a_step_agrees(engine: TrainEngine, reference: SingleDevice, loss: LossFn, folder: Path, batch: Batch | None = None) -> None:
+def assert_a_step_agrees(
+    engine: TrainEngine,
+    reference: SingleDevice,
+    loss: LossFn,
+    folder: Path,
+    batch: Batch | None = None,
+) -> None:
     """Loss, diagnostics, gradient norm, resulting weights and optimizer state."""
     batch = batch or random_batch()
     found, expected = learn(engine, batch, loss), learn(reference, batch, loss)
@@ -88,16 +117,25 @@ def assert_a_step_agrees(engine: TrainEngine, reference: SingleDevice, loss: Los
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_grpo_step_agrees_with_one_device(pair: Ranks, name: str, layout: str, tmp_path: Path) -> None:
+def test_a_grpo_step_agrees_with_one_device(
+    pair: Ranks, name: str, layout: str, tmp_path: Path
+) -> None:
     engine, reference = in_ranks(pair, name, LAYOUTS[layout]), on_one_device(name)
     assert np.abs(engine.logprobs(random_batch()) - reference.logprobs(random_batch())).max() < 1e-5
     assert_a_step_agrees(engine, reference, GRPO, tmp_path)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_ppo_step_of_actor_and_critic_agrees_with_one_device(pair: Ranks, layout: str, tmp_path: Path) -> None:
-    assert_a_step_agrees(in_ranks(pair, "qwen2", LAYOUTS[layout]), on_one_device("qwen2"), PPO, tmp_path / "actor")
-    critic, reference = in_ranks(pair, "qwen2", LAYOUTS[layout], "value"), on_one_device("qwen2", "value")
+def test_a_ppo_step_of_actor_and_critic_agrees_with_one_device(
+    pair: Ranks, layout: str, tmp_path: Path
+) -> None:
+    assert_a_step_agrees(
+        in_ranks(pair, "qwen2", LAYOUTS[layout]), on_one_device("qwen2"), PPO, tmp_path / "actor"
+    )
+    critic, reference = (
+        in_ranks(pair, "qwen2", LAYOUTS[layout], "value"),
+        on_one_device("qwen2", "value"),
+    )
     assert not critic.values(random_batch()).any(), "values start at 0"
     assert_a_step_agrees(critic, reference, ValueLoss(0.2), tmp_path / "critic")
     assert np.abs(critic.values(random_batch()) - reference.values(random_batch())).max() < 1e-5
@@ -106,34 +144,57 @@ def test_a_ppo_step_of_actor_and_critic_agrees_with_one_device(pair: Ranks, layo
 
 @pytest.mark.parametrize("layout", LARGE)
 @pytest.mark.parametrize("head", ["policy", "value"])
-def test_four_ranks_agree_with_one_device(four: Ranks, layout: str, head: str, tmp_path: Path) -> None:
+def test_four_ranks_agree_with_one_device(
+    four: Ranks, layout: str, head: str, tmp_path: Path
+) -> None:
     name = {"tp2-pp2-sp": "qwen3", "tp2-sp-dp2": "qwen2", "pp2-dp2": "qwen2-tied"}[layout]
     loss = GRPO if head == "policy" else ValueLoss(0.2)
-    assert_a_step_agrees(in_ranks(four, name, LARGE[layout], head), on_one_device(name, head), loss, tmp_path)
+    assert_a_step_agrees(
+        in_ranks(four, name, LARGE[layout], head), on_one_device(name, head), loss, tmp_path
+    )
 
 
 @pytest.mark.parametrize("planted", ["qkv", "mask"])
 def test_a_layout_error_does_not_go_unnoticed(pair: Ranks, planted: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
-        assert_a_step_agrees(in_ranks(pair, "llama", LAYOUTS["tp2"], planted=planted), on_one_device("llama"), GRPO, tmp_path)
+        assert_a_step_agrees(
+            in_ranks(pair, "llama", LAYOUTS["tp2"], planted=planted),
+            on_one_device("llama"),
+            GRPO,
+            tmp_path,
+        )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_weights_that_go_in_come_out_bit_for_bit(pair: Ranks, name: str, layout: str) -> None:
-    assert same_bits(weights_of(in_ranks(pair, name, LAYOUTS[layout])), dict(tiny(name).state_dict()))
+    assert same_bits(
+        weights_of(in_ranks(pair, name, LAYOUTS[layout])), dict(tiny(name).state_dict())
+    )
 
 
 @pytest.mark.parametrize("layout", ["tp2-sp", "pp2"])
-def test_recomputed_activations_give_the_same_gradient(pair: Ranks, layout: str, tmp_path: Path) -> None:
+def test_recomputed_activations_give_the_same_gradient(
+    pair: Ranks, layout: str, tmp_path: Path
+) -> None:
     settings = SETTINGS.model_copy(update={"gradient_checkpointing": True})
-    assert_a_step_agrees(in_ranks(pair, "qwen3", LAYOUTS[layout], settings=settings), on_one_device("qwen3"), GRPO, tmp_path)
+    assert_a_step_agrees(
+        in_ranks(pair, "qwen3", LAYOUTS[layout], settings=settings),
+        on_one_device("qwen3"),
+        GRPO,
+        tmp_path,
+    )
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_bfloat16_products_give_about_the_same(pair: Ranks, recompute: bool) -> None:
-    settings = SETTINGS.model_copy(update={"dtype": "bfloat16", "gradient_checkpointing": recompute})
-    engine, reference = in_ranks(pair, "qwen2", LAYOUTS["tp2-sp"], settings=settings), on_one_device("qwen2", settings=settings)
+    settings = SETTINGS.model_copy(
+        update={"dtype": "bfloat16", "gradient_checkpointing": recompute}
+    )
+    engine, reference = (
+        in_ranks(pair, "qwen2", LAYOUTS["tp2-sp"], settings=settings),
+        on_one_device("qwen2", settings=settings),
+    )
     found, expected = learn(engine, random_batch(), GRPO), learn(reference, random_batch(), GRPO)
     assert found[0]["loss"] == pytest.approx(expected[0]["loss"], rel=0.05)
     assert found[1] == pytest.approx(expected[1], rel=0.05)
@@ -142,27 +203,43 @@ def test_bfloat16_products_give_about_the_same(pair: Ranks, recompute: bool) -> 
 def test_a_replica_without_rows_takes_part(pair: Ranks, tmp_path: Path) -> None:
     batch = random_batch()
     longest = select_rows(batch, np.array([int(batch.lengths.argmax())]))
-    assert_a_step_agrees(in_ranks(pair, "qwen2", LAYOUTS["dp2"]), on_one_device("qwen2"), GRPO, tmp_path, longest)
+    assert_a_step_agrees(
+        in_ranks(pair, "qwen2", LAYOUTS["dp2"]), on_one_device("qwen2"), GRPO, tmp_path, longest
+    )
 
 
 def test_gradients_of_two_batches_add_up(pair: Ranks) -> None:
     engine, reference = in_ranks(pair, "qwen2", LAYOUTS["dp2"]), on_one_device("qwen2")
     for each in (engine, reference):
         each.forward_backward(random_batch(seed=1), GRPO)
-    assert learn(engine, random_batch(), GRPO)[1] == pytest.approx(learn(reference, random_batch(), GRPO)[1], abs=1e-5)
+    assert learn(engine, random_batch(), GRPO)[1] == pytest.approx(
+        learn(reference, random_batch(), GRPO)[1], abs=1e-5
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_gradient_that_is_not_finite_changes_nothing(pair: Ranks, layout: str) -> None:
     engine, batch = in_ranks(pair, "qwen2", LAYOUTS[layout]), random_batch()
     assert batch.advantages is not None
-    row = np.repeat(np.arange(batch.num_rows), batch.lengths) == batch.lengths.argmax()  # one row, so one replica only
+    row = (
+        np.repeat(np.arange(batch.num_rows), batch.lengths) == batch.lengths.argmax()
+    )  # one row, so one replica only
     before = weights_of(engine)
-    assert math.isnan(learn(engine, replace(batch, advantages=np.where(row, np.float32(math.nan), batch.advantages)), GRPO)[1])
+    assert math.isnan(
+        learn(
+            engine,
+            replace(batch, advantages=np.where(row, np.float32(math.nan), batch.advantages)),
+            GRPO,
+        )[1]
+    )
     assert same_bits(before, weights_of(engine))
     clean = on_one_device("qwen2")
-    assert learn(engine, batch, GRPO)[0]["loss"] == pytest.approx(learn(clean, batch, GRPO)[0]["loss"], abs=1e-5)
-    assert gap(weights_of(clean), weights_of(engine)) < 1e-5, "the skipped step left a trace in gradient or optimizer"
+    assert learn(engine, batch, GRPO)[0]["loss"] == pytest.approx(
+        learn(clean, batch, GRPO)[0]["loss"], abs=1e-5
+    )
+    assert gap(weights_of(clean), weights_of(engine)) < 1e-5, (
+        "the skipped step left a trace in gradient or optimizer"
+    )
 
 
 @pytest.mark.parametrize("head", ["policy", "value"])
@@ -177,7 +254,9 @@ def test_training_goes_on_in_any_other_layout(pair: Ranks, head: str, tmp_path: 
     one = on_one_device("qwen2-tied", head)
     one.save(tmp_path / "fresh")
     for layout in ("one device", "tp2-sp", "tp2", "pp2", "dp2"):
-        engine = one if layout == "one device" else in_ranks(pair, "qwen2-tied", LAYOUTS[layout], head)
+        engine = (
+            one if layout == "one device" else in_ranks(pair, "qwen2-tied", LAYOUTS[layout], head)
+        )
         learn(engine, random_batch(seed=9), loss)  # what it has learned itself must be gone
         engine.load(tmp_path / "saved")
         found = learn(engine, random_batch(seed=2), loss)
@@ -190,7 +269,9 @@ def test_training_goes_on_in_any_other_layout(pair: Ranks, head: str, tmp_path: 
     assert gap(weights_of(engine), weights_of(on_one_device("qwen2-tied", head))) == 0.0
 
 
-def test_weights_of_another_model_are_refused_and_nothing_changes(pair: Ranks, tmp_path: Path) -> None:
+def test_weights_of_another_model_are_refused_and_nothing_changes(
+    pair: Ranks, tmp_path: Path
+) -> None:
     on_one_device("llama").save(tmp_path / "llama")
     engine = in_ranks(pair, "qwen2", LAYOUTS["pp2"])
     before = weights_of(engine)
@@ -209,18 +290,31 @@ def greedy(engine: TrainEngine, prompt: list[int], count: int) -> list[int]:
         mask[:, -1] = True
         zeros = np.zeros(rows.size, np.float32)
         lengths = np.full(VOCABULARY, rows.shape[1], np.int32)
-        batch = Batch(rows.ravel(), lengths, mask.ravel(), zeros, rows.ravel(), np.zeros(VOCABULARY, np.float32), lengths)
+        batch = Batch(
+            rows.ravel(),
+            lengths,
+            mask.ravel(),
+            zeros,
+            rows.ravel(),
+            np.zeros(VOCABULARY, np.float32),
+            lengths,
+        )
         tokens.append(int(engine.logprobs(batch)[mask.ravel()].argmax()))
     return tokens[len(prompt) :]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_native_engine_continues_as_the_trainer_would(pair: Ranks, layout: str) -> None:
-    engine, prompt = in_ranks(pair, "qwen3", LAYOUTS[layout], settings=TrainSettings()), [3, 1, 4, 1, 5]
+    engine, prompt = (
+        in_ranks(pair, "qwen3", LAYOUTS[layout], settings=TrainSettings()),
+        [3, 1, 4, 1, 5],
+    )
     learn(engine, random_batch(), GRPO)
     model = tiny("qwen3")
     model.load_state_dict(weights_of(engine))
-    answer = run(engine_of(model), [Request("greedy", tuple(prompt), 0, Sampling(6, temperature=0.0))])["greedy"]
+    answer = run(
+        engine_of(model), [Request("greedy", tuple(prompt), 0, Sampling(6, temperature=0.0))]
+    )["greedy"]
     assert answer.tokens.tolist() == greedy(engine, prompt, 6)
 
 
@@ -228,9 +322,13 @@ def test_what_cannot_be_laid_out_is_refused_with_a_sentence(pair: Ranks) -> None
     from paceline.train.megatron_model import transformer_config
 
     config = tiny("qwen2").config
-    with pytest.raises(ConfigError, match="pipeline_parallel = 3 does not divide the model's num_hidden_layers = 2"):
+    with pytest.raises(
+        ConfigError, match="pipeline_parallel = 3 does not divide the model's num_hidden_layers = 2"
+    ):
         transformer_config(config, TrainSettings(backend="megatron", pipeline_parallel=3), False)
-    with pytest.raises(ConfigError, match="tensor_parallel = 4 does not divide the model's num_key_value_heads = 2"):
+    with pytest.raises(
+        ConfigError, match="tensor_parallel = 4 does not divide the model's num_key_value_heads = 2"
+    ):
         transformer_config(config, TrainSettings(backend="megatron", tensor_parallel=4), False)
     config.model_type = "gemma"
     with pytest.raises(ModelError, match="is a gemma"):
@@ -239,7 +337,9 @@ def test_what_cannot_be_laid_out_is_refused_with_a_sentence(pair: Ranks) -> None
         in_ranks(pair, "qwen2", {"tensor": 2, "pipeline": 2})
     with pytest.raises(DataError, match="no trained token"):
         batch = random_batch()
-        in_ranks(pair, "qwen2", {}).forward_backward(replace(batch, mask=np.zeros_like(batch.mask)), GRPO)
+        in_ranks(pair, "qwen2", {}).forward_backward(
+            replace(batch, mask=np.zeros_like(batch.mask)), GRPO
+        )
     with pytest.raises(ModelError, match="values asked of a policy"):
         in_ranks(pair, "qwen2", {}).values(random_batch())
 

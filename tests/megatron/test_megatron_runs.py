@@ -14,7 +14,13 @@ from tests.models import random_model
 from tests.processes import children
 
 ROOT = Path(__file__).parents[2]
-SMALL = ["groups_per_step=4", "group_size=4", "data.task=copy:3", "placement.threads=1", "data.max_prompt_length=32"]
+SMALL = [
+    "groups_per_step=4",
+    "group_size=4",
+    "data.task=copy:3",
+    "placement.threads=1",
+    "data.max_prompt_length=32",
+]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +36,10 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(model: str, folder: Path, *settings: str, recipe: str = "megatron_async") -> dict[str, Any]:
     reward = f"reward.function={ROOT}/tests/rewards.py:letters"
-    chosen = load_config(ROOT / "recipes" / f"{recipe}.toml", [f"model={model}", f"run_dir={folder}", reward, *SMALL, *settings])
+    chosen = load_config(
+        ROOT / "recipes" / f"{recipe}.toml",
+        [f"model={model}", f"run_dir={folder}", reward, *SMALL, *settings],
+    )
     summary = asyncio.run(train(chosen))
     assert not children()
     return summary
@@ -40,7 +49,9 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_recipe_runs_on_two_ranks_and_goes_on_on_one_device(on_cpu: None, model: str, tmp_path: Path) -> None:
+def test_the_recipe_runs_on_two_ranks_and_goes_on_on_one_device(
+    on_cpu: None, model: str, tmp_path: Path
+) -> None:
     summary = run(model, tmp_path, "steps=3")
     assert summary["steps"] == 3 and summary["ledger"]["trained"] == 12
     assert summary["staleness_max"] <= 2
@@ -48,14 +59,23 @@ def test_the_recipe_runs_on_two_ranks_and_goes_on_on_one_device(on_cpu: None, mo
     assert run(model, tmp_path, "steps=4", *one)["steps"] == 4
 
 
-def test_the_hybrid_recipe_generates_with_the_trainers_weights_in_every_step(on_cpu: None, model: str, tmp_path: Path) -> None:
+def test_the_hybrid_recipe_generates_with_the_trainers_weights_in_every_step(
+    on_cpu: None, model: str, tmp_path: Path
+) -> None:
     summary = run(model, tmp_path, "steps=3", recipe="megatron_hybrid")
     assert summary["ledger"]["trained"] == 12 and summary["staleness_max"] == 0
     assert all(row["train/logprob_gap_max"] < 1e-4 for row in steps_of(tmp_path))
 
 
-def test_actor_critic_and_reference_in_one_pipeline(on_cpu: None, model: str, tmp_path: Path) -> None:
-    roles = ["algorithm.name=ppo", "algorithm.kl_coef=0.1", "train.tensor_parallel=1", "train.pipeline_parallel=2"]
+def test_actor_critic_and_reference_in_one_pipeline(
+    on_cpu: None, model: str, tmp_path: Path
+) -> None:
+    roles = [
+        "algorithm.name=ppo",
+        "algorithm.kl_coef=0.1",
+        "train.tensor_parallel=1",
+        "train.pipeline_parallel=2",
+    ]
     assert run(model, tmp_path, "steps=2", *roles)["steps"] == 2
     assert all(row["critic/loss"] > 0 and "train/kl_reference" in row for row in steps_of(tmp_path))
 

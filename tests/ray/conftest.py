@@ -7,7 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 # Ray reads these when it is imported
-os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
+os.environ |= {
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
 pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
 
 
@@ -17,7 +21,9 @@ def address() -> Iterator[str]:
     from ray.cluster_utils import Cluster
 
     store = {"object_store_memory": 100 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False, **store})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False, **store}
+    )
     cluster.add_node(num_cpus=2, **store)
     cluster.wait_for_nodes()
     try:

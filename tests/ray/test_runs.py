@@ -20,7 +20,11 @@ from tests.e2e.test_runs import SEPARATE, SMALL, config, run, weights
 from tests.models import random_model
 
 FAULTS = 5  # per cent of Ray's calls
-SPLIT = ["placement.actor=actor_rollout_ref_pool", "placement.rollout=actor_rollout_ref_pool", "placement.critic=critic_pool"]
+SPLIT = [
+    "placement.actor=actor_rollout_ref_pool",
+    "placement.rollout=actor_rollout_ref_pool",
+    "placement.critic=critic_pool",
+]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +52,11 @@ def on_ray(model: str, folder: Path, address: str, *settings: str) -> dict[str, 
 
 def workers_left() -> list[psutil.Process]:
     """Actors that live on after a moment; Ray's own idle processes stay with the cluster."""
-    hosts = [process for process in psutil.Process().children(recursive=True) if "RayHost" in " ".join(process.cmdline())]
+    hosts = [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if "RayHost" in " ".join(process.cmdline())
+    ]
     return psutil.wait_procs(hosts, timeout=5)[1]
 
 
@@ -64,7 +72,12 @@ def test_max_staleness_0_on_two_nodes_gives_the_same_weights_bit_for_bit_as_loca
     assert len({worker.node for worker in started.values()}) == 2
     run(model, tmp_path / "local", "steps=8", *SEPARATE)
     assert weights(tmp_path / "local", 8) == weights(tmp_path / "ray", 8)
-    assert {path.name for path in (tmp_path / "ray" / "logs").iterdir()} == {"main.log", "train.log", "rollout.log", "rollout-1.log"}
+    assert {path.name for path in (tmp_path / "ray" / "logs").iterdir()} == {
+        "main.log",
+        "train.log",
+        "rollout.log",
+        "rollout-1.log",
+    }
 
 
 @pytest.mark.parametrize(
@@ -73,16 +86,33 @@ def test_max_staleness_0_on_two_nodes_gives_the_same_weights_bit_for_bit_as_loca
         "hybrid": [],
         "split": ["algorithm.name=ppo", *SPLIT],
         "one step off": [*SEPARATE, "schedule.max_staleness=1"],
-        "fully async, by broadcast": [*SEPARATE, "schedule.max_staleness=2", "schedule.on_sync=swap", "sync.transport=collective"],
-        "trainer over two nodes": [*SEPARATE, "schedule.max_staleness=2", "train.backend=fsdp", "placement.train_ranks=3"],
+        "fully async, by broadcast": [
+            *SEPARATE,
+            "schedule.max_staleness=2",
+            "schedule.on_sync=swap",
+            "sync.transport=collective",
+        ],
+        "trainer over two nodes": [
+            *SEPARATE,
+            "schedule.max_staleness=2",
+            "train.backend=fsdp",
+            "placement.train_ranks=3",
+        ],
     }.items(),
 )
 def test_every_mode_runs_on_ray_within_its_bound_and_its_books_add_up(
-    name: str, settings: list[str], model: str, address: str, started: dict[str, Worker], tmp_path: Path
+    name: str,
+    settings: list[str],
+    model: str,
+    address: str,
+    started: dict[str, Worker],
+    tmp_path: Path,
 ) -> None:
     summary = on_ray(model, tmp_path, address, *settings)
     assert summary["steps"] == 4 and not summary["ledger"]["dropped"]
-    assert 0 <= summary["staleness_max"] <= config(model, tmp_path, *settings).schedule.max_staleness
+    assert (
+        0 <= summary["staleness_max"] <= config(model, tmp_path, *settings).schedule.max_staleness
+    )
     assert trained(tmp_path) == list(range(16)), "every prompt once, in order"
     if name in ("split", "trainer over two nodes"):
         assert len({worker.node for worker in started.values()}) == 2, "both nodes take part"
@@ -104,7 +134,13 @@ def test_a_rollout_worker_that_is_killed_or_stopped_is_replaced_and_every_prompt
         def looked(self, *_: object) -> None:
             return
 
-    settings = [*SEPARATE, "placement.rollout_workers=2", "schedule.max_staleness=2", "schedule.on_sync=swap", "steps=60"]
+    settings = [
+        *SEPARATE,
+        "placement.rollout_workers=2",
+        "schedule.max_staleness=2",
+        "schedule.on_sync=swap",
+        "steps=60",
+    ]
     settings += ["fleet.heartbeat_timeout_s=3", "rollout.generation_timeout=60", "save_every=0"]
     chosen = config(model, tmp_path, "cluster=ray", f"ray.address={address}", *settings)
     asyncio.run(train(chosen, lambda _: Striker()))
@@ -114,33 +150,79 @@ def test_a_rollout_worker_that_is_killed_or_stopped_is_replaced_and_every_prompt
     assert not workers_left()
 
 
-def test_a_two_role_run_on_a_cluster_of_its_own_has_trained_within_half_a_minute_and_leaves_nothing(model: str, tmp_path: Path) -> None:
+def test_a_two_role_run_on_a_cluster_of_its_own_has_trained_within_half_a_minute_and_leaves_nothing(
+    model: str, tmp_path: Path
+) -> None:
     begun = time.time()
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    settings = [f"model={model}", f"run_dir={tmp_path / 'run'}", "steps=2", "groups_per_step=4", "data.task=copy:3"]
+    settings = [
+        f"model={model}",
+        f"run_dir={tmp_path / 'run'}",
+        "steps=2",
+        "groups_per_step=4",
+        "data.task=copy:3",
+    ]
     command = [sys.executable, "-m", "paceline.cli", "train", "recipes/ray_async.toml", *settings]
     subprocess.run(command, env=env, check=True, timeout=120, cwd=Path(__file__).parents[2])
     first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
-    assert first["wall_time_s"] - begun <= 30, "seconds until the first samples were there, and trained on"
-    left = [line for line in subprocess.run(["ps", "axww"], capture_output=True, text=True).stdout.splitlines() if str(tmp_path) in line]
+    assert first["wall_time_s"] - begun <= 30, (
+        "seconds until the first samples were there, and trained on"
+    )
+    left = [
+        line
+        for line in subprocess.run(
+            ["ps", "axww"], capture_output=True, text=True
+        ).stdout.splitlines()
+        if str(tmp_path) in line
+    ]
     assert not left
 
 
-def test_nothing_is_trained_twice_or_lost_when_five_in_a_hundred_calls_fail(model: str, tmp_path: Path) -> None:
+def test_nothing_is_trained_twice_or_lost_when_five_in_a_hundred_calls_fail(
+    model: str, tmp_path: Path
+) -> None:
     """Ray's own fault injection: requests, answers and calls under way get lost between all of its processes."""
     third = FAULTS / 3
-    chances = {"num_failures": -1, "req_failure_prob": third, "resp_failure_prob": third, "in_flight_failure_prob": third}
-    env = os.environ | {"RAY_testing_rpc_failure": json.dumps({"CoreWorkerService.grpc_client.PushTask": chances})}
+    chances = {
+        "num_failures": -1,
+        "req_failure_prob": third,
+        "resp_failure_prob": third,
+        "in_flight_failure_prob": third,
+    }
+    env = os.environ | {
+        "RAY_testing_rpc_failure": json.dumps({"CoreWorkerService.grpc_client.PushTask": chances})
+    }
     folder = tmp_path / "run"
-    settings = ["cluster=ray", f"model={model}", f"run_dir={folder}", "steps=50", "groups_per_step=4", "group_size=2", "data.task=copy:3"]
+    settings = [
+        "cluster=ray",
+        f"model={model}",
+        f"run_dir={folder}",
+        "steps=50",
+        "groups_per_step=4",
+        "group_size=2",
+        "data.task=copy:3",
+    ]
     settings += [*SEPARATE, "schedule.max_staleness=2"]
     command = [sys.executable, "-c", _LOGGED, *settings]
-    done = subprocess.run(command, env=env, check=True, timeout=240, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        command,
+        env=env,
+        check=True,
+        timeout=240,
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
     assert trained(folder) == list(range(200))
     lost = done.stderr.count("a call got lost and is sent again")
-    assert lost >= 10, f"only {lost} calls were lost: the fault was not there\n{done.stderr[-2000:]}"
+    assert lost >= 10, (
+        f"only {lost} calls were lost: the fault was not there\n{done.stderr[-2000:]}"
+    )
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary["ledger"]["issued"] == summary["ledger"]["trained"] + summary["ledger"]["outstanding"]
+    assert (
+        summary["ledger"]["issued"]
+        == summary["ledger"]["trained"] + summary["ledger"]["outstanding"]
+    )
 
 
 _LOGGED = """
@@ -152,7 +234,9 @@ asyncio.run(train(load_config(None, sys.argv[1:])))
 """
 
 
-def test_a_run_that_is_stopped_gives_its_devices_back(model: str, address: str, tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_gives_its_devices_back(
+    model: str, address: str, tmp_path: Path
+) -> None:
     class Stop(Exception):
         pass
 
@@ -166,11 +250,24 @@ def test_a_run_that_is_stopped_gives_its_devices_back(model: str, address: str, 
     chosen = config(model, tmp_path, "cluster=ray", f"ray.address={address}", *SEPARATE)
     with pytest.raises(Stop):
         asyncio.run(train(chosen, lambda _: Stopper()))
-    assert on_ray(model, tmp_path, address, *SEPARATE, "train.backend=fsdp", "placement.train_ranks=3")["steps"] == 4
+    assert (
+        on_ray(
+            model, tmp_path, address, *SEPARATE, "train.backend=fsdp", "placement.train_ranks=3"
+        )["steps"]
+        == 4
+    )
 
 
 def test_a_schedulers_signal_ends_a_run_on_ray_in_order(model: str, tmp_path: Path) -> None:
-    settings = [f"model={model}", f"run_dir={tmp_path}/run", *SMALL, *SEPARATE, "cluster=ray", "steps=100000", "save_every=0"]
+    settings = [
+        f"model={model}",
+        f"run_dir={tmp_path}/run",
+        *SMALL,
+        *SEPARATE,
+        "cluster=ray",
+        "steps=100000",
+        "save_every=0",
+    ]
     with subprocess.Popen(
         [sys.executable, "-m", "paceline", "train", "recipes/hybrid.toml", *settings],
         cwd=Path(__file__).parents[2],
@@ -181,18 +278,30 @@ def test_a_schedulers_signal_ends_a_run_on_ray_in_order(model: str, tmp_path: Pa
         try:
             deadline = time.monotonic() + 120
             metrics = tmp_path / "run" / "metrics.jsonl"
-            while not (metrics.exists() and metrics.stat().st_size) and process.poll() is None and time.monotonic() < deadline:
+            while (
+                not (metrics.exists() and metrics.stat().st_size)
+                and process.poll() is None
+                and time.monotonic() < deadline
+            ):
                 time.sleep(0.1)
             process.send_signal(signal.SIGTERM)
             assert process.stdout is not None
             said = process.stdout.read()
         finally:
             process.kill()
-    assert process.returncode == 128 + signal.SIGTERM and "the same command" in said and "SIGTERM received" not in said, said
+    assert (
+        process.returncode == 128 + signal.SIGTERM
+        and "the same command" in said
+        and "SIGTERM received" not in said
+    ), said
 
 
-def test_the_plan_shows_the_nodes_of_the_cluster_and_takes_nothing(model: str, address: str, tmp_path: Path) -> None:
-    chosen = config(model, tmp_path, "cluster=ray", f"ray.address={address}", "algorithm.name=ppo", *SPLIT)
+def test_the_plan_shows_the_nodes_of_the_cluster_and_takes_nothing(
+    model: str, address: str, tmp_path: Path
+) -> None:
+    chosen = config(
+        model, tmp_path, "cluster=ray", f"ray.address={address}", "algorithm.name=ppo", *SPLIT
+    )
     table, warnings = asyncio.run(plan_table(chosen))
     devices = list(table.columns[0].cells)
     assert table.title == "ray: 2 nodes, 4 CPU slots" and not warnings

@@ -25,10 +25,14 @@ from tests.ray.parts import build
 
 
 @asynccontextmanager
-async def opened(address: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RayCluster]:
+async def opened(
+    address: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[RayCluster]:
     """A cluster whose workers have the test's parts instead of models."""
     monkeypatch.setattr(place_ray, "build_parts", _build)
-    cluster = await RayCluster.open(load_config(None, ["cluster=ray", f"ray.address={address}"]), "no model", folder)
+    cluster = await RayCluster.open(
+        load_config(None, ["cluster=ray", f"ray.address={address}"]), "no model", folder
+    )
     try:
         yield cluster
     finally:
@@ -64,9 +68,13 @@ def test_workers_live_on_the_nodes_they_were_planned_for_answer_in_order_and_lea
             workers = [await cluster.start(plan) for plan in plans]
             later = await cluster.start(PlannedWorker("later", ()))  # joins without a reservation
             await asyncio.gather(*(worker.ready() for worker in (*workers, later)))
-            (one, first_raylet), (two, second_raylet) = [await worker.call("part", "where") for worker in workers]
+            (one, first_raylet), (two, second_raylet) = [
+                await worker.call("part", "where") for worker in workers
+            ]
             assert first_raylet != second_raylet, "each node has a raylet of its own"
-            assert "RayHost" in " ".join(psutil.Process(one).cmdline()), "the name that other tests look for"
+            assert "RayHost" in " ".join(psutil.Process(one).cmdline()), (
+                "the name that other tests look for"
+            )
             answers = [workers[0].start_call("part", "note", number) for number in range(100)]
             assert await asyncio.gather(*answers) == list(range(100))
             assert await workers[0].call("part", "noted") == list(range(100))
@@ -80,7 +88,9 @@ def test_workers_live_on_the_nodes_they_were_planned_for_answer_in_order_and_lea
             return [one, two]
 
     pids = asyncio.run(check())
-    _, left = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
+    _, left = psutil.wait_procs(
+        [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10
+    )
     assert not left
 
 
@@ -91,7 +101,10 @@ def test_a_killed_worker_is_dead_in_a_moment_and_a_stopped_one_in_the_time_it_ma
 
     async def check() -> None:
         async with opened(address, tmp_path, monkeypatch) as cluster:
-            killed, stopped = await cluster.start(on(cluster, "killed", 0)), await cluster.start(on(cluster, "stopped", 1))
+            killed, stopped = (
+                await cluster.start(on(cluster, "killed", 0)),
+                await cluster.start(on(cluster, "stopped", 1)),
+            )
             await asyncio.gather(killed.ready(), stopped.ready())
             pid, _ = await killed.call("part", "where")
             begun = time.monotonic()
@@ -117,7 +130,9 @@ def test_a_killed_worker_is_dead_in_a_moment_and_a_stopped_one_in_the_time_it_ma
             with pytest.raises(WorkerDied):
                 await stopped.call("part", "note", 1)
             assert len(heard) == count, "what a dead worker says is refused"
-            again = await cluster.start(on(cluster, "stopped", 1))  # another takes its place at once
+            again = await cluster.start(
+                on(cluster, "stopped", 1)
+            )  # another takes its place at once
             await again.ready()
             assert await again.call("part", "note", 7) == 7
             await close(killed, stopped, again)
@@ -126,7 +141,9 @@ def test_a_killed_worker_is_dead_in_a_moment_and_a_stopped_one_in_the_time_it_ma
     asyncio.run(check())
 
 
-def test_ranks_on_two_nodes_are_one_group(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_two_nodes_are_one_group(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def check() -> None:
         async with opened(address, tmp_path, monkeypatch) as cluster:
             plan = on(cluster, "train", 0, 1, ranks=2)
@@ -135,7 +152,9 @@ def test_ranks_on_two_nodes_are_one_group(address: str, tmp_path: Path, monkeypa
             await group.ready()
             raylets = {(await rank.call("part", "where"))[1] for rank in group.ranks}
             assert len(raylets) == 2
-            assert await asyncio.gather(*(group.start_call("part", "total", number) for number in range(5))) == [1, 3, 5, 7, 9]
+            assert await asyncio.gather(
+                *(group.start_call("part", "total", number) for number in range(5))
+            ) == [1, 3, 5, 7, 9]
             pid, _ = await group.ranks[1].call("part", "where")
             os.kill(pid, signal.SIGKILL)
             with pytest.raises(WorkerDied, match="'train rank 1' died"):
@@ -162,12 +181,25 @@ def test_devices_that_others_hold_and_addresses_where_nobody_is_are_refused(
     asyncio.run(check())
 
 
-def test_a_cluster_of_our_own_listens_to_this_machine_only_and_asks_for_a_token(tmp_path: Path) -> None:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")} | {"HOME": str(tmp_path)}
-    shown = subprocess.run([sys.executable, "-c", _LISTENING], env=env, check=True, timeout=60, capture_output=True, text=True).stdout
+def test_a_cluster_of_our_own_listens_to_this_machine_only_and_asks_for_a_token(
+    tmp_path: Path,
+) -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")} | {
+        "HOME": str(tmp_path)
+    }
+    shown = subprocess.run(
+        [sys.executable, "-c", _LISTENING],
+        env=env,
+        check=True,
+        timeout=60,
+        capture_output=True,
+        text=True,
+    ).stdout
     found = json.loads(shown)
     assert len(found["hosts"]) >= 4 and all("127.0.0.1" in host for host in found["hosts"]), found
-    assert found["mode"] == "token" and not list(tmp_path.iterdir()), "nothing is written to the user's home"
+    assert found["mode"] == "token" and not list(tmp_path.iterdir()), (
+        "nothing is written to the user's home"
+    )
 
 
 _LISTENING = """

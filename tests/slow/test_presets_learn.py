@@ -11,7 +11,9 @@ from paceline.config import load_config
 from paceline.run import train
 
 STEPS, LEVEL = 60, 0.65  # the model starts near 0.3
-SETTINGS: dict[str, list[str]] = {}  # where a preset's own defaults are made for other sizes than this
+SETTINGS: dict[
+    str, list[str]
+] = {}  # where a preset's own defaults are made for other sizes than this
 
 
 @pytest.mark.slow
@@ -32,5 +34,10 @@ def test_reward_rises(preset: str, seed: int, tmp_path: Path) -> None:
         *SETTINGS.get(preset, []),
     ]
     asyncio.run(train(load_config(None, settings)))
-    rewards = [json.loads(line)["reward/mean"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert rewards[0] < 0.5 and sum(rewards[-5:]) / 5 > LEVEL, [round(reward, 2) for reward in rewards]
+    rewards = [
+        json.loads(line)["reward/mean"]
+        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert rewards[0] < 0.5 and sum(rewards[-5:]) / 5 > LEVEL, [
+        round(reward, 2) for reward in rewards
+    ]

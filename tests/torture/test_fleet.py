@@ -27,7 +27,17 @@ class Nemesis:
     async def run(self) -> None:
         while True:
             await asyncio.sleep(self._rng.expovariate(1 / self._mean_s))
-            act = self._rng.choice([self._kill, self._stop, self._fail_loads, self._slow_loads, self._add, self._remove, self._pause])
+            act = self._rng.choice(
+                [
+                    self._kill,
+                    self._stop,
+                    self._fail_loads,
+                    self._slow_loads,
+                    self._add,
+                    self._remove,
+                    self._pause,
+                ]
+            )
             if await act():
                 self.done[act.__name__] += 1
 
@@ -65,7 +75,9 @@ class Nemesis:
 
     async def _remove(self) -> bool:
         try:
-            await self._world.fleet.remove(self._rng.choice([member.name for member in self._world.fleet] or ["none"]))
+            await self._world.fleet.remove(
+                self._rng.choice([member.name for member in self._world.fleet] or ["none"])
+            )
         except ConfigError:
             return False  # the last one in rotation
         return True
@@ -80,7 +92,12 @@ class Nemesis:
 def torture(seed: int, mode: str) -> tuple[World, Nemesis]:
     world = random_world(seed, MODES[mode])
     world.elastic, world.steps, world.max_restarts = True, 12, 1000
-    world.start_s, world.heartbeat_timeout_s, world.stall_timeout_s, world.generation_timeout = 1.0, 8.0, 500.0, 2000.0
+    world.start_s, world.heartbeat_timeout_s, world.stall_timeout_s, world.generation_timeout = (
+        1.0,
+        8.0,
+        500.0,
+        2000.0,
+    )
 
     async def scenario() -> Nemesis:
         loop = world.build()
@@ -108,15 +125,18 @@ def test_whatever_happens_to_engines_every_prompt_is_trained_once_in_order_and_w
         staleness = staleness_in_data(world)
         assert min(staleness) >= 0 and max(staleness) <= schedule.max_staleness, f"seed {seed}"
         seqs = [group.seq for group in world.notes.groups]
-        assert seqs == list(range(world.steps * world.groups_per_step)), f"seed {seed}: not every prompt once, in order"
+        assert seqs == list(range(world.steps * world.groups_per_step)), (
+            f"seed {seed}: not every prompt once, in order"
+        )
         assert world.ledger.counts()["trained"] == len(seqs) and not world.ledger.dropped
         world.ledger.check()
         done += nemesis.done
         replaced += world.fleet.replaced
         refused += world.fleet.refused
-    assert all(done[act] > 20 for act in ("_kill", "_stop", "_fail_loads", "_slow_loads", "_add", "_remove", "_pause")), (
-        f"it happened: {done}"
-    )
+    assert all(
+        done[act] > 20
+        for act in ("_kill", "_stop", "_fail_loads", "_slow_loads", "_add", "_remove", "_pause")
+    ), f"it happened: {done}"
     assert replaced > 20 and refused > 0
 
 
@@ -138,7 +158,9 @@ def play(world: World, script: object) -> World:
     return run_virtual(scenario())  # type: ignore[no-any-return]
 
 
-def test_an_engine_that_stays_in_rotation_with_old_weights_breaks_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_stays_in_rotation_with_old_weights_breaks_the_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Being out of rotation until it has caught up is what holds the bound: the torture must notice when that is missing."""
     monkeypatch.setattr(Fleet, "fell_behind", lambda self, member: None)
     monkeypatch.setattr(router, "MAX_LOSSES", 1000)
@@ -151,15 +173,27 @@ def test_a_dead_engine_is_replaced_and_the_others_do_its_work_meanwhile() -> Non
         world.engines[0].die()
         before = world.loop.step
         await asyncio.sleep(50)
-        assert world.loop.step > before + 3, "training went on while the new engine was being started"
-        assert [member.name for member in world.fleet] == ["rollout-1"] and world.fleet.replaced == 0
+        assert world.loop.step > before + 3, (
+            "training went on while the new engine was being started"
+        )
+        assert [member.name for member in world.fleet] == [
+            "rollout-1"
+        ] and world.fleet.replaced == 0
 
-    world = play(World(schedule=MODES["async swap"], num_engines=2, elastic=True, start_s=120, steps=150), script)
-    assert world.fleet.replaced == 1 and {member.name for member in world.fleet} == {"rollout-0", "rollout-1"}
+    world = play(
+        World(schedule=MODES["async swap"], num_engines=2, elastic=True, start_s=120, steps=150),
+        script,
+    )
+    assert world.fleet.replaced == 1 and {member.name for member in world.fleet} == {
+        "rollout-0",
+        "rollout-1",
+    }
     assert {member.incarnation for member in world.fleet} == {1, 2}
 
 
-def test_an_engine_that_stops_answering_is_replaced_and_what_it_says_later_is_refused_and_counted() -> None:
+def test_an_engine_that_stops_answering_is_replaced_and_what_it_says_later_is_refused_and_counted() -> (
+    None
+):
     async def script(world: World) -> None:
         await asyncio.sleep(3)
         frozen = world.engines[0]
@@ -183,8 +217,20 @@ def test_an_engine_that_dies_again_and_again_ends_the_run_with_its_name() -> Non
         world.start_failures = 10
         world.engines[1].die()
 
-    with pytest.raises(WorkerDied, match=r"(?s)'rollout-1' failed 3 times in a row .*max_restarts = 2 .*died at its start \(planted\)"):
-        play(World(schedule=MODES["async swap"], num_engines=2, elastic=True, steps=1000, max_restarts=2), script)
+    with pytest.raises(
+        WorkerDied,
+        match=r"(?s)'rollout-1' failed 3 times in a row .*max_restarts = 2 .*died at its start \(planted\)",
+    ):
+        play(
+            World(
+                schedule=MODES["async swap"],
+                num_engines=2,
+                elastic=True,
+                steps=1000,
+                max_restarts=2,
+            ),
+            script,
+        )
 
 
 def test_an_engine_that_dies_after_finishing_answers_is_replaced_for_ever() -> None:
@@ -193,7 +239,10 @@ def test_an_engine_that_dies_after_finishing_answers_is_replaced_for_ever() -> N
             await asyncio.sleep(60)
             world.engines[-1].die()
 
-    world = play(World(schedule=MODES["async swap"], elastic=True, steps=600, max_restarts=1, train_s=0.5), script)
+    world = play(
+        World(schedule=MODES["async swap"], elastic=True, steps=600, max_restarts=1, train_s=0.5),
+        script,
+    )
     assert world.fleet.replaced == 10
 
 
@@ -208,9 +257,18 @@ def test_a_prompt_that_kills_three_engines_is_a_failed_group_and_kills_no_fourth
                 self.die()
             return await super()._produce(request)
 
-    world = World(schedule=MODES["async swap"], num_engines=2, elastic=True, steps=30, max_failed_groups=9, make_engine=Touchy)
+    world = World(
+        schedule=MODES["async swap"],
+        num_engines=2,
+        elastic=True,
+        steps=30,
+        max_failed_groups=9,
+        make_engine=Touchy,
+    )
     play(world, lambda _: asyncio.sleep(0))
-    assert world.ledger.dropped["rollout_failed"] >= 1 and 4 not in {group.seq for group in world.notes.groups}
+    assert world.ledger.dropped["rollout_failed"] >= 1 and 4 not in {
+        group.seq for group in world.notes.groups
+    }
     assert len(killed) >= 3 and world.fleet.replaced == 3
 
 
@@ -231,13 +289,22 @@ def test_engines_that_die_together_are_nobodys_fault() -> None:
             engine.dead = True  # type: ignore[attr-defined]
         world.engines[0].die()  # the first of whom it becomes known
 
-    world = World(schedule=MODES["async swap"], num_engines=5, elastic=True, steps=30, groups_per_step=10, make_engine=Machine)
+    world = World(
+        schedule=MODES["async swap"],
+        num_engines=5,
+        elastic=True,
+        steps=30,
+        groups_per_step=10,
+        make_engine=Machine,
+    )
     play(world, script)
     assert world.fleet.replaced == 5 and not world.ledger.dropped
     assert [group.seq for group in world.notes.groups] == list(range(30 * 10))
 
 
-def test_a_removed_engine_hands_its_answers_back_and_they_go_on_elsewhere_from_where_they_were() -> None:
+def test_a_removed_engine_hands_its_answers_back_and_they_go_on_elsewhere_from_where_they_were() -> (
+    None
+):
     async def script(world: World) -> None:
         await asyncio.sleep(3)
         made = sum(len(state["tokens"]) for state in world.engines[0].running.values())
@@ -247,18 +314,26 @@ def test_a_removed_engine_hands_its_answers_back_and_they_go_on_elsewhere_from_w
         assert world.engines[1].resumed >= made
         with pytest.raises(ConfigError, match="no other is in rotation"):
             await world.fleet.remove("rollout-1")
-        with pytest.raises(ConfigError, match="there is no rollout worker 'rollout-0'; there are rollout-1"):
+        with pytest.raises(
+            ConfigError, match="there is no rollout worker 'rollout-0'; there are rollout-1"
+        ):
             await world.fleet.remove("rollout-0")
 
-    world = play(World(schedule=MODES["async swap"], num_engines=2, elastic=True, group_size=4), script)
+    world = play(
+        World(schedule=MODES["async swap"], num_engines=2, elastic=True, group_size=4), script
+    )
     assert [member.name for member in world.fleet] == ["rollout-1"] and world.fleet.replaced == 0
 
 
-def test_an_engine_that_misses_a_hand_over_gets_no_new_work_until_it_has_caught_up_and_nobody_waits_for_it() -> None:
+def test_an_engine_that_misses_a_hand_over_gets_no_new_work_until_it_has_caught_up_and_nobody_waits_for_it() -> (
+    None
+):
     async def script(world: World) -> None:
         await asyncio.sleep(3)
         world.engines[1].load_s = 400.0
-        while world.engines[1].version == world.synchronizer.version or world.synchronizer.version < 3:
+        while (
+            world.engines[1].version == world.synchronizer.version or world.synchronizer.version < 3
+        ):
             await asyncio.sleep(0.5)
         slow = next(member for member in world.fleet if member.name == "rollout-1")
         assert slow.state is State.BEHIND and not slow.in_rotation
@@ -266,14 +341,19 @@ def test_an_engine_that_misses_a_hand_over_gets_no_new_work_until_it_has_caught_
         await asyncio.sleep(60)
         made = world.engines[1].tokens
         await asyncio.sleep(30)
-        assert world.engines[1].tokens == made or slow.state is State.LIVE, f"it finished what it had ({made - tokens}) and got no more"
+        assert world.engines[1].tokens == made or slow.state is State.LIVE, (
+            f"it finished what it had ({made - tokens}) and got no more"
+        )
         assert world.loop.step > before + 3, "training went on"
         world.engines[1].load_s = 0.1
         while not slow.in_rotation:
             await asyncio.sleep(1)
         assert world.engines[1].version >= world.synchronizer.version
 
-    world = play(World(schedule=MODES["async swap"], num_engines=2, elastic=True, steps=500, train_s=1.0), script)
+    world = play(
+        World(schedule=MODES["async swap"], num_engines=2, elastic=True, steps=500, train_s=1.0),
+        script,
+    )
     assert max(world.synchronizer.seconds) < 30
 
 
@@ -301,7 +381,15 @@ def test_nobody_waits_for_an_engine_that_is_deaf_while_it_loads(mode: str) -> No
         while not slow.in_rotation:
             await asyncio.sleep(1)
 
-    busy = World(schedule=MODES[mode], num_engines=2, elastic=True, steps=60, engine_s=0.1, train_s=1.0, heartbeat_timeout_s=60)
+    busy = World(
+        schedule=MODES[mode],
+        num_engines=2,
+        elastic=True,
+        steps=60,
+        engine_s=0.1,
+        train_s=1.0,
+        heartbeat_timeout_s=60,
+    )
     busy.make_engine = DeafWhileLoading
     world = play(busy, script)
     assert max(world.synchronizer.seconds) < 15 and world.fleet.replaced == 0
@@ -328,9 +416,18 @@ def test_a_late_answer_is_started_again_elsewhere_and_the_first_to_finish_counts
         assert any(request_id.endswith("+") for request_id in world.engines[1].seen)
         world.engines[0].thaw()
 
-    world = World(schedule=MODES["async swap"], num_engines=2, elastic=True, steps=20, hedge_after_s=5.0, heartbeat_timeout_s=60)
+    world = World(
+        schedule=MODES["async swap"],
+        num_engines=2,
+        elastic=True,
+        steps=20,
+        hedge_after_s=5.0,
+        heartbeat_timeout_s=60,
+    )
     play(world, script)
-    assert [group.seq for group in world.notes.groups] == list(range(20 * 3)) and not world.ledger.dropped
+    assert [group.seq for group in world.notes.groups] == list(
+        range(20 * 3)
+    ) and not world.ledger.dropped
     assert world.fleet.replaced == 0
 
 
@@ -338,14 +435,23 @@ def test_prompts_go_where_there_is_most_room_and_all_attempts_at_one_stay_togeth
     async def script(world: World) -> None:
         await asyncio.sleep(0.001)
         assert [member.load for member in world.fleet] == [4 * 4, 4 * 4]
-        homes = {request_id.split(".")[0]: number for number, engine in enumerate(world.engines) for request_id in engine.running}
+        homes = {
+            request_id.split(".")[0]: number
+            for number, engine in enumerate(world.engines)
+            for request_id in engine.running
+        }
         assert [homes[str(seq)] for seq in range(8)] == [0, 1] * 4
         assert all(len(engine.running) == 16 for engine in world.engines)
 
-    play(World(schedule=MODES["one step off"], num_engines=2, groups_per_step=4, group_size=4), script)
+    play(
+        World(schedule=MODES["one step off"], num_engines=2, groups_per_step=4, group_size=4),
+        script,
+    )
 
 
-def test_an_engine_gets_no_more_than_it_has_slots_for_and_no_time_of_an_answer_passes_before_that() -> None:
+def test_an_engine_gets_no_more_than_it_has_slots_for_and_no_time_of_an_answer_passes_before_that() -> (
+    None
+):
     most: list[int] = []
 
     class Slotted(FakeEngine):
@@ -353,9 +459,20 @@ def test_an_engine_gets_no_more_than_it_has_slots_for_and_no_time_of_an_answer_p
             most.append(len(self.running))
             return await super()._produce(request)
 
-    world = World(schedule=MODES["async swap"], elastic=True, steps=2, groups_per_step=100, group_size=4, make_engine=Slotted)
+    world = World(
+        schedule=MODES["async swap"],
+        elastic=True,
+        steps=2,
+        groups_per_step=100,
+        group_size=4,
+        make_engine=Slotted,
+    )
     world.slots, world.generation_timeout = 8, 200.0
     play(world, lambda _: asyncio.sleep(0))
     assert max(most) < 2 * 8 + 4, "its slots, and as many again that wait for one"
-    assert [group.seq for group in world.notes.groups] == list(range(2 * 100)) and not world.ledger.dropped
-    assert max(group.finished_s - group.started_s for group in world.notes.groups) > 200, "some waited for longer than an answer may take"
+    assert [group.seq for group in world.notes.groups] == list(
+        range(2 * 100)
+    ) and not world.ledger.dropped
+    assert max(group.finished_s - group.started_s for group in world.notes.groups) > 200, (
+        "some waited for longer than an answer may take"
+    )

@@ -7,7 +7,15 @@ import random
 import numpy as np
 import pytest
 
-from paceline.errors import LedgerError, PacelineError, RewardError, RolloutError, StalledError, SyncError, WorkerDied
+from paceline.errors import (
+    LedgerError,
+    PacelineError,
+    RewardError,
+    RolloutError,
+    StalledError,
+    SyncError,
+    WorkerDied,
+)
 from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger
 from paceline.schedule import ScheduleSettings
@@ -21,7 +29,9 @@ MODES = {
     "async swap": ScheduleSettings(max_staleness=3, on_sync=OnSync.SWAP),
     "async interrupt": ScheduleSettings(max_staleness=2, on_sync=OnSync.INTERRUPT),
     "two steps per sync": ScheduleSettings(max_staleness=1, sync_every=2, on_sync=OnSync.SWAP),
-    "three per sync, deep": ScheduleSettings(max_staleness=5, sync_every=3, on_sync=OnSync.INTERRUPT),
+    "three per sync, deep": ScheduleSettings(
+        max_staleness=5, sync_every=3, on_sync=OnSync.INTERRUPT
+    ),
 }
 
 
@@ -42,8 +52,12 @@ def staleness_in_data(world: World) -> list[int]:
     """For every trained row: trainer's version when it was trained, minus the oldest version among its tokens."""
     found = []
     for step, batch in zip(world.trainer.steps, world.trainer.batches, strict=True):
-        assert (batch.versions[batch.mask] == batch.tokens[batch.mask]).all(), "a token is labelled with another version than made it"
-        found += [step - int(row[row >= 0].min()) for row in np.split(batch.versions, batch.offsets[1:-1])]
+        assert (batch.versions[batch.mask] == batch.tokens[batch.mask]).all(), (
+            "a token is labelled with another version than made it"
+        )
+        found += [
+            step - int(row[row >= 0].min()) for row in np.split(batch.versions, batch.offsets[1:-1])
+        ]
     return found
 
 
@@ -58,7 +72,9 @@ class Lent(FakeEngine):
 
 
 @pytest.mark.parametrize("mode", ["one step off", "async swap", "async interrupt"])
-def test_tokens_are_of_the_version_they_say_also_where_the_engine_has_the_trainers_own_weights(mode: str) -> None:
+def test_tokens_are_of_the_version_they_say_also_where_the_engine_has_the_trainers_own_weights(
+    mode: str,
+) -> None:
     for seed in range(50):
         world = random_world(seed, MODES[mode])
         world.make_engine, world.num_engines, world.lent = Lent, 1, True
@@ -69,7 +85,9 @@ def test_tokens_are_of_the_version_they_say_also_where_the_engine_has_the_traine
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_staleness_is_never_negative_and_never_above_the_bound_and_nothing_is_lost_or_trained_twice(mode: str) -> None:
+def test_staleness_is_never_negative_and_never_above_the_bound_and_nothing_is_lost_or_trained_twice(
+    mode: str,
+) -> None:
     schedule, worst = MODES[mode], 0
     for seed in range(400):
         world = random_world(seed, schedule)
@@ -78,13 +96,17 @@ def test_staleness_is_never_negative_and_never_above_the_bound_and_nothing_is_lo
         assert min(staleness) >= 0 and max(staleness) <= schedule.max_staleness, f"seed {seed}"
         worst = max(worst, *staleness)
         seqs = [group.seq for group in world.notes.groups]
-        assert seqs == list(range(world.steps * world.groups_per_step)), f"seed {seed}: not every prompt once, in order"
+        assert seqs == list(range(world.steps * world.groups_per_step)), (
+            f"seed {seed}: not every prompt once, in order"
+        )
         assert world.ledger.counts()["trained"] == len(seqs) and not world.ledger.dropped
         world.ledger.check()
     assert worst == schedule.max_staleness, "the bound is reached, so the test above can fail"
 
 
-def test_giving_tickets_back_before_the_weights_are_live_breaks_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_giving_tickets_back_before_the_weights_are_live_breaks_the_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The release point is the invariant: this planted mistake must be seen by the torture test."""
 
     def take(self: Admission, seqs: list[int]) -> None:
@@ -102,7 +124,9 @@ def test_giving_tickets_back_before_the_weights_are_live_breaks_the_bound(monkey
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_failing_groups_are_dropped_counted_and_replaced_and_the_bound_still_holds(mode: str) -> None:
+def test_failing_groups_are_dropped_counted_and_replaced_and_the_bound_still_holds(
+    mode: str,
+) -> None:
     schedule = MODES[mode]
     for seed in range(100):
         bad = set(random.Random(seed).sample(range(40), 8))
@@ -117,10 +141,15 @@ def test_failing_groups_are_dropped_counted_and_replaced_and_the_bound_still_hol
         run_virtual(world.build().run())
         assert max(staleness_in_data(world)) <= schedule.max_staleness
         trained = [group.seq for group in world.notes.groups]
-        assert len(trained) == world.steps * world.groups_per_step == len(set(trained)) and not bad & set(trained)
+        assert len(trained) == world.steps * world.groups_per_step == len(
+            set(trained)
+        ) and not bad & set(trained)
         counts = world.ledger.counts()
         assert counts["dropped"].get("reward_failed", 0) <= len(bad)
-        assert counts["issued"] == counts["trained"] + sum(counts["dropped"].values()) + counts["outstanding"]
+        assert (
+            counts["issued"]
+            == counts["trained"] + sum(counts["dropped"].values()) + counts["outstanding"]
+        )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -144,7 +173,9 @@ def test_a_killed_coroutine_ends_the_run_at_once_with_its_name(victim: str) -> N
             world.steps = 1000
             run = asyncio.create_task(world.build().run())
             await asyncio.sleep(5)
-            while not (tasks := [t for t in asyncio.all_tasks() if t.get_name().startswith(victim)]):
+            while not (
+                tasks := [t for t in asyncio.all_tasks() if t.get_name().startswith(victim)]
+            ):
                 await asyncio.sleep(0.1)
             tasks[0].cancel()
             async with asyncio.timeout(1):
@@ -182,7 +213,9 @@ def test_cancelling_the_run_cancels_everything_in_it() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_failed_hand_over_is_tried_again_and_the_version_counts_only_when_an_engine_has_it(mode: str) -> None:
+def test_a_failed_hand_over_is_tried_again_and_the_version_counts_only_when_an_engine_has_it(
+    mode: str,
+) -> None:
     async def scenario() -> World:
         world = World(schedule=MODES[mode])
         loop = world.build()
@@ -204,7 +237,10 @@ def test_an_engine_that_cannot_take_the_new_weights_catches_up_by_itself(mode: s
         return world
 
     world = run_virtual(scenario())
-    assert world.synchronizer.retried == 0 and [engine.version for engine in world.engines] == [12, 12]
+    assert world.synchronizer.retried == 0 and [engine.version for engine in world.engines] == [
+        12,
+        12,
+    ]
     assert max(staleness_in_data(world)) <= MODES[mode].max_staleness
 
 
@@ -225,7 +261,9 @@ def test_a_generation_that_takes_too_long_is_a_failed_group_never_a_sample() -> 
     world = World(generation_timeout=4.0, engine_s=1.0, max_failed_groups=10_000)
     run_virtual(world.build().run())
     assert world.ledger.dropped["rollout_failed"] > 0
-    assert all(len(t.turns[0].completion) for group in world.notes.groups for t in group.trajectories)
+    assert all(
+        len(t.turns[0].completion) for group in world.notes.groups for t in group.trajectories
+    )
 
 
 def test_a_run_in_which_nothing_moves_says_what_it_waits_for() -> None:
@@ -240,7 +278,10 @@ def test_a_run_in_which_nothing_moves_says_what_it_waits_for() -> None:
         world.trainer.step = never  # type: ignore[method-assign]
         await loop.run()
 
-    with pytest.raises(StalledError, match=r"nothing moved for 6\d s \(stall_timeout_s = 60\): .*train waits for the train step 1"):
+    with pytest.raises(
+        StalledError,
+        match=r"nothing moved for 6\d s \(stall_timeout_s = 60\): .*train waits for the train step 1",
+    ):
         run_virtual(scenario())
 
 
@@ -257,11 +298,15 @@ def test_a_step_may_take_as_long_as_its_own_limit_says_and_a_stall_names_the_lim
         await loop.run()
 
     run_virtual(scenario(300))
-    with pytest.raises(StalledError, match=r"\(step_timeout_s = 400\): .*train waits for the train step 1"):
+    with pytest.raises(
+        StalledError, match=r"\(step_timeout_s = 400\): .*train waits for the train step 1"
+    ):
         run_virtual(scenario(500))
 
 
-def test_a_stall_says_whether_engines_or_the_reward_are_waited_for_and_which_worker_is_missing() -> None:
+def test_a_stall_says_whether_engines_or_the_reward_are_waited_for_and_which_worker_is_missing() -> (
+    None
+):
     async def never(*_: object) -> list[float]:
         await asyncio.sleep(1e9)
         return []
@@ -279,7 +324,10 @@ def test_a_stall_says_whether_engines_or_the_reward_are_waited_for_and_which_wor
         world.engines[1].die()
         await loop.run()
 
-    with pytest.raises(StalledError, match=r"train waits for groups \[0, 1, 2\] .*; 3 group\(s\) are being scored by the reward"):
+    with pytest.raises(
+        StalledError,
+        match=r"train waits for groups \[0, 1, 2\] .*; 3 group\(s\) are being scored by the reward",
+    ):
         run_virtual(stuck_reward())
     words = r"3 group\(s\) are being generated; worker 'rollout-0' is being started; worker 'rollout-1' is being started"
     with pytest.raises(StalledError, match=words):
@@ -296,7 +344,9 @@ def test_pause_stops_admission_and_tokens_and_resume_goes_on(mode: str) -> None:
         assert await world.rollouter.pause_rollout() is True
         issued, tokens = world.ledger.issued, world.engines[0].tokens
         await asyncio.sleep(500)
-        assert (world.ledger.issued, world.engines[0].tokens) == (issued, tokens), "something was generated while paused"
+        assert (world.ledger.issued, world.engines[0].tokens) == (issued, tokens), (
+            "something was generated while paused"
+        )
         assert not run.done()
         if world.schedule.on_sync is not OnSync.SWAP:
             assert not world.engines[0].running
@@ -322,10 +372,14 @@ def test_time_spent_paused_does_not_count_against_the_generation_timeout() -> No
         return world
 
     world = run_virtual(scenario())
-    assert len(world.notes.groups) == world.steps * world.groups_per_step and not world.ledger.dropped
+    assert (
+        len(world.notes.groups) == world.steps * world.groups_per_step and not world.ledger.dropped
+    )
 
 
-def test_a_pause_that_is_taken_back_before_the_last_answer_has_ended_takes_no_deadline_away() -> None:
+def test_a_pause_that_is_taken_back_before_the_last_answer_has_ended_takes_no_deadline_away() -> (
+    None
+):
     async def scenario() -> None:
         world = World(schedule=MODES["one step off"], generation_timeout=300)
         run = asyncio.create_task(world.build().run())

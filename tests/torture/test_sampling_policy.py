@@ -25,12 +25,20 @@ def test_dynamic_sampling_fills_every_batch_exactly_with_groups_that_teach(mode:
         world = random_world(seed, MODES[mode])
         world.group_size, world.score, world.dynamic_sampling = 2, half_equal, True
         run_virtual(world.build().run())
-        assert [batch.num_rows for batch in world.trainer.batches] == [2 * world.groups_per_step] * world.steps
-        assert all(group.trajectories[0].reward != group.trajectories[1].reward for group in world.notes.groups)
+        assert [batch.num_rows for batch in world.trainer.batches] == [
+            2 * world.groups_per_step
+        ] * world.steps
+        assert all(
+            group.trajectories[0].reward != group.trajectories[1].reward
+            for group in world.notes.groups
+        )
         assert max(staleness_in_data(world)) <= world.schedule.max_staleness
         counts = world.ledger.counts()
         assert counts["dropped"]["equal_rewards"] > 0
-        assert counts["issued"] == counts["trained"] + counts["dropped"]["equal_rewards"] + counts["outstanding"]
+        assert (
+            counts["issued"]
+            == counts["trained"] + counts["dropped"]["equal_rewards"] + counts["outstanding"]
+        )
 
 
 class PaidByTurn(SingleTurn):
@@ -38,11 +46,15 @@ class PaidByTurn(SingleTurn):
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         attempt = await super().run(prompt, generate)
-        return replace(attempt, turns=(replace(attempt.turns[0], reward=float(attempt.num_tokens)),))
+        return replace(
+            attempt, turns=(replace(attempt.turns[0], reward=float(attempt.num_tokens)),)
+        )
 
 
 def test_rewards_of_turns_count_when_groups_are_compared_and_in_the_figures() -> None:
-    world = World(dynamic_sampling=True, score=lambda _: [0.0] * 5, group_size=4, environment=PaidByTurn(str))
+    world = World(
+        dynamic_sampling=True, score=lambda _: [0.0] * 5, group_size=4, environment=PaidByTurn(str)
+    )
     run_virtual(world.build().run())
     assert len(world.trainer.batches) == world.steps
     lengths = [attempt.num_tokens for group in world.notes.groups for attempt in group.trajectories]
@@ -59,7 +71,13 @@ def test_when_no_group_ever_teaches_the_run_ends_and_shows_the_rewards() -> None
 def test_a_group_goes_on_without_its_late_attempts_down_to_the_smallest_size_allowed() -> None:
     sizes = []
     for seed in range(20):
-        world = World(seed=seed, group_size=4, min_group_size=2, generation_timeout=6.0, max_failed_groups=10_000)
+        world = World(
+            seed=seed,
+            group_size=4,
+            min_group_size=2,
+            generation_timeout=6.0,
+            max_failed_groups=10_000,
+        )
         run_virtual(world.build().run())
         sizes += [len(group.trajectories) for group in world.notes.groups]
         assert all(len(batch.groups) == len(batch.rewards) for batch in world.trainer.batches)
@@ -75,6 +93,14 @@ def test_the_greedy_answer_is_the_baseline_and_is_not_trained_on() -> None:
 
 
 def test_the_greedy_answer_is_worth_what_its_turns_were_paid_too() -> None:
-    world = World(group_size=2, greedy_baseline=True, score=lambda _: [0.25, 0.5, 0.75], environment=PaidByTurn(str))
+    world = World(
+        group_size=2,
+        greedy_baseline=True,
+        score=lambda _: [0.25, 0.5, 0.75],
+        environment=PaidByTurn(str),
+    )
     run_virtual(world.build().run())
-    assert all(batch.baselines is not None and batch.baselines.min() >= 1.75 for batch in world.trainer.batches)
+    assert all(
+        batch.baselines is not None and batch.baselines.min() >= 1.75
+        for batch in world.trainer.batches
+    )

@@ -31,21 +31,34 @@ def of_row(values: list[float], i: int) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "level"), [("truncate", "token"), ("truncate", "sequence"), ("mask", "token"), ("mask", "sequence"), ("icepop", "token")]
+    ("kind", "level"),
+    [
+        ("truncate", "token"),
+        ("truncate", "sequence"),
+        ("mask", "token"),
+        ("mask", "sequence"),
+        ("icepop", "token"),
+    ],
 )
 @pytest.mark.parametrize("seed", range(3))
 def test_weights_are_ratios_kept_in_bounds(kind: str, level: str, seed: int) -> None:
-    settings = AlgorithmSettings.model_validate({"correction": kind, "correction_level": level, "correction_range": (0.5, 1.8)})
+    settings = AlgorithmSettings.model_validate(
+        {"correction": kind, "correction_level": level, "correction_range": (0.5, 1.8)}
+    )
     log_weight = log_weights(seed)
     found = importance_weights(log_weight, ROWS, settings)
     outside = []
     for i, value in enumerate(log_weight.tolist()):
         ratio = math.exp(sum(of_row(log_weight.tolist(), i)) if level == "sequence" else value)
         outside.append(not 0.5 <= ratio <= 1.8)
-        expected = min(max(ratio, 0.5), 1.8) if kind == "truncate" else 0.0 if outside[-1] else ratio
+        expected = (
+            min(max(ratio, 0.5), 1.8) if kind == "truncate" else 0.0 if outside[-1] else ratio
+        )
         assert float(found.values[i]) == pytest.approx(expected)
     assert 0 < sum(outside) < TOKENS
-    touched, untouched = (found.truncated, found.masked) if kind == "truncate" else (found.masked, found.truncated)
+    touched, untouched = (
+        (found.truncated, found.masked) if kind == "truncate" else (found.masked, found.truncated)
+    )
     assert touched.tolist() == outside and not untouched.any()
 
 
@@ -57,13 +70,19 @@ def test_m2po_drops_the_largest_until_the_mean_square_is_small_enough(threshold:
         kept.remove(max(kept, key=lambda i: log_weight[i] ** 2))
     found = second_moment_kept(torch.tensor(log_weight, dtype=torch.float64), threshold)
     assert found.nonzero().flatten().tolist() == kept
-    weights = importance_weights(torch.tensor(log_weight), ROWS, AlgorithmSettings(correction="m2po", m2_threshold=threshold))
-    assert weights.values.tolist() == pytest.approx([math.exp(x) if i in kept else 0.0 for i, x in enumerate(log_weight)])
+    weights = importance_weights(
+        torch.tensor(log_weight), ROWS, AlgorithmSettings(correction="m2po", m2_threshold=threshold)
+    )
+    assert weights.values.tolist() == pytest.approx(
+        [math.exp(x) if i in kept else 0.0 for i, x in enumerate(log_weight)]
+    )
 
 
 def test_answers_are_rejected_whole_by_their_mean_ratio() -> None:
     log_weight = log_weights(1)
-    found = importance_weights(log_weight, ROWS, AlgorithmSettings(correction="none", reject_range=(0.9, 1.2)))
+    found = importance_weights(
+        log_weight, ROWS, AlgorithmSettings(correction="none", reject_range=(0.9, 1.2))
+    )
     means = [math.exp(sum(row := of_row(log_weight.tolist(), i)) / len(row)) for i in range(TOKENS)]
     assert found.values.tolist() == [1.0 if 0.9 <= mean <= 1.2 else 0.0 for mean in means]
     assert 0 < found.masked.sum() < TOKENS
@@ -77,8 +96,13 @@ def test_absurd_ratios_stay_finite() -> None:
         assert importance_weights(log_weight, rows, settings).values.isfinite().all()
 
 
-def test_the_guess_at_the_proximal_policy_moves_from_the_sampler_to_the_present_with_staleness() -> None:
-    current, sampler = torch.tensor([-1.0, -1.0, -1.0, -1.0], requires_grad=True), torch.full((4,), -3.0)
+def test_the_guess_at_the_proximal_policy_moves_from_the_sampler_to_the_present_with_staleness() -> (
+    None
+):
+    current, sampler = (
+        torch.tensor([-1.0, -1.0, -1.0, -1.0], requires_grad=True),
+        torch.full((4,), -3.0),
+    )
     found = interpolated(current, sampler, versions=torch.tensor([7, 6, 5, 0]), step=7)
     assert found.tolist() == pytest.approx([-3, -3 + 2 * 1 / 2, -3 + 2 * 2 / 3, -3 + 2 * 7 / 8])
     assert not found.requires_grad
@@ -86,7 +110,10 @@ def test_the_guess_at_the_proximal_policy_moves_from_the_sampler_to_the_present_
 
 def measured(log_ratio: list[float], fresh: list[bool]) -> dict[str, float]:
     sums, maxima = off_policy_measures(torch.tensor(log_ratio), torch.tensor(fresh))
-    return named_measures({n: float(v) / len(fresh) for n, v in sums.items()} | {n: float(v) for n, v in maxima.items()})
+    return named_measures(
+        {n: float(v) / len(fresh) for n, v in sums.items()}
+        | {n: float(v) for n, v in maxima.items()}
+    )
 
 
 def test_mismatch_and_staleness_are_measured_apart() -> None:
@@ -116,4 +143,7 @@ def test_fresh_are_the_tokens_of_answers_that_no_older_version_began() -> None:
 
 def test_a_kind_that_is_absent_is_left_out() -> None:
     assert not any(name.startswith("staleness") for name in measured([0.1, 0.2], [True, True]))
-    assert not any(name.startswith(("mismatch", "logprob_gap")) for name in measured([0.1, 0.2], [False, False]))
+    assert not any(
+        name.startswith(("mismatch", "logprob_gap"))
+        for name in measured([0.1, 0.2], [False, False])
+    )

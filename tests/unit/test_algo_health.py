@@ -8,16 +8,30 @@ from paceline.algo.health import ALARMS, Health
 
 
 @pytest.mark.parametrize(("metric", "wrong"), [(name, wrong) for name, wrong, _ in ALARMS])
-def test_what_is_wrong_is_said_at_the_first_tenth_and_hundredth_step(metric: str, wrong: float, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_wrong_is_said_at_the_first_tenth_and_hundredth_step(
+    metric: str, wrong: float, caplog: pytest.LogCaptureFixture
+) -> None:
     health = Health()
     for step in range(120):
         health.look({metric: wrong}, step)
-    assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == [1, 10, 100]
-    assert all(record.levelno == logging.WARNING and metric in record.getMessage() for record in caplog.records)
+    assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == [
+        1,
+        10,
+        100,
+    ]
+    assert all(
+        record.levelno == logging.WARNING and metric in record.getMessage()
+        for record in caplog.records
+    )
 
 
 def test_a_run_that_learns_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    metrics = {"train/lr": 1e-6, "train/weights_changed": 1.0, "train/advantage_zero_share": 0.9, "train/masked_share": 0.0}
+    metrics = {
+        "train/lr": 1e-6,
+        "train/weights_changed": 1.0,
+        "train/advantage_zero_share": 0.9,
+        "train/masked_share": 0.0,
+    }
     Health().look(metrics, 0)
     Health().look({}, 0)
     assert not caplog.records
@@ -28,7 +42,9 @@ def test_one_cause_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     assert len(caplog.records) == 1 and "every token has advantage 0" in caplog.text
 
 
-def test_a_single_step_between_good_ones_is_no_reason_to_warn_but_two_are(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_single_step_between_good_ones_is_no_reason_to_warn_but_two_are(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     health = Health()
     for step, share in enumerate([0.5, 1.0, 0.5, 1.0]):
         health.look({"train/advantage_zero_share": share}, step)

@@ -41,7 +41,9 @@ def test_k1_and_k3_are_the_kl_on_average() -> None:
         assert float((logp.exp() * kl_estimate(logp, ref, estimator)).sum()) == pytest.approx(exact)
 
 
-def test_in_the_loss_k1_and_k2_have_the_gradient_of_the_kl_and_k3_that_of_the_other_direction() -> None:
+def test_in_the_loss_k1_and_k2_have_the_gradient_of_the_kl_and_k3_that_of_the_other_direction() -> (
+    None
+):
     """Tokens are drawn from the policy, so the average of a token's gradient is weighted by the policy as a constant."""
     logits, ref = distributions()
     logp = logits.log_softmax(0)
@@ -49,7 +51,9 @@ def test_in_the_loss_k1_and_k2_have_the_gradient_of_the_kl_and_k3_that_of_the_ot
     towards = gradient((logp.exp() * (logp - ref)).sum(), logits)
     away = gradient((ref.exp() * (ref - logits.log_softmax(0))).sum(), logits)
     for estimator, expected in zip(ESTIMATORS, (towards, towards, away), strict=True):
-        found = gradient((probability * kl_loss(logits.log_softmax(0), ref, estimator)).sum(), logits)
+        found = gradient(
+            (probability * kl_loss(logits.log_softmax(0), ref, estimator)).sum(), logits
+        )
         assert found == pytest.approx(expected), estimator
     naive = gradient((probability * kl_estimate(logits.log_softmax(0), ref, "k1")).sum(), logits)
     assert naive == pytest.approx([0.0] * 6), "why k1 needs a gradient of its own"

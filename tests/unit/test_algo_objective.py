@@ -65,13 +65,19 @@ OBJECTIVES = [
 
 @pytest.mark.parametrize("settings", OBJECTIVES, ids=lambda s: f"{s.name}-{s.loss}")
 @pytest.mark.parametrize("seed", range(3))
-def test_the_loss_of_each_token_is_minus_the_papers_objective(settings: AlgorithmSettings, seed: int) -> None:
+def test_the_loss_of_each_token_is_minus_the_papers_objective(
+    settings: AlgorithmSettings, seed: int
+) -> None:
     t = tensors(seed)
     loss, _ = objective(t["new"], t["old"], t["advantages"], ROWS, settings)
-    assert loss.tolist() == pytest.approx([-plain_objective(t, settings, i) for i in range(TOKENS)], rel=1e-9)
+    assert loss.tolist() == pytest.approx(
+        [-plain_objective(t, settings, i) for i in range(TOKENS)], rel=1e-9
+    )
 
 
-@pytest.mark.parametrize("settings", [s for s in OBJECTIVES if s.loss != "cispo"], ids=lambda s: f"{s.name}-{s.loss}")
+@pytest.mark.parametrize(
+    "settings", [s for s in OBJECTIVES if s.loss != "cispo"], ids=lambda s: f"{s.name}-{s.loss}"
+)
 def test_its_gradient_is_that_of_finite_differences(settings: AlgorithmSettings) -> None:
     t = tensors()
     weights = torch.linspace(0.1, 1, TOKENS, dtype=torch.float64)
@@ -89,7 +95,9 @@ def test_cispo_gives_every_token_the_gradient_of_its_log_prob_times_the_clipped_
     loss, cut = cispo(new, t["old"], t["advantages"], 0.3, 0.5)
     loss.sum().backward()
     ratio = (t["new"] - t["old"]).exp().tolist()
-    expected = [-a * min(max(r, 0.7), 1.5) for a, r in zip(t["advantages"].tolist(), ratio, strict=True)]
+    expected = [
+        -a * min(max(r, 0.7), 1.5) for a, r in zip(t["advantages"].tolist(), ratio, strict=True)
+    ]
     assert new.grad is not None and new.grad.tolist() == pytest.approx(expected)
     assert cut.tolist() == [not 0.7 <= r <= 1.5 for r in ratio] and 0 < sum(cut) < TOKENS
 
@@ -101,9 +109,13 @@ def test_on_fresh_tokens_every_objective_has_the_plain_policy_gradient() -> None
         loss, cut = objective(new, t["old"], t["advantages"], ROWS, settings)
         loss.sum().backward()
         expected = -t["advantages"]
-        if settings.loss == "sequence_clip":  # one ratio per row spreads the gradient evenly over the row
+        if (
+            settings.loss == "sequence_clip"
+        ):  # one ratio per row spreads the gradient evenly over the row
             expected = torch.stack([expected[row == ROWS].mean() for row in ROWS])
-        assert new.grad is not None and torch.allclose(new.grad, expected) and not cut.any(), settings.loss
+        assert new.grad is not None and torch.allclose(new.grad, expected) and not cut.any(), (
+            settings.loss
+        )
 
 
 def test_a_clipped_token_has_no_gradient() -> None:

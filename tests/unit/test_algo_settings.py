@@ -22,7 +22,11 @@ def test_a_preset_gives_what_is_not_set_and_what_is_set_wins(name: str) -> None:
     preset = settings(name=name)
     assert {field: getattr(preset, field) for field in PRESETS[name]} == PRESETS[name]
     changed = settings(name=name, aggregation="sequence", normalize="batch", entropy_coef=0.5)
-    assert (changed.aggregation, changed.normalize, changed.entropy_coef) == ("sequence", "batch", 0.5)
+    assert (changed.aggregation, changed.normalize, changed.entropy_coef) == (
+        "sequence",
+        "batch",
+        0.5,
+    )
     assert changed.loss == preset.loss and changed.advantage == preset.advantage
 
 
@@ -50,17 +54,33 @@ def test_a_correction_brings_its_proximal_policy_and_bounds() -> None:
 def test_roles_that_an_algorithm_needs() -> None:
     assert [name for name in PRESETS if settings(name=name).needs_critic] == ["ppo"]
     assert [name for name in PRESETS if settings(name=name).needs_greedy_baseline] == ["remax"]
-    assert not any(settings(name=name).needs_reference for name in PRESETS) and settings(kl_coef=0.1).needs_reference
-    assert [name for name in PRESETS if not settings(name=name).compares_attempts] == ["ppo", "reinforce++", "remax"]
+    assert (
+        not any(settings(name=name).needs_reference for name in PRESETS)
+        and settings(kl_coef=0.1).needs_reference
+    )
+    assert [name for name in PRESETS if not settings(name=name).compares_attempts] == [
+        "ppo",
+        "reinforce++",
+        "remax",
+    ]
     assert settings(name="grpo", advantage="gae", normalize="batch").needs_critic
 
 
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"correction": "truncate", "proximal": "behaviour"}, ["correction = 'truncate'", "proximal = 'behaviour'"]),
-        ({"correction": "m2po", "proximal": "interpolated"}, ["correction = 'm2po'", "proximal = 'interpolated'"]),
-        ({"correction": "icepop", "correction_level": "sequence"}, ["'icepop'", "correction_level"]),
+        (
+            {"correction": "truncate", "proximal": "behaviour"},
+            ["correction = 'truncate'", "proximal = 'behaviour'"],
+        ),
+        (
+            {"correction": "m2po", "proximal": "interpolated"},
+            ["correction = 'm2po'", "proximal = 'interpolated'"],
+        ),
+        (
+            {"correction": "icepop", "correction_level": "sequence"},
+            ["'icepop'", "correction_level"],
+        ),
         ({"name": "ppo", "normalize": "group"}, ["normalize = 'group'", "advantage = 'gae'"]),
         ({"name": "grpo", "advantage": "greedy"}, ["normalize = 'group'", "advantage = 'greedy'"]),
         ({"kl_target": 0.1}, ["kl_target", "kl_coef = 0.0"]),
@@ -84,7 +104,10 @@ def test_contradictions_are_refused_naming_both(values: dict[str, Any], named: l
 
 
 def test_one_attempt_at_a_prompt_cannot_be_sampled_dynamically() -> None:
-    with pytest.raises(ConfigError, match=r"group_size = 1 contradicts algorithm.dynamic_sampling = true.*every group would be replaced"):
+    with pytest.raises(
+        ConfigError,
+        match=r"group_size = 1 contradicts algorithm.dynamic_sampling = true.*every group would be replaced",
+    ):
         load_config(None, ["group_size=1", "algorithm.name=ppo", "algorithm.dynamic_sampling=true"])
 
 

@@ -12,12 +12,23 @@ from paceline.types import Batch
 
 
 def batch() -> Batch:
-    mask = np.array([0, 1, 1, 1, 1, 0, 1, 0, 1, 1, 0, 0], np.bool_)  # four trained; one then two, in turns; none
+    mask = np.array(
+        [0, 1, 1, 1, 1, 0, 1, 0, 1, 1, 0, 0], np.bool_
+    )  # four trained; one then two, in turns; none
     logprobs = np.where(mask, -1.0, 0.0).astype(np.float32)
     lengths = np.array([5, 5, 2], np.int32)
     rewards, groups = np.array([1, 0, 0.5], np.float32), np.array([0, 0, 1], np.int32)
     cut_off = np.array([True, False, False])
-    return Batch(np.arange(12, dtype=np.int32), lengths, mask, logprobs, np.zeros(12, np.int32), rewards, groups, truncated=cut_off)
+    return Batch(
+        np.arange(12, dtype=np.int32),
+        lengths,
+        mask,
+        logprobs,
+        np.zeros(12, np.int32),
+        rewards,
+        groups,
+        truncated=cut_off,
+    )
 
 
 def test_the_penalty_is_dapos_formula() -> None:
@@ -38,9 +49,13 @@ def test_only_the_last_turn_counts_as_length() -> None:
 
 
 def test_the_penalty_is_added_to_the_reward() -> None:
-    shaped = shape_rewards(batch(), AlgorithmSettings(overlong="penalty", overlong_buffer=3), max_length=4)
+    shaped = shape_rewards(
+        batch(), AlgorithmSettings(overlong="penalty", overlong_buffer=3), max_length=4
+    )
     assert shaped.rewards.tolist() == pytest.approx([1 - 1, 0 - 1 / 3, 0.5])
-    unset = shape_rewards(batch(), AlgorithmSettings(overlong="penalty"), max_length=4)  # a fifth of 4 is less than a token
+    unset = shape_rewards(
+        batch(), AlgorithmSettings(overlong="penalty"), max_length=4
+    )  # a fifth of 4 is less than a token
     assert unset.rewards.tolist() == pytest.approx([0, 0, 0.5])
     with pytest.raises(ConfigError, match="max_length"):
         shape_rewards(batch(), AlgorithmSettings(overlong="penalty"))
@@ -54,10 +69,16 @@ def test_masked_answers_are_not_learned_from_and_others_are() -> None:
 
 
 def test_the_kl_is_taken_off_the_reward_token_by_token() -> None:
-    given = replace(batch(), ref_logprobs=np.full(12, -1.5, np.float32), token_rewards=np.full(12, 0.1, np.float32))
+    given = replace(
+        batch(),
+        ref_logprobs=np.full(12, -1.5, np.float32),
+        token_rewards=np.full(12, 0.1, np.float32),
+    )
     settings = AlgorithmSettings(kl_coef=0.2, kl_placement="reward", kl_estimator="k1")
     found = shape_rewards(given, settings).token_rewards
-    assert found is not None and found.tolist() == pytest.approx([0.1 - 0.2 * 0.5 if m else 0.1 for m in given.mask])
+    assert found is not None and found.tolist() == pytest.approx(
+        [0.1 - 0.2 * 0.5 if m else 0.1 for m in given.mask]
+    )
     steered = shape_rewards(given, settings, kl_coef=0.4).token_rewards
     assert steered is not None and steered[1] == pytest.approx(0.1 - 0.4 * 0.5)
     in_loss = shape_rewards(given, AlgorithmSettings(kl_coef=0.2))

@@ -24,8 +24,13 @@ PROMPTS = [(5, 9, 13, 3, 7), (8, 4), (11, 6, 12, 7, 9, 10, 3, 5, 6), (3,)]
 
 
 def generate(engine: NativeEngine, temperature: float = 1.0, tokens: int = 12) -> list[Completion]:
-    requests = [Request(str(n), prompt, n, Sampling(tokens, temperature=temperature)) for n, prompt in enumerate(PROMPTS)]
-    engine.submit([*requests, Request("again", PROMPTS[0], 9, Sampling(tokens, temperature=temperature))])
+    requests = [
+        Request(str(n), prompt, n, Sampling(tokens, temperature=temperature))
+        for n, prompt in enumerate(PROMPTS)
+    ]
+    engine.submit(
+        [*requests, Request("again", PROMPTS[0], 9, Sampling(tokens, temperature=temperature))]
+    )
     done = {}
     while engine.has_work:
         done.update(engine.step())
@@ -35,7 +40,11 @@ def generate(engine: NativeEngine, temperature: float = 1.0, tokens: int = 12) -
 @torch.no_grad()
 def plain_logprobs(model: PreTrainedModel, tokens: list[int]) -> np.ndarray:
     ids = torch.tensor([tokens])
-    return torch.log_softmax(model(ids, use_cache=False).logits[0, :-1].float(), -1).gather(1, ids[0, 1:, None])[:, 0].numpy()
+    return (
+        torch.log_softmax(model(ids, use_cache=False).logits[0, :-1].float(), -1)
+        .gather(1, ids[0, 1:, None])[:, 0]
+        .numpy()
+    )
 
 
 def greedy(model: PreTrainedModel, prompt: tuple[int, ...], tokens: int = 12) -> list[int]:
@@ -59,16 +68,31 @@ def test_the_engine_says_what_transformers_says(name: str) -> None:
     for prompt, completion in zip(PROMPTS, generate(engine), strict=True):
         expected = plain_logprobs(model, [*prompt, *completion.tokens.tolist()])[len(prompt) - 1 :]
         assert np.abs(completion.logprobs - expected).max() < 1e-4
-    assert [c.tokens.tolist() for c in generate(engine, temperature=0.0)] == [greedy(model, prompt) for prompt in PROMPTS]
+    assert [c.tokens.tolist() for c in generate(engine, temperature=0.0)] == [
+        greedy(model, prompt) for prompt in PROMPTS
+    ]
 
 
 def batch(prompts: list[tuple[int, ...]], completions: list[Completion]) -> Batch:
-    tokens = [[*prompt, *completion.tokens.tolist()] for prompt, completion in zip(prompts, completions, strict=True)]
+    tokens = [
+        [*prompt, *completion.tokens.tolist()]
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
     lengths = np.array([len(row) for row in tokens], np.int32)
-    mask = np.concatenate([np.arange(len(row)) >= len(prompt) for prompt, row in zip(prompts, tokens, strict=True)])
+    mask = np.concatenate(
+        [np.arange(len(row)) >= len(prompt) for prompt, row in zip(prompts, tokens, strict=True)]
+    )
     flat = np.concatenate(tokens).astype(np.int32)
     zeros = np.zeros(len(flat), np.float32)
-    return Batch(flat, lengths, mask, zeros, np.zeros_like(flat), np.zeros(len(tokens), np.float32), np.arange(len(tokens), dtype=np.int32))
+    return Batch(
+        flat,
+        lengths,
+        mask,
+        zeros,
+        np.zeros_like(flat),
+        np.zeros(len(tokens), np.float32),
+        np.arange(len(tokens), dtype=np.int32),
+    )
 
 
 class Likelier:
@@ -82,9 +106,13 @@ class Likelier:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_the_trainer_says_what_transformers_says_and_the_engine_sees_what_it_learns(name: str, tmp_path: Path) -> None:
+def test_the_trainer_says_what_transformers_says_and_the_engine_sees_what_it_learns(
+    name: str, tmp_path: Path
+) -> None:
     plain, model = tiny_architecture(name), tiny_architecture(name)
-    trainer = SingleDevice(model, TrainSettings(gradient_checkpointing=model.supports_gradient_checkpointing))
+    trainer = SingleDevice(
+        model, TrainSettings(gradient_checkpointing=model.supports_gradient_checkpointing)
+    )
     engine = NativeEngine(model.config, trainer.lend_weights(LONGEST), slots=4, max_length=LONGEST)
     prompts = [*PROMPTS, PROMPTS[0]]
     rows = batch(prompts, [*generate(engine), generate(engine)[1]])
@@ -92,8 +120,13 @@ def test_the_trainer_says_what_transformers_says_and_the_engine_sees_what_it_lea
     def compare(reference: PreTrainedModel) -> None:
         found = trainer.logprobs(rows)
         for start, stop in zip(rows.offsets[:-1], rows.offsets[1:], strict=True):
-            expected = np.concatenate(([0.0], plain_logprobs(reference, rows.tokens[start:stop].tolist())))
-            assert np.abs(found[start:stop] - np.where(rows.mask[start:stop], expected, 0)).max() < 1e-4
+            expected = np.concatenate(
+                ([0.0], plain_logprobs(reference, rows.tokens[start:stop].tolist()))
+            )
+            assert (
+                np.abs(found[start:stop] - np.where(rows.mask[start:stop], expected, 0)).max()
+                < 1e-4
+            )
 
     compare(plain)
     gradient = {n: p.grad for n, p in learned(plain, rows).items()}
@@ -109,22 +142,32 @@ def test_the_trainer_says_what_transformers_says_and_the_engine_sees_what_it_lea
     compare(plain)
     assert [c.tokens.tolist() for c in after] == [greedy(plain, prompt) for prompt in PROMPTS]
     trainer.save(tmp_path)  # an ordinary folder, whatever its tensors are called on the hub
-    compare(AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32))
+    compare(
+        AutoModelForCausalLM.from_pretrained(
+            tmp_path, attn_implementation="eager", dtype=torch.float32
+        )
+    )
 
 
 def learned(model: PreTrainedModel, rows: Batch) -> dict[str, torch.nn.Parameter]:
     """The model with the gradient of the same loss, by transformers alone."""
     for start, stop in zip(rows.offsets[:-1], rows.offsets[1:], strict=True):
         ids = torch.from_numpy(rows.tokens[start:stop].astype(np.int64))[None]
-        logprobs = torch.log_softmax(model(ids, use_cache=False).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0]
+        logprobs = torch.log_softmax(model(ids, use_cache=False).logits[0, :-1], -1).gather(
+            1, ids[0, 1:, None]
+        )[:, 0]
         (-(logprobs * torch.from_numpy(rows.mask[start + 1 : stop]))).sum().backward()
     return dict(model.named_parameters())
 
 
-@pytest.mark.parametrize("name", ["gpt2", "falcon", "mixtral", "deepseek_v3"])  # transposed weights, linear layers of its own, experts
+@pytest.mark.parametrize(
+    "name", ["gpt2", "falcon", "mixtral", "deepseek_v3"]
+)  # transposed weights, linear layers of its own, experts
 def test_adapters_learn_and_reach_the_engine_merged(name: str) -> None:
     model = tiny_architecture(name)
-    engine = NativeEngine(model.config, ModuleWeights(model, share=False), slots=4, max_length=LONGEST)
+    engine = NativeEngine(
+        model.config, ModuleWeights(model, share=False), slots=4, max_length=LONGEST
+    )
     trainer = LoraDevice(model, TrainSettings(lora=LoraSettings(rank=2)))
     before = generate(engine)
     rows = batch(PROMPTS, before)
@@ -141,7 +184,14 @@ def test_adapters_learn_and_reach_the_engine_merged(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "opt", "bloom", "gemma2", "llama4_text"])
 def test_a_critic_values_what_the_body_of_the_model_sees(name: str) -> None:
     model = tiny_architecture(name)
-    rows = batch(PROMPTS, generate(NativeEngine(model.config, ModuleWeights(model, share=False), slots=4, max_length=LONGEST)))
+    rows = batch(
+        PROMPTS,
+        generate(
+            NativeEngine(
+                model.config, ModuleWeights(model, share=False), slots=4, max_length=LONGEST
+            )
+        ),
+    )
     critic = SingleDevice(model_body(model), TrainSettings(), head="value")
     linear = critic._packed.head.linear
     torch.nn.init.normal_(linear.weight)
@@ -149,5 +199,9 @@ def test_a_critic_values_what_the_body_of_the_model_sees(name: str) -> None:
     for start, stop in zip(rows.offsets[:-1], rows.offsets[1:], strict=True):
         ids = torch.from_numpy(rows.tokens[start:stop].astype(np.int64))[None]
         with torch.no_grad():
-            expected = linear(model_body(model)(input_ids=ids, use_cache=False).last_hidden_state[0, :-1])[:, 0].numpy()
-        np.testing.assert_allclose(found[start + 1 : stop], np.where(rows.mask[start + 1 : stop], expected, 0), atol=1e-4)
+            expected = linear(
+                model_body(model)(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
+            )[:, 0].numpy()
+        np.testing.assert_allclose(
+            found[start + 1 : stop], np.where(rows.mask[start + 1 : stop], expected, 0), atol=1e-4
+        )

@@ -8,7 +8,9 @@ from paceline.types import Completion, Finish, Group, Prompt, Trajectory, Turn
 
 def said(*tokens: int, version: int = 0, finish: Finish = Finish.STOP) -> Completion:
     array = np.array(tokens, np.int32)
-    return Completion(array, -array.astype(np.float32), np.full(len(tokens), version, np.int32), finish)
+    return Completion(
+        array, -array.astype(np.float32), np.full(len(tokens), version, np.int32), finish
+    )
 
 
 def group(seq: int, *attempts: Trajectory, baseline: float | None = None) -> Group:
@@ -16,17 +18,41 @@ def group(seq: int, *attempts: Trajectory, baseline: float | None = None) -> Gro
 
 
 def test_an_attempt_of_two_turns_is_one_row() -> None:
-    turns = (Turn((1, 2), said(3, 4, version=5), reward=0.5), Turn((6,), said(7, version=6, finish=Finish.LENGTH), reward=0.25))
+    turns = (
+        Turn((1, 2), said(3, 4, version=5), reward=0.5),
+        Turn((6,), said(7, version=6, finish=Finish.LENGTH), reward=0.25),
+    )
     batch = assemble([group(0, Trajectory(turns, "", 1.0))])
     assert batch.tokens.tolist() == [1, 2, 3, 4, 6, 7] and batch.lengths.tolist() == [6]
     assert batch.mask.tolist() == [False, False, True, True, False, True]
-    assert batch.logprobs.tolist() == [0, 0, -3, -4, 0, -7] and batch.versions.tolist() == [-1, -1, 5, 5, -1, 6]
-    assert batch.token_rewards is not None and batch.token_rewards.tolist() == [0, 0, 0, 0.5, 0, 0.25]
-    assert batch.rewards.tolist() == [1.0] and batch.truncated is not None and batch.truncated.tolist() == [True]
+    assert batch.logprobs.tolist() == [0, 0, -3, -4, 0, -7] and batch.versions.tolist() == [
+        -1,
+        -1,
+        5,
+        5,
+        -1,
+        6,
+    ]
+    assert batch.token_rewards is not None and batch.token_rewards.tolist() == [
+        0,
+        0,
+        0,
+        0.5,
+        0,
+        0.25,
+    ]
+    assert (
+        batch.rewards.tolist() == [1.0]
+        and batch.truncated is not None
+        and batch.truncated.tolist() == [True]
+    )
 
 
 def test_rows_are_in_the_order_of_admission_and_say_which_group_they_are_of() -> None:
-    one, two = Trajectory((Turn((1, 2), said(3)),), "", 0.0), Trajectory((Turn((1, 2), said(4)),), "", 1.0)
+    one, two = (
+        Trajectory((Turn((1, 2), said(3)),), "", 0.0),
+        Trajectory((Turn((1, 2), said(4)),), "", 1.0),
+    )
     batch = assemble([group(9, two, one), group(4, one, one, one)])
     assert batch.groups.tolist() == [0, 0, 0, 1, 1] and batch.rewards.tolist() == [0, 0, 0, 1, 0]
     assert batch.token_rewards is None and batch.baselines is None

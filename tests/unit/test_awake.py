@@ -41,7 +41,10 @@ PROGRAM = textwrap.dedent("""
 def test_no_time_passes_while_the_process_is_stopped() -> None:
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
+        [sys.executable, "-c", PROGRAM],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == "begun\n"
         process.send_signal(signal.SIGSTOP)

@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import CheckpointError
-from paceline.train.checkpoint import latest_checkpoint, read_state, save_checkpoint, verify_checkpoint
+from paceline.train.checkpoint import (
+    latest_checkpoint,
+    read_state,
+    save_checkpoint,
+    verify_checkpoint,
+)
 
 
 async def _write(folder: Path) -> None:
@@ -36,7 +41,9 @@ def test_a_checkpoint_cut_off_at_any_byte_of_any_file_is_passed_over(tmp_path: P
         for length in range(0, len(content), 37):
             file.write_bytes(content[:length])
             found = latest_checkpoint(tmp_path)
-            assert found and found.name == "step_00000001", f"{file.name} cut at {length} was not noticed"
+            assert found and found.name == "step_00000001", (
+                f"{file.name} cut at {length} was not noticed"
+            )
         file.write_bytes(content)
     assert latest_checkpoint(tmp_path) == newest
 
@@ -56,7 +63,13 @@ def test_any_other_harm_is_named(harm: str, tmp_path: Path) -> None:
     else:
         manifest = json.loads((folder / "manifest.json").read_text())
         (folder / "manifest.json").write_text(json.dumps(manifest | {"schema": 99}))
-    words = {"flip": "is damaged", "remove": "is missing", "add": "does not belong", "link": "is a link", "schema": "schema 99"}
+    words = {
+        "flip": "is damaged",
+        "remove": "is missing",
+        "add": "does not belong",
+        "link": "is a link",
+        "schema": "schema 99",
+    }
     with pytest.raises(CheckpointError, match=words[harm]):
         verify_checkpoint(folder)
     assert latest_checkpoint(tmp_path) is None
@@ -88,14 +101,18 @@ def test_a_damaged_checkpoint_is_not_counted_as_one_that_is_kept(tmp_path: Path)
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step_00000003", "step_00000004"]
 
 
-def test_a_run_that_passed_over_a_damaged_checkpoint_keeps_what_it_saves_itself(tmp_path: Path) -> None:
+def test_a_run_that_passed_over_a_damaged_checkpoint_keeps_what_it_saves_itself(
+    tmp_path: Path,
+) -> None:
     save(tmp_path, 20)
     harm(save(tmp_path, 30))
     save(tmp_path, 25, keep=1)
     found = latest_checkpoint(tmp_path)
     assert found and found.name == "step_00000025"
     save(tmp_path, 30, keep=1)
-    assert [path.name for path in tmp_path.iterdir()] == ["step_00000030"] and latest_checkpoint(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000030"] and latest_checkpoint(
+        tmp_path
+    )
 
 
 def test_what_a_killed_save_left_behind_goes_with_the_next_one(tmp_path: Path) -> None:

@@ -76,7 +76,10 @@ async def started(folder: Path, count: int) -> AsyncIterator[tuple[Worker, list[
     def start(name: str, build: Any) -> ProcessWorker:
         return ProcessWorker(name, build, (), cores=[], threads=1, log_path=folder / f"{name}.log")
 
-    workers = [start("trainer", build_trainer), *(start(f"engine {number}", build_engine) for number in range(count))]
+    workers = [
+        start("trainer", build_trainer),
+        *(start(f"engine {number}", build_engine) for number in range(count)),
+    ]
     try:
         await asyncio.gather(*(worker.ready() for worker in workers))
         yield workers[0], workers[1:]
@@ -90,19 +93,36 @@ async def hand_over(transport: Collective, engines: list[ProcessWorker], version
     await asyncio.gather(*(engine.call("rollout", "load_weights", weights) for engine in engines))
 
 
-def test_engines_of_the_circle_get_every_version_and_one_that_joins_fetches_and_is_in_the_next(tmp_path: Path) -> None:
+def test_engines_of_the_circle_get_every_version_and_one_that_joins_fetches_and_is_in_the_next(
+    tmp_path: Path,
+) -> None:
     async def check() -> None:
         async with started(tmp_path, 3) as (trainer, engines):
             transport = await Collective.connect(trainer, engines[:2])
             first = await value(transport, engines[:2], 0)
-            assert [await engine.call("rollout", "in_circle") for engine in engines[:2]] == [True, True]
+            assert [await engine.call("rollout", "in_circle") for engine in engines[:2]] == [
+                True,
+                True,
+            ]
             weights = await transport.publish(1)
             await transport.attach(engines[2])  # while the others receive
-            await asyncio.gather(*(engine.call("rollout", "load_weights", weights) for engine in engines))
-            assert [await engine.call("rollout", "in_circle") for engine in engines] == [True, True, False]
-            assert [await engine.call("rollout", "values") for engine in engines] == [{first + 1}] * 3
+            await asyncio.gather(
+                *(engine.call("rollout", "load_weights", weights) for engine in engines)
+            )
+            assert [await engine.call("rollout", "in_circle") for engine in engines] == [
+                True,
+                True,
+                False,
+            ]
+            assert [await engine.call("rollout", "values") for engine in engines] == [
+                {first + 1}
+            ] * 3
             assert await value(transport, engines, 2) == first + 2
-            assert [await engine.call("rollout", "in_circle") for engine in engines] == [True, True, True]
+            assert [await engine.call("rollout", "in_circle") for engine in engines] == [
+                True,
+                True,
+                True,
+            ]
 
     asyncio.run(check())
 
@@ -116,7 +136,9 @@ async def value(transport: Collective, engines: list[ProcessWorker], version: in
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_engine_that_dies_or_stops_in_the_circle_keeps_no_other_from_the_weights(blow: signal.Signals, tmp_path: Path) -> None:
+def test_an_engine_that_dies_or_stops_in_the_circle_keeps_no_other_from_the_weights(
+    blow: signal.Signals, tmp_path: Path
+) -> None:
     async def check() -> None:
         async with started(tmp_path, 3) as (trainer, engines):
             transport = await Collective.connect(trainer, engines)
@@ -126,12 +148,17 @@ def test_an_engine_that_dies_or_stops_in_the_circle_keeps_no_other_from_the_weig
             async with asyncio.timeout(20):
                 assert await value(transport, others, 1) == first + 1
                 assert await value(transport, others, 2) == first + 2
-            assert [await engine.call("rollout", "in_circle") for engine in others] == [True, True], "a new circle without it"
+            assert [await engine.call("rollout", "in_circle") for engine in others] == [
+                True,
+                True,
+            ], "a new circle without it"
             if blow is signal.SIGSTOP:
                 os.kill(engines[1].process.pid, signal.SIGCONT)
                 await transport.attach(engines[1])
                 weights = await transport.publish(3)
-                await asyncio.gather(*(engine.call("rollout", "load_weights", weights) for engine in engines))
+                await asyncio.gather(
+                    *(engine.call("rollout", "load_weights", weights) for engine in engines)
+                )
                 assert await engines[1].call("rollout", "values") == {first + 3}
 
     asyncio.run(check())

@@ -15,7 +15,17 @@ from paceline.cli import app
 from paceline.control import SOCKET, Control, ask
 from paceline.errors import ConfigError
 
-ROWS = [{"name": "rollout", "node": "local", "incarnation": 3, "state": "live", "version": 7, "load": 16, "tokens_per_s": 1234.5}]
+ROWS = [
+    {
+        "name": "rollout",
+        "node": "local",
+        "incarnation": 3,
+        "state": "live",
+        "version": 7,
+        "load": 16,
+        "tokens_per_s": 1234.5,
+    }
+]
 
 
 async def rows() -> list[dict[str, Any]]:
@@ -56,19 +66,28 @@ def talk(folder: Path, *args: str) -> Any:
 
 
 @pytest.mark.parametrize("depth", [0, 10])
-def test_workers_are_listed_added_and_refused_in_words_in_a_folder_of_any_length(depth: int, tmp_path: Path) -> None:
+def test_workers_are_listed_added_and_refused_in_words_in_a_folder_of_any_length(
+    depth: int, tmp_path: Path
+) -> None:
     folder = tmp_path.joinpath(*["a rather long name"] * depth)
     folder.mkdir(parents=True, exist_ok=True)
     listed = talk(folder, "workers", "list", str(folder))
-    assert listed.exit_code == 0 and all(word in listed.stdout for word in ("rollout", "local", "live", "1,23", "16"))
+    assert listed.exit_code == 0 and all(
+        word in listed.stdout for word in ("rollout", "local", "live", "1,23", "16")
+    )
     assert '"tokens_per_s": 1234.5' in talk(folder, "workers", "list", str(folder), "--json").stdout
-    assert "added rollout-0, rollout-1" in talk(folder, "workers", "add", str(folder), "-n", "2").stdout
+    assert (
+        "added rollout-0, rollout-1"
+        in talk(folder, "workers", "add", str(folder), "-n", "2").stdout
+    )
     refused = talk(folder, "workers", "add", str(folder), "-n", "3")
     assert refused.exit_code == 2 and "no room for that many" in refused.stderr
     assert not (folder / SOCKET).exists(), "nothing is left behind"
 
 
-def test_the_socket_of_a_killed_job_is_replaced_and_only_the_owner_can_connect(tmp_path: Path) -> None:
+def test_the_socket_of_a_killed_job_is_replaced_and_only_the_owner_can_connect(
+    tmp_path: Path,
+) -> None:
     with socket.socket(socket.AF_UNIX) as left_behind:
         left_behind.bind(str(tmp_path / SOCKET))
     with pytest.raises(ConfigError, match="no job is running in"):
@@ -92,7 +111,9 @@ def test_the_socket_of_a_killed_job_is_replaced_and_only_the_owner_can_connect(t
         ("break", {}, "break failed: .*no more processes"),
     ],
 )
-def test_what_is_not_understood_is_said(command: str, arguments: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+def test_what_is_not_understood_is_said(
+    command: str, arguments: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
     async def run() -> None:
         async with job(tmp_path):
             with pytest.raises(ConfigError, match=complaint):
@@ -101,7 +122,9 @@ def test_what_is_not_understood_is_said(command: str, arguments: dict[str, Any],
     asyncio.run(run())
 
 
-def test_a_job_that_ends_does_not_wait_for_who_asks_and_tells_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_job_that_ends_does_not_wait_for_who_asks_and_tells_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def run() -> None:
         async with job(tmp_path) as control:
             asking = asyncio.create_task(asyncio.to_thread(ask, tmp_path, "slow"))
@@ -114,7 +137,9 @@ def test_a_job_that_ends_does_not_wait_for_who_asks_and_tells_them(tmp_path: Pat
     assert not caplog.records, "and makes no noise of it"
 
 
-def test_a_folder_without_sockets_does_not_stop_a_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_without_sockets_does_not_stop_a_job(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def run() -> str:
         async with job(tmp_path / "gone"):
             return "done"
@@ -135,7 +160,9 @@ def test_a_job_that_is_starting_or_ending_says_so(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_job_that_is_stopped_is_not_waited_for_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_is_stopped_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(control, "ANSWER_S", 0.1)
     with socket.socket(socket.AF_UNIX) as frozen:
         frozen.bind(str(tmp_path / SOCKET))
@@ -144,7 +171,9 @@ def test_a_job_that_is_stopped_is_not_waited_for_without_end(tmp_path: Path, mon
             ask(tmp_path, "list")
 
 
-def test_garbage_half_lines_and_hundreds_who_ask_at_once_disturb_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_garbage_half_lines_and_hundreds_who_ask_at_once_disturb_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def send(data: bytes) -> None:
         with socket.socket(socket.AF_UNIX) as connection, suppress(ConnectionError):
             connection.connect(str(tmp_path / SOCKET))
@@ -153,7 +182,10 @@ def test_garbage_half_lines_and_hundreds_who_ask_at_once_disturb_nobody(tmp_path
     async def run() -> None:
         async with job(tmp_path):
             asked = [asyncio.to_thread(ask, tmp_path, "list") for _ in range(200)]
-            noise = [asyncio.to_thread(send, data) for data in (b"", b"{", b"\xff\n", b"[]\n", b"{}\n", b"x" * 200_000, b"null\n") * 10]
+            noise = [
+                asyncio.to_thread(send, data)
+                for data in (b"", b"{", b"\xff\n", b"[]\n", b"{}\n", b"x" * 200_000, b"null\n") * 10
+            ]
             answers = await asyncio.gather(*asked, *noise)
             assert answers[:200] == [ROWS] * 200
 

@@ -38,7 +38,9 @@ def write(file: Path, row: dict[str, Any]) -> str:
 
 def test_text_becomes_a_user_message_when_there_is_a_template(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"prompt": "hi"})
-    assert text_of(path, chat_tokenizer()) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        text_of(path, chat_tokenizer()) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert text_of(path, chat_tokenizer(), chat=False) == "hi"
     assert text_of(path, chat_tokenizer(None)) == "hi"
 
@@ -46,8 +48,15 @@ def test_text_becomes_a_user_message_when_there_is_a_template(tmp_path: Path) ->
 def test_the_system_message_goes_first_unless_the_row_has_one(tmp_path: Path) -> None:
     own = [{"role": "system", "content": "own"}, {"role": "user", "content": "hi"}]
     path = write(tmp_path / "a.jsonl", {"prompt": "hi"})
-    assert text_of(path, chat_tokenizer(), system="be brief").startswith("<|im_start|>system\nbe brief<|im_end|>")
-    assert text_of(write(tmp_path / "b.jsonl", {"prompt": own}), chat_tokenizer(), system="be brief").count("system") == 1
+    assert text_of(path, chat_tokenizer(), system="be brief").startswith(
+        "<|im_start|>system\nbe brief<|im_end|>"
+    )
+    assert (
+        text_of(
+            write(tmp_path / "b.jsonl", {"prompt": own}), chat_tokenizer(), system="be brief"
+        ).count("system")
+        == 1
+    )
 
 
 def test_messages_without_a_template_are_refused(tmp_path: Path) -> None:
@@ -61,15 +70,25 @@ def test_messages_without_a_template_are_refused(tmp_path: Path) -> None:
 
 
 def test_parts_of_text_are_put_together_and_null_fields_are_not_there(tmp_path: Path) -> None:
-    template = CHATML.replace("<|im_end|>", "{% if m.tool_calls is defined %}calls {{ m.tool_calls[0].name }}{% endif %}<|im_end|>")
+    template = CHATML.replace(
+        "<|im_end|>",
+        "{% if m.tool_calls is defined %}calls {{ m.tool_calls[0].name }}{% endif %}<|im_end|>",
+    )
     messages: list[dict[str, Any]] = [
-        {"role": "user", "content": [{"type": "text", "text": "what "}, {"type": "text", "text": "is it?"}], "tool_calls": None},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "what "}, {"type": "text", "text": "is it?"}],
+            "tool_calls": None,
+        },
         {"role": "assistant", "content": None, "tool_calls": [{"name": "look"}]},
         {"role": "tool", "content": "rain", "tool_calls": None},
     ]
     text = text_of(write(tmp_path / "a.jsonl", {"prompt": messages}), chat_tokenizer(template))
     said = ["user\nwhat is it?", "assistant\ncalls look", "tool\nrain"]
-    assert text == "".join(f"<|im_start|>{part}<|im_end|>\n" for part in said) + "<|im_start|>assistant\n"
+    assert (
+        text
+        == "".join(f"<|im_start|>{part}<|im_end|>\n" for part in said) + "<|im_start|>assistant\n"
+    )
     messages[0]["content"].append({"type": "image", "image": "a.png"})
     with pytest.raises(DataError, match="message 1 has a part of type 'image'; only text"):
         text_of(write(tmp_path / "a.jsonl", {"prompt": messages}), chat_tokenizer(template))
@@ -80,7 +99,9 @@ def test_a_message_the_template_refuses_is_a_bad_row(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a\.jsonl:1: only users may speak"):
         text_of(write(tmp_path / "a.jsonl", {"prompt": "hi"}), picky)
     with pytest.raises(DataError, match=r"a\.jsonl:1: the chat template fails on it: TypeError"):
-        text_of(write(tmp_path / "a.jsonl", {"prompt": "hi"}), chat_tokenizer("{{ messages + 'x' }}"))
+        text_of(
+            write(tmp_path / "a.jsonl", {"prompt": "hi"}), chat_tokenizer("{{ messages + 'x' }}")
+        )
 
 
 def test_an_answer_ends_at_eos_at_the_end_of_turn_and_at_the_models_own_list() -> None:

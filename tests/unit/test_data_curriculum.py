@@ -36,7 +36,9 @@ class Half:
 
 def make(tmp_path: Path, name: str) -> PromptSource:
     (tmp_path / "own.py").write_text(OWN)
-    settings = DataSettings(task="copy:3", limit=20, curriculum=name.replace("OWN", str(tmp_path / "own.py")))
+    settings = DataSettings(
+        task="copy:3", limit=20, curriculum=name.replace("OWN", str(tmp_path / "own.py"))
+    )
     return PromptSource(settings, make_tokenizer(), 0)
 
 

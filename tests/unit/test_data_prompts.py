@@ -22,7 +22,9 @@ TOKENIZER = make_tokenizer()
 
 def write(file: Path, *rows: Any) -> str:
     """Rows as JSON lines; bytes are written as they are."""
-    file.write_bytes(b"".join(r if isinstance(r, bytes) else json.dumps(r).encode() + b"\n" for r in rows))
+    file.write_bytes(
+        b"".join(r if isinstance(r, bytes) else json.dumps(r).encode() + b"\n" for r in rows)
+    )
     return str(file)
 
 
@@ -63,7 +65,10 @@ def test_without_shuffling_rows_come_in_file_order(tmp_path: Path) -> None:
 
 
 def test_gsm8k_rows_work_with_their_own_column_names(tmp_path: Path) -> None:
-    row = {"question": "Natalia sold 48 clips in April and half as many in May. How many?", "answer": "48/2=24, 48+24=72\n#### 72"}
+    row = {
+        "question": "Natalia sold 48 clips in April and half as many in May. How many?",
+        "answer": "48/2=24, 48+24=72\n#### 72",
+    }
     prompt = source(write(tmp_path / "gsm8k.jsonl", row), prompt_key="question")[0]
     assert "Natalia" in prompt.text
     assert prompt.row == row
@@ -77,11 +82,15 @@ def test_parquet_and_jsonl_give_the_same_prompts(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": f"q{i}"}], "answer": str(i)} for i in range(4)]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     a, b = source(str(tmp_path / "a.parquet")), source(write(tmp_path / "a.jsonl", *rows))
-    assert [(a[i].tokens, a[i].row) for i in range(4)] == [(b[i].tokens, b[i].row) for i in range(4)]
+    assert [(a[i].tokens, a[i].row) for i in range(4)] == [
+        (b[i].tokens, b[i].row) for i in range(4)
+    ]
     assert a[0].uid.startswith("a.parquet:")
 
 
-def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_without_pyarrow_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match=r'pip install "paceline\[parquet\]"'):
@@ -96,9 +105,14 @@ def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
 
 
 def test_several_files_by_list_and_pattern(tmp_path: Path) -> None:
-    one, _ = write(tmp_path / "1.jsonl", {"prompt": "a"}), write(tmp_path / "2.jsonl", {"prompt": "b"})
+    one, _ = (
+        write(tmp_path / "1.jsonl", {"prompt": "a"}),
+        write(tmp_path / "2.jsonl", {"prompt": "b"}),
+    )
     assert len(source(str(tmp_path / "*.jsonl"))) == 2
-    assert len(PromptSource(DataSettings(path=(one, str(tmp_path / "[12].jsonl"))), TOKENIZER, 0)) == 2
+    assert (
+        len(PromptSource(DataSettings(path=(one, str(tmp_path / "[12].jsonl"))), TOKENIZER, 0)) == 2
+    )
 
 
 def test_files_of_the_same_name_keep_their_rows_apart(tmp_path: Path) -> None:
@@ -116,7 +130,10 @@ BAD_ROWS = {
     "empty": ({"prompt": " \n"}, "the prompt is empty"),
     "no messages": ({"prompt": []}, "the list of messages is empty"),
     "bad message": ({"prompt": [{"role": "user"}]}, "message 1 is not"),
-    "answered": ({"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "nothing left to answer"),
+    "answered": (
+        {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        "nothing left to answer",
+    ),
     "not JSON": (b'{"prompt": "x"\n', "not JSON"),
     "not an object": ([1, 2], "expected a JSON object, got list"),
     "not UTF-8": (b'{"prompt": "\xff"}\n', r"not UTF-8 \(byte 13 of the line\)"),
@@ -129,7 +146,9 @@ BAD_ROWS = {
 def test_a_bad_row_is_named_by_file_and_number(kind: str, tmp_path: Path) -> None:
     row, message = BAD_ROWS[kind]
     path = write(tmp_path / "a.jsonl", GOOD, row, GOOD)
-    with pytest.raises(DataError, match=rf"1 of 3 rows of .*a\.jsonl cannot be used:\n  a\.jsonl:2: .*{message}"):
+    with pytest.raises(
+        DataError, match=rf"1 of 3 rows of .*a\.jsonl cannot be used:\n  a\.jsonl:2: .*{message}"
+    ):
         source(path)
     skipping = source(path, on_bad_row="skip")
     assert len(skipping) == 2
@@ -137,7 +156,9 @@ def test_a_bad_row_is_named_by_file_and_number(kind: str, tmp_path: Path) -> Non
 
 
 def test_rows_that_share_an_id_are_told_apart_by_their_place(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", GOOD | {"id": "q1"}, GOOD | {"id": "q2"}, GOOD | {"id": "q1"})
+    path = write(
+        tmp_path / "a.jsonl", GOOD | {"id": "q1"}, GOOD | {"id": "q2"}, GOOD | {"id": "q1"}
+    )
     prompts = source(path, shuffle=False)
     assert [prompts[i].uid for i in range(3)] == ["q1", "q2", "q1 (a.jsonl:3)"]
 
@@ -154,7 +175,13 @@ def test_the_same_rows_come_out_of_every_kind_of_file(name: str, tmp_path: Path)
     table = csv.DictWriter(lines, ["prompt", "answer"], delimiter="\t" if ".tsv" in name else ",")
     table.writeheader()
     table.writerows(rows)
-    text = json.dumps(rows) if name == "a.json" else lines.getvalue() if "sv" in name else "\r\n".join(map(json.dumps, rows))
+    text = (
+        json.dumps(rows)
+        if name == "a.json"
+        else lines.getvalue()
+        if "sv" in name
+        else "\r\n".join(map(json.dumps, rows))
+    )
     content = b"\xef\xbb\xbf" + text.encode()  # as programs on Windows write it
     if name == "saved":
         save_as_datasets_does(tmp_path / name, rows)
@@ -169,14 +196,22 @@ def save_as_datasets_does(folder: Path, rows: list[dict[str, Any]]) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     folder.mkdir(parents=True)
     table = pyarrow.Table.from_pylist(rows)
-    with pyarrow.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+    with (
+        pyarrow.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as file,
+        pyarrow.ipc.new_stream(file, table.schema) as stream,
+    ):
         stream.write_table(table)
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": "train"}))
+    (folder / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": "train"})
+    )
 
 
 BROKEN = {
     "a.json": (b'[{"prompt": "x"}', "begins like a JSON array of rows and is none"),
-    "a.csv": (b"prompt,answer\nx,1\ny\n", r"1 of 2 rows .*\n  a.csv:2: has not the 2 fields of the first line"),
+    "a.csv": (
+        b"prompt,answer\nx,1\ny\n",
+        r"1 of 2 rows .*\n  a.csv:2: has not the 2 fields of the first line",
+    ),
     "a.tsv": (b'prompt\n"x\n', "not a readable CSV file"),
     "a.jsonl.gz": (gzip.compress(b'{"prompt": "x"}\n')[:-9], "not a whole gzip file"),
     "b.jsonl.gz": (b'{"prompt": "x"}\n', "cannot read .*b.jsonl.gz"),
@@ -193,16 +228,24 @@ def test_a_broken_file_is_named_with_what_is_wrong(name: str, tmp_path: Path) ->
 
 
 def test_the_answer_may_be_in_any_column(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", GOOD | {"solution": "7", "reward_model": {"ground_truth": 8}})
+    path = write(
+        tmp_path / "a.jsonl", GOOD | {"solution": "7", "reward_model": {"ground_truth": 8}}
+    )
     assert source(path, answer_key="solution")[0].row["answer"] == "7"
     assert source(path, answer_key="reward_model.ground_truth")[0].row["answer"] == 8
-    with pytest.raises(DataError, match=r"a.jsonl:1: no 'reward_model.truth' \(data.answer_key\); the row has 'prompt', 'solution'"):
+    with pytest.raises(
+        DataError,
+        match=r"a.jsonl:1: no 'reward_model.truth' \(data.answer_key\); the row has 'prompt', 'solution'",
+    ):
         source(path, answer_key="reward_model.truth")
 
 
 def test_a_missing_column_is_told_once_with_those_there_are(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *[{"question": "x", "answer": 1}] * 9)
-    with pytest.raises(DataError, match=r"columns found: question, answer\. Say which .*: data\.prompt_key=question$"):
+    with pytest.raises(
+        DataError,
+        match=r"columns found: question, answer\. Say which .*: data\.prompt_key=question$",
+    ):
         source(path)
     with pytest.raises(DataError, match=r"no column 'q' .*data\.prompt_key=question$"):
         source(path, prompt_key="q", on_bad_row="skip")
@@ -217,7 +260,9 @@ def test_many_bad_rows_are_counted_and_the_first_few_shown_in_order(tmp_path: Pa
     with pytest.raises(DataError) as caught:
         source(write(tmp_path / "a.jsonl", GOOD, *rows))
     assert "20 of 21 rows" in str(caught.value)
-    assert [line.split()[0] for line in str(caught.value).splitlines()[1:6]] == [f"a.jsonl:{i}:" for i in range(2, 7)]
+    assert [line.split()[0] for line in str(caught.value).splitlines()[1:6]] == [
+        f"a.jsonl:{i}:" for i in range(2, 7)
+    ]
     assert "... and 15 more" in str(caught.value)
 
 
@@ -243,12 +288,16 @@ def test_folders_and_unknown_endings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is a folder"):
         source(str(tmp_path))
     save_as_datasets_does(tmp_path / "set" / "train", [GOOD])
-    with pytest.raises(DataError, match=r"is a folder; name its files, .* '.*/set/train/\*\.arrow'"):
+    with pytest.raises(
+        DataError, match=r"is a folder; name its files, .* '.*/set/train/\*\.arrow'"
+    ):
         source(str(tmp_path / "set"))
     (tmp_path / "set" / "dataset_dict.json").write_text("{}")
     with pytest.raises(DataError, match=r"several splits; name one: .*/set/train$"):
         source(str(tmp_path / "set"))
-    with pytest.raises(DataError, match=r"cannot read \.txt; data files end in \.jsonl, .*\.parquet"):
+    with pytest.raises(
+        DataError, match=r"cannot read \.txt; data files end in \.jsonl, .*\.parquet"
+    ):
         source(write(tmp_path / "a.txt", GOOD))
 
 
@@ -259,7 +308,9 @@ def test_the_fingerprint_follows_the_rows(tmp_path: Path) -> None:
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(ValidationError, match=r"task = 'sort:5' and path = 'a\.jsonl' are both set"):
+    with pytest.raises(
+        ValidationError, match=r"task = 'sort:5' and path = 'a\.jsonl' are both set"
+    ):
         DataSettings(task="sort", path="a.jsonl")
     with pytest.raises(ValidationError, match="did you mean 'sort'"):
         DataSettings(task="srt")

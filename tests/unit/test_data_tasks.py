@@ -25,7 +25,9 @@ def test_the_right_answer_is_worth_one_and_no_answer_nothing(name: str) -> None:
 
 
 @given(name=st.sampled_from(TASKS), index=st.integers(0, 10**9), answer=st.text(max_size=8))
-def test_a_wrong_answer_never_earns_more_than_the_partial_credit(name: str, index: int, answer: str) -> None:
+def test_a_wrong_answer_never_earns_more_than_the_partial_credit(
+    name: str, index: int, answer: str
+) -> None:
     task = get_task(name)
     row = task.row(index, seed=0)
     if answer.strip() != row["answer"]:
@@ -51,7 +53,13 @@ def test_every_task_is_described() -> None:
 
 def test_the_answers_are_right() -> None:
     for i in range(100):
-        left, right = get_task("addition:2").row(i, 0)["prompt"].removeprefix("addition ").removesuffix("=").split("+")
+        left, right = (
+            get_task("addition:2")
+            .row(i, 0)["prompt"]
+            .removeprefix("addition ")
+            .removesuffix("=")
+            .split("+")
+        )
         assert int(get_task("addition:2").row(i, 0)["answer"]) == int(left) + int(right)
         row = get_task("count:9").row(i, 0)
         letter, text = row["prompt"].removeprefix("count ").removesuffix("=").split(" in ")

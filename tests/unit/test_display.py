@@ -11,8 +11,20 @@ from paceline.observe.display import Display
 from paceline.rollout.engine import EngineStats
 from paceline.types import Group, Prompt, Trajectory
 
-GROUP = Group(0, Prompt("q", (1,), "a [b] prompt", {}), (Trajectory((), "an\x1b[2Janswer " * 20, 1.0),), 0.0, 0.0)
-METRICS = {"reward/mean": 0.5, "staleness/mean": 0.0, "staleness/max": 0.0, "time/train_s": 6.0, "rollout/tokens": 500.0}
+GROUP = Group(
+    0,
+    Prompt("q", (1,), "a [b] prompt", {}),
+    (Trajectory((), "an\x1b[2Janswer " * 20, 1.0),),
+    0.0,
+    0.0,
+)
+METRICS = {
+    "reward/mean": 0.5,
+    "staleness/mean": 0.0,
+    "staleness/max": 0.0,
+    "time/train_s": 6.0,
+    "rollout/tokens": 500.0,
+}
 
 
 class Clock:
@@ -30,13 +42,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def stats(tokens: int, busy_s: float) -> list[EngineStats]:
-    return [EngineStats(tokens=tokens, busy_s=busy_s, running=0, waiting=0, version=0, paused=False)]
+    return [
+        EngineStats(tokens=tokens, busy_s=busy_s, running=0, waiting=0, version=0, paused=False)
+    ]
 
 
 def made(width: int = 200, terminal: bool = False, **settings: Any) -> tuple[Display, io.StringIO]:
     written = io.StringIO()
     console = Console(file=written, width=width, force_terminal=terminal, color_system=None)
-    return Display(console, "runs/[x]", **{"steps": 100, "first_step": 0, "max_staleness": 2, **settings}), written
+    return Display(
+        console, "runs/[x]", **{"steps": 100, "first_step": 0, "max_staleness": 2, **settings}
+    ), written
 
 
 def test_lines_tell_the_rates_of_whole_steps_and_the_time_left(clock: Clock) -> None:
@@ -57,7 +73,9 @@ def test_answers_that_are_mostly_cut_off_are_told(clock: Clock) -> None:
     shown.step_done(1, METRICS | {"rollout/cut_off_share": 0.4}, [GROUP])
     shown.step_done(2, METRICS | {"rollout/cut_off_share": 0.9}, [GROUP])
     first, second = written.getvalue().splitlines()
-    assert "cut off" not in first and second.endswith("90% of answers cut off at rollout.max_response_length")
+    assert "cut off" not in first and second.endswith(
+        "90% of answers cut off at rollout.max_response_length"
+    )
 
 
 def test_no_silence_is_long(clock: Clock) -> None:
@@ -74,7 +92,9 @@ def test_no_silence_is_long(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("width", [40, 200])
-def test_the_panel_fits_the_terminal_and_a_models_text_does_not_control_it(width: int, clock: Clock) -> None:
+def test_the_panel_fits_the_terminal_and_a_models_text_does_not_control_it(
+    width: int, clock: Clock
+) -> None:
     shown, _ = made(width, terminal=True)
     written = io.StringIO()
     console = Console(file=written, width=width, color_system=None)

@@ -46,7 +46,14 @@ def test_a_resume_that_is_answered_late_does_not_undo_the_pause_that_came_after_
         await asyncio.wait({asked})
         return worker.calls
 
-    assert run_virtual(scenario()) == ["interrupt", "go_on", "interrupt", "go_on", "submit", "abort"]
+    assert run_virtual(scenario()) == [
+        "interrupt",
+        "go_on",
+        "interrupt",
+        "go_on",
+        "submit",
+        "abort",
+    ]
 
 
 def test_requests_that_an_engine_stumbles_over_fail_at_once_with_its_error() -> None:

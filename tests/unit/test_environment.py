@@ -24,7 +24,9 @@ def attempt(make: Any, *answers: str) -> Trajectory:
 
     async def generate(context: tuple[int, ...]) -> Completion:
         tokens = np.array(TOKENIZER.encode(waiting.pop(0), add_special_tokens=False), np.int32)
-        return Completion(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), Finish.STOP)
+        return Completion(
+            tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), Finish.STOP
+        )
 
     return asyncio.run(open_environment(make, TOKENIZER).run(PROMPT, generate))
 
@@ -33,7 +35,9 @@ def test_without_one_there_is_one_turn() -> None:
     assert [len(turn.prompt) for turn in attempt(None, "4").turns] == [len(PROMPT.tokens)]
 
 
-def test_the_token_that_ends_an_answer_is_no_part_of_its_text_whether_the_tokenizer_calls_it_special_or_not() -> None:
+def test_the_token_that_ends_an_answer_is_no_part_of_its_text_whether_the_tokenizer_calls_it_special_or_not() -> (
+    None
+):
     TOKENIZER.add_tokens(["<|im_end|>"], special_tokens=False)
     ended = attempt(None, "4<|im_end|>")
     assert ended.text == "4" and ended.num_tokens == 2
@@ -70,13 +74,18 @@ class Dreamer(Raising):
     """Divides by what it does not know."""
 
     async def run(self, prompt: Prompt, generate: Any) -> Any:
-        return Trajectory((Turn(prompt.tokens, await generate(prompt.tokens), reward=float("nan")),), "")
+        return Trajectory(
+            (Turn(prompt.tokens, await generate(prompt.tokens), reward=float("nan")),), ""
+        )
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (Raising, r"environment Raising, prompt 'q': raised KeyError: 'no such column' \(.*test_environment.py:\d+\)"),
+        (
+            Raising,
+            r"environment Raising, prompt 'q': raised KeyError: 'no such column' \(.*test_environment.py:\d+\)",
+        ),
         (Nothing, "returned None; expected a Trajectory"),
         (Forgetful, "turn 2 is not what was generated"),
         (Dreamer, "turn 1 has the reward nan; expected a finite number"),
@@ -101,5 +110,7 @@ def test_what_is_no_environment_is_refused(tmp_path: Path) -> None:
         "Dear": "making it raised TypeError: .*'tools'",
         "None": "no 'None' in",
     }.items():
-        with pytest.raises(ConfigError, match=rf"rollout\.environment = '.*own\.py:{name}'.*{message}"):
+        with pytest.raises(
+            ConfigError, match=rf"rollout\.environment = '.*own\.py:{name}'.*{message}"
+        ):
             open_environment(f"{tmp_path}/own.py:{name}", TOKENIZER)

@@ -58,7 +58,9 @@ def build_with_a_broken_rank() -> Mapping[str, Any]:
 
 @asynccontextmanager
 async def group(folder: Path, builder: Any = build) -> AsyncIterator[WorkerGroup]:
-    made = process_group("train", builder, (), ranks=2, threads=1, log_folder=folder, first_only={"first"})
+    made = process_group(
+        "train", builder, (), ranks=2, threads=1, log_folder=folder, first_only={"first"}
+    )
     try:
         yield made
     finally:
@@ -82,16 +84,22 @@ def test_ranks_answer_as_one_and_an_error_of_all_is_only_the_calls(tmp_path: Pat
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_ends_the_group_with_its_name_and_leaves_nobody_behind(victim: int, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_group_with_its_name_and_leaves_nobody_behind(
+    victim: int, tmp_path: Path
+) -> None:
     async def check() -> None:
         async with group(tmp_path) as ranks:
             await ranks.ready()
             started = time.monotonic()
-            waiting = ranks.start_call("part", "fail_on", 7)  # a barrier that the other rank waits in if this one is killed
+            waiting = ranks.start_call(
+                "part", "fail_on", 7
+            )  # a barrier that the other rank waits in if this one is killed
             os.kill(ranks.ranks[victim].process.pid, signal.SIGKILL)
             following = ranks.start_call("part", "total", 1)
             for answer in (waiting, following):
-                with pytest.raises(WorkerDied, match=f"worker 'train rank {victim}' died .killed by signal 9"):
+                with pytest.raises(
+                    WorkerDied, match=f"worker 'train rank {victim}' died .killed by signal 9"
+                ):
                     await answer
                     await ranks.call("part", "total", 1)
             with pytest.raises(WorkerDied, match=f"rank {victim}"):
@@ -105,7 +113,10 @@ def test_a_rank_that_fails_alone_ends_the_group_with_its_last_lines(tmp_path: Pa
     async def check() -> None:
         async with group(tmp_path) as ranks:
             await ranks.ready()
-            with pytest.raises(WorkerDied, match=r"(?s)'train rank 1' failed in part.fail_on.*only here.*train\.1\.log"):
+            with pytest.raises(
+                WorkerDied,
+                match=r"(?s)'train rank 1' failed in part.fail_on.*only here.*train\.1\.log",
+            ):
                 await ranks.call("part", "fail_on", 1)
             assert ranks.died.done()
 

@@ -9,10 +9,14 @@ from benchmarks.guide.criteria import MB, Verdict
 
 
 def use(mean: float, **more: Any) -> Verdict:
-    return criteria.queue_use(mean, **({"max_queue_size": 64, "capacity": 64, "waiting": 0.0} | more))
+    return criteria.queue_use(
+        mean, **({"max_queue_size": 64, "capacity": 64, "waiting": 0.0} | more)
+    )
 
 
-@pytest.mark.parametrize(("mean", "ok"), [(0.49, False), (0.5, True), (0.65, True), (0.8, True), (0.81, False)])
+@pytest.mark.parametrize(
+    ("mean", "ok"), [(0.49, False), (0.5, True), (0.65, True), (0.8, True), (0.81, False)]
+)
 def test_a_queue_is_used_well_between_half_and_four_fifths(mean: float, ok: bool) -> None:
     assert use(mean).ok is ok
     assert bool(use(mean).advice) is not ok
@@ -27,7 +31,9 @@ def test_a_queue_is_used_well_between_half_and_four_fifths(mean: float, ok: bool
         (0.05, {"max_queue_size": 1000}, "admission lets 64 groups be under way"),
     ],
 )
-def test_outside_of_it_the_advice_fits_the_cause(mean: float, more: dict[str, Any], advice: str) -> None:
+def test_outside_of_it_the_advice_fits_the_cause(
+    mean: float, more: dict[str, Any], advice: str
+) -> None:
     found = use(mean, **more)
     assert not found.ok and not found.hard and advice in found.advice
 
@@ -60,7 +66,10 @@ def test_a_target_of_the_users_fails_the_benchmark_and_ours_advises() -> None:
 
 
 EVENTS = [{"event": "issued", "seq": seq} for seq in range(5)]
-EVENTS += [{"event": "trained", "seq": seq} for seq in (0, 1)] + [{"event": "dropped", "seq": 2}, {"event": "reissued", "seq": 3}]
+EVENTS += [{"event": "trained", "seq": seq} for seq in (0, 1)] + [
+    {"event": "dropped", "seq": 2},
+    {"event": "reissued", "seq": 3},
+]
 COUNTS = {"issued": 5, "trained": 2, "dropped": {"stale": 1}, "outstanding": 2}
 
 
@@ -84,11 +93,25 @@ def test_and_not_when_a_group_counts_twice_or_never(wrong: list[dict[str, Any]])
 
 def case(name: str, samples_per_s: float, staleness: float, **more: Any) -> dict[str, Any]:
     figures = {"samples_per_s": samples_per_s, "staleness_mean": staleness, "sample_age_s": 1.0}
-    return {"name": name, "state": "ok", "comparable": True, "verdicts": [], "figures": figures} | more
+    return {
+        "name": name,
+        "state": "ok",
+        "comparable": True,
+        "verdicts": [],
+        "figures": figures,
+    } | more
 
 
-def test_the_best_setting_is_the_freshest_of_the_fastest_that_did_the_same_work_and_met_the_criteria() -> None:
-    broken = {"criterion": "staleness as expected", "ok": False, "seen": "", "advice": "", "hard": True}
+def test_the_best_setting_is_the_freshest_of_the_fastest_that_did_the_same_work_and_met_the_criteria() -> (
+    None
+):
+    broken = {
+        "criterion": "staleness as expected",
+        "ok": False,
+        "seen": "",
+        "advice": "",
+        "hard": True,
+    }
     cases = [
         case("sync", 60, 0.0),
         case("stale", 100, 5.0),

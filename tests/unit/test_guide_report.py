@@ -38,13 +38,32 @@ FIGURES = {
     "rollout_held": 0.0,
     "rollout_idle": 0.3,
 }
-PAUSE = {"paused": True, "pause_s": 0.01, "held": True, "tokens": 0, "watched_s": 2.0, "resumed": True, "resume_s": 0.9}
+PAUSE = {
+    "paused": True,
+    "pause_s": 0.01,
+    "held": True,
+    "tokens": 0,
+    "watched_s": 2.0,
+    "resumed": True,
+    "resume_s": 0.9,
+}
 
 
 def round_of(case: Case, **more: float) -> dict[str, Any]:
-    memory = {"seconds": [0.5 * index for index in range(12)], "host": [1e9] * 12, "gpu": [0] * 12, "gpu_use": [0.0] * 12}
+    memory = {
+        "seconds": [0.5 * index for index in range(12)],
+        "host": [1e9] * 12,
+        "gpu": [0] * 12,
+        "gpu_use": [0.0] * 12,
+    }
     figures = FIGURES | {"steady_from_s": 0.0, "steady_to_s": 6.0} | more
-    return {"state": "ok", "figures": figures, "memory": memory, "pause": PAUSE if case.pause else None, "seconds": 9.0}
+    return {
+        "state": "ok",
+        "figures": figures,
+        "memory": memory,
+        "pause": PAUSE if case.pause else None,
+        "seconds": 9.0,
+    }
 
 
 @pytest.fixture
@@ -52,13 +71,37 @@ def results() -> dict[str, Any]:
     """All cases of the quick benchmark; one failed, one cannot run here, and async is faster than sync."""
     cases = []
     for case in all_cases(Choice(), QUICK):
-        rate = {"hybrid sync": 60.0, "hybrid sync, one thread": 50.0, "staleness 1": 99.0, "staleness 3": 100.0}.get(case.name, 80.0)
-        found = merged(case, [round_of(case, samples_per_s=rate, staleness_mean=1.0 if rate == 99 else 2.0, staleness_max=3)])
+        rate = {
+            "hybrid sync": 60.0,
+            "hybrid sync, one thread": 50.0,
+            "staleness 1": 99.0,
+            "staleness 3": 100.0,
+        }.get(case.name, 80.0)
+        found = merged(
+            case,
+            [
+                round_of(
+                    case,
+                    samples_per_s=rate,
+                    staleness_mean=1.0 if rate == 99 else 2.0,
+                    staleness_max=3,
+                )
+            ],
+        )
         if case.name == "queue 1000":
-            found = merged(case, [{"state": "failed", "reason": "StalledError: nothing moved", "seconds": 9.0}])
+            found = merged(
+                case, [{"state": "failed", "reason": "StalledError: nothing moved", "seconds": 9.0}]
+            )
         if found["state"] == "ok":
             found["verdicts"] = [
-                {"criterion": v.criterion, "ok": v.ok, "seen": v.seen, "advice": v.advice, "hard": v.hard} for v in judge(found, QUICK)
+                {
+                    "criterion": v.criterion,
+                    "ok": v.ok,
+                    "seen": v.seen,
+                    "advice": v.advice,
+                    "hard": v.hard,
+                }
+                for v in judge(found, QUICK)
             ]
         cases.append(found)
     rate = judge_rate(cases, None)
@@ -72,21 +115,33 @@ def results() -> dict[str, Any]:
         "work": work,
         "minutes": 4.0,
         "cases": cases,
-        "rate": {"criterion": rate.criterion, "ok": rate.ok, "seen": rate.seen, "advice": rate.advice, "hard": rate.hard},
+        "rate": {
+            "criterion": rate.criterion,
+            "ok": rate.ok,
+            "seen": rate.seen,
+            "advice": rate.advice,
+            "hard": rate.hard,
+        },
     }
 
 
-def test_the_report_has_every_sweep_the_best_setting_and_what_failed(results: dict[str, Any]) -> None:
+def test_the_report_has_every_sweep_the_best_setting_and_what_failed(
+    results: dict[str, Any],
+) -> None:
     text = report.report(results, {"Samples per second": "rate.svg"})
     for title in report.SWEEPS.values():
         assert f"## {title}" in text
     assert "**staleness 1**" in text and "1.65× hybrid sync" in text
     assert "queue 1000 failed: StalledError: nothing moved" in text
-    assert "![Samples per second](rate.svg)" in text and "generation rate above target | yes" in text
+    assert (
+        "![Samples per second](rate.svg)" in text and "generation rate above target | yes" in text
+    )
     assert "pause, swap: pause answered True in 10 ms, 0 tokens in 2.0 s of pause" in text
 
 
-def test_the_memory_and_use_that_gpus_report_are_shown_where_there_are_gpus(results: dict[str, Any]) -> None:
+def test_the_memory_and_use_that_gpus_report_are_shown_where_there_are_gpus(
+    results: dict[str, Any],
+) -> None:
     assert "GPU use" not in report.report(results, {})
     case = Case("mode", "hybrid sync", ())
     on_gpu = round_of(case)
@@ -108,10 +163,16 @@ def test_the_summary_has_a_line_per_case(results: dict[str, Any]) -> None:
 def test_a_case_fails_when_one_of_its_rounds_does_and_else_has_their_median() -> None:
     case = Case("queue", "queue 8", ())
     rounds = [round_of(case, samples_per_s=rate, dropped=rate) for rate in (10.0, 30.0)]
-    assert merged(case, rounds)["figures"]["samples_per_s"] == 20 and merged(case, rounds)["figures"]["dropped"] == 30
+    assert (
+        merged(case, rounds)["figures"]["samples_per_s"] == 20
+        and merged(case, rounds)["figures"]["dropped"] == 30
+    )
     assert merged(case, [*rounds, {"state": "failed", "reason": "no"}])["state"] == "failed"
     late = {"state": "skipped", "reason": "the time was up"}
-    assert merged(case, [*rounds, late])["state"] == "ok" and merged(case, [late])["reason"] == "the time was up"
+    assert (
+        merged(case, [*rounds, late])["state"] == "ok"
+        and merged(case, [late])["reason"] == "the time was up"
+    )
 
 
 def test_plots_are_files_beside_the_report(results: dict[str, Any], tmp_path: Path) -> None:
@@ -119,13 +180,33 @@ def test_plots_are_files_beside_the_report(results: dict[str, Any], tmp_path: Pa
     from benchmarks.guide.plots import draw
 
     drawn = draw(results, tmp_path)
-    assert len(drawn) == 5 and all((tmp_path / file).stat().st_size > 1000 for file in drawn.values())
+    assert len(drawn) == 5 and all(
+        (tmp_path / file).stat().st_size > 1000 for file in drawn.values()
+    )
 
 
-def test_a_case_counts_once_for_a_criterion_however_often_it_was_judged(results: dict[str, Any]) -> None:
+def test_a_case_counts_once_for_a_criterion_however_often_it_was_judged(
+    results: dict[str, Any],
+) -> None:
     def verdict(ok: bool, seen: str = "8 MB, then 8 MB") -> dict[str, Any]:
-        return {"criterion": "no growth of memory", "ok": ok, "seen": seen, "advice": "", "hard": True}
+        return {
+            "criterion": "no growth of memory",
+            "ok": ok,
+            "seen": seen,
+            "advice": "",
+            "hard": True,
+        }
 
-    judged = [[verdict(True), verdict(True)], [verdict(True), verdict(False)], [verdict(True, "too short a run to tell (3 looks)")], []]
-    results["cases"] = [case | {"verdicts": verdicts} for case, verdicts in zip(results["cases"][:4], judged, strict=True)]
-    assert "| no growth of memory | 1 of 2 cases; 1 too short a run to tell |" in report.report(results, {})
+    judged = [
+        [verdict(True), verdict(True)],
+        [verdict(True), verdict(False)],
+        [verdict(True, "too short a run to tell (3 looks)")],
+        [],
+    ]
+    results["cases"] = [
+        case | {"verdicts": verdicts}
+        for case, verdicts in zip(results["cases"][:4], judged, strict=True)
+    ]
+    assert "| no growth of memory | 1 of 2 cases; 1 too short a run to tell |" in report.report(
+        results, {}
+    )

@@ -24,7 +24,9 @@ def case_that(does: str, name: str, folder: Path) -> Case:
     return Case("queue", name, (), python=str(script))
 
 
-def run(cases: list[Case], work: Work, folder: Path) -> tuple[dict[str, dict[str, object]], list[str]]:
+def run(
+    cases: list[Case], work: Work, folder: Path
+) -> tuple[dict[str, dict[str, object]], list[str]]:
     told: list[str] = []
     found = sweep(Choice(model="some/model"), work, cases, folder, told.append)
     return {case["name"]: case for case in found}, told
@@ -36,15 +38,27 @@ def good(tmp_path: Path) -> Case:
     return case_that(f'cp {tmp_path}/figures.json "$4"', "good", tmp_path)
 
 
-def test_a_case_that_fails_or_hangs_is_told_once_and_the_others_run_every_round(good: Case, tmp_path: Path) -> None:
-    broken, hangs = case_that("exit 3", "broken", tmp_path), case_that(f"sleep 60 & echo $! > {tmp_path}/pid; wait", "hangs", tmp_path)
+def test_a_case_that_fails_or_hangs_is_told_once_and_the_others_run_every_round(
+    good: Case, tmp_path: Path
+) -> None:
+    broken, hangs = (
+        case_that("exit 3", "broken", tmp_path),
+        case_that(f"sleep 60 & echo $! > {tmp_path}/pid; wait", "hangs", tmp_path),
+    )
     found, told = run([broken, hangs, good], WORK, tmp_path)
-    assert found["broken"]["state"] == "failed" and found["broken"]["reason"] == "its process ended with 3; see broken.log"
+    assert (
+        found["broken"]["state"] == "failed"
+        and found["broken"]["reason"] == "its process ended with 3; see broken.log"
+    )
     assert found["hangs"]["state"] == "failed" and found["hangs"]["reason"] == "not done within 1 s"
     assert found["good"]["state"] == "ok" and found["good"]["rounds"] == [100.0, 100.0]
-    assert sum("it has failed before" in text for text in told) == 2, "the second round does not wait for them again"
+    assert sum("it has failed before" in text for text in told) == 2, (
+        "the second round does not wait for them again"
+    )
     with suppress(psutil.NoSuchProcess):
-        psutil.Process(int((tmp_path / "pid").read_text())).wait(10)  # raises if what it had started lives on
+        psutil.Process(int((tmp_path / "pid").read_text())).wait(
+            10
+        )  # raises if what it had started lives on
 
 
 def test_what_has_no_time_left_is_skipped_with_the_reason(good: Case, tmp_path: Path) -> None:

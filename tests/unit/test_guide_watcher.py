@@ -9,7 +9,9 @@ from benchmarks.guide.watcher import Watcher
 from paceline.errors import PacelineError
 
 
-def test_a_run_that_is_over_too_soon_to_be_paused_is_told_instead_of_waited_for(tmp_path: Path) -> None:
+def test_a_run_that_is_over_too_soon_to_be_paused_is_told_instead_of_waited_for(
+    tmp_path: Path,
+) -> None:
     async def check() -> None:
         watcher = Watcher()
         pausing = asyncio.create_task(watcher.pause_and_resume(tmp_path, looks=2))

@@ -17,7 +17,16 @@ from paceline.rollout.native.weights import DecoderWeights
 from paceline.train.lora import LoraDevice, MergedWeights, adapted_layers
 from paceline.train.settings import LoraSettings, TrainSettings
 from paceline.train.single import SingleDevice
-from tests.contract.test_train_engine import LOSS, MODELS, TEMPERATURE, plain_logprobs, random_batch, same_bits, tiny, weights_of
+from tests.contract.test_train_engine import (
+    LOSS,
+    MODELS,
+    TEMPERATURE,
+    plain_logprobs,
+    random_batch,
+    same_bits,
+    tiny,
+    weights_of,
+)
 
 SETTINGS = TrainSettings(lora=LoraSettings(rank=4, alpha=8))
 
@@ -26,7 +35,9 @@ def lora(name: str = "qwen2-tied", settings: TrainSettings = SETTINGS, seed: int
     return LoraDevice(tiny(name), settings, TEMPERATURE, seed)
 
 
-def trained(name: str = "qwen2-tied", settings: TrainSettings = SETTINGS, steps: int = 2) -> LoraDevice:
+def trained(
+    name: str = "qwen2-tied", settings: TrainSettings = SETTINGS, steps: int = 2
+) -> LoraDevice:
     engine = lora(name, settings)
     for step in range(steps):
         train(engine, step)
@@ -47,7 +58,9 @@ def test_fresh_adapters_change_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_merged_weights_in_a_plain_model_give_the_log_probs_of_the_trained_one(name: str, checkpointing: bool) -> None:
+def test_merged_weights_in_a_plain_model_give_the_log_probs_of_the_trained_one(
+    name: str, checkpointing: bool
+) -> None:
     engine = trained(name, SETTINGS.model_copy(update={"gradient_checkpointing": checkpointing}))
     model, batch = tiny(name), random_batch(seed=9)
     with torch.no_grad():
@@ -56,12 +69,16 @@ def test_merged_weights_in_a_plain_model_give_the_log_probs_of_the_trained_one(n
         merged, _ = plain_logprobs(model, batch)
     found = engine.logprobs(batch)[batch.mask]
     assert np.abs(found - merged.numpy()).max() < 1e-5
-    assert np.abs(found - before.numpy()).max() > 1e-2, "training changed nothing, so this test proves nothing"
+    assert np.abs(found - before.numpy()).max() > 1e-2, (
+        "training changed nothing, so this test proves nothing"
+    )
 
 
 def test_the_gradient_of_the_adapters_is_that_of_peft_itself() -> None:
     engine, batch = trained(steps=1), random_batch(seed=3)
-    reference = peft.get_peft_model(tiny("qwen2-tied"), peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
+    reference = peft.get_peft_model(
+        tiny("qwen2-tied"), peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+    )
     wrapped = dict(reference.named_parameters())
     with torch.no_grad():
         for name, parameter in engine.model.named_parameters():
@@ -139,10 +156,14 @@ def test_a_checkpoint_round_trip_is_exact_and_training_goes_on_the_same(tmp_path
     assert same_bits(weights_of(engine), weights_of(other))
 
 
-def test_a_checkpoint_is_a_plain_model_and_beside_it_an_adapter_that_peft_loads(tmp_path: Path) -> None:
+def test_a_checkpoint_is_a_plain_model_and_beside_it_an_adapter_that_peft_loads(
+    tmp_path: Path,
+) -> None:
     engine, batch = trained(), random_batch(seed=9)
     engine.save(tmp_path)
-    assert same_bits(dict(AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()), weights_of(engine))
+    assert same_bits(
+        dict(AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()), weights_of(engine)
+    )
     adapted = peft.PeftModel.from_pretrained(tiny("qwen2-tied"), tmp_path / "adapter")
     with torch.no_grad():
         found, _ = plain_logprobs(adapted, batch)
@@ -150,7 +171,9 @@ def test_a_checkpoint_is_a_plain_model_and_beside_it_an_adapter_that_peft_loads(
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == 4
 
 
-def test_adapters_are_the_same_for_the_same_seed_and_leave_the_global_random_numbers_alone() -> None:
+def test_adapters_are_the_same_for_the_same_seed_and_leave_the_global_random_numbers_alone() -> (
+    None
+):
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
@@ -166,7 +189,8 @@ def test_adapters_are_the_same_for_the_same_seed_and_leave_the_global_random_num
 def test_a_checkpoint_of_another_rank_is_refused(tmp_path: Path) -> None:
     trained().save(tmp_path)
     with pytest.raises(
-        CheckpointError, match=r"adapter_model\.safetensors is of another model: \S*lora_A\.weight is \(4, 48\) there and \(2, 48\)"
+        CheckpointError,
+        match=r"adapter_model\.safetensors is of another model: \S*lora_A\.weight is \(4, 48\) there and \(2, 48\)",
     ):
         lora(settings=TrainSettings(lora=LoraSettings(rank=2))).load(tmp_path)
 
@@ -175,7 +199,8 @@ def test_targets_choose_layers_and_unknown_ones_are_refused() -> None:
     engine = lora(settings=TrainSettings(lora=LoraSettings(targets=("q_proj", "v_proj"))))
     assert {name.split(".")[-2] for name in adapted_layers(engine.model)} == {"q_proj", "v_proj"}
     with pytest.raises(
-        ConfigError, match=r"train\.lora\.targets names 'lm_head'; Qwen2ForCausalLM can have adapters at down_proj, gate_proj"
+        ConfigError,
+        match=r"train\.lora\.targets names 'lm_head'; Qwen2ForCausalLM can have adapters at down_proj, gate_proj",
     ):
         lora(settings=TrainSettings(lora=LoraSettings(targets=("q_proj", "lm_head"))))
 

@@ -21,7 +21,9 @@ def test_a_single_device_holds_what_was_estimated(name: str) -> None:
     engine.optimizer_step(1e-3)
     engine.forward_backward(random_batch(), LOSS)
     estimate = memory_estimate(model.config, TrainSettings())
-    assert held_bytes(engine) == {key: estimate[key] for key in ("parameters", "gradients", "optimizer")}
+    assert held_bytes(engine) == {
+        key: estimate[key] for key in ("parameters", "gradients", "optimizer")
+    }
 
 
 def test_activations_stay_below_their_bound() -> None:
@@ -29,10 +31,16 @@ def test_activations_stay_below_their_bound() -> None:
     for name in ("llama", "qwen3"):
         bounds = []
         for checkpointing in (False, True):
-            settings, model = TrainSettings(micro_batch_tokens=120, gradient_checkpointing=checkpointing), tiny(name)
+            settings, model = (
+                TrainSettings(micro_batch_tokens=120, gradient_checkpointing=checkpointing),
+                tiny(name),
+            )
             engine = SingleDevice(model, settings)
             bounds.append(memory_estimate(model.config, settings)["activations"])
-            assert _kept_bytes(model, lambda engine=engine: engine.forward_backward(batch, LOSS)) < bounds[-1]  # type: ignore[misc]
+            assert (
+                _kept_bytes(model, lambda engine=engine: engine.forward_backward(batch, LOSS))
+                < bounds[-1]
+            )  # type: ignore[misc]
         assert bounds[1] < bounds[0]
 
 

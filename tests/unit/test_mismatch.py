@@ -9,13 +9,19 @@ from paceline.algo.mismatch import MismatchMonitor
 from paceline.errors import MismatchError
 
 
-def batch(gap: float | None = None, stale_gap: float | None = None, tokens: int = 1000) -> dict[str, float]:
+def batch(
+    gap: float | None = None, stale_gap: float | None = None, tokens: int = 1000
+) -> dict[str, float]:
     found: dict[str, float] = {
         "train/tokens": float(tokens),
         "train/stale_share": 0.0 if stale_gap is None else 1.0 if gap is None else 0.5,
     }
     if gap is not None:
-        found |= {"train/logprob_gap_mean": gap, "train/logprob_gap_max": 3 * gap, "train/mismatch_kl": gap**2}
+        found |= {
+            "train/logprob_gap_mean": gap,
+            "train/logprob_gap_max": 3 * gap,
+            "train/mismatch_kl": gap**2,
+        }
     if stale_gap is not None:
         found["train/staleness_gap_mean"] = stale_gap
     return found
@@ -25,7 +31,10 @@ def test_two_implementations_of_one_policy_may_differ_up_to_the_limit() -> None:
     monitor = MismatchMonitor(0.02)
     monitor.look(batch(1e-6), 0)
     monitor.look(batch(0.019), 1)
-    with pytest.raises(MismatchError, match=r"step 3: .* differ by 0\.05 in the mean \(sync\.mismatch_limit = 0\.02\)"):
+    with pytest.raises(
+        MismatchError,
+        match=r"step 3: .* differ by 0\.05 in the mean \(sync\.mismatch_limit = 0\.02\)",
+    ):
         monitor.look(batch(0.05), 2)
 
 
@@ -41,7 +50,9 @@ def test_a_handful_of_tokens_proves_nothing() -> None:
         monitor.look(batch(0.5), 1)
 
 
-def test_stale_tokens_differ_because_the_policy_moved_and_only_a_jump_far_beyond_that_is_wrong() -> None:
+def test_stale_tokens_differ_because_the_policy_moved_and_only_a_jump_far_beyond_that_is_wrong() -> (
+    None
+):
     monitor = MismatchMonitor(0.02)
     for step in range(1, 6):
         monitor.look(batch(stale_gap=0.1 * step), step)
@@ -49,12 +60,16 @@ def test_stale_tokens_differ_because_the_policy_moved_and_only_a_jump_far_beyond
         monitor.look(batch(stale_gap=3.5), 6)
 
 
-def test_when_all_tokens_are_stale_it_says_once_that_it_sees_less(caplog: pytest.LogCaptureFixture) -> None:
+def test_when_all_tokens_are_stale_it_says_once_that_it_sees_less(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     monitor = MismatchMonitor(0.02)
     with caplog.at_level(logging.INFO):
         for step in range(3):
             monitor.look(batch(stale_gap=0.1), step)
-    assert sum("can only be compared loosely" in record.getMessage() for record in caplog.records) == 1
+    assert (
+        sum("can only be compared loosely" in record.getMessage() for record in caplog.records) == 1
+    )
 
 
 def test_a_step_that_did_not_train_the_actor_is_not_judged() -> None:

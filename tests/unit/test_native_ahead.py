@@ -31,7 +31,9 @@ class AheadBackend(SimpleBackend):
     prefill_tokens = 16
     admit_share = 4
 
-    def __init__(self, module: PreTrainedModel, weights: DecoderWeights, slots: int, burst: int, pages: int) -> None:
+    def __init__(
+        self, module: PreTrainedModel, weights: DecoderWeights, slots: int, burst: int, pages: int
+    ) -> None:
         super().__init__(module.config, weights, slots, LENGTH)
         self.burst, self.pages = burst, Pages(pages + 1, PAGE)
         self.device = Slots(slots, LENGTH)
@@ -86,10 +88,14 @@ class AheadBackend(SimpleBackend):
         return Ready(tokens, logprobs)
 
 
-def ahead_of(module: PreTrainedModel, slots: int = 4, burst: int = 3, pages: int = 1000, **options) -> NativeEngine:
+def ahead_of(
+    module: PreTrainedModel, slots: int = 4, burst: int = 3, pages: int = 1000, **options
+) -> NativeEngine:
     weights = DecoderWeights.from_module(module, share=False)
     backend = AheadBackend(module, weights, slots, burst, pages)
-    return NativeEngine(module.config, weights, slots=slots, max_length=LENGTH, backend=backend, **options)
+    return NativeEngine(
+        module.config, weights, slots=slots, max_length=LENGTH, backend=backend, **options
+    )
 
 
 def pages_held(engine: NativeEngine) -> int:
@@ -100,8 +106,13 @@ def pages_held(engine: NativeEngine) -> int:
 def mixed() -> list[Request]:
     """Long and short, stopped and not, some with the same prompt."""
     stopped = requests(10, new=40, stop_token_ids=(3, 17, 40))
-    group = [Request(f"g{i}", tuple(range(1, 30)), i, Sampling(5 + 7 * i, top_k=10)) for i in range(5)]
-    long = [Request(f"l{i}", tuple(range(60)), i, Sampling(1 + 20 * i, temperature=0.7)) for i in range(4)]
+    group = [
+        Request(f"g{i}", tuple(range(1, 30)), i, Sampling(5 + 7 * i, top_k=10)) for i in range(5)
+    ]
+    long = [
+        Request(f"l{i}", tuple(range(60)), i, Sampling(1 + 20 * i, temperature=0.7))
+        for i in range(4)
+    ]
     return [*stopped, *group, *long, Request("one", (5,), 1, Sampling(1))]
 
 
@@ -142,7 +153,9 @@ def test_long_prompts_go_in_piece_by_piece_while_others_are_decoded() -> None:
     while engine.tokens_prefilled < 60:
         before = engine.tokens_prefilled
         engine.step()
-        assert engine.tokens_prefilled - before <= AheadBackend.prefill_tokens and engine.running == 2
+        assert (
+            engine.tokens_prefilled - before <= AheadBackend.prefill_tokens and engine.running == 2
+        )
     check_logprobs(build(), Request("long", tuple(range(60)), 1, Sampling(5)), run(engine)["long"])
 
 
@@ -189,12 +202,16 @@ def test_sleep_gives_everything_back_and_answers_go_on_after_it() -> None:
 
 MODULE = build()
 WHOLE = run(engine_of(MODULE), mixed())
-ACTION = st.tuples(st.sampled_from(["submit", "step", "abort", "interrupt", "sleep", "settle"]), st.integers(0, 6))
+ACTION = st.tuples(
+    st.sampled_from(["submit", "step", "abort", "interrupt", "sleep", "settle"]), st.integers(0, 6)
+)
 
 
 @given(st.lists(ACTION, max_size=25), st.integers(1, 6), st.integers(1, 4), st.integers(16, 60))
 @settings(max_examples=40, deadline=None)
-def test_every_request_comes_back_once_and_right_whatever_is_done_to_it(actions: list, slots: int, burst: int, pages: int) -> None:
+def test_every_request_comes_back_once_and_right_whatever_is_done_to_it(
+    actions: list, slots: int, burst: int, pages: int
+) -> None:
     engine = ahead_of(MODULE, slots, burst, pages)
     coming = {request.id: request for request in mixed()}
     inside: dict[str, Request] = {}
@@ -220,7 +237,11 @@ def test_every_request_comes_back_once_and_right_whatever_is_done_to_it(actions:
         elif kind in ("sleep", "settle"):
             getattr(engine, kind)()
         else:
-            take(engine.interrupt() if kind == "interrupt" else engine.abort(list(inside)[number : number + 1]))
+            take(
+                engine.interrupt()
+                if kind == "interrupt"
+                else engine.abort(list(inside)[number : number + 1])
+            )
         assert engine.running + engine.waiting == len(inside) and engine.running <= slots
     assert set(done) == set(WHOLE) and not inside and pages_held(engine) == 0
     for id, completion in done.items():

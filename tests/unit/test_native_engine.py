@@ -35,12 +35,23 @@ LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 10000.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
-YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 64,
+}
 MODELS = {
     "llama tied": (LlamaForCausalLM, LlamaConfig(**SHAPE, tie_word_embeddings=True)),
-    "llama3 rope, biases": (LlamaForCausalLM, LlamaConfig(**SHAPE, rope_parameters=LLAMA3, attention_bias=True, mlp_bias=True)),
+    "llama3 rope, biases": (
+        LlamaForCausalLM,
+        LlamaConfig(**SHAPE, rope_parameters=LLAMA3, attention_bias=True, mlp_bias=True),
+    ),
     "llama yarn": (LlamaForCausalLM, LlamaConfig(**SHAPE, rope_parameters=YARN)),
-    "mistral wide heads": (MistralForCausalLM, MistralConfig(**SHAPE, sliding_window=None, head_dim=16)),
+    "mistral wide heads": (
+        MistralForCausalLM,
+        MistralConfig(**SHAPE, sliding_window=None, head_dim=16),
+    ),
     "qwen2 tied": (Qwen2ForCausalLM, Qwen2Config(**SHAPE, tie_word_embeddings=True)),
     "qwen2 untied": (Qwen2ForCausalLM, Qwen2Config(**SHAPE, tie_word_embeddings=False)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SHAPE, head_dim=24)),
@@ -53,20 +64,33 @@ def build(name: str = "qwen2 tied", seed: int = 0) -> PreTrainedModel:
     kind, config = MODELS[name]
     torch.manual_seed(seed)
     module = kind(config).eval()
-    for parameter in module.parameters():  # biases and norms start at 0 and 1, where a bug would not show
+    for (
+        parameter
+    ) in module.parameters():  # biases and norms start at 0 and 1, where a bug would not show
         if parameter.ndim == 1:
             parameter.data.add_(torch.randn_like(parameter), alpha=0.2)
     return module
 
 
-def engine_of(module: PreTrainedModel, slots: int = 8, max_length: int = 128, **options) -> NativeEngine:
-    return NativeEngine(module.config, DecoderWeights.from_module(module, share=False), slots=slots, max_length=max_length, **options)
+def engine_of(
+    module: PreTrainedModel, slots: int = 8, max_length: int = 128, **options
+) -> NativeEngine:
+    return NativeEngine(
+        module.config,
+        DecoderWeights.from_module(module, share=False),
+        slots=slots,
+        max_length=max_length,
+        **options,
+    )
 
 
 def requests(n: int, new: int = 20, seed: int = 0, **sampling) -> list[Request]:
     random = np.random.default_rng(seed)
     prompts = [tuple(random.integers(0, 60, random.integers(1, 30)).tolist()) for _ in range(n)]
-    return [Request(f"r{i}", prompt, 100 + i, Sampling(new, **sampling)) for i, prompt in enumerate(prompts)]
+    return [
+        Request(f"r{i}", prompt, 100 + i, Sampling(new, **sampling))
+        for i, prompt in enumerate(prompts)
+    ]
 
 
 def run(engine: NativeEngine, wanted: Iterable[Request] = (), steps: int = 10_000) -> Results:
@@ -81,7 +105,9 @@ def run(engine: NativeEngine, wanted: Iterable[Request] = (), steps: int = 10_00
 def check_logprobs(module: PreTrainedModel, request: Request, completion: Completion) -> None:
     tokens = torch.tensor([[*request.prompt, *completion.tokens.tolist()]])
     with torch.no_grad():
-        logits = module(tokens).logits[0, len(request.prompt) - 1 : -1] / (request.sampling.temperature or 1.0)
+        logits = module(tokens).logits[0, len(request.prompt) - 1 : -1] / (
+            request.sampling.temperature or 1.0
+        )
     expected = logits.log_softmax(-1).gather(1, tokens[0, len(request.prompt) :, None])[:, 0]
     np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=1e-4)
 
@@ -97,7 +123,10 @@ def test_logprobs_are_those_of_transformers(name: str) -> None:
     wanted = [*requests(12, new=40), Request("cool", (5, 6), 1, Sampling(30, temperature=0.6))]
     done = run(engine_of(module, slots=5), wanted)
     for request in wanted:
-        assert len(done[request.id]) == request.sampling.max_new_tokens and done[request.id].finish == Finish.LENGTH
+        assert (
+            len(done[request.id]) == request.sampling.max_new_tokens
+            and done[request.id].finish == Finish.LENGTH
+        )
         check_logprobs(module, request, done[request.id])
 
 
@@ -108,7 +137,13 @@ def test_greedy_is_transformers_generate_token_for_token(name: str) -> None:
     done = run(engine_of(module), wanted)
     for request in wanted:
         prompt = torch.tensor([request.prompt])
-        out = module.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=30, do_sample=False, eos_token_id=None)
+        out = module.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=30,
+            do_sample=False,
+            eos_token_id=None,
+        )
         assert done[request.id].tokens.tolist() == out[0, len(request.prompt) :].tolist()
         check_logprobs(module, request, done[request.id])
 
@@ -125,8 +160,13 @@ def test_an_answer_does_not_depend_on_what_else_is_in_the_batch() -> None:
 
 def test_the_norm_of_a_row_has_the_same_bits_in_any_batch() -> None:
     module = build()
-    decoder = Decoder(module.config, DecoderWeights.from_module(module, share=False), slots=4, max_length=8)
-    rows, weight = torch.randn(100, module.config.hidden_size, generator=torch.Generator().manual_seed(0)), decoder.weights.norm
+    decoder = Decoder(
+        module.config, DecoderWeights.from_module(module, share=False), slots=4, max_length=8
+    )
+    rows, weight = (
+        torch.randn(100, module.config.hidden_size, generator=torch.Generator().manual_seed(0)),
+        decoder.weights.norm,
+    )
     together = decoder._norm(rows, weight)
     for n in range(1, 40):
         assert torch.equal(decoder._norm(rows[n : 2 * n], weight), together[n : 2 * n])
@@ -164,7 +204,10 @@ def test_long_prompts_are_prefilled_in_pieces(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(backend, "PREFILL_TOKENS", 16)
     module = build()
     random = np.random.default_rng(3)
-    wanted = [Request(f"r{n}", tuple(random.integers(0, 60, n).tolist()), n, Sampling(8)) for n in (1, 2, 5, 6, 7, 16, 17, 18, 33, 100)]
+    wanted = [
+        Request(f"r{n}", tuple(random.integers(0, 60, n).tolist()), n, Sampling(8))
+        for n in (1, 2, 5, 6, 7, 16, 17, 18, 33, 100)
+    ]
     done = run(engine_of(module, slots=10), wanted)
     for request in wanted:
         check_logprobs(module, request, done[request.id])
@@ -179,8 +222,14 @@ def test_an_interrupted_and_resumed_answer_is_the_uninterrupted_one(at: int) -> 
     done = run(engine, wanted, steps=at)
     stopped = dict(engine.interrupt())
     assert not engine.has_work and {c.finish for c in stopped.values()} == {Finish.INTERRUPT}
-    assert max(len(c) for c in stopped.values()) == at and min(len(c) for c in stopped.values()) == 0
-    resumed = [Request(r.id, r.prompt, r.seed, r.sampling, stopped[r.id]) for r in wanted if r.id in stopped]
+    assert (
+        max(len(c) for c in stopped.values()) == at and min(len(c) for c in stopped.values()) == 0
+    )
+    resumed = [
+        Request(r.id, r.prompt, r.seed, r.sampling, stopped[r.id])
+        for r in wanted
+        if r.id in stopped
+    ]
     done |= run(engine, resumed)
     for request in wanted:
         same(done[request.id], whole[request.id])
@@ -192,7 +241,12 @@ def test_a_partial_answer_that_is_complete_comes_back_at_once() -> None:
 
     def partial(*tokens: int) -> Completion:
         n = len(tokens)
-        return Completion(np.array(tokens, np.int32), np.full(n, -1, np.float32), np.zeros(n, np.int32), Finish.INTERRUPT)
+        return Completion(
+            np.array(tokens, np.int32),
+            np.full(n, -1, np.float32),
+            np.zeros(n, np.int32),
+            Finish.INTERRUPT,
+        )
 
     engine.submit([
         Request("length", (1, 2), 0, Sampling(3), partial(4, 5, 6)),
@@ -224,7 +278,9 @@ def test_after_a_swap_each_token_has_the_logprob_and_version_of_the_weights_that
             cache = DynamicCache(config=old.config)
             before = old(tokens[:, : prompt + 6], past_key_values=cache).logits[0, prompt - 1 :]
             after = new(tokens[:, prompt + 6 : -1], past_key_values=cache).logits[0]
-        logprobs = torch.cat((before, after)).log_softmax(-1).gather(1, tokens[0, prompt:, None])[:, 0]
+        logprobs = (
+            torch.cat((before, after)).log_softmax(-1).gather(1, tokens[0, prompt:, None])[:, 0]
+        )
         np.testing.assert_allclose(completion.logprobs, logprobs.numpy(), atol=1e-4)
 
 
@@ -234,7 +290,10 @@ def test_abort_returns_what_there_is_and_ignores_unknown_ids() -> None:
     wanted = requests(4)
     run(engine, wanted, steps=5)
     gone = dict(engine.abort(["r0", "r3", "never heard of"]))
-    assert {id: (len(c), str(c.finish)) for id, c in gone.items()} == {"r0": (5, "abort"), "r3": (0, "abort")}
+    assert {id: (len(c), str(c.finish)) for id, c in gone.items()} == {
+        "r0": (5, "abort"),
+        "r3": (0, "abort"),
+    }
     check_logprobs(module, wanted[0], gone["r0"])
     assert (engine.running, engine.waiting) == (1, 1)
     done = run(engine)
@@ -256,7 +315,9 @@ def test_stop_tokens_and_stop_strings_end_an_answer_and_stay_in_it() -> None:
         for id, completion in done.items():
             whole = plain[id].tokens.tolist()
             if "stop" in sampling:
-                ends = [n for n in range(2, 31) if pair == "".join(text[t] for t in whole[n - 2 : n])]
+                ends = [
+                    n for n in range(2, 31) if pair == "".join(text[t] for t in whole[n - 2 : n])
+                ]
             else:
                 ends = [n for n in range(1, 31) if whole[n - 1] in sampling["stop_token_ids"]]
             assert completion.tokens.tolist() == whole[: min(ends, default=30)]
@@ -279,7 +340,9 @@ def test_answers_end_where_the_engine_ends() -> None:
         (Request("first", (1,), 0, Sampling(1)), "unique"),
     ],
 )
-def test_what_cannot_be_generated_is_refused_and_nothing_of_it_is_queued(request_: Request, says: str) -> None:
+def test_what_cannot_be_generated_is_refused_and_nothing_of_it_is_queued(
+    request_: Request, says: str
+) -> None:
     engine = engine_of(build(), max_length=24)
     with pytest.raises(RolloutError, match=says):
         engine.submit([Request("first", (1,), 0, Sampling(1)), request_])
@@ -296,7 +359,9 @@ def test_diverged_weights_are_an_error_not_an_answer() -> None:
 
 def test_finished_answers_hold_on_to_nothing_else() -> None:
     done = run(engine_of(build()), requests(3))
-    assert all(array.base is None for c in done.values() for array in (c.tokens, c.logprobs, c.versions))
+    assert all(
+        array.base is None for c in done.values() for array in (c.tokens, c.logprobs, c.versions)
+    )
 
 
 MODULE = build()
@@ -311,7 +376,9 @@ ACTION = st.one_of(
 
 @given(st.lists(ACTION, max_size=25), st.integers(1, 6))
 @settings(max_examples=60, deadline=None)
-def test_every_request_comes_back_exactly_once_whatever_is_done_to_it(actions: list[tuple[str, int]], slots: int) -> None:
+def test_every_request_comes_back_exactly_once_whatever_is_done_to_it(
+    actions: list[tuple[str, int]], slots: int
+) -> None:
     engine = engine_of(MODULE, slots=slots, max_length=40)
     coming = {request.id: request for request in requests(12, new=9)}
     inside: dict[str, Request] = {}

@@ -17,8 +17,16 @@ from tests.architectures import tiny_architecture
 from tests.unit import test_native_engine as own
 
 
-def engine_of(model: PreTrainedModel, slots: int = 8, max_length: int = 128, **options: Any) -> NativeEngine:
-    return NativeEngine(model.config, ModuleWeights(model, share=False), slots=slots, max_length=max_length, **options)
+def engine_of(
+    model: PreTrainedModel, slots: int = 8, max_length: int = 128, **options: Any
+) -> NativeEngine:
+    return NativeEngine(
+        model.config,
+        ModuleWeights(model, share=False),
+        slots=slots,
+        max_length=max_length,
+        **options,
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -50,9 +58,13 @@ def test_what_holds_for_our_own_forward_pass_holds_for_a_module(test: Callable[[
 @pytest.mark.parametrize("seed", range(4))
 def test_every_request_comes_back_exactly_once_whatever_is_done_to_it(seed: int) -> None:
     random = np.random.default_rng(seed)
-    kinds = random.choice(["submit", "step", "abort", "interrupt"], 25, p=[0.3, 0.5, 0.1, 0.1]).tolist()
+    kinds = random.choice(
+        ["submit", "step", "abort", "interrupt"], 25, p=[0.3, 0.5, 0.1, 0.1]
+    ).tolist()
     actions = [(kind, int(random.integers(1, 6))) for kind in kinds]
-    own.test_every_request_comes_back_exactly_once_whatever_is_done_to_it.hypothesis.inner_test(actions, int(random.integers(1, 6)))
+    own.test_every_request_comes_back_exactly_once_whatever_is_done_to_it.hypothesis.inner_test(
+        actions, int(random.integers(1, 6))
+    )
 
 
 def test_long_prompts_are_prefilled_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +79,10 @@ def test_long_prompts_are_prefilled_in_pieces(monkeypatch: pytest.MonkeyPatch) -
 def test_rows_move_back_when_the_columns_are_used_up_and_sequences_of_every_age_go_on() -> None:
     model = tiny_architecture("gemma2")
     engine = engine_of(model, slots=3, max_length=SLACK)
-    wanted = [Request(f"r{n}", tuple(range(3, 5 + n % 7)), n, Sampling(10 + 13 * n % 40)) for n in range(12)]  # 240 tokens by turns
+    wanted = [
+        Request(f"r{n}", tuple(range(3, 5 + n % 7)), n, Sampling(10 + 13 * n % 40))
+        for n in range(12)
+    ]  # 240 tokens by turns
     done = own.run(engine, wanted)
     for request in wanted:
         own.check_logprobs(model, request, done[request.id])
@@ -107,5 +122,8 @@ def test_new_weights_are_taken_whole_or_not_at_all_and_in_the_engines_own_type()
 def test_a_model_that_looks_ahead_is_refused() -> None:
     model = tiny_architecture("olmo2")
     model.config.is_causal = False
-    with pytest.raises(ModelError, match=r"Olmo2ForCausalLM cannot be used by the native engine: .*log-probs differ by"):
+    with pytest.raises(
+        ModelError,
+        match=r"Olmo2ForCausalLM cannot be used by the native engine: .*log-probs differ by",
+    ):
         engine_of(model)

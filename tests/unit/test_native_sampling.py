@@ -12,9 +12,20 @@ def keys(n: int, seed: int = 0) -> np.ndarray:
     return row_keys(np.full(n, seed, np.uint64), np.arange(n))
 
 
-def draw(logits: torch.Tensor, n: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0):
+def draw(
+    logits: torch.Tensor,
+    n: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+):
     rows = logits.expand(n, -1).clone()
-    full = (np.full(n, temperature, np.float32), np.full(n, top_k, np.int64), np.full(n, top_p, np.float32))
+    full = (
+        np.full(n, temperature, np.float32),
+        np.full(n, top_k, np.int64),
+        np.full(n, top_p, np.float32),
+    )
     return sampling.draw(rows, keys(n, seed), *full)
 
 
@@ -34,11 +45,22 @@ def reference(logits: torch.Tensor, temperature: float, top_k: int, top_p: float
     return p
 
 
-CASES = [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.5, 5, 1.0), (1.0, 0, 0.8), (1.3, 12, 0.9), (1.0, 1, 1.0), (1.0, 0, 0.01), (1.0, 500, 0.999)]
+CASES = [
+    (1.0, 0, 1.0),
+    (0.7, 0, 1.0),
+    (1.5, 5, 1.0),
+    (1.0, 0, 0.8),
+    (1.3, 12, 0.9),
+    (1.0, 1, 1.0),
+    (1.0, 0, 0.01),
+    (1.0, 500, 0.999),
+]
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), CASES)
-def test_tokens_follow_the_truncated_distribution_and_logprobs_are_its_own(temperature: float, top_k: int, top_p: float) -> None:
+def test_tokens_follow_the_truncated_distribution_and_logprobs_are_its_own(
+    temperature: float, top_k: int, top_p: float
+) -> None:
     logits = torch.randn(40, generator=torch.Generator().manual_seed(1)) * 2
     expected = reference(logits, temperature, top_k, top_p)
     n = 40_000
@@ -70,10 +92,14 @@ def test_draws_of_neighbouring_positions_seeds_and_tokens_are_uncorrelated() -> 
         assert abs(np.corrcoef((a - 0.5).abs().flatten(), (b - 0.5).abs().flatten())[0, 1]) < bound
 
 
-def test_greedy_rows_take_the_likeliest_token_with_its_logprob_at_temperature_one_beside_sampled_rows() -> None:
+def test_greedy_rows_take_the_likeliest_token_with_its_logprob_at_temperature_one_beside_sampled_rows() -> (
+    None
+):
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(3))
     temperature = np.array([0, 1, 0, 0.5, 0, 1], np.float32)
-    tokens, logprobs = sampling.draw(logits.clone(), keys(6), temperature, np.zeros(6, np.int64), np.ones(6, np.float32))
+    tokens, logprobs = sampling.draw(
+        logits.clone(), keys(6), temperature, np.zeros(6, np.int64), np.ones(6, np.float32)
+    )
     greedy = temperature == 0
     assert (tokens[greedy] == logits.argmax(-1).numpy()[greedy]).all()
     expected = logits.log_softmax(-1).max(-1).values.numpy()
@@ -87,7 +113,9 @@ def test_a_row_draws_the_same_token_alone_and_in_any_block() -> None:
     ones, zeros = np.ones(n, np.float32), np.zeros(n, np.int64)
     together, _ = sampling.draw(logits.clone(), row, ones, zeros, ones)
     for i in range(n):
-        alone, _ = sampling.draw(logits[i : i + 1].clone(), row[i : i + 1], ones[:1], zeros[:1], ones[:1])
+        alone, _ = sampling.draw(
+            logits[i : i + 1].clone(), row[i : i + 1], ones[:1], zeros[:1], ones[:1]
+        )
         assert alone[0] == together[i]
 
 

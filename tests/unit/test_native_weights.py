@@ -45,7 +45,13 @@ def greedy(engine: NativeEngine) -> list[int]:
 
 
 def expected(module: Qwen2ForCausalLM) -> list[int]:
-    out = module.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    out = module.generate(
+        torch.tensor([[1, 2, 3]]),
+        max_new_tokens=12,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     return out[0, 3:].tolist()
 
 
@@ -63,7 +69,9 @@ def train(module: Qwen2ForCausalLM, **kind: bool) -> None:
 def test_shared_weights_follow_the_optimizer(tied: bool, kind: dict[str, bool]) -> None:
     module = model(tied)
     parameters = dict(module.named_parameters())
-    engine = NativeEngine(module.config, DecoderWeights.from_module(module, share=True), slots=2, max_length=32)
+    engine = NativeEngine(
+        module.config, DecoderWeights.from_module(module, share=True), slots=2, max_length=32
+    )
     assert all(parameters[name] is parameter for name, parameter in module.named_parameters())
     before = greedy(engine)
     train(module, **kind)
@@ -91,7 +99,9 @@ def test_a_shared_module_trains_as_it_would_have_and_can_be_saved_and_loaded(tmp
 
 def test_a_copy_does_not_follow_until_it_is_loaded() -> None:
     module, other = model(), model(seed=1)
-    engine = NativeEngine(module.config, DecoderWeights.from_module(module, share=False), slots=2, max_length=32)
+    engine = NativeEngine(
+        module.config, DecoderWeights.from_module(module, share=False), slots=2, max_length=32
+    )
     before = greedy(engine)
     train(module)
     assert greedy(engine) == before
@@ -111,14 +121,20 @@ def test_load_refuses_wrong_names_and_shapes_and_changes_nothing(tied: bool) -> 
     name = "model.layers.1.self_attn.k_proj.weight"
     without = {key: value for key, value in good.items() if key != name}
     wrong_shape = {**good, name: good[name][:-1]}
-    for bad, says in ((without, name), ({**good, "model.extra": good[name]}, "model.extra"), (wrong_shape, r"\(15, 32\)")):
+    for bad, says in (
+        (without, name),
+        ({**good, "model.extra": good[name]}, "model.extra"),
+        (wrong_shape, r"\(15, 32\)"),
+    ):
         with pytest.raises(SyncError, match=says):
             engine.load(bad.items(), 4)
     assert engine.version == 3
     assert all(torch.equal(weights.named[key], tensor) for key, tensor in before.items())
 
 
-def test_our_own_forward_pass_is_for_the_models_it_knows_and_the_others_go_through_their_module() -> None:
+def test_our_own_forward_pass_is_for_the_models_it_knows_and_the_others_go_through_their_module() -> (
+    None
+):
     gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50))
     with pytest.raises(ModelError, match=r"'gpt2'.*llama, mistral, qwen2, qwen3"):
         DecoderWeights.from_module(gpt2, share=False)
@@ -127,8 +143,12 @@ def test_our_own_forward_pass_is_for_the_models_it_knows_and_the_others_go_throu
 
 
 def test_rope_that_depends_on_the_length_goes_as_far_as_it_does_not() -> None:
-    config = LlamaConfig(**SHAPE, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
-    assert isinstance(engine_weights(LlamaForCausalLM(config), share=False, max_length=64), ModuleWeights)
+    config = LlamaConfig(
+        **SHAPE, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    )
+    assert isinstance(
+        engine_weights(LlamaForCausalLM(config), share=False, max_length=64), ModuleWeights
+    )
     check_generates(config, 64)
     with pytest.raises(ModelError, match=r"longer than 64 tokens.*65 now"):
         check_generates(config, 65)
@@ -166,4 +186,7 @@ def test_a_copy_in_another_type_follows_the_module_when_loaded() -> None:
             parameter.add_(1)
     weights.load(dict(module.named_parameters()))
     assert {tensor.dtype for tensor in weights.named.values()} == {torch.bfloat16}
-    assert all(torch.equal(weights.named[name], parameter.bfloat16()) for name, parameter in module.named_parameters())
+    assert all(
+        torch.equal(weights.named[name], parameter.bfloat16())
+        for name, parameter in module.named_parameters()
+    )

@@ -36,7 +36,9 @@ def test_an_answer_that_cannot_be_read_ends_the_worker_with_the_reason(tmp_path:
         try:
             async with asyncio.timeout(30):
                 await worker.ready()
-                with pytest.raises(WorkerDied, match="worker 'odd' died of ValueError: this is not for you"):
+                with pytest.raises(
+                    WorkerDied, match="worker 'odd' died of ValueError: this is not for you"
+                ):
                     await worker.call("part", "say")
         finally:
             await worker.close()

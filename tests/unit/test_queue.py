@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from paceline.errors import LedgerError
 from paceline.queue.admission import Admission
-from paceline.queue.message_queue import DropReason, FutureVersionError, Item, MessageQueue, MessageQueueClient
+from paceline.queue.message_queue import (
+    DropReason,
+    FutureVersionError,
+    Item,
+    MessageQueue,
+    MessageQueueClient,
+)
 from tests.virtual import run_virtual
 
 
@@ -23,7 +29,9 @@ def make(**settings: Any) -> tuple[MessageQueue, MessageQueueClient, list[tuple[
     return queue, MessageQueueClient(queue), dropped
 
 
-def test_a_sample_made_at_version_1_is_not_handed_out_at_version_5_when_max_staleness_is_3() -> None:
+def test_a_sample_made_at_version_1_is_not_handed_out_at_version_5_when_max_staleness_is_3() -> (
+    None
+):
     queue, client, dropped = make(max_staleness=3)
 
     async def scenario() -> list[Any]:
@@ -81,7 +89,11 @@ def test_the_same_key_is_taken_once() -> None:
     assert len(queue) == 1 and queue.counts.duplicates_refused == 1
 
 
-@given(st.lists(st.tuples(st.sampled_from(["put", "get", "step"]), st.integers(0, 3)), max_size=60), st.integers(1, 5), st.integers(0, 3))
+@given(
+    st.lists(st.tuples(st.sampled_from(["put", "get", "step"]), st.integers(0, 3)), max_size=60),
+    st.integers(1, 5),
+    st.integers(0, 3),
+)
 def test_whatever_happens_every_item_is_taken_once_dropped_once_or_still_there(
     actions: list[tuple[str, int]], size: int, max_staleness: int
 ) -> None:
@@ -113,7 +125,9 @@ def test_admission_refuses_a_group_without_a_free_ticket() -> None:
     assert admission.free == 1
 
 
-def test_a_queue_smaller_than_what_may_be_under_way_holds_admission_back_until_the_trainer_takes() -> None:
+def test_a_queue_smaller_than_what_may_be_under_way_holds_admission_back_until_the_trainer_takes() -> (
+    None
+):
     admission = Admission(capacity=6, queue_size=2)
     for seq in range(2):
         admission.admit(seq)

@@ -29,21 +29,33 @@ TOKEN = "a token"
 def completion(length: int, seed: int = 0, finish: Finish = Finish.STOP) -> Completion:
     rng = np.random.default_rng(seed)
     logprobs = -rng.random(length, np.float32)
-    return Completion(rng.integers(0, 1000, length, np.int32), logprobs, np.full(length, seed, np.int32), finish)
+    return Completion(
+        rng.integers(0, 1000, length, np.int32), logprobs, np.full(length, seed, np.int32), finish
+    )
 
 
 def group(seq: int = 0, attempts: int = 2, length: int = 5) -> Group:
     trajectories = tuple(
-        Trajectory((Turn((1, 2), completion(length, i)),), f"answer {i}", float(i), {"detail": 0.5}) for i in range(attempts)
+        Trajectory((Turn((1, 2), completion(length, i)),), f"answer {i}", float(i), {"detail": 0.5})
+        for i in range(attempts)
     )
-    return Group(seq, Prompt(f"p{seq}", (1, 2), "ask", {"answer": ["a", 1]}), trajectories, 1.5, 2.5)
+    return Group(
+        seq, Prompt(f"p{seq}", (1, 2), "ask", {"answer": ["a", 1]}), trajectories, 1.5, 2.5
+    )
 
 
 def same(one: Group, other: Group) -> bool:
     def plain(group: Group) -> Any:
         def turns(trajectory: Trajectory) -> Any:
             return [
-                (turn.prompt, turn.reward, c.tokens.tolist(), c.logprobs.tobytes(), c.versions.tolist(), c.finish)
+                (
+                    turn.prompt,
+                    turn.reward,
+                    c.tokens.tolist(),
+                    c.logprobs.tobytes(),
+                    c.versions.tolist(),
+                    c.finish,
+                )
                 for turn in trajectory.turns
                 for c in [turn.completion]
             ]
@@ -68,7 +80,11 @@ trajectories = st.builds(
     st.dictionaries(st.text(), st.floats(allow_nan=False), max_size=2),
 )
 prompts = st.builds(
-    Prompt, st.text(), st.lists(st.integers(0, 99)).map(tuple), st.text(), st.dictionaries(st.text(), st.text() | st.integers())
+    Prompt,
+    st.text(),
+    st.lists(st.integers(0, 99)).map(tuple),
+    st.text(),
+    st.dictionaries(st.text(), st.text() | st.integers()),
 )
 groups = st.builds(
     Group,
@@ -93,7 +109,9 @@ def test_decoded_arrays_are_views_into_the_bytes_that_arrived() -> None:
     assert not tokens.flags.owndata and np.shares_memory(tokens, np.frombuffer(arrived, np.uint8))
 
 
-@pytest.mark.parametrize("damage", [b"", b"abc", b"\xff" * 64, encode(group())[:-20], encode(group())[:30]])
+@pytest.mark.parametrize(
+    "damage", [b"", b"abc", b"\xff" * 64, encode(group())[:-20], encode(group())[:30]]
+)
 def test_bytes_that_are_not_a_group_are_refused(damage: bytes) -> None:
     with pytest.raises(WireError, match="not a group"):
         decode(damage)
@@ -109,7 +127,9 @@ Scenario = Callable[[QueueServer, Callable[..., Awaitable[RemoteQueueClient]]], 
 
 def serve(tmp_path: Path, scenario: Scenario, address: str = "", **queue: Any) -> MessageQueue:
     async def run() -> MessageQueue:
-        server = await QueueServer.open(MessageQueue(**queue), address or f"unix:{tmp_path}/queue", TOKEN)
+        server = await QueueServer.open(
+            MessageQueue(**queue), address or f"unix:{tmp_path}/queue", TOKEN
+        )
         clients: list[RemoteQueueClient] = []
 
         async def connect(*args: Any) -> RemoteQueueClient:
@@ -129,12 +149,16 @@ def serve(tmp_path: Path, scenario: Scenario, address: str = "", **queue: Any) -
 
 
 @pytest.mark.parametrize("address", ["", "tcp://127.0.0.1:0"])
-def test_several_producers_and_takers_share_one_queue_and_every_group_is_taken_once(address: str, tmp_path: Path) -> None:
+def test_several_producers_and_takers_share_one_queue_and_every_group_is_taken_once(
+    address: str, tmp_path: Path
+) -> None:
     async def scenario(server: QueueServer, connect: Any) -> None:
         producers = [await connect(Producer(f"rollout-{number}")) for number in range(2)]
         takers = [await connect() for _ in range(2)]
         putting = [producers[seq % 2].put_samples(group(seq), param_version=0) for seq in range(20)]
-        taking = [taker.get_samples(5, current_param_version=0, timeout_s=10) for taker in takers * 2]
+        taking = [
+            taker.get_samples(5, current_param_version=0, timeout_s=10) for taker in takers * 2
+        ]
         put, *taken = await asyncio.gather(asyncio.gather(*putting), *taking)
         assert put == [True] * 20
         assert sorted(found.seq for batch in taken for found in batch) == list(range(20))
@@ -147,7 +171,9 @@ def test_several_producers_and_takers_share_one_queue_and_every_group_is_taken_o
 def test_a_key_counts_once_also_after_it_was_taken(tmp_path: Path) -> None:
     async def scenario(server: QueueServer, connect: Any) -> None:
         producer, taker = await connect(), await connect()
-        assert await producer.put_samples(group(7), 0) and not await producer.put_samples(group(7), 0)
+        assert await producer.put_samples(group(7), 0) and not await producer.put_samples(
+            group(7), 0
+        )
         await taker.get_samples(current_param_version=0)
         await taker.acknowledge()
         assert not await producer.put_samples(group(7), 0)
@@ -162,12 +188,22 @@ def test_what_a_dead_taker_has_not_acknowledged_comes_back_first(tmp_path: Path)
             await producer.put_samples(group(seq), 0)
         assert [found.seq for found in await doomed.get_samples(1, current_param_version=0)] == [0]
         await doomed.acknowledge()
-        assert [found.seq for found in await doomed.get_samples(2, current_param_version=0)] == [1, 2]
+        assert [found.seq for found in await doomed.get_samples(2, current_param_version=0)] == [
+            1,
+            2,
+        ]
         await doomed.close()
-        assert [found.seq for found in await taker.get_samples(3, current_param_version=0)] == [1, 2, 3]
+        assert [found.seq for found in await taker.get_samples(3, current_param_version=0)] == [
+            1,
+            2,
+            3,
+        ]
 
     queue = serve(tmp_path, scenario)
-    assert (queue.counts.taken, queue.counts.returned) == (6, 2 + 3)  # the last taker did not acknowledge either
+    assert (queue.counts.taken, queue.counts.returned) == (
+        6,
+        2 + 3,
+    )  # the last taker did not acknowledge either
 
 
 def test_what_comes_for_a_taker_that_no_longer_waits_goes_back(tmp_path: Path) -> None:
@@ -176,9 +212,13 @@ def test_what_comes_for_a_taker_that_no_longer_waits_goes_back(tmp_path: Path) -
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(taker.get_samples(current_param_version=0), 0.05)
         assert await producer.put_samples(group(0), 0)
-        assert [found.seq for found in await taker.get_samples(current_param_version=0, timeout_s=5)] == [0]
+        assert [
+            found.seq for found in await taker.get_samples(current_param_version=0, timeout_s=5)
+        ] == [0]
 
-    assert serve(tmp_path, scenario).counts.returned == 2  # the second time because the taker left without a word
+    assert (
+        serve(tmp_path, scenario).counts.returned == 2
+    )  # the second time because the taker left without a word
 
 
 def test_a_producer_that_was_replaced_is_refused_and_counted(tmp_path: Path) -> None:
@@ -186,7 +226,9 @@ def test_a_producer_that_was_replaced_is_refused_and_counted(tmp_path: Path) -> 
         zombie = await connect(Producer("rollout", 1))
         assert await zombie.put_samples(group(0), 0)
         successor = await connect(Producer("rollout", 2))
-        with pytest.raises(FencedError, match="incarnation 1 of 'rollout' has been replaced: sample 1 is refused"):
+        with pytest.raises(
+            FencedError, match="incarnation 1 of 'rollout' has been replaced: sample 1 is refused"
+        ):
             await zombie.put_samples(group(1), 0)
         assert await successor.put_samples(group(1), 0)
 
@@ -194,13 +236,18 @@ def test_a_producer_that_was_replaced_is_refused_and_counted(tmp_path: Path) -> 
     assert queue.counts.fenced_refused == 1 and queue.counts.put == 2
 
 
-def test_a_full_queue_holds_its_producers_back_by_items_and_by_bytes_or_drops_its_oldest(tmp_path: Path) -> None:
+def test_a_full_queue_holds_its_producers_back_by_items_and_by_bytes_or_drops_its_oldest(
+    tmp_path: Path,
+) -> None:
     size = len(encode(group()))
     for limits in ({"max_queue_size": 2}, {"max_queue_bytes": 2 * size}):
 
         async def scenario(server: QueueServer, connect: Any) -> None:
             producer, taker = await connect(), await connect()
-            putting = [asyncio.ensure_future(producer.put_samples(group(seq), 0, wait=True)) for seq in range(6)]
+            putting = [
+                asyncio.ensure_future(producer.put_samples(group(seq), 0, wait=True))
+                for seq in range(6)
+            ]
             done, _ = await asyncio.wait(putting, timeout=0.2)
             assert len(done) == 2 == len(server.queue)
             for _ in range(3):
@@ -234,7 +281,9 @@ def test_errors_cross_the_wire_as_what_they_are(tmp_path: Path) -> None:
     serve(tmp_path, scenario)
 
 
-def test_who_does_not_speak_the_language_is_shown_out_and_nobody_else_notices(tmp_path: Path) -> None:
+def test_who_does_not_speak_the_language_is_shown_out_and_nobody_else_notices(
+    tmp_path: Path,
+) -> None:
     async def scenario(server: QueueServer, connect: Any) -> None:
         client = await connect()
         nested = b"[" * 4000
@@ -254,7 +303,9 @@ def test_who_does_not_speak_the_language_is_shown_out_and_nobody_else_notices(tm
     assert not (tmp_path / "queue").exists()
 
 
-def test_who_leaves_in_the_middle_of_a_message_or_does_not_read_its_answers_harms_nobody(tmp_path: Path) -> None:
+def test_who_leaves_in_the_middle_of_a_message_or_does_not_read_its_answers_harms_nobody(
+    tmp_path: Path,
+) -> None:
     def message(header: dict[str, Any], body: bytes = b"") -> bytes:
         head = json.dumps(header).encode()
         return len(head).to_bytes(4, "little") + len(body).to_bytes(8, "little") + head + body
@@ -262,7 +313,9 @@ def test_who_leaves_in_the_middle_of_a_message_or_does_not_read_its_answers_harm
     async def scenario(server: QueueServer, connect: Any) -> None:
         client = await connect()
         hello = message({"token": TOKEN, "producer": None})
-        put = message({"id": 1, "action": "put", "version": 0, "key": "half", "wait": False}, encode(group()))
+        put = message(
+            {"id": 1, "action": "put", "version": 0, "key": "half", "wait": False}, encode(group())
+        )
         for cut in (3, 20, len(put) - 1):
             _, writer = await asyncio.open_unix_connection(tmp_path / "queue")
             writer.write(hello + put[:cut])
@@ -272,10 +325,14 @@ def test_who_leaves_in_the_middle_of_a_message_or_does_not_read_its_answers_harm
         deaf.write(hello)
         asked = 0
         with suppress(TimeoutError):
-            async with asyncio.timeout(0.5):  # an error as long as its question, again and again, and none is read
+            async with asyncio.timeout(
+                0.5
+            ):  # an error as long as its question, again and again, and none is read
                 while asked < 200:
                     asked += 1
-                    deaf.write(message({"id": "x" * 100_000, "action": "get", "count": -1, "version": 0}))
+                    deaf.write(
+                        message({"id": "x" * 100_000, "action": "get", "count": -1, "version": 0})
+                    )
                     await deaf.drain()
         assert asked < 200, "its questions are not read any more"
         assert await client.put_samples(group(1), 0)
@@ -306,7 +363,9 @@ def test_a_client_that_finds_nobody_or_somebody_else_is_told_and_one_that_is_clo
         silent = await asyncio.start_server(lambda *_: asyncio.sleep(30), "127.0.0.1", 0)
         for found in (other, silent):
             with pytest.raises(ConfigError, match="is none: it does not speak our language"):
-                await RemoteQueueClient.connect(f"tcp://127.0.0.1:{found.sockets[0].getsockname()[1]}", TOKEN)
+                await RemoteQueueClient.connect(
+                    f"tcp://127.0.0.1:{found.sockets[0].getsockname()[1]}", TOKEN
+                )
             found.close()
         client = await connect()
         with pytest.raises(PacelineError, match="so many samples cannot be taken"):
@@ -320,7 +379,9 @@ def test_a_client_that_finds_nobody_or_somebody_else_is_told_and_one_that_is_clo
     serve(tmp_path, scenario)
 
 
-def test_a_producer_in_another_process_that_is_killed_leaves_whole_groups_only(tmp_path: Path) -> None:
+def test_a_producer_in_another_process_that_is_killed_leaves_whole_groups_only(
+    tmp_path: Path,
+) -> None:
     program = f"""
 import asyncio, sys
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})

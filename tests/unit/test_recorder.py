@@ -20,15 +20,29 @@ def recorder(folder: Path, length: int = 0, step: int = 0) -> Recorder:
 
 
 def metrics(step: int, **more: float) -> dict[str, float]:
-    numbers = {"sample_age_s": 0.5 * step, "staleness/mean": 0.25 * step, "staleness/max": float(step % 3), "queue/utilisation": 0.5}
-    return {"reward/mean": step / 10, "rollout/samples": 8.0, "rollout/tokens": 80.0, "train/busy_s": 0.01, **numbers, **more}
+    numbers = {
+        "sample_age_s": 0.5 * step,
+        "staleness/mean": 0.25 * step,
+        "staleness/max": float(step % 3),
+        "queue/utilisation": 0.5,
+    }
+    return {
+        "reward/mean": step / 10,
+        "rollout/samples": 8.0,
+        "rollout/tokens": 80.0,
+        "train/busy_s": 0.01,
+        **numbers,
+        **more,
+    }
 
 
 def summary(found: Recorder) -> dict[str, Any]:
     return found.summary(sync_s=[0.1, 0.3], ledger={}, memory_peak_bytes=1)
 
 
-def test_the_summary_is_of_all_steps_and_its_rewards_also_of_those_before_this_run(tmp_path: Path) -> None:
+def test_the_summary_is_of_all_steps_and_its_rewards_also_of_those_before_this_run(
+    tmp_path: Path,
+) -> None:
     first = recorder(tmp_path)
     for step in range(1, 11):
         first.step_done(step, metrics(step), [])
@@ -43,16 +57,32 @@ def test_the_summary_is_of_all_steps_and_its_rewards_also_of_those_before_this_r
     second.close()
     assert (found["steps"], found["steps_this_run"], found["reward_first"]) == (20, 10, 0.1)
     assert found["reward_last"] == pytest.approx(np.mean([1.9, 2.0]))
-    assert found["mean_sample_age_s"] == pytest.approx(np.mean([0.5 * step for step in range(11, 21)]))
-    assert found["staleness_mean"] == pytest.approx(np.mean([0.25 * step for step in range(11, 21)])) and found["staleness_max"] == 2
-    assert found["samples_per_s"] * found["wall_s"] == pytest.approx(80) and found["tokens_per_s"] * found["wall_s"] == pytest.approx(800)
-    assert found["memory_phases"] == {"train": 190} and found["queue_utilisation"] == 0.25 and found["rollout_busy_share"] == 1.0
+    assert found["mean_sample_age_s"] == pytest.approx(
+        np.mean([0.5 * step for step in range(11, 21)])
+    )
+    assert (
+        found["staleness_mean"] == pytest.approx(np.mean([0.25 * step for step in range(11, 21)]))
+        and found["staleness_max"] == 2
+    )
+    assert found["samples_per_s"] * found["wall_s"] == pytest.approx(80) and found[
+        "tokens_per_s"
+    ] * found["wall_s"] == pytest.approx(800)
+    assert (
+        found["memory_phases"] == {"train": 190}
+        and found["queue_utilisation"] == 0.25
+        and found["rollout_busy_share"] == 1.0
+    )
     assert found["sync_latency_s"] == pytest.approx(0.2)
 
 
 def test_a_run_that_made_no_step_has_a_summary_too(tmp_path: Path) -> None:
     found = summary(recorder(tmp_path))
-    assert (found["steps"], found["reward_first"], found["mean_sample_age_s"], found["queue_utilisation"]) == (0, None, 0.0, 0.0)
+    assert (
+        found["steps"],
+        found["reward_first"],
+        found["mean_sample_age_s"],
+        found["queue_utilisation"],
+    ) == (0, None, 0.0, 0.0)
 
 
 def test_every_line_is_plain_json_also_where_a_number_is_none(tmp_path: Path) -> None:
@@ -60,7 +90,11 @@ def test_every_line_is_plain_json_also_where_a_number_is_none(tmp_path: Path) ->
     found.step_done(1, metrics(1, **{"train/grad_norm": math.nan, "train/ratio_max": math.inf}), [])
     found.close()
     row = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
-    assert row["train/grad_norm"] is None and row["train/ratio_max"] is None and row["sample_age_s"] == 0.5
+    assert (
+        row["train/grad_norm"] is None
+        and row["train/ratio_max"] is None
+        and row["sample_age_s"] == 0.5
+    )
 
 
 def test_steps_are_written_down_and_not_remembered(tmp_path: Path) -> None:
@@ -80,7 +114,9 @@ def test_steps_are_written_down_and_not_remembered(tmp_path: Path) -> None:
     assert growth / 1000 < 100, "bytes for each step"
 
 
-def test_whoever_watches_gets_the_last_look_at_the_engines_too_also_of_a_run_shorter_than_a_second(tmp_path: Path) -> None:
+def test_whoever_watches_gets_the_last_look_at_the_engines_too_also_of_a_run_shorter_than_a_second(
+    tmp_path: Path,
+) -> None:
     seen: list[tuple[int, float]] = []
 
     class Watcher:

@@ -36,38 +36,59 @@ def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def plain_score(folder: str, text: str, templated: bool = False) -> float:
     """One text, alone, through transformers' own forward."""
     model = AutoModelForSequenceClassification.from_pretrained(folder)
-    ids = AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=not templated, return_tensors="pt")["input_ids"]
+    ids = AutoTokenizer.from_pretrained(folder)(
+        text, add_special_tokens=not templated, return_tensors="pt"
+    )["input_ids"]
     return float(model(ids).logits[0, 0])
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 60, 4096])
-def test_scores_are_those_of_each_text_alone_however_they_are_batched(folder: str, batch_tokens: int) -> None:
+def test_scores_are_those_of_each_text_alone_however_they_are_batched(
+    folder: str, batch_tokens: int
+) -> None:
     found = RewardModel(folder, "float32", batch_tokens).score("sort 3 1 2=", MESSAGES, ANSWERS)
     expected = [plain_score(folder, f"sort 3 1 2={answer}") for answer in ANSWERS]
     assert found == pytest.approx(expected, abs=1e-5)
-    assert len({round(score, 4) for score in found}) == len(ANSWERS), "a model that scores all alike proves nothing"
+    assert len({round(score, 4) for score in found}) == len(ANSWERS), (
+        "a model that scores all alike proves nothing"
+    )
 
 
 def test_a_chat_template_is_the_reward_models_own_and_sees_the_messages(chat_folder: str) -> None:
     messages = [{"role": "system", "content": "be brief"}, *MESSAGES]
-    found = RewardModel(chat_folder, "float32", 4096).score("<policy's own rendering>", messages, ANSWERS)
+    found = RewardModel(chat_folder, "float32", 4096).score(
+        "<policy's own rendering>", messages, ANSWERS
+    )
     expected = [
-        plain_score(chat_folder, f"system: be brief\nuser: sort 3 1 2=\nassistant: {answer}\n", templated=True) for answer in ANSWERS
+        plain_score(
+            chat_folder,
+            f"system: be brief\nuser: sort 3 1 2=\nassistant: {answer}\n",
+            templated=True,
+        )
+        for answer in ANSWERS
     ]
     assert found == pytest.approx(expected, abs=1e-5)
 
 
 def test_without_a_pad_token_answers_are_scored_one_at_a_time(folder: str, tmp_path: Path) -> None:
-    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForSequenceClassification.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
     model.config.pad_token_id = None
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     found = RewardModel(str(tmp_path), "float32", 4096).score("sort 3 1 2=", MESSAGES, ANSWERS)
-    assert found == pytest.approx([plain_score(folder, f"sort 3 1 2={answer}") for answer in ANSWERS], abs=1e-5)
+    assert found == pytest.approx(
+        [plain_score(folder, f"sort 3 1 2={answer}") for answer in ANSWERS], abs=1e-5
+    )
 
 
 def test_what_is_not_a_reward_model_is_refused(folder: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="is Qwen2ForCausalLM; a reward model is a sequence-classification model with one label"):
+    with pytest.raises(
+        ModelError,
+        match="is Qwen2ForCausalLM; a reward model is a sequence-classification model with one label",
+    ):
         check_reward_model(random_model(tmp_path / "causal"))
     with pytest.raises(ModelError, match="has 3 labels; a reward model has one"):
         check_reward_model(random_reward_model(tmp_path / "three", labels=3))
@@ -78,7 +99,9 @@ def test_what_is_not_a_reward_model_is_refused(folder: str, tmp_path: Path) -> N
         check_reward_model(str(tmp_path / "mute"))
 
 
-def test_a_text_too_long_or_a_score_that_is_no_number_is_a_reward_error(folder: str, chat_folder: str) -> None:
+def test_a_text_too_long_or_a_score_that_is_no_number_is_a_reward_error(
+    folder: str, chat_folder: str
+) -> None:
     model = RewardModel(folder, "float32", 4096)
     with pytest.raises(RewardError, match=r"have \d{3} tokens, reward model \S+ reads at most 256"):
         model.score("x" * 300, MESSAGES, ["a"])
@@ -92,7 +115,9 @@ def test_a_text_too_long_or_a_score_that_is_no_number_is_a_reward_error(folder: 
         strict.score("x", MESSAGES, ["a"])
 
 
-def test_the_client_sends_the_rows_messages_and_names_the_prompt_in_errors(chat_folder: str) -> None:
+def test_the_client_sends_the_rows_messages_and_names_the_prompt_in_errors(
+    chat_folder: str,
+) -> None:
     texts = [Trajectory((), answer) for answer in ANSWERS]
     rows: list[tuple[Any, str | None, str]] = [
         ("hello", None, "user: hello\n"),
@@ -103,28 +128,45 @@ def test_the_client_sends_the_rows_messages_and_names_the_prompt_in_errors(chat_
     ]  # fmt: skip
 
     async def scenario() -> None:
-        worker = ThreadWorker("reward", lambda: {Role.REWARD: RewardModel(chat_folder, "float32", 4096)}, ())
+        worker = ThreadWorker(
+            "reward", lambda: {Role.REWARD: RewardModel(chat_folder, "float32", 4096)}, ()
+        )
         await worker.ready()
         for question, system, rendered in rows:
             prompt = Prompt("p:1", (1,), "as the policy saw it", {"question": question})
             found = await ModelReward(worker, "question", system).score(prompt, texts)
             assert found == pytest.approx(
-                [plain_score(chat_folder, f"{rendered}assistant: {answer}\n", templated=True) for answer in ANSWERS], abs=1e-5
+                [
+                    plain_score(chat_folder, f"{rendered}assistant: {answer}\n", templated=True)
+                    for answer in ANSWERS
+                ],
+                abs=1e-5,
             )
         with pytest.raises(RewardError, match=r"prompt 'p:2': prompt and answer have \d+ tokens"):
-            await ModelReward(worker, "question").score(Prompt("p:2", (1,), "", {"question": "x" * 300}), texts)
+            await ModelReward(worker, "question").score(
+                Prompt("p:2", (1,), "", {"question": "x" * 300}), texts
+            )
         await worker.close()
 
     asyncio.run(scenario())
 
 
 def test_a_function_and_a_model_together_are_refused_naming_both() -> None:
-    with pytest.raises(ConfigError, match=r"reward\.function = 'exact' and reward\.model = 'm' are both set"):
+    with pytest.raises(
+        ConfigError, match=r"reward\.function = 'exact' and reward\.model = 'm' are both set"
+    ):
         load_config(None, ["data.task=copy:3", "reward.function=exact", "reward.model=m"])
 
 
 def test_a_reward_model_that_could_never_generate_has_its_place_in_the_plan(tmp_path: Path) -> None:
-    shape = DebertaV2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=128, num_labels=1)
+    shape = DebertaV2Config(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        vocab_size=128,
+        num_labels=1,
+    )
     model = AutoModelForSequenceClassification.from_config(shape)
     model.save_pretrained(tmp_path)
     config = load_config(None, [f"reward.model={tmp_path}"])

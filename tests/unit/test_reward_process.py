@@ -102,7 +102,9 @@ def functions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def opened(function: str, **settings: float) -> AsyncIterator[ProcessReward]:
-    reward = await open_reward(RewardSettings(function=function, **{"timeout_s": 20.0, **settings}), task=None)
+    reward = await open_reward(
+        RewardSettings(function=function, **{"timeout_s": 20.0, **settings}), task=None
+    )
     assert isinstance(reward, ProcessReward)
     try:
         yield reward
@@ -115,7 +117,11 @@ async def opened(function: str, **settings: float) -> AsyncIterator[ProcessRewar
 def alive(pid: int) -> bool:
     """Whether a process runs; one that is dead but not yet collected by its parent does not."""
     try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text() if Path("/proc").exists() else os.kill(pid, 0) is None
+        return (
+            "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+            if Path("/proc").exists()
+            else os.kill(pid, 0) is None
+        )
     except (FileNotFoundError, ProcessLookupError):
         return False
 
@@ -157,9 +163,22 @@ async def test_a_truth_value_is_a_number(functions: Path) -> None:
 
 
 def test_numbers_of_numpy_and_torch_are_numbers_but_arrays_of_them_are_not() -> None:
-    values = [np.float32(0.5), np.int64(2), np.True_, np.array(1.5), torch.tensor(0.25), torch.tensor(True)]
+    values = [
+        np.float32(0.5),
+        np.int64(2),
+        np.True_,
+        np.array(1.5),
+        torch.tensor(0.25),
+        torch.tensor(True),
+    ]
     assert [as_reward(value) for value in values] == [0.5, 2.0, 1.0, 1.5, 0.25, 1.0]
-    for value in (np.array([1.5]), torch.tensor([1.5]), torch.tensor(1j), np.array("text"), np.float32("nan")):
+    for value in (
+        np.array([1.5]),
+        torch.tensor([1.5]),
+        torch.tensor(1j),
+        np.array("text"),
+        np.float32("nan"),
+    ):
         with pytest.raises(Problem, match="expected a"):
             as_reward(value)
 
@@ -167,7 +186,10 @@ def test_numbers_of_numpy_and_torch_are_numbers_but_arrays_of_them_are_not() -> 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("raising", r"raised ValueError: invalid literal for int\(\) with base 10: 'xa' \(.*my_rewards\.py:7\)"),
+        (
+            "raising",
+            r"raised ValueError: invalid literal for int\(\) with base 10: 'xa' \(.*my_rewards\.py:7\)",
+        ),
         ("exiting", "raised SystemExit: bye"),
         ("none", r"returned None \(NoneType\); expected a number"),
         ("nan", r"returned nan \(float\); expected a finite number"),
@@ -180,10 +202,14 @@ def test_numbers_of_numpy_and_torch_are_numbers_but_arrays_of_them_are_not() -> 
     ],
 )
 @in_loop
-async def test_anything_but_a_number_is_an_error_that_names_function_and_prompt(functions: Path, name: str, message: str) -> None:
+async def test_anything_but_a_number_is_an_error_that_names_function_and_prompt(
+    functions: Path, name: str, message: str
+) -> None:
     async with opened(f"{functions}:{name}") as reward:
         for _ in range(2):  # the second time shows that the worker is still there, or replaced
-            with pytest.raises(RewardError, match=rf"my_rewards\.py:{name}', prompt 'q7': .*{message}"):
+            with pytest.raises(
+                RewardError, match=rf"my_rewards\.py:{name}', prompt 'q7': .*{message}"
+            ):
                 await ask(reward, "a")
         assert len(reward.pids) == 1
 
@@ -201,7 +227,9 @@ async def test_a_hang_is_killed_at_the_deadline(functions: Path, name: str) -> N
 
 
 @in_loop
-async def test_a_worker_that_somebody_kills_is_replaced_and_its_group_is_scored_again(functions: Path) -> None:
+async def test_a_worker_that_somebody_kills_is_replaced_and_its_group_is_scored_again(
+    functions: Path,
+) -> None:
     async with opened(f"{functions}:slow", timeout_s=20) as reward:
         (before,) = reward.pids
         call = asyncio.ensure_future(ask(reward, "a"))
@@ -227,20 +255,30 @@ def test_no_time_of_a_reward_passes_while_the_run_is_stopped(functions: Path) ->
     """)
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
     ) as parent:
         assert parent.stdout is not None
         both = [parent.pid, int(parent.stdout.readline())]
-        for signal_number, seconds in ((signal.SIGSTOP, 4), (signal.SIGCONT, 0)):  # for longer than it may take
+        for signal_number, seconds in (
+            (signal.SIGSTOP, 4),
+            (signal.SIGCONT, 0),
+        ):  # for longer than it may take
             for pid in both:
                 os.kill(pid, signal_number)
             time.sleep(seconds)
         assert parent.stdout.read() == "[1.0]\n"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="descendants outside the process group are found through /proc")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="descendants outside the process group are found through /proc"
+)
 @in_loop
-async def test_the_processes_a_hanging_reward_started_go_with_it(functions: Path, tmp_path: Path) -> None:
+async def test_the_processes_a_hanging_reward_started_go_with_it(
+    functions: Path, tmp_path: Path
+) -> None:
     async with opened(f"{functions}:unkind", timeout_s=2.0) as reward:
         with pytest.raises(RewardError, match="no answer within 2 s"):
             await ask(reward, "a", pids=str(tmp_path / "pids"))
@@ -250,10 +288,14 @@ async def test_the_processes_a_hanging_reward_started_go_with_it(functions: Path
 
 
 @in_loop
-async def test_twenty_hangs_in_a_row_leave_the_configured_number_of_workers(functions: Path) -> None:
+async def test_twenty_hangs_in_a_row_leave_the_configured_number_of_workers(
+    functions: Path,
+) -> None:
     async with opened(f"{functions}:sometimes", timeout_s=0.2, workers=2) as reward:
         first = set(reward.pids)
-        results = await asyncio.gather(*(ask(reward, "hang") for _ in range(20)), return_exceptions=True)
+        results = await asyncio.gather(
+            *(ask(reward, "hang") for _ in range(20)), return_exceptions=True
+        )
         assert all(isinstance(r, RewardError) for r in results)
         assert len(reward.pids) == 2
         assert all(map(alive, reward.pids))
@@ -287,7 +329,9 @@ async def test_groups_are_scored_by_all_workers_at_once(functions: Path) -> None
 
 
 @in_loop
-async def test_prints_go_to_the_log_and_break_nothing(functions: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_prints_go_to_the_log_and_break_nothing(
+    functions: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level("INFO", logger="paceline.reward.process"):
         async with opened(f"{functions}:printing") as reward:
             assert await ask(reward, "a", "b") == [0.5, 0.5]
@@ -314,7 +358,9 @@ async def test_closing_ends_a_call_in_flight(functions: Path) -> None:
         await ask(reward, "a")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a busy worker notices only between two calls")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere a busy worker notices only between two calls"
+)
 @pytest.mark.parametrize("name", ["looping", "holding_the_gil", "good"])
 @in_loop
 async def test_workers_end_with_a_parent_that_is_killed(functions: Path, name: str) -> None:
@@ -330,7 +376,11 @@ async def test_workers_end_with_a_parent_that_is_killed(functions: Path, name: s
         asyncio.run(main())
     """)
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path}) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": path},
+    ) as parent:
         assert parent.stdout is not None
         worker = int(await asyncio.to_thread(parent.stdout.readline))
         assert alive(worker)
@@ -345,34 +395,65 @@ async def test_workers_end_with_a_parent_that_is_killed(functions: Path, name: s
         ("no/such/file.py:f", r"no file 'no/such/file\.py' \(looked from "),
         ("{file}:gud", "no 'gud' in .*my_rewards.py; it has good, true"),
         ("{file}:number", "'number' in .*my_rewards.py is int, not a function"),
-        ("{file}:one_argument", r"one_argument\(answer\) cannot be called as reward\(answer, row\)"),
-        ("{file}:generator", "'generator' is a generator; expected a function that returns a number"),
-        ("{file}:for_trl", r"written for TRL; .* reward\(answer, row\). Wrap it: .*return for_trl\(completions=\[answer\], \*\*row\)\[0\]"),
-        ("{file}:for_verl", r'written for verl; .*return for_verl\(row\["data_source"\], answer, .*ground_truth'),
-        ("{file}:Judge.__call__", r"cannot be called as reward\(answer, row\), where row is the data set row"),
+        (
+            "{file}:one_argument",
+            r"one_argument\(answer\) cannot be called as reward\(answer, row\)",
+        ),
+        (
+            "{file}:generator",
+            "'generator' is a generator; expected a function that returns a number",
+        ),
+        (
+            "{file}:for_trl",
+            r"written for TRL; .* reward\(answer, row\). Wrap it: .*return for_trl\(completions=\[answer\], \*\*row\)\[0\]",
+        ),
+        (
+            "{file}:for_verl",
+            r'written for verl; .*return for_verl\(row\["data_source"\], answer, .*ground_truth',
+        ),
+        (
+            "{file}:Judge.__call__",
+            r"cannot be called as reward\(answer, row\), where row is the data set row",
+        ),
         ("{wrong}:f", r"importing it raised SyntaxError: .* \(.*wrong\.py:2\)"),
-        ("{broken}:f", r"importing it raised NameError: name 'oops' is not defined \(.*broken\.py:2\)"),
-        ("last_nubmer", "neither a verifier nor an entry point of 'paceline.rewards'; did you mean 'last_number'?"),
+        (
+            "{broken}:f",
+            r"importing it raised NameError: name 'oops' is not defined \(.*broken\.py:2\)",
+        ),
+        (
+            "last_nubmer",
+            "neither a verifier nor an entry point of 'paceline.rewards'; did you mean 'last_number'?",
+        ),
     ],
 )
 @in_loop
-async def test_a_function_that_cannot_be_loaded_stops_the_run_before_it_starts(functions: Path, function: str, message: str) -> None:
+async def test_a_function_that_cannot_be_loaded_stops_the_run_before_it_starts(
+    functions: Path, function: str, message: str
+) -> None:
     broken = functions.with_name("broken.py")
     broken.write_text("import os\noops\n")
     wrong = functions.with_name("wrong.py")
     wrong.write_text("import os\ndef f(answer, row:\n")
     with pytest.raises(ConfigError, match=rf"reward\.function = .*{message}"):
-        await open_reward(RewardSettings(function=function.format(file=functions, broken=broken, wrong=wrong), workers=2), task=None)
+        await open_reward(
+            RewardSettings(
+                function=function.format(file=functions, broken=broken, wrong=wrong), workers=2
+            ),
+            task=None,
+        )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="open files are counted through /proc")
 @in_loop
-async def test_more_processes_than_can_be_had_are_refused_in_words_and_none_is_left(functions: Path) -> None:
+async def test_more_processes_than_can_be_had_are_refused_in_words_and_none_is_left(
+    functions: Path,
+) -> None:
     before, limits = children(), resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, limits[1]))
     try:
         with pytest.raises(
-            RewardError, match=r"my_rewards\.py:good': a process could not be started beside \d+ others: .*Too many open files"
+            RewardError,
+            match=r"my_rewards\.py:good': a process could not be started beside \d+ others: .*Too many open files",
         ):
             await open_reward(RewardSettings(function=f"{functions}:good", workers=40), task=None)
     finally:
@@ -381,7 +462,9 @@ async def test_more_processes_than_can_be_had_are_refused_in_words_and_none_is_l
 
 
 @in_loop
-async def test_a_module_on_the_path_works_too(functions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_module_on_the_path_works_too(
+    functions: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(functions.parent))
     async with opened("my_rewards:good") as reward:
         assert await ask(reward, "aa") == [3.0]
@@ -397,7 +480,10 @@ async def test_a_function_of_the_program_itself_is_a_reward_async_or_not() -> No
         return 1 / len(answer)
 
     reward = await open_reward(RewardSettings(timeout_s=0.2), None, judge)
-    assert await ask(reward, "a", "bb") == [{"reward": 1.0, "bonus": 1.0}, {"reward": 2.0, "bonus": 1.0}]
+    assert await ask(reward, "a", "bb") == [
+        {"reward": 1.0, "bonus": 1.0},
+        {"reward": 2.0, "bonus": 1.0},
+    ]
     with pytest.raises(RewardError, match=r"judge', prompt .*no answer within 0\.2 s"):
         await ask(reward, "a", "")
     reward = await open_reward(RewardSettings(function="exact"), None, broken)
@@ -411,7 +497,9 @@ async def test_the_tasks_own_score_is_the_default() -> None:
     reward = await open_reward(RewardSettings(), task="sort:3")
     assert isinstance(reward, TrustedReward)
     assert await ask(reward, "123", "999", answer="123") == [1.0, 0.0]
-    with pytest.raises(RewardError, match=r"reward 'sort:3', prompt 'q7': raised KeyError: 'answer'"):
+    with pytest.raises(
+        RewardError, match=r"reward 'sort:3', prompt 'q7': raised KeyError: 'answer'"
+    ):
         await ask(reward, "123")
     await reward.close()
 
@@ -434,11 +522,16 @@ async def test_verifiers_go_by_their_names() -> None:
     ],
 )
 @in_loop
-async def test_a_row_no_answer_can_be_compared_with_is_refused_by_its_place(name: str, row: dict[str, Any], message: str) -> None:
+async def test_a_row_no_answer_can_be_compared_with_is_refused_by_its_place(
+    name: str, row: dict[str, Any], message: str
+) -> None:
     reward = await open_reward(RewardSettings(function=name), task=None)
     assert isinstance(reward, TrustedReward)
     reward.check([("a.jsonl:1", {"answer": "1"})])
-    with pytest.raises(DataError, match=rf"a\.jsonl:2 cannot be judged with reward\.function = '{name}': .*{message}"):
+    with pytest.raises(
+        DataError,
+        match=rf"a\.jsonl:2 cannot be judged with reward\.function = '{name}': .*{message}",
+    ):
         reward.check([("a.jsonl:1", {"answer": "1"}), ("a.jsonl:2", row)])
 
 

@@ -15,7 +15,12 @@ from paceline.sync.stream import REQUEST, StreamReceiver, StreamSource
 from paceline.sync.weights import Weights
 
 HOST, TOKEN = "127.0.0.1", b"t" * 32
-SHAPES = {"a": (1 << 20,), "b": (3, 5), "c": (1 << 20, 3), "d": ()}  # 16 MB: some tensors within a piece, one over several
+SHAPES = {
+    "a": (1 << 20,),
+    "b": (3, 5),
+    "c": (1 << 20, 3),
+    "d": (),
+}  # 16 MB: some tensors within a piece, one over several
 
 
 def tensors(seed: int) -> list[tuple[str, Tensor]]:
@@ -78,13 +83,19 @@ def test_bytes_travel_while_the_trainer_still_gathers() -> None:
     assert same(received(engine, Weights(1, trainer.write(gathered(), 1))), 1)
 
 
-def test_an_engine_whose_source_ends_or_is_silent_goes_on_with_the_trainer_from_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_whose_source_ends_or_is_silent_goes_on_with_the_trainer_from_where_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(stream, "SILENCE_S", 0.2)
     trainer = source()
     weights = Weights(1, trainer.write(tensors(1), 1))
     asked: list[int] = []
     original = stream.StreamServer._send
-    monkeypatch.setattr(stream.StreamServer, "_send", lambda self, c, v, at: (asked.append(at), original(self, c, v, at)))
+    monkeypatch.setattr(
+        stream.StreamServer,
+        "_send",
+        lambda self, c, v, at: (asked.append(at), original(self, c, v, at)),
+    )
     with socket.create_server((HOST, 0)) as half, socket.create_server((HOST, 0)) as mute:
 
         def give_a_piece() -> None:

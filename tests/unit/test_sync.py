@@ -13,7 +13,11 @@ from paceline.sync.block import WeightBlock, block_size, layout_of
 from paceline.sync.transport import shared_file
 from paceline.sync.weights import Weights
 
-TENSORS = [("a", torch.arange(12.0).view(3, 4)), ("b", torch.ones(5, dtype=torch.bfloat16)), ("c", torch.tensor(7.0))]
+TENSORS = [
+    ("a", torch.arange(12.0).view(3, 4)),
+    ("b", torch.ones(5, dtype=torch.bfloat16)),
+    ("c", torch.tensor(7.0)),
+]
 
 
 @pytest.fixture
@@ -28,7 +32,9 @@ def test_what_one_side_writes_the_other_side_reads_bit_for_bit(path: str) -> Non
     weights = Weights(3, writer.write(TENSORS))
     reader.verify(weights)
     for name, tensor in TENSORS:
-        assert torch.equal(reader.tensors[name], tensor) and reader.tensors[name].dtype == tensor.dtype
+        assert (
+            torch.equal(reader.tensors[name], tensor) and reader.tensors[name].dtype == tensor.dtype
+        )
 
 
 @pytest.mark.parametrize("position", [0, 47, 64, 130])
@@ -47,7 +53,9 @@ def test_an_incomplete_export_is_refused(path: str) -> None:
         WeightBlock(path, layout_of(TENSORS)).write(TENSORS[:2])
 
 
-def test_an_engine_whose_weights_were_overwritten_while_it_loaded_them_makes_no_token_until_it_has_whole_ones(path: str) -> None:
+def test_an_engine_whose_weights_were_overwritten_while_it_loaded_them_makes_no_token_until_it_has_whole_ones(
+    path: str,
+) -> None:
     block = WeightBlock(path, layout_of(TENSORS))
 
     class Engine:
@@ -80,7 +88,9 @@ def test_weights_that_have_no_room_in_memory_go_through_the_disk_and_what_fits_n
             raise OSError(errno.ENOSPC, "No space left on device")
         os.truncate(file, size)
 
-    with pytest.raises(SyncError, match=r"no room for 1125899.* GB of weights in .*/dev/shm or .*; make some"):
+    with pytest.raises(
+        SyncError, match=r"no room for 1125899.* GB of weights in .*/dev/shm or .*; make some"
+    ):
         shared_file(1 << 50)
     monkeypatch.setattr(os, "posix_fallocate", small_memory)
     caplog.clear()

@@ -58,7 +58,10 @@ class Broken:
         return None
 
 
-def with_worker(build: Callable[[], dict[str, Any]], scenario: Callable[[ThreadWorker], Coroutine[Any, Any, None]]) -> None:
+def with_worker(
+    build: Callable[[], dict[str, Any]],
+    scenario: Callable[[ThreadWorker], Coroutine[Any, Any, None]],
+) -> None:
     async def main() -> None:
         worker = ThreadWorker("main", build, (), beside={"rollout"})
         await worker.ready()
@@ -93,7 +96,9 @@ def test_a_role_beside_that_fails_takes_the_worker_with_it() -> None:
 
 def test_a_process_that_is_still_starting_is_not_waited_for(tmp_path: Path) -> None:
     async def scenario() -> float:
-        worker = ProcessWorker("slow", time.sleep, (60,), cores=[], threads=1, log_path=tmp_path / "log")  # type: ignore[arg-type]
+        worker = ProcessWorker(
+            "slow", time.sleep, (60,), cores=[], threads=1, log_path=tmp_path / "log"
+        )  # type: ignore[arg-type]
         begun = time.monotonic()
         await worker.close()
         return time.monotonic() - begun
@@ -104,10 +109,14 @@ def test_a_process_that_is_still_starting_is_not_waited_for(tmp_path: Path) -> N
 @pytest.mark.parametrize("works", [True, False])
 def test_an_error_that_cannot_travel_is_told_in_its_words(works: bool, tmp_path: Path) -> None:
     async def scenario() -> None:
-        worker = ProcessWorker("one", build_library, (works,), cores=[], threads=1, log_path=tmp_path / "log")
+        worker = ProcessWorker(
+            "one", build_library, (works,), cores=[], threads=1, log_path=tmp_path / "log"
+        )
         try:
             async with asyncio.timeout(30):
-                with pytest.raises(RuntimeError, match=r"Homebound: the disk is upside down \(code 7\)"):
+                with pytest.raises(
+                    RuntimeError, match=r"Homebound: the disk is upside down \(code 7\)"
+                ):
                     await worker.ready()
                     await worker.call("actor", "fail")
         finally:

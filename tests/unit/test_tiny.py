@@ -56,8 +56,12 @@ def test_it_starts_with_a_fair_share_of_right_answers() -> None:
     prompts = tokenizer([row["prompt"] for row in rows], return_tensors="pt")
     torch.manual_seed(0)
     output = model.generate(**prompts, max_new_tokens=8, do_sample=True, top_k=0)
-    answers = tokenizer.batch_decode(output[:, prompts.input_ids.shape[1] :], skip_special_tokens=True)
-    reward = sum(task.score(answer, row) for answer, row in zip(answers, rows, strict=True)) / len(rows)
+    answers = tokenizer.batch_decode(
+        output[:, prompts.input_ids.shape[1] :], skip_special_tokens=True
+    )
+    reward = sum(task.score(answer, row) for answer, row in zip(answers, rows, strict=True)) / len(
+        rows
+    )
     assert 0.15 < reward < 0.4
 
 
@@ -76,7 +80,10 @@ def test_it_is_made_once_and_loads_like_any_model(quick: Path) -> None:
 def test_the_chat_template_changes_nothing_for_a_lone_question() -> None:
     tokenizer = tiny.make_tokenizer()
     plain = tokenizer("sort 31=").input_ids
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "sort 31="}], return_dict=False) == plain
+    assert (
+        tokenizer.apply_chat_template([{"role": "user", "content": "sort 31="}], return_dict=False)
+        == plain
+    )
     assert tokenizer.decode(plain, skip_special_tokens=True) == "sort 31="
 
 
@@ -101,7 +108,9 @@ def test_two_processes_may_make_it_at_once(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_build_that_fails_leaves_nothing_behind(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_that_fails_leaves_nothing_behind(
+    quick: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(step: int, total: int) -> None:
         raise KeyboardInterrupt
 
@@ -115,7 +124,9 @@ def test_an_unknown_task_is_refused() -> None:
         resolve_model("tiny:srot")
 
 
-def test_missing_and_incomplete_models_are_one_clear_sentence(quick: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_and_incomplete_models_are_one_clear_sentence(
+    quick: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ModelError, match=r"no model at './nowhere'"):
         load_model("./nowhere")
     (tmp_path / "empty").mkdir()
@@ -140,7 +151,10 @@ def test_a_model_with_missing_weights_is_refused(quick: Path, tmp_path: Path) ->
     name = next(n for n in weights if "q_proj.weight" in n)
     del weights[name]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"1 weights are missing, for example 'model\.layers\.0\.self_attn\.q_proj\.weight'"):
+    with pytest.raises(
+        ModelError,
+        match=r"1 weights are missing, for example 'model\.layers\.0\.self_attn\.q_proj\.weight'",
+    ):
         load_model(str(folder))
 
 

@@ -44,7 +44,10 @@ def write(file: Path, model: torch.nn.Module, tokenizer: "tiny.PreTrainedTokeniz
     writer.add_rope_freq_base(10_000.0)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
-    tokens = [*tokenizer.convert_ids_to_tokens(range(len(tokenizer))), "ab"]  # a file of this kind has at least one merge
+    tokens = [
+        *tokenizer.convert_ids_to_tokens(range(len(tokenizer))),
+        "ab",
+    ]  # a file of this kind has at least one merge
     writer.add_token_list(tokens)
     writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
     writer.add_token_merges(["a b"])
@@ -61,9 +64,15 @@ def write(file: Path, model: torch.nn.Module, tokenizer: "tiny.PreTrainedTokeniz
     writer.close()
 
 
-def test_a_gguf_file_gives_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gguf_file_gives_the_same_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     read: list[str] = []
-    monkeypatch.setattr(models, "_read_config", lambda source, original=models._read_config: read.append(source) or original(source))
+    monkeypatch.setattr(
+        models,
+        "_read_config",
+        lambda source, original=models._read_config: read.append(source) or original(source),
+    )
     tokenizer = tiny.make_tokenizer()
     model = tiny.make_model(replace(tiny.Recipe("sort:5"), max_steps=2, hidden=192), tokenizer)
     write(tmp_path / "tiny.gguf", model, tokenizer)
@@ -71,11 +80,16 @@ def test_a_gguf_file_gives_the_same_model(tmp_path: Path, monkeypatch: pytest.Mo
     ids = torch.tensor([tokenizer("sort 31=").input_ids])
     with torch.no_grad():
         torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
-    assert load_tokenizer(str(tmp_path)).decode(ids[0].tolist(), skip_special_tokens=True) == "sort 31="
+    assert (
+        load_tokenizer(str(tmp_path)).decode(ids[0].tolist(), skip_special_tokens=True)
+        == "sort 31="
+    )
     assert len(model_fingerprint(str(tmp_path))) == 64
     assert len(read) == 1, "its configuration takes seconds to read, so it is read once"
     assert "GGUF" not in capsys.readouterr().err, "a progress bar in every worker's log"
-    SingleDevice(loaded, TrainSettings()).save(tmp_path)  # it can be trained, and what is saved is a plain model
+    SingleDevice(loaded, TrainSettings()).save(
+        tmp_path
+    )  # it can be trained, and what is saved is a plain model
     with torch.no_grad():
         torch.testing.assert_close(load_model(str(tmp_path))(ids).logits, model(ids).logits)
 

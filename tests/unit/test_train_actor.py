@@ -24,7 +24,9 @@ from tests.contract.test_train_engine import random_batch, tiny, weights_of
 FAST = TrainSettings(learning_rate=1e-2)
 
 
-def actor(algorithm: AlgorithmSettings, train: TrainSettings = FAST, total_steps: int = 10) -> Actor:
+def actor(
+    algorithm: AlgorithmSettings, train: TrainSettings = FAST, total_steps: int = 10
+) -> Actor:
     return Actor(SingleDevice(tiny("qwen2"), train), algorithm, train, total_steps, max_length=1)
 
 
@@ -40,10 +42,19 @@ def critic_of(model: PreTrainedModel, algorithm: AlgorithmSettings, steps: int) 
 def test_an_on_policy_step_reports_a_ratio_of_one_and_no_gap() -> None:
     who = actor(AlgorithmSettings())
     metrics = who.update(on_policy(who), step=0)
-    assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-5) and metrics["ratio_max"] == pytest.approx(1, abs=1e-5)
-    assert metrics["clip_share"] == 0 and metrics["kl"] == pytest.approx(0, abs=1e-6) and metrics["logprob_gap_max"] < 1e-5
+    assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-5) and metrics[
+        "ratio_max"
+    ] == pytest.approx(1, abs=1e-5)
+    assert (
+        metrics["clip_share"] == 0
+        and metrics["kl"] == pytest.approx(0, abs=1e-6)
+        and metrics["logprob_gap_max"] < 1e-5
+    )
     assert metrics["lr"] == 1e-2 and metrics["grad_norm"] > 0 and metrics["weights_changed"] == 1
-    assert 0 < metrics["entropy"] < math.log(37) + 1e-6 and metrics["tokens"] == random_batch().mask.sum()
+    assert (
+        0 < metrics["entropy"] < math.log(37) + 1e-6
+        and metrics["tokens"] == random_batch().mask.sum()
+    )
 
 
 def test_epochs_and_mini_batches_make_that_many_updates_and_the_gap_is_of_the_first() -> None:
@@ -72,49 +83,84 @@ def test_a_rate_of_zero_is_reported_as_weights_that_did_not_change() -> None:
 
 def test_a_step_with_a_broken_gradient_is_reported_as_skipped() -> None:
     who, batch = actor(AlgorithmSettings()), random_batch()
-    metrics = who.update(replace(batch, advantages=np.full(batch.num_tokens, np.float32(math.inf))), step=0)
-    assert metrics["updates_skipped"] == 1 and metrics["weights_changed"] == 0 and math.isnan(metrics["grad_norm"])
+    metrics = who.update(
+        replace(batch, advantages=np.full(batch.num_tokens, np.float32(math.inf))), step=0
+    )
+    assert (
+        metrics["updates_skipped"] == 1
+        and metrics["weights_changed"] == 0
+        and math.isnan(metrics["grad_norm"])
+    )
 
 
 def test_fresh_tokens_show_mismatch_and_older_ones_staleness() -> None:
     who, batch = actor(AlgorithmSettings()), random_batch()
     gap = np.abs(who.logprobs(batch) - batch.logprobs)[batch.mask]
     fresh = who.update(batch, step=0)
-    assert fresh["logprob_gap_max"] == pytest.approx(float(gap.max()), rel=1e-5) and fresh["logprob_gap_max"] > 0.1
+    assert (
+        fresh["logprob_gap_max"] == pytest.approx(float(gap.max()), rel=1e-5)
+        and fresh["logprob_gap_max"] > 0.1
+    )
     assert fresh["stale_share"] == 0 and not any(name.startswith("staleness") for name in fresh)
     stale = who.update(batch, step=5)
     assert stale["stale_share"] == 1 and stale["staleness_ratio_max"] > 1
     assert not any(name.startswith(("mismatch", "logprob_gap")) for name in stale)
 
 
-def test_with_one_update_per_step_recomputing_costs_no_forward_pass_and_gives_the_same_step() -> None:
+def test_with_one_update_per_step_recomputing_costs_no_forward_pass_and_gives_the_same_step() -> (
+    None
+):
     """With a learning rate of 0 for the second pass nothing moves, so two updates see what one sees."""
     settings = {"correction": "truncate", "correction_range": (0.9, 1.1), "dual_clip": 3.0}
-    once, twice = actor(AlgorithmSettings.model_validate(settings)), actor(AlgorithmSettings.model_validate(settings | {"epochs": 2}))
+    once, twice = (
+        actor(AlgorithmSettings.model_validate(settings)),
+        actor(AlgorithmSettings.model_validate(settings | {"epochs": 2})),
+    )
     calls = []
     once.engine.logprobs = calls.append  # type: ignore[method-assign, assignment]
     frozen = TrainSettings(learning_rate=0)
     twice._train = frozen
     one, other = once.update(random_batch(), step=1), twice.update(random_batch(), step=1)
     assert not calls
-    for name in ("loss", "truncated_share", "masked_share", "ratio_max", "staleness_kl", "staleness_ratio_max", "stale_share"):
+    for name in (
+        "loss",
+        "truncated_share",
+        "masked_share",
+        "ratio_max",
+        "staleness_kl",
+        "staleness_ratio_max",
+        "stale_share",
+    ):
         assert one[name] == pytest.approx(other[name], abs=1e-5), name
     assert 0 < one["truncated_share"] < 1
 
 
 def test_m2po_masks_over_the_whole_batch() -> None:
-    small = TrainSettings(learning_rate=1e-2, micro_batch_tokens=20)  # so that a micro-batch is not all of it
-    who, batch = actor(AlgorithmSettings(correction="m2po", m2_threshold=0.04), small), random_batch()
-    squares = sorted(np.square((who.logprobs(batch) - batch.logprobs)[batch.mask].astype(np.float64)))
+    small = TrainSettings(
+        learning_rate=1e-2, micro_batch_tokens=20
+    )  # so that a micro-batch is not all of it
+    who, batch = (
+        actor(AlgorithmSettings(correction="m2po", m2_threshold=0.04), small),
+        random_batch(),
+    )
+    squares = sorted(
+        np.square((who.logprobs(batch) - batch.logprobs)[batch.mask].astype(np.float64))
+    )
     kept = sum(np.mean(squares[: k + 1]) <= 0.04 for k in range(len(squares)))
-    assert who.update(batch, step=0)["masked_share"] == pytest.approx(1 - kept / len(squares)) and 0 < kept < len(squares)
+    assert who.update(batch, step=0)["masked_share"] == pytest.approx(
+        1 - kept / len(squares)
+    ) and 0 < kept < len(squares)
 
 
 def test_answers_that_were_cut_off_do_not_disturb_the_correction_of_the_others() -> None:
-    settings = AlgorithmSettings(correction="truncate", correction_level="sequence", reject_range=(1e-9, 1e9), epochs=2)
+    settings = AlgorithmSettings(
+        correction="truncate", correction_level="sequence", reject_range=(1e-9, 1e9), epochs=2
+    )
     who, batch = actor(settings), random_batch()
     last = batch.offsets[-2]
-    alone = replace(batch, mask=batch.mask & (np.arange(batch.num_tokens) >= last))  # fewer tokens than there are rows before it
+    alone = replace(
+        batch, mask=batch.mask & (np.arange(batch.num_tokens) >= last)
+    )  # fewer tokens than there are rows before it
     alone.mask[last + 2 :] = False
     alone.mask[last + 1] = True
     assert who.update(alone, step=0)["tokens"] == 1
@@ -137,7 +183,9 @@ class Passes:
 def test_passes_over_a_batch_cut_it_differently() -> None:
     engine, algorithm = Passes(), AlgorithmSettings(epochs=2, mini_batches=2)
     train_on(engine, random_batch(rows=16), ValueLoss(None), algorithm, lr=0.0, step=1)  # type: ignore[arg-type]
-    assert sorted(engine.seen[:2]) != sorted(engine.seen[2:]), "both passes had the same mini-batches"
+    assert sorted(engine.seen[:2]) != sorted(engine.seen[2:]), (
+        "both passes had the same mini-batches"
+    )
 
 
 def test_a_batch_with_nothing_left_to_train_changes_nothing() -> None:
@@ -149,7 +197,9 @@ def test_a_batch_with_nothing_left_to_train_changes_nothing() -> None:
 
 
 def test_a_rate_lost_in_rounding_is_reported_as_weights_that_did_not_change() -> None:
-    metrics = actor(AlgorithmSettings(), TrainSettings(learning_rate=1e-30)).update(random_batch(), step=0)
+    metrics = actor(AlgorithmSettings(), TrainSettings(learning_rate=1e-30)).update(
+        random_batch(), step=0
+    )
     assert metrics["grad_norm"] > 0 and metrics["weights_changed"] == 0
 
 
@@ -173,7 +223,13 @@ def bandit(who: Actor, rng: np.random.Generator, lever: int) -> Batch:
     sampled = np.stack([np.zeros(rows), logprobs[drawn]], 1).astype(np.float32).ravel()
     rewards = (drawn == lever).astype(np.float32)
     return Batch(
-        flat, np.full(rows, 2, np.int32), mask[: 2 * rows], sampled, np.zeros(2 * rows, np.int32), rewards, np.zeros(rows, np.int32)
+        flat,
+        np.full(rows, 2, np.int32),
+        mask[: 2 * rows],
+        sampled,
+        np.zeros(2 * rows, np.int32),
+        rewards,
+        np.zeros(rows, np.int32),
     )
 
 
@@ -185,7 +241,9 @@ def test_the_token_that_pays_becomes_the_likely_one(name: str) -> None:
     share = []
     for step in range(60):
         batch = replace(bandit(who, rng, lever=7), baselines=np.zeros(32, np.float32))
-        batch = advantages(batch, algorithm, critic.values(batch) if algorithm.needs_critic else None)
+        batch = advantages(
+            batch, algorithm, critic.values(batch) if algorithm.needs_critic else None
+        )
         who.update(batch, step)
         if algorithm.needs_critic:
             critic.update(batch, step)
@@ -206,4 +264,6 @@ def test_a_critic_learns_the_reward_to_expect() -> None:
 
 def test_a_critic_without_returns_is_refused() -> None:
     with pytest.raises(DataError, match="returns"):
-        critic_of(tiny("qwen2"), AlgorithmSettings(name="ppo"), 1).update(replace(random_batch(), returns=None), 0)
+        critic_of(tiny("qwen2"), AlgorithmSettings(name="ppo"), 1).update(
+            replace(random_batch(), returns=None), 0
+        )

@@ -28,7 +28,9 @@ class TorchOperations(Operations):
         total = x if delta is None else x + delta
         return total, self._norm(total, weight)
 
-    def norm_backward(self, x: Tensor, weight: Tensor, d_out: Tensor, d_x: Tensor, d_weight: Tensor) -> Tensor:
+    def norm_backward(
+        self, x: Tensor, weight: Tensor, d_out: Tensor, d_x: Tensor, d_weight: Tensor
+    ) -> Tensor:
         from_x, from_weight = gradient(self._norm, (x, weight), d_out)
         d_x += from_x
         d_weight += from_weight
@@ -43,7 +45,9 @@ class TorchOperations(Operations):
         gate_up.copy_(gradient(self.silu_mul, (gate_up.clone(),), d_out)[0])
         return out
 
-    def rotate(self, qkv: Tensor, at: Positions, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
+    def rotate(
+        self, qkv: Tensor, at: Positions, q_norm: Tensor | None, k_norm: Tensor | None
+    ) -> Tensor:
         s = self.shape
         q, k, v = qkv.view(len(qkv), -1, s.dim).split((s.heads, s.kv_heads, s.kv_heads), 1)
         if q_norm is not None and k_norm is not None:
@@ -51,7 +55,12 @@ class TorchOperations(Operations):
         return torch.cat((self._turn(q, at), self._turn(k, at), v), 1).view(len(qkv), -1)
 
     def rotate_backward(
-        self, d_qkv: Tensor, qkv: Tensor, at: Positions, q_norm: Tensor | None, k_norm: Tensor | None
+        self,
+        d_qkv: Tensor,
+        qkv: Tensor,
+        at: Positions,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
     ) -> tuple[Tensor, Tensor] | None:
         given = (qkv,) if q_norm is None or k_norm is None else (qkv, q_norm, k_norm)
         found = gradient(lambda x, a=None, b=None: self.rotate(x, at, a, b), given, d_qkv)
@@ -67,16 +76,23 @@ class TorchOperations(Operations):
             ask, see = slice(*queries[row : row + 2]), slice(*keys[row : row + 2])
             own, all_ = ask.stop - ask.start, see.stop - see.start
             visible = torch.arange(all_) <= torch.arange(all_ - own, all_)[:, None]
-            scores = torch.einsum("qhd,khd->hqk", q[ask], k[see].repeat_interleave(group, 1)) * self.shape.dim**-0.5
+            scores = (
+                torch.einsum("qhd,khd->hqk", q[ask], k[see].repeat_interleave(group, 1))
+                * self.shape.dim**-0.5
+            )
             weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
             rows.append(torch.einsum("hqk,khd->qhd", weights, v[see].repeat_interleave(group, 1)))
         return torch.cat(rows).flatten(1), ()
 
-    def attend_backward(self, d_out: Tensor, qkv: Tensor, attended: Attended, at: Positions) -> Tensor:
+    def attend_backward(
+        self, d_out: Tensor, qkv: Tensor, attended: Attended, at: Positions
+    ) -> Tensor:
         return gradient(lambda x: self.attend(x, at)[0], (qkv,), d_out)[0]
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return (x * (x.square().mean(-1, keepdim=True) + self.shape.eps).rsqrt() * weight).to(weight.dtype)
+        return (x * (x.square().mean(-1, keepdim=True) + self.shape.eps).rsqrt() * weight).to(
+            weight.dtype
+        )
 
     def _turn(self, x: Tensor, at: Positions) -> Tensor:
         a, b = x.chunk(2, -1)
@@ -93,28 +109,44 @@ def gradient(function: Any, given: tuple[Tensor, ...], d_out: Tensor) -> tuple[T
 def with_varlen(micro: MicroBatch) -> MicroBatch:
     """A CPU's micro-batch with the layout a GPU's has."""
     layout = micro.layout
-    row, position = np.divmod(layout.slots.numpy(), layout.longest)  # of each token, in the first row that has it
+    row, position = np.divmod(
+        layout.slots.numpy(), layout.longest
+    )  # of each token, in the first row that has it
     own, lengths = np.bincount(row, minlength=layout.rows), np.zeros(layout.rows, np.int64)
     np.maximum.at(lengths, row, position + 1)
     inside = np.arange(layout.longest)[None, :] < lengths[:, None]
-    varlen = make_varlen(own, lengths, layout.spread.view(layout.rows, layout.longest).numpy()[inside], torch.device("cpu"))
+    varlen = make_varlen(
+        own,
+        lengths,
+        layout.spread.view(layout.rows, layout.longest).numpy()[inside],
+        torch.device("cpu"),
+    )
     return replace(micro, layout=replace(layout, varlen=varlen))
 
 
 def torch_passes(config: PretrainedConfig, checkpointing: bool) -> LayerPasses:
-    shape = Shape(config.num_attention_heads, config.num_key_value_heads, head_dim(config), config.rms_norm_eps)
+    shape = Shape(
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        head_dim(config),
+        config.rms_norm_eps,
+    )
     return LayerPasses(config, checkpointing, TorchOperations(shape))
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_hidden_states_and_gradients_are_those_of_transformers(name: str, checkpointing: bool) -> None:
+def test_hidden_states_and_gradients_are_those_of_transformers(
+    name: str, checkpointing: bool
+) -> None:
     model, batch = tiny(name).double(), random_batch()
     weights = DecoderWeights.from_module(copy.deepcopy(model), share=False)
     needed = trained_lengths(batch)
     rows = np.flatnonzero(needed)
     micro = with_varlen(micro_batch(batch, rows, needed, torch.device("cpu")))
-    assert micro.layout.varlen is not None and micro.layout.varlen.source is not None, "two rows share their prompt"
+    assert micro.layout.varlen is not None and micro.layout.varlen.source is not None, (
+        "two rows share their prompt"
+    )
     decoder = TrainDecoder(torch_passes(model.config, checkpointing), weights)
     tape = decoder.start(micro)
     hidden = decoder.forward(micro, tape, keep=True)
@@ -127,7 +159,9 @@ def test_hidden_states_and_gradients_are_those_of_transformers(name: str, checkp
         trained = np.flatnonzero(batch.mask[start : start + needed[row] + 1])
         expected.append(states[torch.from_numpy(trained - 1)])
         flat.append(start + trained)
-    order = torch.from_numpy(np.argsort(np.concatenate(flat))[np.searchsorted(np.sort(np.concatenate(flat)), micro.flat)])
+    order = torch.from_numpy(
+        np.argsort(np.concatenate(flat))[np.searchsorted(np.sort(np.concatenate(flat)), micro.flat)]
+    )
     wanted = torch.cat(expected)[order]
     assert (hidden - wanted).abs().max() < 1e-5  # rotary frequencies are float32
 
@@ -138,16 +172,24 @@ def test_hidden_states_and_gradients_are_those_of_transformers(name: str, checkp
     decoder.backward(micro, tape, upstream, found)
     for parameter, tensor in model.base_model.named_parameters(prefix="model"):
         assert tensor.grad is not None
-        assert (found.named[parameter] - tensor.grad).abs().max() < 1e-4 * (1 + tensor.grad.abs().max()), parameter
+        assert (found.named[parameter] - tensor.grad).abs().max() < 1e-4 * (
+            1 + tensor.grad.abs().max()
+        ), parameter
 
 
 def test_gradients_have_the_layout_of_the_weights() -> None:
     weights = DecoderWeights.from_module(tiny("qwen2-tied"), share=False)
     zeros = weights.zeros(torch.float64)
-    assert zeros.named.keys() == weights.named.keys() and zeros.head.data_ptr() == zeros.embedding.data_ptr()
+    assert (
+        zeros.named.keys() == weights.named.keys()
+        and zeros.head.data_ptr() == zeros.embedding.data_ptr()
+    )
     zeros.layers[0].qkv.weight.fill_(3)
     assert (zeros.named["model.layers.0.self_attn.v_proj.weight"] == 3).all()
-    assert zeros.named["model.layers.0.mlp.up_proj.weight"].shape == weights.named["model.layers.0.mlp.up_proj.weight"].shape
+    assert (
+        zeros.named["model.layers.0.mlp.up_proj.weight"].shape
+        == weights.named["model.layers.0.mlp.up_proj.weight"].shape
+    )
 
 
 def test_rows_with_one_prompt_count_it_once_and_a_long_row_goes_alone() -> None:

@@ -8,13 +8,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.train.head import ValueHead, chunked_logprobs
 
 
-def inputs(rows: int = 7, vocabulary: int = 11, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def inputs(
+    rows: int = 7, vocabulary: int = 11, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     g = torch.Generator().manual_seed(0)
-    hidden, weight, bias = (torch.randn(*shape, generator=g, dtype=dtype) for shape in ((rows, 5), (vocabulary, 5), (vocabulary,)))
-    return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), torch.randint(vocabulary, (rows,), generator=g)
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=g, dtype=dtype)
+        for shape in ((rows, 5), (vocabulary, 5), (vocabulary,))
+    )
+    return (
+        hidden.requires_grad_(),
+        weight.requires_grad_(),
+        bias.requires_grad_(),
+        torch.randint(vocabulary, (rows,), generator=g),
+    )
 
 
-def naive(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def naive(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
     logits = hidden @ weight.t() if bias is None else hidden @ weight.t() + bias
     log_p = (logits / temperature).log_softmax(-1)
     return log_p[torch.arange(len(targets)), targets], -(log_p.exp() * log_p).sum(-1)
@@ -22,22 +34,33 @@ def naive(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 100])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_chunks_give_the_numbers_and_gradients_of_the_plain_formula(chunk: int, temperature: float) -> None:
+def test_chunks_give_the_numbers_and_gradients_of_the_plain_formula(
+    chunk: int, temperature: float
+) -> None:
     hidden, weight, bias, targets = inputs()
     mix = torch.linspace(-1, 1, 7, dtype=torch.float64)
     found = chunked_logprobs(hidden, weight, bias, targets, temperature, chunk)
     expected = naive(hidden, weight, bias, targets, temperature)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     for scale in (0.0, 0.3):  # without and with an entropy bonus
-        losses = [(logprobs * mix).sum() + scale * (entropy * mix).sum() for logprobs, entropy in (found, expected)]
-        gradients = [torch.autograd.grad(loss, (hidden, weight, bias), retain_graph=True) for loss in losses]
+        losses = [
+            (logprobs * mix).sum() + scale * (entropy * mix).sum()
+            for logprobs, entropy in (found, expected)
+        ]
+        gradients = [
+            torch.autograd.grad(loss, (hidden, weight, bias), retain_graph=True) for loss in losses
+        ]
         torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=1e-12)
 
 
 def test_gradients_match_finite_differences() -> None:
     hidden, weight, bias, targets = inputs(rows=3, vocabulary=4)
-    assert torch.autograd.gradcheck(lambda h, w, b: chunked_logprobs(h, w, b, targets, 0.7, 2), (hidden, weight, bias))
-    assert torch.autograd.gradcheck(lambda h, w: chunked_logprobs(h, w, None, targets, 0.7, 2), (hidden, weight))
+    assert torch.autograd.gradcheck(
+        lambda h, w, b: chunked_logprobs(h, w, b, targets, 0.7, 2), (hidden, weight, bias)
+    )
+    assert torch.autograd.gradcheck(
+        lambda h, w: chunked_logprobs(h, w, None, targets, 0.7, 2), (hidden, weight)
+    )
 
 
 def test_bfloat16_products_give_float32_answers_and_a_float32_weight_gradient() -> None:
@@ -46,7 +69,9 @@ def test_bfloat16_products_give_float32_answers_and_a_float32_weight_gradient() 
     logprobs, entropy = chunked_logprobs(narrow, weight, bias, targets, 0.7, 2)
     assert logprobs.dtype == entropy.dtype == torch.float32
     found = torch.autograd.grad(logprobs.sum() + entropy.sum(), (narrow, weight, bias))
-    exact = torch.autograd.grad(sum(t.sum() for t in naive(hidden, weight, bias, targets, 0.7)), (hidden, weight, bias))
+    exact = torch.autograd.grad(
+        sum(t.sum() for t in naive(hidden, weight, bias, targets, 0.7)), (hidden, weight, bias)
+    )
     assert [g.dtype for g in found] == [torch.bfloat16, torch.float32, torch.float32]
     for one, other in zip(found, exact, strict=True):
         torch.testing.assert_close(one.float(), other, rtol=0.05, atol=0.05)

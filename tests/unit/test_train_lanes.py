@@ -26,7 +26,9 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def gradient_of(batch_seed: int) -> dict[str, torch.Tensor]:
     model = tiny("qwen2-tied")
-    SingleDevice(model, TrainSettings(micro_batch_tokens=60)).forward_backward(random_batch(30, batch_seed), LOSS)
+    SingleDevice(model, TrainSettings(micro_batch_tokens=60)).forward_backward(
+        random_batch(30, batch_seed), LOSS
+    )
     return gradients(model)
 
 
@@ -50,13 +52,20 @@ def test_log_probs_do_not_depend_on_the_lanes(two_threads: None) -> None:
 
 @pytest.mark.parametrize("lanes", [1, 2, 3])
 @pytest.mark.parametrize("limit", [1, 25, 60, 10_000])
-def test_micro_batches_are_even_within_the_limit_and_enough_for_all_lanes(lanes: int, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_micro_batches_are_even_within_the_limit_and_enough_for_all_lanes(
+    lanes: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(packing, "LANE_TOKENS", 8)
     batch = random_batch(40)
     found = list(micro_batches(batch, limit, torch.device("cpu"), lanes))
     sizes = [micro.layout.rows * micro.layout.longest for micro in found]
-    assert all(size <= limit or micro.layout.rows == 1 for size, micro in zip(sizes, found, strict=True))
-    assert sorted(np.concatenate([micro.flat for micro in found])) == np.flatnonzero(batch.mask).tolist()
+    assert all(
+        size <= limit or micro.layout.rows == 1 for size, micro in zip(sizes, found, strict=True)
+    )
+    assert (
+        sorted(np.concatenate([micro.flat for micro in found]))
+        == np.flatnonzero(batch.mask).tolist()
+    )
     if limit == 10_000:
         assert len(found) == lanes and max(sizes) - min(sizes) <= 0.25 * max(sizes)
 
@@ -83,7 +92,9 @@ def test_a_lane_does_not_change_how_many_threads_its_caller_has(two_threads: Non
     assert torch.get_num_threads() == 2
 
 
-def test_a_model_too_large_for_a_gradient_per_lane_gets_one_lane(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_too_large_for_a_gradient_per_lane_gets_one_lane(
+    two_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     size = sum(p.numel() for p in tiny("qwen2").parameters())
     for limit, lanes in ((2 * size, 2), (2 * size - 1, 1)):
         monkeypatch.setattr(single, "LANE_PARAMETERS", limit)

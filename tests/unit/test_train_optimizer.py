@@ -26,11 +26,15 @@ def test_warm_up_learns_from_its_first_step_and_reaches_the_full_rate() -> None:
 
 def test_linear_decay_reaches_zero_only_after_the_last_step() -> None:
     assert rates(4, lr_schedule="linear") == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
-    assert rates(6, lr_schedule="linear", warmup_steps=2) == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0])
+    assert rates(6, lr_schedule="linear", warmup_steps=2) == pytest.approx(
+        [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    )
 
 
 def test_cosine_decay_is_half_way_at_half_time() -> None:
-    assert rates(4, lr_schedule="cosine") == pytest.approx([1.0, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125), 0.0])
+    assert rates(4, lr_schedule="cosine") == pytest.approx(
+        [1.0, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125), 0.0]
+    )
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
@@ -45,8 +49,17 @@ def test_a_run_past_its_end_does_not_raise_the_rate_again() -> None:
 
 def test_only_matrices_decay() -> None:
     named = dict(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2)).named_parameters())
-    decay = {id(p): group["weight_decay"] for group in adamw(named, TrainSettings(weight_decay=0.1)).param_groups for p in group["params"]}
-    assert {name: decay[id(p)] for name, p in named.items()} == {"0.weight": 0.1, "0.bias": 0.0, "1.weight": 0.0, "1.bias": 0.0}
+    decay = {
+        id(p): group["weight_decay"]
+        for group in adamw(named, TrainSettings(weight_decay=0.1)).param_groups
+        for p in group["params"]
+    }
+    assert {name: decay[id(p)] for name, p in named.items()} == {
+        "0.weight": 0.1,
+        "0.bias": 0.0,
+        "1.weight": 0.0,
+        "1.bias": 0.0,
+    }
 
 
 def test_settings_load_without_torch() -> None:

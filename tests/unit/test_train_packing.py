@@ -24,15 +24,26 @@ def batch_of(masks: list[list[bool]]) -> Batch:
     mask = np.array([m for row in masks for m in row], np.bool_)
     flat = numbers.astype(np.float32)
     return Batch(
-        numbers.astype(np.int32), lengths, mask, flat, numbers.astype(np.int32), per_row.astype(np.float32), per_row.astype(np.int32), flat
+        numbers.astype(np.int32),
+        lengths,
+        mask,
+        flat,
+        numbers.astype(np.int32),
+        per_row.astype(np.float32),
+        per_row.astype(np.int32),
+        flat,
     )
 
 
-rows_strategy = st.lists(st.lists(st.booleans(), max_size=12).map(lambda rest: [False, *rest]), min_size=1, max_size=12)
+rows_strategy = st.lists(
+    st.lists(st.booleans(), max_size=12).map(lambda rest: [False, *rest]), min_size=1, max_size=12
+)
 
 
 @given(rows_strategy, st.integers(1, 60))
-def test_every_trained_token_is_predicted_once_from_the_token_before_it_in_its_row(masks: list[list[bool]], limit: int) -> None:
+def test_every_trained_token_is_predicted_once_from_the_token_before_it_in_its_row(
+    masks: list[list[bool]], limit: int
+) -> None:
     batch = batch_of(masks)
     seen: list[int] = []
     for micro in micro_batches(batch, limit, CPU):
@@ -40,20 +51,33 @@ def test_every_trained_token_is_predicted_once_from_the_token_before_it_in_its_r
         assert (before + 1 == micro.flat).all() and (micro.targets.numpy() == micro.flat).all()
         position = micro.flat - np.repeat(batch.offsets[:-1], batch.lengths)[micro.flat]
         assert (micro.position_ids[0][micro.predict].numpy() + 1 == position).all()
-        assert micro.layout.spread[micro.layout.slots].tolist() == list(range(micro.input_ids.shape[1]))
+        assert micro.layout.spread[micro.layout.slots].tolist() == list(
+            range(micro.input_ids.shape[1])
+        )
         assert micro.layout.rows == 1 or micro.layout.rows * micro.layout.longest <= limit
         seen.extend(micro.flat.tolist())
     assert sorted(seen) == np.flatnonzero(batch.mask).tolist()
 
 
 def test_what_follows_the_last_trained_token_is_not_fed() -> None:
-    (micro,) = micro_batches(batch_of([[False, True, True, False, False], [False, False]]), 100, CPU)
+    (micro,) = micro_batches(
+        batch_of([[False, True, True, False, False], [False, False]]), 100, CPU
+    )
     assert micro.input_ids.tolist() == [[0, 1]]
 
 
 def test_a_prompt_that_rows_share_is_fed_once() -> None:
-    batch = batch_of([[False, False, True, True], [False, False, True, True], [False, True, True, True], [False, False, True, True]])
-    tokens = np.array([5, 6, 1, 2, 5, 6, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9], np.int32)  # the third starts alike, but its prompt is shorter
+    batch = batch_of(
+        [
+            [False, False, True, True],
+            [False, False, True, True],
+            [False, True, True, True],
+            [False, False, True, True],
+        ]
+    )
+    tokens = np.array(
+        [5, 6, 1, 2, 5, 6, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9], np.int32
+    )  # the third starts alike, but its prompt is shorter
     (micro,) = micro_batches(replace(batch, tokens=tokens), 100, CPU)
     assert micro.input_ids.tolist() == [[5, 6, 1, 3, 5, 6, 7, 9, 9, 9]]
     assert micro.position_ids.tolist() == [[0, 1, 2, 2, 0, 1, 2, 0, 1, 2]]
@@ -72,4 +96,8 @@ def test_selected_rows_keep_their_tokens() -> None:
     chosen = select_rows(batch_of([[False, True], [False, True, True], [False]]), np.array([2, 0]))
     assert chosen.tokens.tolist() == [5, 0, 1] and chosen.lengths.tolist() == [1, 2]
     assert chosen.groups.tolist() == [2, 0] and chosen.rewards.tolist() == [2, 0]
-    assert chosen.advantages is not None and chosen.advantages.tolist() == [5, 0, 1] and chosen.returns is None
+    assert (
+        chosen.advantages is not None
+        and chosen.advantages.tolist() == [5, 0, 1]
+        and chosen.returns is None
+    )

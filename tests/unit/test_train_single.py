@@ -16,7 +16,16 @@ from paceline.train import attention, head
 from paceline.train.neighbour import Neighbour
 from paceline.train.settings import TrainSettings
 from paceline.train.single import SingleDevice
-from tests.contract.test_train_engine import ALGORITHM, LOSS, TEMPERATURE, gradients, plain_logprobs, random_batch, tiny, weights_of
+from tests.contract.test_train_engine import (
+    ALGORITHM,
+    LOSS,
+    TEMPERATURE,
+    gradients,
+    plain_logprobs,
+    random_batch,
+    tiny,
+    weights_of,
+)
 from tests.unit.test_train_head import LargestTensor
 
 SETTINGS = TrainSettings()
@@ -26,7 +35,11 @@ def fuse_qkv(model: PreTrainedModel) -> list[torch.Tensor]:
     """What a rollout engine does to read the trainer's own weights with one product: q, k, v become views of one storage."""
     storages = []
     for layer in model.base_model.layers:
-        parts = [layer.self_attn.q_proj.weight, layer.self_attn.k_proj.weight, layer.self_attn.v_proj.weight]
+        parts = [
+            layer.self_attn.q_proj.weight,
+            layer.self_attn.k_proj.weight,
+            layer.self_attn.v_proj.weight,
+        ]
         storages.append(torch.cat([p.data for p in parts]))
         start = 0
         for part in parts:
@@ -36,7 +49,9 @@ def fuse_qkv(model: PreTrainedModel) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("fused_first", [True, False])
-def test_training_changes_fused_views_in_place_and_keeps_every_parameter(fused_first: bool, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_training_changes_fused_views_in_place_and_keeps_every_parameter(
+    fused_first: bool, tmp_path
+) -> None:  # type: ignore[no-untyped-def]
     model, plain = tiny("qwen2"), SingleDevice(tiny("qwen2"), SETTINGS)
     identities = {name: id(p) for name, p in model.named_parameters()}
     if fused_first:
@@ -51,7 +66,10 @@ def test_training_changes_fused_views_in_place_and_keeps_every_parameter(fused_f
     for name, weight in weights_of(plain).items():
         assert torch.equal(dict(engine.export_weights())[name], weight)
     for layer, storage in zip(model.base_model.layers, storages, strict=True):
-        assert torch.equal(storage[:32], layer.self_attn.q_proj.weight) and storage.data_ptr() == layer.self_attn.q_proj.weight.data_ptr()
+        assert (
+            torch.equal(storage[:32], layer.self_attn.q_proj.weight)
+            and storage.data_ptr() == layer.self_attn.q_proj.weight.data_ptr()
+        )
     engine.save(tmp_path)
     before = storages[0].clone()
     storages[0].zero_()
@@ -65,7 +83,9 @@ def test_the_module_stays_an_ordinary_transformers_model() -> None:
     with torch.no_grad():
         expected = model(input_ids=ids, attention_mask=mask).logits
         engine = SingleDevice(model, SETTINGS)
-        assert torch.allclose(engine.model(input_ids=ids, attention_mask=mask).logits, expected, atol=1e-6)
+        assert torch.allclose(
+            engine.model(input_ids=ids, attention_mask=mask).logits, expected, atol=1e-6
+        )
 
 
 def test_two_threads_can_read_one_module_with_different_batches() -> None:
@@ -77,7 +97,9 @@ def test_two_threads_can_read_one_module_with_different_batches() -> None:
             assert (found == right).all()
 
 
-def test_rows_too_long_for_plain_products_go_through_sdpa_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_too_long_for_plain_products_go_through_sdpa_with_the_same_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     batch, results = random_batch(), []
     for longest in (attention.SHORT_ROW, 1):
         monkeypatch.setattr(attention, "SHORT_ROW", longest)
@@ -115,14 +137,18 @@ def test_the_engine_never_holds_the_logits_of_a_batch(monkeypatch: pytest.Monkey
 
     with Spy():
         engine.forward_backward(batch, LOSS)
-    assert max(n for n in vocabulary_wide if n != 32) <= 8  # [32, 37] is the output layer, transposed
+    assert (
+        max(n for n in vocabulary_wide if n != 32) <= 8
+    )  # [32, 37] is the output layer, transposed
     assert batch.mask.sum() > 100
 
 
 def test_gradient_checkpointing_really_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     plain = modeling_qwen2.Qwen2MLP.forward
-    monkeypatch.setattr(modeling_qwen2.Qwen2MLP, "forward", lambda self, x: (calls.append(1), plain(self, x))[1])
+    monkeypatch.setattr(
+        modeling_qwen2.Qwen2MLP, "forward", lambda self, x: (calls.append(1), plain(self, x))[1]
+    )
     for checkpointing, expected in ((False, 2), (True, 4)):
         engine = SingleDevice(tiny("qwen2"), TrainSettings(gradient_checkpointing=checkpointing))
         calls.clear()
@@ -186,11 +212,18 @@ def test_heads_answer_only_what_they_are_for() -> None:
 def test_out_of_memory_says_what_holds_the_memory_and_what_to_do() -> None:
     class Full(PolicyLoss):
         def __call__(self, outputs: TokenOutputs, data: TokenData) -> LossTerms:
-            raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 139 GiB")
+            raise torch.OutOfMemoryError(
+                "Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 139 GiB"
+            )
 
     engine = SingleDevice(tiny("qwen2"), TrainSettings(micro_batch_tokens=512))
     made_way: list[bool] = []
-    engine.neighbours.append(Neighbour("keys and values", lambda: 2**31, lambda: made_way.append(True)))
-    with pytest.raises(OutOfMemory, match=r"20.00 GiB.*parameters 0.00 GiB.*keys and values 2.00 GiB.*now 512.*gradient_checkpointing"):
+    engine.neighbours.append(
+        Neighbour("keys and values", lambda: 2**31, lambda: made_way.append(True))
+    )
+    with pytest.raises(
+        OutOfMemory,
+        match=r"20.00 GiB.*parameters 0.00 GiB.*keys and values 2.00 GiB.*now 512.*gradient_checkpointing",
+    ):
         engine.forward_backward(random_batch(), Full(ALGORITHM))
     assert made_way == [True]

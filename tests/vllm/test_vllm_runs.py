@@ -21,7 +21,12 @@ from tests.models import random_model
 from tests.processes import children
 from tests.vllm import faults
 
-SEPARATE = ["placement.actor=train", "placement.rollout=rollout", "schedule.max_staleness=2", "schedule.on_sync=swap"]
+SEPARATE = [
+    "placement.actor=train",
+    "placement.rollout=rollout",
+    "schedule.max_staleness=2",
+    "schedule.on_sync=swap",
+]
 SMALL = [
     "rollout.engine=vllm",
     "groups_per_step=4",
@@ -38,7 +43,9 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return random_model(tmp_path_factory.mktemp("model"), hidden=128)  # vLLM on CPUs wants heads of 32 at least
+    return random_model(
+        tmp_path_factory.mktemp("model"), hidden=128
+    )  # vLLM on CPUs wants heads of 32 at least
 
 
 @pytest.fixture(autouse=True)
@@ -62,18 +69,27 @@ def check_books(summary: dict[str, Any], steps: int, max_staleness: int) -> None
     assert ledger["issued"] == ledger["trained"] + ledger["outstanding"]
 
 
-def test_ten_fully_async_steps_keep_the_bound_and_the_books_and_engine_and_trainer_agree(model: str, tmp_path: Path) -> None:
+def test_ten_fully_async_steps_keep_the_bound_and_the_books_and_engine_and_trainer_agree(
+    model: str, tmp_path: Path
+) -> None:
     summary = asyncio.run(train(config(model, tmp_path, "steps=10", *SEPARATE)))
     check_books(summary, 10, 2)
     fresh = [row for row in rows(tmp_path) if "train/logprob_gap_max" in row]
-    assert fresh and all(row["train/logprob_gap_max"] < 1e-3 and row["train/mismatch_beyond_share"] == 0 for row in fresh)
+    assert fresh and all(
+        row["train/logprob_gap_max"] < 1e-3 and row["train/mismatch_beyond_share"] == 0
+        for row in fresh
+    )
 
 
-@pytest.mark.parametrize("adapters", [[], ["train.lora.rank=4", "train.learning_rate=1e-2"]], ids=["all weights", "lora"])
+@pytest.mark.parametrize(
+    "adapters", [[], ["train.lora.rank=4", "train.learning_rate=1e-2"]], ids=["all weights", "lora"]
+)
 def test_on_a_shared_pool_vllm_and_trainer_take_turns_and_each_phase_says_what_it_needs(
     adapters: list[str], model: str, tmp_path: Path
 ) -> None:
-    summary = asyncio.run(train(config(model, tmp_path, "steps=4", "train.offload=true", *adapters)))
+    summary = asyncio.run(
+        train(config(model, tmp_path, "steps=4", "train.offload=true", *adapters))
+    )
     check_books(summary, 4, 0)
     for row in rows(tmp_path):
         assert row["train/logprob_gap_max"] < 1e-3, "the engine did not have the trainer's weights"
@@ -82,14 +98,20 @@ def test_on_a_shared_pool_vllm_and_trainer_take_turns_and_each_phase_says_what_i
     assert all(row["train/weights_changed"] == 1 for row in rows(tmp_path))
 
 
-def test_a_killed_engine_is_replaced_or_ends_the_run_by_name_in_time(model: str, tmp_path: Path) -> None:
+def test_a_killed_engine_is_replaced_or_ends_the_run_by_name_in_time(
+    model: str, tmp_path: Path
+) -> None:
     killed: list[float] = []
 
     class Killer:
         def step_done(self, step: int, *_: object) -> None:
             if step == 2:
                 log = str((tmp_path / "logs" / "rollout.log").resolve())
-                engine = next(p for p in psutil.Process().children() if os.path.realpath(f"/proc/{p.pid}/fd/1") == log)
+                engine = next(
+                    p
+                    for p in psutil.Process().children()
+                    if os.path.realpath(f"/proc/{p.pid}/fd/1") == log
+                )
                 os.kill(engine.pid, signal.SIGKILL)
                 killed.append(time.monotonic())
 
@@ -97,17 +119,25 @@ def test_a_killed_engine_is_replaced_or_ends_the_run_by_name_in_time(model: str,
             return
 
     try:
-        chosen = config(model, tmp_path, "steps=6", "sync.transport=collective", *SEPARATE)  # and broadcast reaches vLLM, old and new
+        chosen = config(
+            model, tmp_path, "steps=6", "sync.transport=collective", *SEPARATE
+        )  # and broadcast reaches vLLM, old and new
         summary = asyncio.run(asyncio.wait_for(train(chosen, lambda _: Killer()), 120))
-        assert summary["steps"] == 6 and summary["ledger"]["trained"] == 24, "healed: every prompt trained once"
+        assert summary["steps"] == 6 and summary["ledger"]["trained"] == 24, (
+            "healed: every prompt trained once"
+        )
     except PacelineError as error:
         assert killed and "rollout" in str(error) and time.monotonic() - killed[0] < 30, error
     assert killed
 
 
-def test_a_wrong_tensor_in_the_engine_stops_the_run_within_one_step(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_tensor_in_the_engine_stops_the_run_within_one_step(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("paceline.place.local.build_parts", faults.build_with_a_wrong_tensor)
-    with pytest.raises(MismatchError, match=r"step 3: engine and trainer do not have the same weights"):
+    with pytest.raises(
+        MismatchError, match=r"step 3: engine and trainer do not have the same weights"
+    ):
         asyncio.run(train(config(model, tmp_path, "steps=6", "train.offload=true")))
     assert len(rows(tmp_path)) == 2
 
@@ -116,5 +146,7 @@ def test_a_version_the_adapter_does_not_know_is_refused_before_anything_starts(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.rollout.vllm_settings.version", lambda package: "0.19.1")
-    with pytest.raises(ConfigError, match=r"vllm 0\.19\.1 is installed, and this adapter knows 0\.24 to 0\.32"):
+    with pytest.raises(
+        ConfigError, match=r"vllm 0\.19\.1 is installed, and this adapter knows 0\.24 to 0\.32"
+    ):
         asyncio.run(train(config(model, tmp_path)))

@@ -42,7 +42,9 @@ class Burst(Protocol):
 
 class Backend(Protocol):
     ahead: int  # bursts that are started before the first one is looked at
-    prefill_tokens: int  # of prompts per step while sequences are decoding: more would hold those up
+    prefill_tokens: (
+        int  # of prompts per step while sequences are decoding: more would hold those up
+    )
     admit_share: int  # new sequences wait until this part of the slots is free: prefilling few costs nearly as much as many
 
     def kv_used(self) -> float | None:
@@ -106,9 +108,15 @@ def choose_backend(
         return ModuleBackend(weights, slots, max_length)
     window = sliding_window(config)
     if window is not None and max_length > window:
-        raise ModelError(f"the model sees only {window} tokens back (sliding window): max_length {max_length} must not be above that")
+        raise ModelError(
+            f"the model sees only {window} tokens back (sliding window): max_length {max_length} must not be above that"
+        )
     dim = head_dim(config)
-    if weights.head.device.type == "cuda" and dim in (16, 32, 64, 128, 256) and importlib.util.find_spec("triton"):
+    if (
+        weights.head.device.type == "cuda"
+        and dim in (16, 32, 64, 128, 256)
+        and importlib.util.find_spec("triton")
+    ):
         from paceline.rollout.native.cuda import CudaBackend
 
         return CudaBackend(config, weights, slots, max_length, kv_memory_fraction, brief)
@@ -152,7 +160,9 @@ class StepByStep:
 class SimpleBackend(StepByStep):
     """By our own forward pass, on any device."""
 
-    def __init__(self, config: PretrainedConfig, weights: DecoderWeights, slots: int, max_length: int) -> None:
+    def __init__(
+        self, config: PretrainedConfig, weights: DecoderWeights, slots: int, max_length: int
+    ) -> None:
         self._weights = weights
         self._model = Decoder(config, weights, slots, max_length)
 
@@ -165,7 +175,9 @@ class SimpleBackend(StepByStep):
             for index, piece in enumerate(pieces[:n]):
                 tokens[index, : piece.stop] = piece.sequence.context[: piece.stop]
             for start in range(0, length, PREFILL_TOKENS):
-                self._model.prefill(self._tensor(tokens[:, start : start + PREFILL_TOKENS]), start, row)
+                self._model.prefill(
+                    self._tensor(tokens[:, start : start + PREFILL_TOKENS]), start, row
+                )
             pieces, row = pieces[n:], row + n
 
     def fork(self, source: Sequence, row: int, copies: list[Sequence], target: int) -> None:
@@ -180,9 +192,13 @@ class SimpleBackend(StepByStep):
     def decode(self, slots: Slots, steps: int) -> Ready:
         n = len(slots.live)
         positions = slots.position[:n]
-        logits = self._model.decode(self._tensor(slots.last[:n]), self._tensor(positions), int(positions.max()))
+        logits = self._model.decode(
+            self._tensor(slots.last[:n]), self._tensor(positions), int(positions.max())
+        )
         keys = row_keys(slots.seed[:n], positions + 1)
-        tokens, logprobs = draw(logits, keys, slots.temperature[:n], slots.top_k[:n], slots.top_p[:n])
+        tokens, logprobs = draw(
+            logits, keys, slots.temperature[:n], slots.top_k[:n], slots.top_p[:n]
+        )
         return Ready(tokens[None], logprobs[None])
 
     def cache_bytes(self) -> int:

@@ -26,7 +26,24 @@ from paceline.rollout.native.weights import DecoderWeights
 
 MOST_STEPS = 8  # of a burst: about 10 ms of work, so that the host keeps up and a stopped sequence does not run on for long
 FORWARD_TOKENS = 8192  # prefilled in one forward pass: bounds its memory
-SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)  # of a batch that has a graph; above: multiples of 128
+SIZES = (
+    1,
+    2,
+    4,
+    8,
+    16,
+    32,
+    48,
+    64,
+    96,
+    128,
+    192,
+    256,
+    320,
+    384,
+    448,
+    512,
+)  # of a batch that has a graph; above: multiples of 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +65,19 @@ class CudaBackend:
     admit_share = 32
 
     def __init__(
-        self, config: PretrainedConfig, weights: DecoderWeights, slots: int, max_length: int, kv_memory_fraction: float, brief: bool
+        self,
+        config: PretrainedConfig,
+        weights: DecoderWeights,
+        slots: int,
+        max_length: int,
+        kv_memory_fraction: float,
+        brief: bool,
     ) -> None:
         self.device, self.brief = weights.head.device, brief
         self.slots, self.max_length, self.fraction = slots, max_length, kv_memory_fraction
-        self.stream = torch.cuda.Stream(self.device, priority=-1)  # a burst is short: beside training it goes first
+        self.stream = torch.cuda.Stream(
+            self.device, priority=-1
+        )  # a burst is short: beside training it goes first
         self._after_others()
         with self._here():
             self.forward = Forward(config, weights, slots, max_length)
@@ -64,7 +89,9 @@ class CudaBackend:
     def wake(self) -> None:
         most = self.slots * self.forward.pages_each + 1
         free, _ = torch.cuda.mem_get_info(self.device)
-        reusable = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        reusable = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(
+            self.device
+        )
         count = min(int((free + reusable) * self.fraction) // self.forward.page_bytes, most)
         if count < self.forward.pages_each + 1:
             raise RolloutError(
@@ -103,7 +130,9 @@ class CudaBackend:
         length = len(sequence.context) - 1
         shared = source.pages[: length // PAGE] if source else []
         needed = self.pages.needed(length + 1) - len(shared)
-        growing = int((self._held[: self._live] < self.forward.pages_each).sum())  # those soon want one more each
+        growing = int(
+            (self._held[: self._live] < self.forward.pages_each).sum()
+        )  # those soon want one more each
         if self.pages.free < needed + growing:
             if self._live or not (taken := self.pages.take(needed)):
                 return False
@@ -159,9 +188,15 @@ class CudaBackend:
         if length % PAGE:
             last = length // PAGE
             with self._here():
-                targets = self._upload(np.array([copy.pages[last] for copy in copies], np.int32)).long()
+                targets = self._upload(
+                    np.array([copy.pages[last] for copy in copies], np.int32)
+                ).long()
                 page = source.pages[last]
-                self.cache.kv.index_copy_(1, targets, self.cache.kv[:, page : page + 1].expand(-1, len(copies), -1, -1, -1, -1))
+                self.cache.kv.index_copy_(
+                    1,
+                    targets,
+                    self.cache.kv[:, page : page + 1].expand(-1, len(copies), -1, -1, -1, -1),
+                )
 
     def place(self, slots: Slots, row: int) -> None:
         n = len(slots.live)
@@ -169,10 +204,19 @@ class CudaBackend:
             return
         new = slice(row, n)
         words = np.zeros((len(State), n - row), np.int32)
-        words[State.POSITION], words[State.LAST], words[State.LIMIT] = slots.position[new], slots.last[new], slots.limit[new]
-        words[State.SEED_LOW : State.SEED_HIGH + 1] = slots.seed[new].view(np.int32).reshape(-1, 2).T
+        words[State.POSITION], words[State.LAST], words[State.LIMIT] = (
+            slots.position[new],
+            slots.last[new],
+            slots.limit[new],
+        )
+        words[State.SEED_LOW : State.SEED_HIGH + 1] = (
+            slots.seed[new].view(np.int32).reshape(-1, 2).T
+        )
         words[State.TEMPERATURE] = slots.temperature[new].view(np.int32)
-        words[State.TOP_K], words[State.TOP_P] = np.minimum(slots.top_k[new], 2**31 - 1), slots.top_p[new].view(np.int32)
+        words[State.TOP_K], words[State.TOP_P] = (
+            np.minimum(slots.top_k[new], 2**31 - 1),
+            slots.top_p[new].view(np.int32),
+        )
         with self._here():
             self.state[:, new] = self._upload(words)
         for index in range(row, n):
@@ -215,7 +259,9 @@ class CudaBackend:
         self._after_others()
         with self._here():
             yield
-        torch.cuda.current_stream(self.device).wait_stream(self.stream)  # the source must not change before it has been read
+        torch.cuda.current_stream(self.device).wait_stream(
+            self.stream
+        )  # the source must not change before it has been read
 
     @contextmanager
     def _here(self) -> Iterator[None]:
@@ -238,9 +284,13 @@ class CudaBackend:
 
     def _capture(self, size: int, truncated: bool) -> torch.cuda.CUDAGraph:
         state = self.state.clone()
-        self.forward.step(self.cache, self.state, self.out, size, truncated)  # compiles kernels; writes only what the real step will
+        self.forward.step(
+            self.cache, self.state, self.out, size, truncated
+        )  # compiles kernels; writes only what the real step will
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"
+        ):
             self.forward.step(self.cache, self.state, self.out, size, truncated)
         self.state.copy_(state)
         self.cache.tick.zero_()
@@ -259,7 +309,9 @@ class CudaBackend:
     def _prefill(self, batch: list[Piece]) -> None:
         rows = [piece.sequence.context[piece.start : piece.stop] for piece in batch]
         tokens = np.array([token for row in rows for token in row], np.int32)
-        positions = np.concatenate([np.arange(piece.start, piece.stop, dtype=np.int32) for piece in batch])
+        positions = np.concatenate(
+            [np.arange(piece.start, piece.stop, dtype=np.int32) for piece in batch]
+        )
         table = np.zeros((len(batch), self.forward.pages_each), np.int32)
         for index, piece in enumerate(batch):
             table[index, : len(piece.sequence.pages)] = piece.sequence.pages
@@ -271,6 +323,14 @@ class CudaBackend:
                 count = min(PAGE, piece.stop - start)
                 tiles.append((index, offset, count, start))
                 offset += count
-        parts = (tokens, positions, places.astype(np.int32), np.array(tiles, np.int32).ravel(), table.ravel())
+        parts = (
+            tokens,
+            positions,
+            places.astype(np.int32),
+            np.array(tiles, np.int32).ravel(),
+            table.ravel(),
+        )
         flat = self._upload(np.concatenate(parts)).split([len(part) for part in parts])
-        self.forward.prefill(self.cache, flat[0], flat[1], flat[2], flat[3].view(-1, 4), flat[4].view(len(batch), -1))
+        self.forward.prefill(
+            self.cache, flat[0], flat[1], flat[2], flat[3].view(-1, 4), flat[4].view(len(batch), -1)
+        )

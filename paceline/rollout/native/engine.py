@@ -40,7 +40,9 @@ class Filling:
 
     @property
     def left(self) -> int:
-        return len(self.source.context) - 1 - self.done if self.new else 0  # the decode step eats the last token
+        return (
+            len(self.source.context) - 1 - self.done if self.new else 0
+        )  # the decode step eats the last token
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,9 @@ class NativeEngine:
         since whoever brings new weights while it works has to wait for the one under way."""
         max_length = min(max_length, position_limit(config) or max_length)
         self._weights = weights
-        self._backend = backend or choose_backend(config, weights, slots, max_length, kv_memory_fraction, brief)
+        self._backend = backend or choose_backend(
+            config, weights, slots, max_length, kv_memory_fraction, brief
+        )
         self._slots = Slots(slots, max_length)
         self._decode = decode
         self._waiting: OrderedDict[str, Running] = OrderedDict()
@@ -122,7 +126,9 @@ class NativeEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue these; if one cannot be served, none is taken and RolloutError says why."""
         taken = {running.request.id for running in self._slots.live}
-        taken.update(running.request.id for filling in self._filling for running in filling.sequences)
+        taken.update(
+            running.request.id for filling in self._filling for running in filling.sequences
+        )
         for request in requests:
             self._check(request, taken)
             taken.add(request.id)
@@ -148,11 +154,20 @@ class NativeEngine:
     def abort(self, ids: Sequence[str]) -> Finished:
         """Give these up and return what they have; unknown ids are ignored."""
         wanted = set(ids)
-        for filling in [f for f in self._filling if any(running.request.id in wanted for running in f.sequences)]:
+        for filling in [
+            f for f in self._filling if any(running.request.id in wanted for running in f.sequences)
+        ]:
             self._unfill(filling)
-        finished = [(id, self._waiting.pop(id).partial(Finish.ABORT)) for id in wanted & self._waiting.keys()]
+        finished = [
+            (id, self._waiting.pop(id).partial(Finish.ABORT))
+            for id in wanted & self._waiting.keys()
+        ]
         finished += [(id, self._ended.pop(id)) for id in wanted & self._ended.keys()]
-        rows = {row: Finish.ABORT for row, running in enumerate(self._slots.live) if running.request.id in wanted}
+        rows = {
+            row: Finish.ABORT
+            for row, running in enumerate(self._slots.live)
+            if running.request.id in wanted
+        }
         return finished + self._release(rows)
 
     def interrupt(self) -> Finished:
@@ -161,7 +176,9 @@ class NativeEngine:
         while self._filling:
             self._unfill(self._filling[-1])
         finished = list(self._ended.items())
-        finished += [(id, running.partial(Finish.INTERRUPT)) for id, running in self._waiting.items()]
+        finished += [
+            (id, running.partial(Finish.INTERRUPT)) for id, running in self._waiting.items()
+        ]
         self._ended.clear()
         self._waiting.clear()
         return finished + self._release(dict.fromkeys(range(self.running), Finish.INTERRUPT))
@@ -171,7 +188,9 @@ class NativeEngine:
         while self._flights:
             self._ended.update(self._land())
 
-    def load(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load(
+        self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int
+    ) -> None:
         """Take over new weights, all or none (SyncError). Running sequences go on with the keys and values they have."""
         with self._backend.changing_weights():
             self._weights.load(tensors)
@@ -206,14 +225,22 @@ class NativeEngine:
 
     def _check(self, request: Request, taken: set[str]) -> None:
         known = request.id in taken or request.id in self._waiting or request.id in self._ended
-        problem = refusal(request, known, self._slots.max_length, self._weights.vocabulary, self._decode is not None)
+        problem = refusal(
+            request,
+            known,
+            self._slots.max_length,
+            self._weights.vocabulary,
+            self._decode is not None,
+        )
         if problem:
             raise RolloutError(f"request {request.id!r} cannot be generated: {problem}")
 
     def _admit(self) -> None:
         slots = self._slots
         free = slots.count - self.running
-        if self._waiting and free >= min(len(self._waiting), max(1, slots.count // self._backend.admit_share)):
+        if self._waiting and free >= min(
+            len(self._waiting), max(1, slots.count // self._backend.admit_share)
+        ):
             self._choose(free)
         if self._filling:
             self._fill()
@@ -221,7 +248,9 @@ class NativeEngine:
     def _choose(self, free: int) -> None:
         """Take up to `free` sequences from those that wait, as long as there is room; the same contexts come together."""
         # a live sequence with the same context still holds the keys and values of its prefill, unless the weights changed
-        live = {running.key: running for running in self._slots.live if running.epoch == self._epoch}
+        live = {
+            running.key: running for running in self._slots.live if running.epoch == self._epoch
+        }
         fillings: dict[int, Filling] = {}
         for _ in range(min(free, len(self._waiting))):
             running = next(iter(self._waiting.values()))
@@ -276,7 +305,11 @@ class NativeEngine:
                 return False
             steps = self._backend.steps(n)
             if self._backend.grow(slots, np.minimum(now + steps, limit)):
-                self._flights.append(Flight(self._backend.decode(slots, steps), steps, list(slots.live), self._version))
+                self._flights.append(
+                    Flight(
+                        self._backend.decode(slots, steps), steps, list(slots.live), self._version
+                    )
+                )
                 slots.ahead[:n] += steps
                 return True
             if self._flights:
@@ -292,7 +325,9 @@ class NativeEngine:
             rows = columns = np.arange(len(slots.live))
         else:  # some are gone or have other rows by now
             column = {id(running): index for index, running in enumerate(flight.sequences)}
-            rows = np.array([row for row, running in enumerate(slots.live) if id(running) in column], np.int64)
+            rows = np.array(
+                [row for row, running in enumerate(slots.live) if id(running) in column], np.int64
+            )
             columns = np.array([column[id(slots.live[row])] for row in rows], np.int64)
         slots.ahead[rows] -= flight.steps
         going = slots.position[rows] < slots.limit[rows]
@@ -314,7 +349,10 @@ class NativeEngine:
 
     def _release(self, rows: dict[int, Finish]) -> Finished:
         slots = self._slots
-        finished = [(slots.live[row].request.id, slots.completion(row, finish)) for row, finish in rows.items()]
+        finished = [
+            (slots.live[row].request.id, slots.completion(row, finish))
+            for row, finish in rows.items()
+        ]
         self._remove(list(rows))
         return finished
 
@@ -332,7 +370,9 @@ class NativeEngine:
         live = self._slots.live
         row = max(range(len(live)), key=lambda row: live[row].arrival)
         request = live[row].request
-        self._requeue(Running.of(replace(request, partial=self._slots.completion(row, Finish.INTERRUPT))))
+        self._requeue(
+            Running.of(replace(request, partial=self._slots.completion(row, Finish.INTERRUPT)))
+        )
         self._remove([row])
 
     def _unfill(self, filling: Filling) -> None:

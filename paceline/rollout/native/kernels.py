@@ -29,10 +29,18 @@ class State(IntEnum):
 
 
 POSITION, LAST, LIMIT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-SEED_LOW, SEED_HIGH, TEMPERATURE, TOP_K, TOP_P = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
+SEED_LOW, SEED_HIGH, TEMPERATURE, TOP_K, TOP_P = (
+    tl.constexpr(3),
+    tl.constexpr(4),
+    tl.constexpr(5),
+    tl.constexpr(6),
+    tl.constexpr(7),
+)
 _PAGE = tl.constexpr(PAGE)
 LOG2_E = tl.constexpr(1.4426950408889634)
-U_STEP = tl.constexpr(2.0**-31 * (1 - 2.0**-20))  # keeps u strictly inside (0, 1), so that a token of probability 0 never wins
+U_STEP = tl.constexpr(
+    2.0**-31 * (1 - 2.0**-20)
+)  # keeps u strictly inside (0, 1), so that a token of probability 0 never wins
 LOWEST = tl.constexpr(-(2**31))
 
 
@@ -54,7 +62,9 @@ def silu_mul(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     inside = at < WIDTH
     gate = tl.load(gate_up + row * 2 * WIDTH + at, mask=inside, other=0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + at, mask=inside, other=0).to(tl.float32)
-    tl.store(out + row * WIDTH + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+    tl.store(
+        out + row * WIDTH + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit
@@ -73,7 +83,9 @@ def rotate_and_cache(
     if NORMED:
         scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DIM + eps)[:, None]
         first = tl.where(head < HEADS, tl.load(q_norm + at), tl.load(k_norm + at)).to(tl.float32)
-        second = tl.where(head < HEADS, tl.load(q_norm + HALF + at), tl.load(k_norm + HALF + at)).to(tl.float32)
+        second = tl.where(
+            head < HEADS, tl.load(q_norm + HALF + at), tl.load(k_norm + HALF + at)
+        ).to(tl.float32)
         a = tl.where(turned, a * scale * first, a)
         b = tl.where(turned, b * scale * second, b)
     position = tl.load(positions + token)
@@ -91,7 +103,18 @@ def rotate_and_cache(
 
 
 @triton.jit
-def plan(state, table, tick, places, pieces, stride, width, SHARE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def plan(
+    state,
+    table,
+    tick,
+    places,
+    pieces,
+    stride,
+    width,
+    SHARE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Before a step: where each row's new key goes, and which pieces of which rows attention works on: for each piece its row,
     start and stop in it, how many pieces the row has and which is its first. Pieces are of one size, chosen so that there are at
     most SHARE more than rows: few long rows are split, many are not. What is left of the list has row -1."""
@@ -115,12 +138,25 @@ def plan(state, table, tick, places, pieces, stride, width, SHARE: tl.constexpr,
         tl.store(to + 3, count, mask=i < count)
         tl.store(to + 4, first, mask=i < count)
     for i in range(tl.sum(count, 0), ROWS + SHARE, BLOCK):
-        tl.store(pieces + (i + row) * 8, tl.full([BLOCK], -1, tl.int32), mask=i + row < ROWS + SHARE)
+        tl.store(
+            pieces + (i + row) * 8, tl.full([BLOCK], -1, tl.int32), mask=i + row < ROWS + SHARE
+        )
     tl.store(tick, tl.load(tick) + 1)
 
 
 @triton.jit
-def _attend(q, base, table_row, start, stop, seen, scale, KV: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr):
+def _attend(
+    q,
+    base,
+    table_row,
+    start,
+    stop,
+    seen,
+    scale,
+    KV: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """Online softmax over positions start..stop; row i of q sees those up to seen[i]. Returns weighted values, sum and maximum."""
     d, o = tl.arange(0, DIM), tl.arange(0, _PAGE)
     most = tl.full([ROWS], -1e30, tl.float32)
@@ -132,7 +168,9 @@ def _attend(q, base, table_row, start, stop, seen, scale, KV: tl.constexpr, DIM:
         k = tl.load(here)
         # what lies behind the end may be anything, and 0 * nan is not 0
         v = tl.load(here + _PAGE * DIM, mask=(n + o)[:, None] < stop, other=0)
-        page = tl.load(table_row + (n // _PAGE + 1), mask=n + _PAGE < stop, other=0).to(tl.int64)  # early, so that loads can overlap
+        page = tl.load(table_row + (n // _PAGE + 1), mask=n + _PAGE < stop, other=0).to(
+            tl.int64
+        )  # early, so that loads can overlap
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         scores = tl.where((n + o)[None, :] <= seen[:, None], scores, -1e30)
         higher = tl.maximum(most, tl.max(scores, 1))
@@ -159,8 +197,12 @@ def join(
         for i in tl.static_range(TOGETHER):
             at = ((first + n + i) * KV + kv) * ROWS + g
             inside = mine & (n + i < count)
-            logs = logs + (tl.load(part_log + at * DIM + d, mask=inside, other=-1e30, cache_modifier=".cg"),)  # noqa: RUF005
-            parts = parts + (tl.load(part + at * DIM + d, mask=inside, other=0, cache_modifier=".cg"),)  # noqa: RUF005
+            logs = logs + (
+                tl.load(part_log + at * DIM + d, mask=inside, other=-1e30, cache_modifier=".cg"),
+            )  # noqa: RUF005
+            parts = parts + (
+                tl.load(part + at * DIM + d, mask=inside, other=0, cache_modifier=".cg"),
+            )  # noqa: RUF005
         for i in tl.static_range(TOGETHER):
             higher = tl.maximum(most, logs[i])
             fade, weight = tl.exp2(most - higher), tl.exp2(logs[i] - higher)
@@ -186,9 +228,24 @@ def attend_decode(
     GROUP: tl.constexpr = HEADS // KV
     g, d = tl.arange(0, ROWS), tl.arange(0, DIM)
     mine = (g < GROUP)[:, None]
-    q = tl.load(qkv + row * ((HEADS + 2 * KV) * DIM) + (kv * GROUP + g)[:, None] * DIM + d[None, :], mask=mine, other=0)
+    q = tl.load(
+        qkv + row * ((HEADS + 2 * KV) * DIM) + (kv * GROUP + g)[:, None] * DIM + d[None, :],
+        mask=mine,
+        other=0,
+    )
     seen = tl.zeros([ROWS], tl.int32) + (stop - 1)
-    values, mass, most = _attend(q, cache + kv * (2 * _PAGE * DIM), table + row * width, start, stop, seen, scale, KV, DIM, ROWS)
+    values, mass, most = _attend(
+        q,
+        cache + kv * (2 * _PAGE * DIM),
+        table + row * width,
+        start,
+        stop,
+        seen,
+        scale,
+        KV,
+        DIM,
+        ROWS,
+    )
     values = values / mass[:, None]
     there = out + row * (HEADS * DIM) + (kv * GROUP + g)[:, None] * DIM + d[None, :]
     if count == 1:
@@ -196,10 +253,25 @@ def attend_decode(
         return
     at = ((piece * KV + kv) * ROWS + g)[:, None] * DIM + d[None, :]
     tl.store(part + at, values)
-    tl.store(part_log + at, tl.zeros([ROWS, DIM], tl.float32) + (most + tl.log2(mass))[:, None])  # as `join` reads it
+    tl.store(
+        part_log + at, tl.zeros([ROWS, DIM], tl.float32) + (most + tl.log2(mass))[:, None]
+    )  # as `join` reads it
     tl.debug_barrier()  # all of it is written before this program is counted
     if tl.atomic_add(arrivals + row * KV + kv, 1, sem="acq_rel") == count - 1:
-        join(part, part_log, arrivals + row * KV + kv, there, mine, first, count, kv, KV, DIM, ROWS, 2)
+        join(
+            part,
+            part_log,
+            arrivals + row * KV + kv,
+            there,
+            mine,
+            first,
+            count,
+            kv,
+            KV,
+            DIM,
+            ROWS,
+            2,
+        )
 
 
 @triton.jit
@@ -208,16 +280,27 @@ def attend_prefill(
 ):  # fmt: skip
     """A tile is `count` tokens of one sequence, from row `offset` of the batch and from `start` in the sequence."""
     tile, head = tl.program_id(0), tl.program_id(1)
-    sequence, offset = tl.load(tiles + tile * 4).to(tl.int64), tl.load(tiles + tile * 4 + 1).to(tl.int64)
+    sequence, offset = (
+        tl.load(tiles + tile * 4).to(tl.int64),
+        tl.load(tiles + tile * 4 + 1).to(tl.int64),
+    )
     count, start = tl.load(tiles + tile * 4 + 2), tl.load(tiles + tile * 4 + 3)
     kv = head // (HEADS // KV)
     i, d = tl.arange(0, ROWS), tl.arange(0, DIM)
     inside = (i < count)[:, None]
-    q = tl.load(qkv + (offset + i)[:, None] * ((HEADS + 2 * KV) * DIM) + head * DIM + d[None, :], mask=inside, other=0)
+    q = tl.load(
+        qkv + (offset + i)[:, None] * ((HEADS + 2 * KV) * DIM) + head * DIM + d[None, :],
+        mask=inside,
+        other=0,
+    )
     base = cache + kv * (2 * _PAGE * DIM)
-    values, mass, _ = _attend(q, base, table + sequence * width, 0, start + count, start + i, scale, KV, DIM, ROWS)
+    values, mass, _ = _attend(
+        q, base, table + sequence * width, 0, start + count, start + i, scale, KV, DIM, ROWS
+    )
     values = (values / mass[:, None]).to(out.dtype.element_ty)
-    tl.store(out + (offset + i)[:, None] * (HEADS * DIM) + head * DIM + d[None, :], values, mask=inside)
+    tl.store(
+        out + (offset + i)[:, None] * (HEADS * DIM) + head * DIM + d[None, :], values, mask=inside
+    )
 
 
 @triton.jit
@@ -243,7 +326,9 @@ def truncate(logits, state, floors, stride, VOCABULARY: tl.constexpr, BLOCK: tl.
     at = tl.arange(0, BLOCK)
     highs = tl.full([BLOCK], -float("inf"), tl.float32)
     for n in range(0, VOCABULARY, BLOCK):
-        highs = tl.maximum(highs, tl.load(here + n + at, mask=n + at < VOCABULARY, other=-float("inf")))
+        highs = tl.maximum(
+            highs, tl.load(here + n + at, mask=n + at < VOCABULARY, other=-float("inf"))
+        )
     top = tl.max(highs, 0)
     ceiling = _ordered(top)
     if (k > 0) & (k < VOCABULARY):
@@ -252,7 +337,9 @@ def truncate(logits, state, floors, stride, VOCABULARY: tl.constexpr, BLOCK: tl.
             middle = (floor | high) - ((floor ^ high) >> 1)  # rounded up; a sum could overflow
             found = tl.zeros([BLOCK], tl.int32)
             for n in range(0, VOCABULARY, BLOCK):
-                value = _ordered(tl.load(here + n + at, mask=n + at < VOCABULARY, other=-float("inf")))
+                value = _ordered(
+                    tl.load(here + n + at, mask=n + at < VOCABULARY, other=-float("inf"))
+                )
                 found += ((value >= middle) & (n + at < VOCABULARY)).to(tl.int32)
             enough = tl.sum(found, 0) >= k
             floor = tl.where(enough, middle, floor)
@@ -279,7 +366,9 @@ def truncate(logits, state, floors, stride, VOCABULARY: tl.constexpr, BLOCK: tl.
 @triton.jit
 def _row_key(low, high, position):
     """splitmix64 of a seed and a position, as `sampling.row_keys`."""
-    seed = (high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | low.to(tl.uint32, bitcast=True).to(tl.uint64)
+    seed = (high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | low.to(
+        tl.uint32, bitcast=True
+    ).to(tl.uint64)
     x = seed + (position.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -292,7 +381,9 @@ def _exponential(hash, mask, multiplier):
     x = (hash ^ mask) * multiplier
     x = (x ^ (x >> 15)) * 0x2C1B3C6D
     u = (x & 0x7FFFFFFF).to(tl.float32) * U_STEP + U_STEP / 4
-    series = u * (LOG2_E + u * (0.5 * LOG2_E + u * (LOG2_E / 3)))  # -log2(1 - u) near 0, where the race is decided
+    series = u * (
+        LOG2_E + u * (0.5 * LOG2_E + u * (LOG2_E / 3))
+    )  # -log2(1 - u) near 0, where the race is decided
     return tl.where(u < 0.0078125, series, -tl.log2(1 - u))
 
 
@@ -310,7 +401,10 @@ def draw(
     scale = LOG2_E * tl.where(greedy, 1.0, 1.0 / heat)
     low, high = tl.load(state + SEED_LOW * stride + row), tl.load(state + SEED_HIGH * stride + row)
     key = _row_key(low, high, tl.load(state + POSITION * stride + row) + 1)
-    mask, multiplier = key.to(tl.uint32).to(tl.int32, bitcast=True), ((key >> 32).to(tl.uint32) | 1).to(tl.int32, bitcast=True)
+    mask, multiplier = (
+        key.to(tl.uint32).to(tl.int32, bitcast=True),
+        ((key >> 32).to(tl.uint32) | 1).to(tl.int32, bitcast=True),
+    )
     PART: tl.constexpr = (VOCABULARY + SPLITS - 1) // SPLITS
     most = tl.full([BLOCK], -1e30, tl.float32)
     mass = tl.zeros([BLOCK], tl.float32)
@@ -333,7 +427,11 @@ def draw(
         e = _exponential(tl.load(hashes + at, mask=at < end, other=0), mask, multiplier)
         e = tl.where(greedy, 1.0, e)
         wins = p * time > best * e
-        best, time, winner = tl.where(wins, p, best), tl.where(wins, e, time), tl.where(wins, at, winner)
+        best, time, winner = (
+            tl.where(wins, p, best),
+            tl.where(wins, e, time),
+            tl.where(wins, at, winner),
+        )
     top = tl.max(most, 0)
     score = tl.where(best > 0, most + tl.log2(best) - tl.log2(time), -float("inf"))
     highest = tl.max(score, 0)

@@ -16,7 +16,9 @@ WINDOW = 16  # attention spans a multiple of this many positions
 
 
 class Decoder:
-    def __init__(self, config: PretrainedConfig, weights: DecoderWeights, slots: int, max_length: int) -> None:
+    def __init__(
+        self, config: PretrainedConfig, weights: DecoderWeights, slots: int, max_length: int
+    ) -> None:
         self.weights = weights
         self.max_length = max_length
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -25,15 +27,25 @@ class Decoder:
         self.cache_shape = (len(weights.layers), slots, self.kv_heads, 2, max_length, self.head_dim)
         device, dtype = weights.embedding.device, weights.embedding.dtype
         with torch.inference_mode():
-            angles = torch.arange(max_length, device=device).float()[:, None] * weights.inv_freq.to(device)
+            angles = torch.arange(max_length, device=device).float()[:, None] * weights.inv_freq.to(
+                device
+            )
             cos, sin = angles.cos() * weights.rope_scale, angles.sin() * weights.rope_scale
             # for all heads of a fused q/k/v row: values are multiplied by 1, and nothing is added to them
-            self.cos = torch.ones(max_length, self.heads + 2 * self.kv_heads, self.head_dim, device=device, dtype=dtype)
+            self.cos = torch.ones(
+                max_length,
+                self.heads + 2 * self.kv_heads,
+                self.head_dim,
+                device=device,
+                dtype=dtype,
+            )
             self.cos[:, : -self.kv_heads] = torch.cat((cos, cos), -1).unsqueeze(1)
             self.sin = torch.zeros_like(self.cos)
             self.sin[:, : -self.kv_heads] = torch.cat((-sin, sin), -1).unsqueeze(1)
             self.columns = torch.arange(max_length, device=device)
-            self.rows = torch.arange(slots * self.kv_heads * 2, device=device).view(slots, -1) * max_length  # of a layer's cache
+            self.rows = (
+                torch.arange(slots * self.kv_heads * 2, device=device).view(slots, -1) * max_length
+            )  # of a layer's cache
             self.least = torch.full((1, 1), self.eps, device=device)
         self.make_cache()
 
@@ -55,14 +67,23 @@ class Decoder:
         window = min(-(-(longest + 1) // WINDOW) * WINDOW, self.max_length)
         each = positions.unsqueeze(1)
         # [n * kv heads, 1, window]: 0 where a key may be seen
-        mask = torch.where(self.columns[:window] > each, -torch.inf, 0.0).to(self.kv.dtype).repeat_interleave(self.kv_heads, 0).unsqueeze(1)
+        mask = (
+            torch.where(self.columns[:window] > each, -torch.inf, 0.0)
+            .to(self.kv.dtype)
+            .repeat_interleave(self.kv_heads, 0)
+            .unsqueeze(1)
+        )
         places = (self.rows[:n] + each).view(-1)
         cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
         x = self.weights.embedding.index_select(0, tokens)
-        for layer, kv, (keys, values) in zip(self.weights.layers, self.kv, self._keys_values(n, window), strict=True):
+        for layer, kv, (keys, values) in zip(
+            self.weights.layers, self.kv, self._keys_values(n, window), strict=True
+        ):
             q, new = self._project(layer, x, cos, sin)
             kv.view(-1, self.head_dim).index_copy_(0, places, new.reshape(-1, self.head_dim))
-            scores = torch.baddbmm(mask, q.reshape(n * self.kv_heads, -1, self.head_dim), keys, alpha=self.scale)
+            scores = torch.baddbmm(
+                mask, q.reshape(n * self.kv_heads, -1, self.head_dim), keys, alpha=self.scale
+            )
             attended = torch.bmm(torch.softmax(scores, -1), values)
             layer.out.add_to(x, attended.view(n, -1))
             self._mlp(layer, x)
@@ -78,21 +99,27 @@ class Decoder:
         mask = self.columns[:end] <= self.columns[start:end, None] if start else None
         x = self.weights.embedding[tokens.flatten()]
         last = len(self.weights.layers) - 1
-        for index, (layer, kv) in enumerate(zip(self.weights.layers, self.kv[:, slot : slot + n], strict=True)):
+        for index, (layer, kv) in enumerate(
+            zip(self.weights.layers, self.kv[:, slot : slot + n], strict=True)
+        ):
             q, new = self._project(layer, x, cos, sin)
             kv[:, :, :, start:end] = new.unflatten(0, (n, t)).permute(0, 2, 3, 1, 4)
             if index == last:
                 return  # only keys and values are wanted
             keys, values = kv[:, :, :, :end].unbind(2)
             q = q.unflatten(0, (n, t)).transpose(1, 2)
-            attended = F.scaled_dot_product_attention(q, keys, values, mask, is_causal=mask is None, scale=self.scale, enable_gqa=True)
+            attended = F.scaled_dot_product_attention(
+                q, keys, values, mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
+            )
             layer.out.add_to(x, attended.transpose(1, 2).reshape(n * t, -1))
             self._mlp(layer, x)
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, count: int, length: int) -> None:
         """Give the `count` slots from `target` on the first `length` positions of slot `source`."""
-        self.kv[:, target : target + count, :, :, :length] = self.kv[:, source : source + 1, :, :, :length]
+        self.kv[:, target : target + count, :, :, :length] = self.kv[
+            :, source : source + 1, :, :, :length
+        ]
 
     def _keys_values(self, n: int, window: int) -> list[tuple[Tensor, Tensor]]:
         """For each layer the keys [n * kv heads, head_dim, window] and values of the first n slots, as views: made anew only
@@ -111,7 +138,9 @@ class Decoder:
             torch.mul(normed[:, : self.heads], layer.q_norm, out=qkv[:, : self.heads])
             torch.mul(normed[:, self.heads :], layer.k_norm, out=qkv[:, self.heads : turned])
         rotated = (qkv * cos).addcmul_(qkv.roll(self.head_dim // 2, -1), sin)  # halves swapped
-        return rotated[:, : self.heads], rotated[:, self.heads :].view(len(x), 2, self.kv_heads, -1).transpose(1, 2)
+        return rotated[:, : self.heads], rotated[:, self.heads :].view(
+            len(x), 2, self.kv_heads, -1
+        ).transpose(1, 2)
 
     def _mlp(self, layer: Layer, x: Tensor) -> None:
         gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, -1)

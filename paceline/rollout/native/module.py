@@ -21,13 +21,23 @@ from paceline.models import EXACT, ROUNDED, model_body
 from paceline.rollout.native.backend import PREFILL_TOKENS, Piece, Ready, StepByStep
 from paceline.rollout.native.sampling import draw, row_keys
 from paceline.rollout.native.slots import Sequence, Slots
-from paceline.rollout.native.weights import ELSE, DecoderWeights, EngineWeights, is_fast, load_by_name
+from paceline.rollout.native.weights import (
+    ELSE,
+    DecoderWeights,
+    EngineWeights,
+    is_fast,
+    load_by_name,
+)
 from paceline.train.attention import PACKED
 
-SLACK = 64  # columns beyond the longest sequence: rows are moved back to the left once in so many steps
+SLACK = (
+    64  # columns beyond the longest sequence: rows are moved back to the left once in so many steps
+)
 
 
-def engine_weights(model: PreTrainedModel, share: bool, max_length: int, dtype: torch.dtype | None = None) -> EngineWeights:
+def engine_weights(
+    model: PreTrainedModel, share: bool, max_length: int, dtype: torch.dtype | None = None
+) -> EngineWeights:
     """The weights as the fastest engine for this model and sequences of this length reads them. `share`: the module's own memory, which
     may only be changed in place from then on; otherwise a copy, in `dtype` if one is given."""
     if is_fast(model.config, max_length):
@@ -41,15 +51,27 @@ def engine_weights(model: PreTrainedModel, share: bool, max_length: int, dtype: 
 class ModuleWeights:
     """A module, and its tensors by name."""
 
-    def __init__(self, model: PreTrainedModel, share: bool, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, share: bool, dtype: torch.dtype | None = None
+    ) -> None:
         self.module = model if share else copy.deepcopy(model).requires_grad_(False)
-        self.module.set_attn_implementation(PACKED)  # without packed rows it is plain attention, caps and sinks included
+        self.module.set_attn_implementation(
+            PACKED
+        )  # without packed rows it is plain attention, caps and sinks included
         if dtype is not None and not share:
-            for parameter in self.module.parameters():  # not the buffers: rotary frequencies stay as precise as they are
+            for parameter in (
+                self.module.parameters()
+            ):  # not the buffers: rotary frequencies stay as precise as they are
                 parameter.data = parameter.data.to(dtype)
-        self.named = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
-        self._known = {name for name, _ in self.module.named_parameters(remove_duplicate=False)} | set(self.module.state_dict())
-        self._buffers = {name: buffer for name, buffer in self.module.named_buffers() if name in self._known}
+        self.named = {
+            name: parameter.detach() for name, parameter in self.module.named_parameters()
+        }
+        self._known = {
+            name for name, _ in self.module.named_parameters(remove_duplicate=False)
+        } | set(self.module.state_dict())
+        self._buffers = {
+            name: buffer for name, buffer in self.module.named_buffers() if name in self._known
+        }
 
     @property
     def vocabulary(self) -> int:
@@ -73,7 +95,9 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers says nothing of it
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
         self.row = self.first = self.seen = 0
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         if layer_idx not in self.kept:
             self.kept[layer_idx] = self._empty(key_states), self._empty(value_states)
         n, stop = len(key_states), self.first + self.seen + key_states.shape[2]
@@ -127,11 +151,24 @@ class ModuleBackend(StepByStep):
             tokens[index, width - len(context) :] = context
         self._length[row : row + len(contexts)] = lengths
         for start in range(0, width, PREFILL_TOKENS):
-            self._forward(self._body, tokens[:, start : start + PREFILL_TOKENS], width - lengths, row, self._end - width, start)
+            self._forward(
+                self._body,
+                tokens[:, start : start + PREFILL_TOKENS],
+                width - lengths,
+                row,
+                self._end - width,
+                start,
+            )
 
     def fork(self, source: Sequence, row: int, copies: list[Sequence], target: int) -> None:
         length, start = len(copies[0].context) - 1, self._end - int(self._length[row])
-        self._cache.copy(slice(row, row + 1), start, length, slice(target, target + len(copies)), self._end - length)
+        self._cache.copy(
+            slice(row, row + 1),
+            start,
+            length,
+            slice(target, target + len(copies)),
+            self._end - length,
+        )
 
     def place(self, slots: Slots, row: int) -> None:
         self._length[row : len(slots.live)] = slots.position[row : len(slots.live)]
@@ -139,13 +176,21 @@ class ModuleBackend(StepByStep):
     def move(self, slots: Slots, moves: list[tuple[int, int]]) -> None:
         for source, target in moves:
             self._length[target] = length = int(self._length[source])
-            self._cache.copy(slice(source, source + 1), self._end - length, length, slice(target, target + 1), self._end - length)
+            self._cache.copy(
+                slice(source, source + 1),
+                self._end - length,
+                length,
+                slice(target, target + 1),
+                self._end - length,
+            )
 
     def decode(self, slots: Slots, steps: int) -> Ready:
         n = len(slots.live)
         logits = self._decode(slots.last[:n])
         keys = row_keys(slots.seed[:n], slots.position[:n] + 1)
-        tokens, logprobs = draw(logits, keys, slots.temperature[:n], slots.top_k[:n], slots.top_p[:n])
+        tokens, logprobs = draw(
+            logits, keys, slots.temperature[:n], slots.top_k[:n], slots.top_p[:n]
+        )
         return Ready(tokens[None], logprobs[None])
 
     def _decode(self, tokens: NDArray[np.int64]) -> Tensor:
@@ -155,7 +200,9 @@ class ModuleBackend(StepByStep):
         if self._end == self._cache.columns:
             self._cache.copy(rows, self._end - width, width, rows, self._longest - width)
             self._end = self._longest
-        output = self._forward(self._model, tokens[:, None], width - lengths, 0, self._end - width, width)
+        output = self._forward(
+            self._model, tokens[:, None], width - lengths, 0, self._end - width, width
+        )
         lengths += 1
         self._end += 1
         logits: Tensor = output.logits[:, -1]
@@ -170,11 +217,21 @@ class ModuleBackend(StepByStep):
     def wake(self) -> None: ...
 
     @torch.no_grad()  # not inference mode: what a module keeps of this pass may meet it again in training
-    def _forward(self, module: Any, tokens: NDArray[np.int64], padding: NDArray[np.int64], row: int, first: int, seen: int) -> Any:
+    def _forward(
+        self,
+        module: Any,
+        tokens: NDArray[np.int64],
+        padding: NDArray[np.int64],
+        row: int,
+        first: int,
+        seen: int,
+    ) -> Any:
         """`tokens` [n, t] stand in columns first + seen.. of the rows from `row` on; `padding` columns from `first` on mean nothing."""
         cache, columns = self._cache, np.arange(seen + tokens.shape[1]) - padding[:, None]
         cache.row, cache.first, cache.seen = row, first, seen
-        positions = {"position_ids": self._tensor(columns[:, seen:].clip(0))} if self._positions else {}
+        positions = (
+            {"position_ids": self._tensor(columns[:, seen:].clip(0))} if self._positions else {}
+        )
         return module(
             input_ids=self._tensor(tokens),
             attention_mask=self._tensor((columns >= 0).astype(np.int64)),
@@ -190,17 +247,27 @@ class ModuleBackend(StepByStep):
         """Does this model do with a cache of rows of different lengths what it does with one plain row? One that has other things to
         remember, or looks ahead, would generate from another distribution than it is trained on."""
         lengths = [min(6 - 3 * row, max_length) for row in range(rows)]
-        tokens = [tuple((7 * i + row) % self._weights.vocabulary for i in range(max(3, length))) for row, length in enumerate(lengths)]
+        tokens = [
+            tuple((7 * i + row) % self._weights.vocabulary for i in range(max(3, length)))
+            for row, length in enumerate(lengths)
+        ]
         try:
             self._prefill([row[:-2] for row in tokens], 0)
             self._decode(np.array([row[-2] for row in tokens]))
             found = self._decode(np.array([row[-1] for row in tokens])).float().log_softmax(-1)
             with torch.no_grad():
-                logits = [self._model(input_ids=self._tensor(np.array([row])), use_cache=False).logits[0, -1] for row in tokens]
+                logits = [
+                    self._model(input_ids=self._tensor(np.array([row])), use_cache=False).logits[
+                        0, -1
+                    ]
+                    for row in tokens
+                ]
             plain = torch.stack(logits).float().log_softmax(-1)
             gap = float(((found - plain).abs() / (1 + plain.abs())).mean())
         except Exception as error:  # whatever a model of unknown make does not like
-            raise ModelError(f"{type(self._model).__name__} cannot be used by the native engine ({error}); {ELSE}") from error
+            raise ModelError(
+                f"{type(self._model).__name__} cannot be used by the native engine ({error}); {ELSE}"
+            ) from error
         if not gap <= (EXACT if logits[0].dtype == torch.float32 else ROUNDED):
             raise ModelError(
                 f"{type(self._model).__name__} cannot be used by the native engine: with kept keys and values its log-probs differ by "

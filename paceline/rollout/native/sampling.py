@@ -13,9 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-BLOCK = 1 << 17  # logits worked on at a time on a CPU, so that a large vocabulary stays in the cache
+BLOCK = (
+    1 << 17
+)  # logits worked on at a time on a CPU, so that a large vocabulary stays in the cache
 TOKENS = 0xD1B54A32D192ED03  # the "seed" of token ids: a real seed that hashed the same way would meet its own hash and cancel it
-U_STEP = 2.0**-31 * (1 - 2.0**-20)  # keeps u strictly inside (0, 1), so that a token of probability 0 never wins
+U_STEP = 2.0**-31 * (
+    1 - 2.0**-20
+)  # keeps u strictly inside (0, 1), so that a token of probability 0 never wins
 FIRST_LOOK = 1024  # tokens sorted for top-p before sorting the whole vocabulary
 
 
@@ -30,7 +34,9 @@ def row_keys(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray
 @lru_cache(4)
 def token_hashes(vocabulary: int, device: torch.device) -> Tensor:
     """32 well mixed bits per token id."""
-    hashes = row_keys(np.full(vocabulary, TOKENS, np.uint64), np.arange(vocabulary)).astype(np.int32)
+    hashes = row_keys(np.full(vocabulary, TOKENS, np.uint64), np.arange(vocabulary)).astype(
+        np.int32
+    )
     return torch.from_numpy(hashes).to(device)
 
 
@@ -46,21 +52,34 @@ def draw(
     block = max(1, BLOCK // logits.shape[1])
     if logits.device.type == "cpu" and len(logits) > block:
         parts = [slice(start, start + block) for start in range(0, len(logits), block)]
-        drawn = [draw(logits[rows], keys[rows], temperature[rows], top_k[rows], top_p[rows]) for rows in parts]
-        return np.concatenate([tokens for tokens, _ in drawn]), np.concatenate([logprobs for _, logprobs in drawn])
+        drawn = [
+            draw(logits[rows], keys[rows], temperature[rows], top_k[rows], top_p[rows])
+            for rows in parts
+        ]
+        return np.concatenate([tokens for tokens, _ in drawn]), np.concatenate(
+            [logprobs for _, logprobs in drawn]
+        )
     device, greedy = logits.device, temperature == 0
     logits = logits.float()
     if (temperature != 1).any():
-        logits.div_(torch.from_numpy(np.where(greedy, np.float32(1), temperature)).to(device).unsqueeze(1))
+        logits.div_(
+            torch.from_numpy(np.where(greedy, np.float32(1), temperature)).to(device).unsqueeze(1)
+        )
     p = torch.softmax(logits, -1)
     if top_k.any() or (top_p < 1).any():
         truncate(p, torch.from_numpy(top_k).to(device), torch.from_numpy(top_p).to(device))
     if greedy.all():
         chosen = logits.argmax(-1, keepdim=True)
     else:
-        chosen = torch.div(p, negative_exponentials(keys, p.shape[1], device)).argmin(-1, keepdim=True)
+        chosen = torch.div(p, negative_exponentials(keys, p.shape[1], device)).argmin(
+            -1, keepdim=True
+        )
         if greedy.any():
-            chosen = torch.where(torch.from_numpy(greedy).to(device).unsqueeze(1), logits.argmax(-1, keepdim=True), chosen)
+            chosen = torch.where(
+                torch.from_numpy(greedy).to(device).unsqueeze(1),
+                logits.argmax(-1, keepdim=True),
+                chosen,
+            )
     logprobs = p.gather(1, chosen).log_()
     return chosen.squeeze(1).cpu().numpy().astype(np.int32), logprobs.squeeze(1).cpu().numpy()
 

@@ -35,7 +35,11 @@ class Sequence:
     def partial(self, finish: Finish) -> Completion:
         """What there is of a sequence that has no slot."""
         made = self.request.partial
-        return empty_completion(finish) if made is None else Completion(made.tokens, made.logprobs, made.versions, finish)
+        return (
+            empty_completion(finish)
+            if made is None
+            else Completion(made.tokens, made.logprobs, made.versions, finish)
+        )
 
 
 class Slots:
@@ -64,7 +68,11 @@ class Slots:
         self.last[row] = sequence.context[-1]
         self.limit[row] = min(len(request.prompt) + sampling.max_new_tokens, self.max_length) - 1
         self.seed[row] = request.seed % 2**64
-        self.temperature[row], self.top_k[row], self.top_p[row] = sampling.temperature, sampling.top_k, sampling.top_p
+        self.temperature[row], self.top_k[row], self.top_p[row] = (
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+        )
         stops = sampling.stop_token_ids
         if len(stops) > self.stops.shape[1]:
             wider = np.full((self.count, len(stops) - self.stops.shape[1]), NO_TOKEN, np.int32)
@@ -77,14 +85,22 @@ class Slots:
             self.logprobs[row, made] = request.partial.logprobs
             self.versions[row, made] = request.partial.versions
 
-    def record(self, rows: NDArray[np.int64], tokens: NDArray[np.int32], logprobs: NDArray[np.float32], version: int) -> None:
+    def record(
+        self,
+        rows: NDArray[np.int64],
+        tokens: NDArray[np.int32],
+        logprobs: NDArray[np.float32],
+        version: int,
+    ) -> None:
         """One new token for each of these rows."""
         self.position[rows] += 1
         self.last[rows] = tokens
         at = (rows, self.position[rows])
         self.tokens[at], self.logprobs[at], self.versions[at] = tokens, logprobs, version
 
-    def ended(self, rows: NDArray[np.int64], decode: Callable[[list[int]], str] | None) -> dict[int, Finish]:
+    def ended(
+        self, rows: NDArray[np.int64], decode: Callable[[list[int]], str] | None
+    ) -> dict[int, Finish]:
         """Those of these rows whose sequence is complete, and why."""
         ended = dict.fromkeys(rows[self.position[rows] >= self.limit[rows]].tolist(), Finish.LENGTH)
         stopped = (self.stops[rows] == self.last[rows, None]).any(1)
@@ -99,7 +115,12 @@ class Slots:
 
     def completion(self, row: int, finish: Finish) -> Completion:
         made = slice(len(self.live[row].request.prompt), int(self.position[row]) + 1)
-        return Completion(self.tokens[row, made].copy(), self.logprobs[row, made].copy(), self.versions[row, made].copy(), finish)
+        return Completion(
+            self.tokens[row, made].copy(),
+            self.logprobs[row, made].copy(),
+            self.versions[row, made].copy(),
+            finish,
+        )
 
     def remove(self, rows: list[int]) -> list[tuple[int, int]]:
         """Free these rows and close the gaps with sequences from the end; returns which row went where."""
@@ -107,7 +128,17 @@ class Slots:
         gone = set(rows)
         targets = sorted(row for row in gone if row < kept)
         sources = [row for row in range(kept, len(self.live)) if row not in gone]
-        for array in (self.position, self.ahead, self.limit, self.seed, self.temperature, self.top_k, self.top_p, self.stops, self.last):
+        for array in (
+            self.position,
+            self.ahead,
+            self.limit,
+            self.seed,
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.stops,
+            self.last,
+        ):
             array[targets] = array[sources]
         for source, target in zip(sources, targets, strict=True):
             self.live[target] = self.live[source]
@@ -118,14 +149,18 @@ class Slots:
         return list(zip(sources, targets, strict=True))
 
 
-def ends_in_stop(tokens: NDArray[np.int32], stops: tuple[str, ...], decode: Callable[[list[int]], str]) -> bool:
+def ends_in_stop(
+    tokens: NDArray[np.int32], stops: tuple[str, ...], decode: Callable[[list[int]], str]
+) -> bool:
     """Does the text of the last tokens hold a stop string? A string of n bytes spans at most n tokens that decode to something."""
     tail = max(len(stop.encode()) for stop in stops) + TAIL
     text = decode(tokens[-tail:].tolist())
     return any(stop in text for stop in stops)
 
 
-def refusal(request: Request, taken: bool, max_length: int, vocabulary: int, can_decode: bool) -> str | None:
+def refusal(
+    request: Request, taken: bool, max_length: int, vocabulary: int, can_decode: bool
+) -> str | None:
     """Why an engine cannot generate this, if so."""
     sampling, made = request.sampling, 0 if request.partial is None else len(request.partial)
     if taken:
@@ -146,10 +181,19 @@ def refusal(request: Request, taken: bool, max_length: int, vocabulary: int, can
     return None
 
 
-def already_ended(request: Request, max_length: int, decode: Callable[[list[int]], str] | None) -> Finish | None:
+def already_ended(
+    request: Request, max_length: int, decode: Callable[[list[int]], str] | None
+) -> Finish | None:
     """Why a request needs no more tokens, if so: its partial answer is complete."""
     made = request.partial.tokens if request.partial is not None else np.zeros(0, np.int32)
     sampling = request.sampling
-    if len(made) and (int(made[-1]) in sampling.stop_token_ids or (sampling.stop and decode and ends_in_stop(made, sampling.stop, decode))):
+    if len(made) and (
+        int(made[-1]) in sampling.stop_token_ids
+        or (sampling.stop and decode and ends_in_stop(made, sampling.stop, decode))
+    ):
         return Finish.STOP
-    return Finish.LENGTH if len(made) >= min(sampling.max_new_tokens, max_length - len(request.prompt)) else None
+    return (
+        Finish.LENGTH
+        if len(made) >= min(sampling.max_new_tokens, max_length - len(request.prompt))
+        else None
+    )

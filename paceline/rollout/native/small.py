@@ -35,7 +35,11 @@ class Shape(NamedTuple):
         """How many chunks of `rows` there is room for."""
         chunk = self.parts * self.part
         chunks = -(-width // chunk)
-        return min(chunks, (self.room * 1024 - 2 * self.tile * chunks * chunk) // (2 * chunk * (1 << (rows - 1).bit_length())))
+        return min(
+            chunks,
+            (self.room * 1024 - 2 * self.tile * chunks * chunk)
+            // (2 * chunk * (1 << (rows - 1).bit_length())),
+        )
 
 
 # measured: large parts are faster where there is room for them
@@ -46,7 +50,11 @@ DOWN = (Shape(8, 8, 128, 224),)
 
 def fits(shapes: Sequence[Shape], width: int, rows: int) -> list[Shape]:
     """Those that have room to read enough of the rows at once."""
-    return [shape for shape in shapes if shape.together(width, rows) * shape.parts * shape.part >= min(width, 512)]
+    return [
+        shape
+        for shape in shapes
+        if shape.together(width, rows) * shape.parts * shape.part >= min(width, 512)
+    ]
 
 
 @triton.jit
@@ -68,13 +76,19 @@ def embed(
     tl.store(x + row * WIDTH + at, value, mask=at < WIDTH)
     scaled = value * tl.load(gain + at, mask=at < WIDTH, other=0).to(tl.float32)
     tl.store(narrow + row * WIDTH + at, scaled.to(narrow.dtype.element_ty), mask=at < WIDTH)
-    tl.store(squares + row * TILES + tile, tl.where(tile == 0, tl.sum(value * value, 0), 0.0), mask=tile < TILES)
+    tl.store(
+        squares + row * TILES + tile,
+        tl.where(tile == 0, tl.sum(value * value, 0), 0.0),
+        mask=tile < TILES,
+    )
 
 
 @triton.jit
 def _inner(chunk, PARTS: tl.constexpr, PART: tl.constexpr):
     """Which inputs a chunk is about: [part, inner]. Each warp sums a part of its own."""
-    return chunk * (PARTS * PART) + tl.arange(0, PARTS)[:, None] * PART + tl.arange(0, PART)[None, :]
+    return (
+        chunk * (PARTS * PART) + tl.arange(0, PARTS)[:, None] * PART + tl.arange(0, PART)[None, :]
+    )
 
 
 @triton.jit
@@ -83,7 +97,12 @@ def _tiles(weight, n, WIDTH: tl.constexpr, PARTS: tl.constexpr, PART: tl.constex
     tiles = ()
     for chunk in tl.static_range((WIDTH + PARTS * PART - 1) // (PARTS * PART)):
         k = _inner(chunk, PARTS, PART)[:, :, None]
-        tile = tl.load(weight + n.to(tl.int64)[None, None, :] * WIDTH + k, mask=k < WIDTH, other=0, eviction_policy="evict_first")
+        tile = tl.load(
+            weight + n.to(tl.int64)[None, None, :] * WIDTH + k,
+            mask=k < WIDTH,
+            other=0,
+            eviction_policy="evict_first",
+        )
         tiles = tiles + (tile,)  # noqa: RUF005 (there is no unpacking in Triton)
     return tiles
 
@@ -126,15 +145,24 @@ def from_stream(
         offset = tl.load(bias + n).to(tl.float32)[None, :]
     _wait()
     tile = tl.arange(0, TILES_BLOCK)[None, :]
-    square = tl.load(squares + r[:, None] * TILES + tile, mask=(tile < TILES) & (r < ROWS)[:, None], other=0)
-    value = _multiply(narrow, tiles, ROWS, PADDED, WIDTH, TILE, PARTS, PART, TOGETHER) * tl.rsqrt(tl.sum(square, 1) / WIDTH + eps)[:, None]
+    square = tl.load(
+        squares + r[:, None] * TILES + tile, mask=(tile < TILES) & (r < ROWS)[:, None], other=0
+    )
+    value = (
+        _multiply(narrow, tiles, ROWS, PADDED, WIDTH, TILE, PARTS, PART, TOGETHER)
+        * tl.rsqrt(tl.sum(square, 1) / WIDTH + eps)[:, None]
+    )
     if BIASED:
         value += offset
     if GATED:
         gate, up = tl.split(tl.reshape(value, [PADDED, TILE // 2, 2]))
         value = gate * tl.sigmoid(gate) * up
         n = tl.program_id(0) * (TILE // 2) + tl.arange(0, TILE // 2)
-    tl.store(out + r[:, None] * OUT + n[None, :], value.to(out.dtype.element_ty), mask=(r < ROWS)[:, None])
+    tl.store(
+        out + r[:, None] * OUT + n[None, :],
+        value.to(out.dtype.element_ty),
+        mask=(r < ROWS)[:, None],
+    )
 
 
 @triton.jit
@@ -151,16 +179,22 @@ def to_stream(
         offset = tl.load(bias + n).to(tl.float32)[None, :]
     _wait()
     at, inside = r[:, None] * OUT + n[None, :], (r < ROWS)[:, None]
-    value = tl.load(x + at, mask=inside, other=0) + _multiply(values, tiles, ROWS, PADDED, WIDTH, TILE, PARTS, PART, TOGETHER)
+    value = tl.load(x + at, mask=inside, other=0) + _multiply(
+        values, tiles, ROWS, PADDED, WIDTH, TILE, PARTS, PART, TOGETHER
+    )
     if BIASED:
         value += offset
     tl.store(x + at, value, mask=inside)
     tl.store(narrow + at, (value * gains).to(narrow.dtype.element_ty), mask=inside)
-    tl.store(squares + r * (OUT // TILE) + tl.program_id(0), tl.sum(value * value, 1), mask=r < ROWS)
+    tl.store(
+        squares + r * (OUT // TILE) + tl.program_id(0), tl.sum(value * value, 1), mask=r < ROWS
+    )
 
 
 @triton.jit
-def _rotated(here, norm, cos, sin, eps, inside, DIM: tl.constexpr, NORMED: tl.constexpr, dtype: tl.constexpr):
+def _rotated(
+    here, norm, cos, sin, eps, inside, DIM: tl.constexpr, NORMED: tl.constexpr, dtype: tl.constexpr
+):
     """Some heads [head, DIM], normed where the model does that, turned by cos and (with its sign) sin."""
     d = tl.arange(0, DIM)[None, :]
     other = (d + DIM // 2) % DIM
@@ -245,4 +279,17 @@ def attend(
     tl.store(part_log + at, tl.zeros([QUERIES, DIM], tl.float32) + (most + tl.log2(mass))[:, None])
     tl.debug_barrier()  # all of it is written before this program is counted
     if tl.atomic_add(arrivals + row * KV + kv, 1, sem="acq_rel") == count - 1:
-        join(part, part_log, arrivals + row * KV + kv, there, mine, first, count, kv, KV, DIM, QUERIES, 8)
+        join(
+            part,
+            part_log,
+            arrivals + row * KV + kv,
+            there,
+            mine,
+            first,
+            count,
+            kv,
+            KV,
+            DIM,
+            QUERIES,
+            8,
+        )

@@ -73,7 +73,9 @@ class DecoderWeights:
     named: dict[str, Tensor] = field(repr=False)  # by Hugging Face name: the same memory as above
 
     @classmethod
-    def from_module(cls, model: PreTrainedModel, share: bool, dtype: torch.dtype | None = None) -> "DecoderWeights":
+    def from_module(
+        cls, model: PreTrainedModel, share: bool, dtype: torch.dtype | None = None
+    ) -> "DecoderWeights":
         """`share`: re-point the module's q/k/v and gate/up parameters to views of one storage (the Parameter objects stay)
         and read all others where they are. After that the parameters may only be changed in place. Otherwise: a copy, in
         `dtype` if one is given, as when the trainer keeps float32 and generation is to be fast."""
@@ -81,25 +83,41 @@ class DecoderWeights:
         body: Any = model.model
         named: dict[str, Tensor] = {}
         take = _Taker(model, share, None if share else dtype, named)
-        layers = tuple(take.layer(f"model.layers.{i}", layer) for i, layer in enumerate(body.layers))
+        layers = tuple(
+            take.layer(f"model.layers.{i}", layer) for i, layer in enumerate(body.layers)
+        )
         embedding = take.single("model.embed_tokens.weight")
         tied = model.lm_head.weight is body.embed_tokens.weight
         head = embedding if tied else take.single("lm_head.weight")
         norm = take.single("model.norm.weight")
         unknown = sorted(set(dict(model.named_parameters())) - set(named))
         if unknown:
-            raise ModelError(f"{model.config.model_type}: the native engine does not know the parameters {unknown[:4]}; {ELSE}")
+            raise ModelError(
+                f"{model.config.model_type}: the native engine does not know the parameters {unknown[:4]}; {ELSE}"
+            )
         rotary = body.rotary_emb
         if 2 * rotary.inv_freq.numel() != head_dim(model.config):
-            raise ModelError(f"{model.config.model_type}: heads rotated only in part are not supported by the native engine; {ELSE}")
-        return cls(embedding, layers, norm, head, rotary.inv_freq.float(), float(rotary.attention_scaling), named)
+            raise ModelError(
+                f"{model.config.model_type}: heads rotated only in part are not supported by the native engine; {ELSE}"
+            )
+        return cls(
+            embedding,
+            layers,
+            norm,
+            head,
+            rotary.inv_freq.float(),
+            float(rotary.attention_scaling),
+            named,
+        )
 
     @property
     def vocabulary(self) -> int:
         return len(self.embedding)
 
     def load(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
-        load_by_name(self.named, tensors, {"lm_head.weight"} if self.head is self.embedding else set())
+        load_by_name(
+            self.named, tensors, {"lm_head.weight"} if self.head is self.embedding else set()
+        )
 
     def zeros(self, dtype: torch.dtype) -> "DecoderWeights":
         """The same tensors, fused and tied in the same way, all 0."""
@@ -108,8 +126,12 @@ class DecoderWeights:
         def like(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in made:
-                made[storage.data_ptr()] = torch.zeros(storage.nbytes() // tensor.element_size(), dtype=dtype, device=tensor.device)
-            return made[storage.data_ptr()].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+                made[storage.data_ptr()] = torch.zeros(
+                    storage.nbytes() // tensor.element_size(), dtype=dtype, device=tensor.device
+                )
+            return made[storage.data_ptr()].as_strided(
+                tensor.shape, tensor.stride(), tensor.storage_offset()
+            )
 
         def linear(one: Linear) -> Linear:
             return Linear(like(one.weight), None if one.bias is None else like(one.bias))
@@ -123,7 +145,15 @@ class DecoderWeights:
 
         layers = tuple(map(layer, self.layers))
         named = {name: like(tensor) for name, tensor in self.named.items()}
-        return DecoderWeights(like(self.embedding), layers, like(self.norm), like(self.head), self.inv_freq, self.rope_scale, named)
+        return DecoderWeights(
+            like(self.embedding),
+            layers,
+            like(self.norm),
+            like(self.head),
+            self.inv_freq,
+            self.rope_scale,
+            named,
+        )
 
 
 def load_by_name(
@@ -135,13 +165,22 @@ def load_by_name(
     """Copy new values in: all of `named`, or none if a name or a shape is wrong; of a mapping one tensor at a time is held.
     `also`: names that may come besides, such as the second ones of tied weights; what is in `optional` is taken if it comes."""
     incoming = tensors if isinstance(tensors, Mapping) else dict(tensors)
-    missing, unknown = sorted(named.keys() - incoming.keys()), sorted(incoming.keys() - named.keys() - also)
+    missing, unknown = (
+        sorted(named.keys() - incoming.keys()),
+        sorted(incoming.keys() - named.keys() - also),
+    )
     if missing or unknown:
-        raise SyncError(f"new weights: {len(missing)} missing {missing[:4]}, {len(unknown)} unknown {unknown[:4]}; send all of the model's")
-    targets = named | {name: tensor for name, tensor in (optional or {}).items() if name in incoming}
+        raise SyncError(
+            f"new weights: {len(missing)} missing {missing[:4]}, {len(unknown)} unknown {unknown[:4]}; send all of the model's"
+        )
+    targets = named | {
+        name: tensor for name, tensor in (optional or {}).items() if name in incoming
+    }
     for name, target in targets.items():
         if (shape := incoming[name].shape) != target.shape:
-            raise SyncError(f"new weights: {name} has shape {tuple(shape)}, the model has {tuple(target.shape)}")
+            raise SyncError(
+                f"new weights: {name} has shape {tuple(shape)}, the model has {tuple(target.shape)}"
+            )
     with torch.no_grad():
         if isinstance(tensors, dict) and next(iter(named.values())).is_cuda:
             # all at once, since each copy alone is over before the next can be started
@@ -154,7 +193,13 @@ def load_by_name(
 class _Taker:
     """Reads tensors out of a module, fusing some, and notes under which name each is found."""
 
-    def __init__(self, model: PreTrainedModel, share: bool, dtype: torch.dtype | None, named: dict[str, Tensor]) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        share: bool,
+        dtype: torch.dtype | None,
+        named: dict[str, Tensor],
+    ) -> None:
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self.share = share
         self.dtype = dtype
@@ -162,7 +207,9 @@ class _Taker:
 
     def single(self, name: str) -> Tensor:
         tensor = self.parameters[name].detach()
-        self.named[name] = tensor if self.share else tensor.to(self.dtype or tensor.dtype, copy=True)
+        self.named[name] = (
+            tensor if self.share else tensor.to(self.dtype or tensor.dtype, copy=True)
+        )
         return self.named[name]
 
     def optional(self, name: str) -> Tensor | None:
@@ -172,7 +219,9 @@ class _Taker:
         """One tensor holding all of these, one after the other along the first dimension."""
         storage = torch.cat([self.parameters[name].detach() for name in names])
         storage = storage.to(self.dtype or storage.dtype)
-        for name, view in zip(names, storage.split([len(self.parameters[name]) for name in names]), strict=True):
+        for name, view in zip(
+            names, storage.split([len(self.parameters[name]) for name in names]), strict=True
+        ):
             self.named[name] = view
             if self.share:
                 self.parameters[name].data = view
@@ -232,7 +281,9 @@ def check_generates(config: PretrainedConfig, max_length: int) -> None:
     kind, text = config.model_type, config.get_text_config()
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model is None or config.is_encoder_decoder:
-        raise ModelError(f"model_type {kind!r} is no causal language model: give a decoder that makes text from text")
+        raise ModelError(
+            f"model_type {kind!r} is no causal language model: give a decoder that makes text from text"
+        )
     other = sorted(set(getattr(text, "layer_types", None) or ()) - set(ATTENTION))
     if other or getattr(model, "_is_stateful", False):
         raise ModelError(
@@ -250,7 +301,11 @@ def check_generates(config: PretrainedConfig, max_length: int) -> None:
 def rope_reach(text: PretrainedConfig) -> int | None:
     """Up to which length rotary frequencies stay the same, where they change with it."""
     rope = getattr(text, "rope_parameters", None) or {}
-    parts = [rope] if "rope_type" in rope else [part for part in rope.values() if isinstance(part, dict)]  # by kind of layer
+    parts = (
+        [rope]
+        if "rope_type" in rope
+        else [part for part in rope.values() if isinstance(part, dict)]
+    )  # by kind of layer
     reaches = [
         part.get("original_max_position_embeddings") or text.max_position_embeddings
         for part in parts
@@ -262,7 +317,11 @@ def rope_reach(text: PretrainedConfig) -> int | None:
 def position_limit(config: PretrainedConfig) -> int | None:
     """Where positions end, in models that keep a table of them instead of turning by an angle."""
     text = config.get_text_config()
-    return None if getattr(text, "rope_parameters", None) else getattr(text, "max_position_embeddings", None)
+    return (
+        None
+        if getattr(text, "rope_parameters", None)
+        else getattr(text, "max_position_embeddings", None)
+    )
 
 
 def is_fast(config: PretrainedConfig, max_length: int) -> bool:
