@@ -29,8 +29,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from paceline.model.weights import DecoderWeights  # noqa: E402
 from paceline.rollout.native.engine import NativeEngine  # noqa: E402
-from paceline.rollout.native.weights import DecoderWeights  # noqa: E402
 from paceline.types import Request, Sampling  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "engine.json"
@@ -116,9 +116,9 @@ class Vllm:
             str(max(SIZES)),
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        self.log = tempfile.NamedTemporaryFile(
+        self.log = tempfile.NamedTemporaryFile(  # noqa: SIM115
             "w", prefix="vllm_worker_", suffix=".log", delete=False
-        )  # noqa: SIM115
+        )
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -171,7 +171,7 @@ class MatrixProducts:
         return time.perf_counter() - began
 
 
-def settle(limit_s: float = 5.0) -> None:
+def wait_idle(limit_s: float = 5.0) -> None:
     """Wait, but not for ever, until the machine is quiet: two threads that take turns with others measure the others."""
     ends = time.monotonic() + limit_s
     while psutil.cpu_percent(0.3) > 15 and time.monotonic() < ends:
@@ -211,7 +211,7 @@ def measure(
             prompts = make_prompts(len(lengths), turn + 1)
             for name in names:
                 if turn >= 0 or case != "long tail":
-                    settle()
+                    wait_idle()
                     speed = sum(lengths) / steady_seconds(contenders[name], prompts, lengths, slots)
                     results[case][name] += [speed] if turn >= 0 else []
     return results

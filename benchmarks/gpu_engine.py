@@ -23,8 +23,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from paceline.model.weights import DecoderWeights  # noqa: E402
 from paceline.rollout.native.engine import NativeEngine  # noqa: E402
-from paceline.rollout.native.weights import DecoderWeights  # noqa: E402
 from paceline.types import Completion, Request, Sampling  # noqa: E402
 
 PROMPT, NEW, LONGEST = 128, 512, 4096
@@ -147,7 +147,7 @@ def steady_rate(engine: NativeEngine, n: int, new: int) -> float:
     engine.submit(make_requests([new] * n, 77))
     for _ in range(4):
         engine.step()
-    engine.settle()
+    engine.wait_idle()
     start, before = time.perf_counter(), engine.tokens_sampled
     while len(engine._slots.live) == n:
         engine.step()
@@ -322,12 +322,12 @@ def profile(shape: str, n: int) -> dict[str, Any]:
     engine.submit(make_requests([NEW] * n, 3))
     while engine.tokens_sampled < n * (NEW // 2):
         engine.step()
-    engine.settle()
+    engine.wait_idle()
     before = engine.tokens_sampled
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         for _ in range(4):
             engine.step()
-        engine.settle()
+        engine.wait_idle()
     steps = (engine.tokens_sampled - before) / n
     events = sorted(trace.key_averages(), key=lambda event: -event.self_device_time_total)
     table = {
@@ -382,7 +382,7 @@ def main() -> None:
     if not options.quick:
         note("1.5B", lambda: throughput("1.5B", (256,), rounds, ceilings))
         note("memory", lambda: memory_growth(2000))
-        note("hand_over", lambda: hand_over("0.5B"))
+        note("sync", lambda: hand_over("0.5B"))
         note("step_ms", lambda: step_times("0.5B"))
     note("profile", lambda: [profile("0.5B", 1), profile("0.5B", 64), profile("0.5B", 512)])
 

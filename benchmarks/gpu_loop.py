@@ -183,7 +183,7 @@ def measure(
         "live_ms": round(statistics.median(live), 2) if live else None, "live_max_ms": round(max(live), 2) if live else None,
         "staleness_max": max(row["staleness/max"] for row in steady), "seconds": [round(t, 3) for t in times],
         "memory_GiB": round(torch.cuda.max_memory_allocated() / 2**30, 1) if torch.cuda.is_available() else None,
-        "logprob_gap_mean": steady[-1].get("mismatch/logprob_gap_mean", steady[-1].get("train/logprob_gap_mean")),
+        "logprob_diff_mean": steady[-1].get("mismatch/logprob_diff_mean", steady[-1].get("train/logprob_diff_mean")),
     }  # fmt: skip
 
 

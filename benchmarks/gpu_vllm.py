@@ -25,12 +25,12 @@ sys.path.insert(0, str(ROOT))
 import paceline.run  # noqa: E402
 from benchmarks.gpu_loop import make_model, make_prompts, no_checkpoint  # noqa: E402
 from paceline.config import RunConfig, load_config  # noqa: E402
-from paceline.place.build import build_parts  # noqa: E402
-from paceline.place.local import ProcessWorker  # noqa: E402
 from paceline.rollout.client import EngineClient  # noqa: E402
 from paceline.rollout.vllm_settings import VllmSettings, check_vllm  # noqa: E402
 from paceline.sync.connect import connect  # noqa: E402
 from paceline.types import Completion, Request, Role, Sampling  # noqa: E402
+from paceline.workers.build import build_parts  # noqa: E402
+from paceline.workers.local import ProcessWorker  # noqa: E402
 
 TARGETS = {"hand_over_s": 0.5, "sleep_and_wake_s": 2.0}
 PROMPT = 128
@@ -120,7 +120,7 @@ async def hand_over(config: RunConfig, model: str, folder: Path) -> dict[str, An
         "transport": type(path).__name__, "start_s": round(ready_s, 1), "publish_s": [round(p, 4) for p, _ in times],
         "load_s": [round(loaded, 4) for _, loaded in times], "hand_over_s": round(min(p + loaded for p, loaded in times[1:]), 4),
         "hand_over_worst_s": round(max(p + loaded for p, loaded in times[1:]), 4), "versions": sorted(versions),
-        "logprob_gap_to_float32_transformers": gap(reference, asked, answers), "tokens_per_s_256_eager": round(speed),
+        "logprob_diff_to_float32_transformers": gap(reference, asked, answers), "tokens_per_s_256_eager": round(speed),
     }  # fmt: skip
 
 
@@ -136,8 +136,8 @@ def hybrid(config: RunConfig) -> dict[str, Any]:
         "time/wait_s",
         "time/train_s",
         "time/sync_s",
-        "train/logprob_gap_mean",
-        "train/logprob_gap_max",
+        "train/logprob_diff_mean",
+        "train/logprob_diff_max",
         "train/offload_s",
     )
     return {
@@ -222,7 +222,7 @@ def main() -> None:
             model, make_prompts(folder / "prompts.jsonl"), folder / "run", options.small
         )
         parts = {
-            "hand_over": lambda: asyncio.run(hand_over(load_config(None, given), model, folder)),
+            "sync": lambda: asyncio.run(hand_over(load_config(None, given), model, folder)),
             "hybrid": lambda: hybrid(load_config(None, [*given, "train.offload=true"])),
             "sleep": lambda: sleep(load_config(None, given), model),
         }

@@ -102,7 +102,7 @@ def measure(config: RunConfig, warm_up: int) -> dict[str, float]:
         "tokens_per_s": sum(row["rollout/tokens"] for row in steady) / seconds,
         "step_s": seconds / len(steady),
         "train_busy": sum(row["train/busy_s"] for row in steady) / seconds,
-        "rollout_busy": summary["rollout_busy_share"],
+        "rollout_busy": summary["rollout_busy_fraction"],
         "staleness_max": summary["staleness_max"],
         "staleness_mean": summary["staleness_mean"],
         "sync_ms": summary["sync_latency_s"] * 1000,

@@ -28,13 +28,13 @@ from rich.table import Table
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from paceline.place.local import ProcessWorker, available_cores
-from paceline.place.message import Later
+from paceline.remote.message import Deferred
 from paceline.rollout.service import RolloutService
-from paceline.sync.collective import Circle, Collective
+from paceline.sync.collective import BroadcastGroup, Collective
 from paceline.sync.stream import Stream
 from paceline.sync.transport import SharedMemory
 from paceline.train.service import ActorService
+from paceline.workers.local import ProcessWorker, available_cores
 
 RESULTS = Path(__file__).parent / "results" / "sync.json"
 TRANSPORTS: dict[str, Any] = {
@@ -67,11 +67,11 @@ class Model:
 
 
 class Engine(RolloutService):
-    def await_weights(self, version: int) -> Later:
+    def await_weights(self, version: int) -> Deferred:
         """Answers once all of them are here."""
         receiver = self._receiver
         assert receiver
-        return Later(lambda: receiver.done(version), lambda: None)
+        return Deferred(lambda: receiver.done(version), lambda: None)
 
     def forget(self) -> None:
         """Make room for another transport."""
@@ -85,7 +85,7 @@ class Raw:
         self._data = data.view(torch.uint8)
         self._shared: Tensor | None = None
         self._socket = socket.create_server(("127.0.0.1", 0))
-        self._circle: Circle | None = None
+        self._circle: BroadcastGroup | None = None
         self._store: Any = None
 
     def port(self) -> int:
@@ -124,7 +124,7 @@ class Raw:
         return int(self._store.port)
 
     def join(self, port: int, rank: int, size: int) -> None:
-        self._circle = Circle(("127.0.0.1", port), 0, rank, size)
+        self._circle = BroadcastGroup(("127.0.0.1", port), 0, rank, size)
 
     def broadcast(self, send: bool) -> None:
         assert self._circle

@@ -76,7 +76,7 @@ class Clock:
     def step_done(self, step: int, metrics: Metrics, groups: Sequence[Group]) -> None:
         self.ends.append((time.perf_counter(), time.process_time()))
 
-    def looked(self, engines: Sequence[EngineStats], queue_utilisation: float) -> None:
+    def engines_polled(self, engines: Sequence[EngineStats], queue_utilization: float) -> None:
         pass
 
 
@@ -117,7 +117,7 @@ def run_trl(python: Path, folder: Path, steps: int, threads: int, tuned: bool) -
     return run | {name: run[name][WARM_UP:] for name in ("seconds", "processor_s", "tokens")}
 
 
-def settle(limit_s: float = 20.0) -> None:
+def wait_idle(limit_s: float = 20.0) -> None:
     """Wait, but not for ever, until the machine is quiet: two threads that take turns with others measure the others."""
     ends = time.monotonic() + limit_s
     while psutil.cpu_percent(0.5) > 15 and time.monotonic() < ends:
@@ -142,12 +142,12 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[Run]]:
             ]
     for turn in range(1 if options.quick else 3):
         for name, settings in modes.items():
-            settle()
+            wait_idle()
             runs.setdefault(name, []).append(
                 run_paceline(folder, f"{name}-{turn}", settings, steps)
             )
         for name, tuned in ((TRL, True), (DEFAULTS, False)):
-            settle()
+            wait_idle()
             runs.setdefault(name, []).append(
                 run_trl(options.trl_python, folder, steps, options.threads, tuned)
             )

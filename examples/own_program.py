@@ -21,10 +21,10 @@ class Watch:
 
     def step_done(self, step: int, metrics: dict[str, float], groups: Any) -> None:
         print(
-            f"step {step}: reward {metrics['reward/mean']:.2f}, right {metrics['reward_part/right']:.0%}"
+            f"step {step}: reward {metrics['reward/mean']:.2f}, right {metrics['reward_component/right']:.0%}"
         )
 
-    def looked(self, engines: Any, queue_utilisation: float) -> None:
+    def engines_polled(self, engines: Any, queue_utilization: float) -> None:
         """Every second: what the engines do, and how full the queue is."""
 
 

@@ -223,8 +223,8 @@ def answers(
         int | None, typer.Option(help="Which step; the last one if not given.", show_default=False)
     ] = None,
 ) -> None:
-    """Show what the model answered, best first, with rewards: some prompts of a step (save_answers)."""
-    from paceline.observe.answers import answers_panel, read_answers
+    """Show what the model answered, best first, with rewards: some prompts of a step (save_samples)."""
+    from paceline.observe.samples import answers_panel, read_answers
 
     try:
         for row in read_answers(run, step):
@@ -321,10 +321,10 @@ def _going_on(config: "RunConfig | None", fresh: bool) -> str:
 
 
 def _ask(run: Path, command: str, **arguments: Any) -> Any:
-    from paceline.control import ask
+    from paceline.control import send_command
 
     try:
-        return ask(run, command, **arguments)
+        return send_command(run, command, **arguments)
     except PacelineError as error:
         _fail(error)
 

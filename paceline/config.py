@@ -13,18 +13,18 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import AliasChoices, BaseModel, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from paceline.algo.mismatch import LIMITS
 from paceline.algo.settings import AlgorithmSettings
 from paceline.data.prompts import DataSettings
 from paceline.errors import ConfigError
-from paceline.place.placement import PlacementSettings, RaySettings
+from paceline.observe.mismatch import LIMITS
+from paceline.placement import PlacementSettings, RaySettings
 from paceline.queue.message_queue import QueueSettings
 from paceline.reward.reward import RewardSettings
 from paceline.rollout.fleet import FleetSettings
 from paceline.rollout.rollouter import RolloutSettings
 from paceline.schedule import ScheduleSettings
 from paceline.settings import Settings
-from paceline.sync.synchronizer import SyncSettings
+from paceline.synchronizer import SyncSettings
 from paceline.train.settings import TrainSettings
 from paceline.types import Role
 
@@ -46,8 +46,8 @@ class RunConfig(Settings):
     save_every: int = Field(50, ge=0)
     """Steps between checkpoints; 0 = only at the end."""
     keep_checkpoints: int = Field(2, ge=1)
-    save_answers: int = Field(1, ge=0)
-    """Prompts of each step whose answers go to answers.jsonl, with their rewards."""
+    save_samples: int = Field(1, ge=0)
+    """Prompts of each step whose answers go to samples.jsonl, with their rewards."""
     step_timeout_s: float = Field(600.0, gt=0)
     """Longest a train step may take."""
     stall_timeout_s: float = Field(300.0, gt=0)
@@ -165,7 +165,7 @@ class RunConfig(Settings):
         return self.train.backend == "single" and self.placement.shared(Role.ACTOR, Role.ROLLOUT)
 
     @property
-    def lends_weights(self) -> bool:
+    def shares_weights(self) -> bool:
         """Whether the engine computes with the trainer's very own parameters, which change under whatever it generates."""
         return (
             self.in_place
@@ -197,7 +197,7 @@ MAY_CHANGE = {
     "steps",
     "save_every",
     "keep_checkpoints",
-    "save_answers",
+    "save_samples",
     "step_timeout_s",
     "stall_timeout_s",
     "sync",

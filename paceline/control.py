@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 SOCKET = "control.sock"
 LONGEST = 100  # bytes of a socket's path that every system takes
-ANSWER_S = 600.0  # a worker that is added loads its model first
+REPLY_TIMEOUT_S = 600.0  # a worker that is added loads its model first
 
 Command = Callable[..., Awaitable[Any]]
 
@@ -32,7 +32,7 @@ class Control:
         self._folder = folder
         self._commands: Mapping[str, Command] = {}
         self._server: asyncio.Server | None = None
-        self._asking: set[asyncio.Task[None]] = set()
+        self._clients: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def serving(self, commands: Mapping[str, Command]) -> AsyncIterator[None]:
@@ -42,7 +42,7 @@ class Control:
             yield
         finally:
             self._commands = {}
-            await self._dismiss()
+            await self._close_clients()
 
     async def __aenter__(self) -> "Control":
         listening = socket.socket(socket.AF_UNIX)
@@ -59,25 +59,27 @@ class Control:
                 "nobody can talk to this job: no socket can be made in %s (%s)", self._folder, error
             )
             return self
-        self._server = await asyncio.start_unix_server(self._asked, sock=listening)
+        self._server = await asyncio.start_unix_server(self._handle_client, sock=listening)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         if self._server is None:
             return
         self._server.close()
-        await self._dismiss()
+        await self._close_clients()
         (self._folder / SOCKET).unlink(missing_ok=True)
 
-    async def _dismiss(self) -> None:
-        for task in list(self._asking):
+    async def _close_clients(self) -> None:
+        for task in list(self._clients):
             task.cancel()
-        await asyncio.gather(*self._asking, return_exceptions=True)
+        await asyncio.gather(*self._clients, return_exceptions=True)
 
-    async def _asked(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _handle_client(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         task = asyncio.current_task()
         assert task
-        self._asking.add(task)
+        self._clients.add(task)
         try:
             answer = await self._answer(await reader.readline())
             writer.write(json.dumps(answer).encode() + b"\n")
@@ -86,7 +88,7 @@ class Control:
             pass  # it did not wait for the answer, sent a line without an end, or we are closing
         finally:
             writer.close()
-            self._asking.discard(task)
+            self._clients.discard(task)
 
     async def _answer(self, line: bytes) -> dict[str, Any]:
         if not self._commands:
@@ -110,10 +112,10 @@ class Control:
             return {"error": f"{request['command']} failed: {type(error).__name__}: {error}"}
 
 
-def ask(folder: Path, command: str, **arguments: Any) -> Any:
+def send_command(folder: Path, command: str, **arguments: Any) -> Any:
     """Ask the job that runs in `folder`. Raises what it refuses."""
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(ANSWER_S)
+        connection.settimeout(REPLY_TIMEOUT_S)
         try:
             with _short_path(folder) as path:
                 connection.connect(path)
@@ -133,7 +135,7 @@ def ask(folder: Path, command: str, **arguments: Any) -> Any:
                 line = stream.readline()
         except TimeoutError:
             raise ConfigError(
-                f"the job in {folder} did not answer within {ANSWER_S:g} s; is it stopped (Ctrl-Z)?"
+                f"the job in {folder} did not answer within {REPLY_TIMEOUT_S:g} s; is it stopped (Ctrl-Z)?"
             ) from None
         except ConnectionError:
             line = b""

@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 
 from paceline.algo.settings import AlgorithmSettings
-from paceline.awake import stay_awake
 from paceline.config import RunConfig
 from paceline.errors import first_error
 from paceline.inputs import load_inputs
-from paceline.place.placement import PlacementSettings
-from paceline.place.pools import open_workers
+from paceline.placement import PlacementSettings
 from paceline.reward.model import ModelReward
 from paceline.rollout.environment import open_environment
-from paceline.run import make_fleet, make_rollouter, open_judge
+from paceline.run import make_fleet, make_rollouter, open_scorer
 from paceline.schedule import ScheduleSettings
-from paceline.sync.synchronizer import ParameterSynchronizer
+from paceline.suspend import ignore_suspended_time
 from paceline.sync.transport import InPlace
+from paceline.synchronizer import ParameterSynchronizer
 from paceline.types import Finish, Group, Role
+from paceline.workers.pools import open_workers
 
 
 def for_evaluation(config: RunConfig, attempts: int, temperature: float) -> RunConfig:
@@ -51,16 +51,16 @@ async def evaluate(
     config: RunConfig, done: Callable[[int, int], None] | None = None
 ) -> dict[str, Any]:
     """The mean reward of all rows and what else there is to say. `done(groups, of)` is told as it goes."""
-    stay_awake(asyncio.get_running_loop())
+    ignore_suspended_time(asyncio.get_running_loop())
     inputs = load_inputs(config)
     agent = open_environment(config.rollout.environment, inputs.tokenizer)
     async with AsyncExitStack() as stack:
-        judge = await open_judge(stack, config, inputs)
+        scorer = await open_scorer(stack, config, inputs)
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
         cluster, plans, workers = await open_workers(stack, config, inputs.model_path, logs)
         fleet = make_fleet(config, cluster, plans, workers[Role.ROLLOUT])
         stack.push_async_callback(fleet.close)
-        scorer = judge or ModelReward(
+        scorer = scorer or ModelReward(
             workers[Role.REWARD][0], config.data.prompt_key, config.data.system
         )
         rollouter = make_rollouter(config, inputs, fleet, agent, scorer)
@@ -93,17 +93,17 @@ def figures(groups: list[Group]) -> dict[str, Any]:
         "prompts": len(groups),
         "attempts": len(attempts),
         "reward": float(np.mean([np.mean(row) for row in rewards])),
-        "reward_best": float(
+        "reward_max": float(
             np.mean([max(row) for row in rewards])
         ),  # of the attempts at each prompt
         **{
-            f"reward_part/{name}": float(
+            f"reward_component/{name}": float(
                 np.mean([a.details[name] for a in attempts if name in a.details])
             )
             for name in sorted(details)
         },
         "tokens_mean": float(np.mean([attempt.num_tokens for attempt in attempts])),
-        "cut_off": float(
+        "truncated_fraction": float(
             np.mean([attempt.turns[-1].completion.finish is Finish.LENGTH for attempt in attempts])
         ),
     }

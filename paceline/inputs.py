@@ -10,15 +10,15 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from paceline.config import RunConfig
 from paceline.data.prompts import PromptSource
 from paceline.errors import ModelError
-from paceline.models import (
+from paceline.model.loading import (
     load_config,
     load_generation_config,
     load_tokenizer,
     model_fingerprint,
     resolve_model,
 )
+from paceline.model.weights import SUPPORTED, check_generates, is_fast, position_limit
 from paceline.reward.model import check_reward_model
-from paceline.rollout.native.weights import SUPPORTED, check_generates, is_fast, position_limit
 from paceline.rollout.vllm_settings import check_vllm
 
 log = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ from paceline.rollout.engine import EngineStats
 from paceline.rollout.fleet import Fleet
 from paceline.rollout.rollouter import Rollouter
 from paceline.settings import Settings
-from paceline.sync.synchronizer import ParameterSynchronizer
+from paceline.synchronizer import ParameterSynchronizer
 from paceline.train.assembly import assemble
 from paceline.types import Batch, Finish, Group, Prompt, Trajectory
 
@@ -61,7 +61,7 @@ class StepTrainer(Protocol):
 class Observer(Protocol):
     def step_done(self, step: int, metrics: Metrics, groups: Sequence[Group]) -> None: ...
 
-    def looked(self, engines: Sequence[EngineStats], queue_utilisation: float) -> None: ...
+    def engines_polled(self, engines: Sequence[EngineStats], queue_utilization: float) -> None: ...
 
 
 class LoopSettings(Settings):
@@ -95,7 +95,7 @@ class Loop:
         guards: Sequence[tuple[str, asyncio.Future[None]]] = (),
     ) -> None:
         self.step = 0  # steps done; also the trainer's policy version
-        self.waits: dict[str, str] = {}  # what each coroutine waits for, for whoever asks
+        self.waiting_for: dict[str, str] = {}  # what each coroutine waits for, for whoever asks
         self._settings = settings
         self._source = source
         self._rollouter = rollouter
@@ -148,7 +148,7 @@ class Loop:
     async def _feed(self) -> None:
         while True:
             while self._rollouter.paused or self._admission.free <= 0:
-                self.waits["feed"] = (
+                self.waiting_for["feed"] = (
                     "resume_rollout()"
                     if self._rollouter.paused
                     else "a free ticket (returned after the next sync) and room in the queue"
@@ -177,12 +177,12 @@ class Loop:
         while self.step < self._settings.steps:
             begun = clock()
             groups = await self._take()
-            self.waits["train"] = "generations to make way for the train step"
-            await self._synchronizer.make_way()
+            self.waiting_for["train"] = "generations to make way for the train step"
+            await self._synchronizer.pause_before_update()
             taken = clock()
             batch = assemble(groups)
             staleness = [self.step - group.version_min for group in groups]
-            self.waits["train"] = f"the train step {self.step + 1}"
+            self.waiting_for["train"] = f"the train step {self.step + 1}"
             metrics = await self._trainer.step(batch, self.step)
             for group, stale in zip(groups, staleness, strict=True):
                 self._ledger.trained(
@@ -194,7 +194,7 @@ class Loop:
             self._queue.set_version(self.step)
             trained = clock()
             if self.step % self._settings.sync_every == 0 or self.step == self._settings.steps:
-                self.waits["train"] = f"the hand-over of version {self.step}"
+                self.waiting_for["train"] = f"the hand-over of version {self.step}"
                 await self._synchronizer.sync_weights(self.step)
                 if (
                     self.step < self._settings.steps
@@ -212,7 +212,7 @@ class Loop:
             if self.step == self._settings.steps or (
                 self._settings.save_every and self.step % self._settings.save_every == 0
             ):
-                self.waits["train"] = f"the checkpoint of step {self.step}"
+                self.waiting_for["train"] = f"the checkpoint of step {self.step}"
                 await self._save(self.step)
 
     async def _take(self) -> list[Group]:
@@ -230,7 +230,7 @@ class Loop:
                 groups: list[Group] = [item.payload for item in items]
                 return groups
             missing = [seq for seq in wanted if seq not in self._queue]
-            self.waits["train"] = (
+            self.waiting_for["train"] = (
                 f"groups {missing[:5]}{'…' if len(missing) > 5 else ''} to be generated and scored"
             )
             await self._changed.wait()
@@ -241,7 +241,7 @@ class Loop:
         while True:
             await asyncio.sleep(1.0)
             stats = self._fleet.stats()
-            self._observer.looked(stats, self._queue.utilisation)
+            self._observer.engines_polled(stats, self._queue.utilization)
             now = (
                 self.step,
                 self._queue.counts.put,
@@ -305,19 +305,24 @@ class Loop:
             "staleness/mean": float(np.mean(staleness)),
             "staleness/max": float(max(staleness)),
             "sample_age_s": float(np.mean([taken_s - group.started_s for group in groups])),
-            "queue/utilisation": self._queue.utilisation,
+            "queue/utilization": self._queue.utilization,
             "queue/dropped": float(self._ledger.dropped.total()),
             "fleet/engines": float(len(self._fleet.in_rotation)),
             "fleet/replaced": float(self._fleet.replaced),
-            "fleet/refused": float(self._fleet.refused),
-            "reward/equal_share": sum(_all_equal(group) for group in groups) / len(groups),
+            "fleet/fenced_messages": float(self._fleet.fenced_messages),
+            "reward/uniform_group_fraction": sum(_all_equal(group) for group in groups)
+            / len(groups),
             **_means(groups),
             "rollout/samples": float(batch.num_rows),
             "rollout/tokens": float(tokens),
             "rollout/length_mean": tokens / batch.num_rows,
-            "rollout/cut_off_share": float(
+            "rollout/truncated_fraction": float(
                 np.mean(
-                    [_cut_off(trajectory) for group in groups for trajectory in group.trajectories]
+                    [
+                        _truncated(trajectory)
+                        for group in groups
+                        for trajectory in group.trajectories
+                    ]
                 )
             ),
         }
@@ -355,10 +360,10 @@ class Loop:
         )
 
     def _stalled(self, still_s: float) -> StalledError:
-        waits = "; ".join(
-            [f"{who} waits for {what}" for who, what in self.waits.items()]
-            + self._rollouter.doing()
-            + self._fleet.complaints()
+        waiting_for = "; ".join(
+            [f"{who} waits for {what}" for who, what in self.waiting_for.items()]
+            + self._rollouter.group_stages()
+            + self._fleet.unavailable_engines()
         )
         limit = (
             "stall_timeout_s"
@@ -366,11 +371,11 @@ class Loop:
             else "step_timeout_s"
         )
         return StalledError(
-            f"nothing moved for {still_s:.0f} s ({limit} = {self._patience_s:g}): {waits}"
+            f"nothing moved for {still_s:.0f} s ({limit} = {self._patience_s:g}): {waiting_for}"
         )
 
 
-def _cut_off(trajectory: Trajectory) -> bool:
+def _truncated(trajectory: Trajectory) -> bool:
     return trajectory.turns[-1].completion.finish is Finish.LENGTH
 
 
@@ -382,7 +387,7 @@ def _means(groups: Sequence[Group]) -> Metrics:
     """Of what the reward gave for the record."""
     parts = [trajectory.details for group in groups for trajectory in group.trajectories]
     return {
-        f"reward_part/{name}": float(np.mean([part[name] for part in parts if name in part]))
+        f"reward_component/{name}": float(np.mean([part[name] for part in parts if name in part]))
         for name in set().union(*parts)
     }
 

@@ -11,12 +11,26 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.awake import stay_awake
 from paceline.config import RunConfig
 from paceline.control import Command, Control
 from paceline.data.chat import stop_token_ids
 from paceline.data.prompts import PromptSource
-from paceline.folder import (
+from paceline.inputs import Inputs, load_inputs
+from paceline.loop import Loop, LoopSettings, Observer
+from paceline.observe.recorder import Recorder, write_json
+from paceline.observe.samples import Samples
+from paceline.queue.admission import Admission
+from paceline.queue.ledger import Ledger
+from paceline.queue.message_queue import MessageQueue
+from paceline.remote.host import peak_memory
+from paceline.remote.worker import Worker
+from paceline.reward.model import ModelReward
+from paceline.reward.reward import BuiltinReward, Reward, RewardFunction, open_reward
+from paceline.rollout.client import EngineClient
+from paceline.rollout.environment import Environment, MakeEnvironment, open_environment
+from paceline.rollout.fleet import Fleet
+from paceline.rollout.rollouter import Rollouter
+from paceline.run_dir import (
     disk_explained,
     find_start,
     finished_summary,
@@ -24,35 +38,21 @@ from paceline.folder import (
     move_aside,
     open_folder,
 )
-from paceline.inputs import Inputs, load_inputs
-from paceline.loop import Loop, LoopSettings, Observer
-from paceline.observe.answers import Answers
-from paceline.observe.recorder import Recorder, write_json
-from paceline.place.cluster import Cluster, PlannedWorker
-from paceline.place.fit import plan_that_fits
-from paceline.place.host import peak_memory
-from paceline.place.pools import open_workers, start_worker, unique_workers
-from paceline.place.worker import Worker
-from paceline.queue.admission import Admission
-from paceline.queue.ledger import Ledger
-from paceline.queue.message_queue import MessageQueue
-from paceline.reward.model import ModelReward
-from paceline.reward.reward import OwnFunction, Reward, TrustedReward, open_reward
-from paceline.rollout.client import EngineClient
-from paceline.rollout.environment import Environment, MakeEnvironment, open_environment
-from paceline.rollout.fleet import Fleet
-from paceline.rollout.rollouter import Rollouter
+from paceline.suspend import ignore_suspended_time
 from paceline.sync.connect import connect
-from paceline.sync.synchronizer import ParameterSynchronizer
 from paceline.sync.transport import InPlace, WeightTransport
+from paceline.synchronizer import ParameterSynchronizer
 from paceline.train.checkpoint import read_state, save_checkpoint
 from paceline.train.trainer import Trainer
 from paceline.types import Role, Sampling
+from paceline.workers.cluster import Cluster, PlannedWorker
+from paceline.workers.fit import plan_that_fits
+from paceline.workers.pools import open_workers, start_worker, unique_workers
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-LAST_WORDS_S = 10.0  # for workers to give their last figures
+FINAL_STATS_TIMEOUT_S = 10.0  # for workers to give their last figures
 
 
 async def train(
@@ -60,7 +60,7 @@ async def train(
     make_display: Callable[[int], Observer] | None = None,
     *,
     fresh: bool = False,
-    reward: OwnFunction | None = None,
+    reward: RewardFunction | None = None,
     environment: MakeEnvironment | None = None,
 ) -> dict[str, Any]:
     """Run to the last step and return the summary. `make_display(first_step)` makes the observer of every step.
@@ -68,7 +68,7 @@ async def train(
     `fresh`: what is in the run folder is moved aside, once everything else is known to be right. `reward` (a function of answer and
     row, async or not) and `environment` (made for the tokenizer) are those of the program that calls, instead of the settings'.
     """
-    stay_awake(asyncio.get_running_loop())
+    ignore_suspended_time(asyncio.get_running_loop())
     inputs = load_inputs(config)
     agent = open_environment(environment or config.rollout.environment, inputs.tokenizer)
     folder = Path(config.run_dir)
@@ -76,7 +76,7 @@ async def train(
         log.warning("%s", warning)
     async with AsyncExitStack() as stack:
         stack.enter_context(disk_explained(folder))
-        judge = await open_judge(stack, config, inputs, reward)
+        scorer = await open_scorer(stack, config, inputs, reward)
         if fresh and (aside := move_aside(folder)):
             log.warning("the run that was in %s is now in %s", folder, aside)
         stack.enter_context(open_folder(config))
@@ -90,7 +90,7 @@ async def train(
         cluster, plans, workers = await open_workers(
             stack, config, inputs.model_path, folder / "logs"
         )
-        scorer = judge or ModelReward(
+        scorer = scorer or ModelReward(
             workers[Role.REWARD][0], config.data.prompt_key, config.data.system
         )
         actor, critic, ref = (
@@ -111,18 +111,18 @@ async def train(
         fleet = make_fleet(config, cluster, plans, workers[Role.ROLLOUT])
         stack.push_async_callback(fleet.close)
         rollouter = make_rollouter(config, inputs, fleet, agent, scorer)
-        lent = (
-            config.lends_weights and config.schedule.max_staleness > 0
+        shares_weights = (
+            config.shares_weights and config.schedule.max_staleness > 0
         )  # else nothing is generated while training
         transport = await _transport(config, workers)
         synchronizer = ParameterSynchronizer(
-            transport, fleet, rollouter, config.schedule.on_sync, config.sync, lent
+            transport, fleet, rollouter, config.schedule.on_sync, config.sync, shares_weights
         )
         await synchronizer.sync_weights(
             start.step
         )  # engines serve the checkpoint's weights, and the path is known to work
 
-        answers = Answers(folder, config.save_answers, start.step)
+        answers = Samples(folder, config.save_samples, start.step)
         # only now are the books cut to what the checkpoint says: a start that fails changes nothing
         ledger = Ledger(folder / "ledger.jsonl", start.ledger)
         stack.callback(ledger.close)
@@ -166,26 +166,26 @@ async def train(
         commands |= {"pause": rollouter.pause_rollout, "resume": rollouter.resume_rollout}
         async with control.serving(commands):
             await loop.run(start.step)
-        peak = await _last_look(recorder, fleet, set(unique_workers(workers)))
+        peak = await _final_stats(recorder, fleet, set(unique_workers(workers)))
         summary = recorder.summary(
             sync_s=synchronizer.seconds, ledger=ledger.counts(), memory_peak_bytes=peak
         )
-        summary["fleet"] = {"replaced": fleet.replaced, "refused": fleet.refused}
+        summary["fleet"] = {"replaced": fleet.replaced, "fenced_messages": fleet.fenced_messages}
         write_json(folder / "summary.json", summary)
         return summary
 
 
-async def open_judge(
-    stack: AsyncExitStack, config: RunConfig, inputs: Inputs, own: OwnFunction | None = None
+async def open_scorer(
+    stack: AsyncExitStack, config: RunConfig, inputs: Inputs, own: RewardFunction | None = None
 ) -> Reward | None:
     """What scores answers, tried on the data; None: a reward model does, in a worker of its own."""
     if config.reward.model and not own:
         return None
-    judge = await open_reward(config.reward, config.data.task, own)
-    stack.push_async_callback(judge.close)
-    if isinstance(judge, TrustedReward):
-        judge.check(inputs.source.rows())
-    return judge
+    scorer = await open_reward(config.reward, config.data.task, own)
+    stack.push_async_callback(scorer.close)
+    if isinstance(scorer, BuiltinReward):
+        scorer.check(inputs.source.rows())
+    return scorer
 
 
 async def _save(
@@ -222,9 +222,11 @@ async def _restore(checkpoint: Path, trainer: Trainer, source: PromptSource) -> 
     trainer.load_state(state["trainer"])
 
 
-async def _last_look(recorder: Recorder, fleet: Fleet, workers: set[Worker]) -> int:
+async def _final_stats(recorder: Recorder, fleet: Fleet, workers: set[Worker]) -> int:
     """What the engines have done in all, for the record; the most memory that all together had."""
-    recorder.last_look(await _answers([member.engine.stats() for member in fleet.in_rotation]))
+    recorder.record_final_stats(
+        await _answers([member.engine.stats() for member in fleet.in_rotation])
+    )
     living = workers - fleet.elastic | {member.engine.worker for member in fleet.in_rotation}
     return peak_memory() + sum(await _answers([worker.peak_memory() for worker in living]))
 
@@ -232,7 +234,7 @@ async def _last_look(recorder: Recorder, fleet: Fleet, workers: set[Worker]) -> 
 async def _answers(questions: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """What those say who still answer: the run is over, and nobody is waited for any more."""
     answers = await asyncio.gather(
-        *(asyncio.wait_for(question, LAST_WORDS_S) for question in questions),
+        *(asyncio.wait_for(question, FINAL_STATS_TIMEOUT_S) for question in questions),
         return_exceptions=True,
     )
     return [answer for answer in answers if not isinstance(answer, BaseException)]
@@ -311,7 +313,7 @@ def _loop_settings(config: RunConfig) -> LoopSettings:
         steps=config.steps,
         groups_per_step=config.groups_per_step,
         sync_every=1
-        if config.lends_weights
+        if config.shares_weights
         else config.schedule.sync_every,  # the engine has new weights with every step
         save_every=config.save_every,
         max_failed_groups=config.rollout.max_failed_groups,

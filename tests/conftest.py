@@ -1,5 +1,8 @@
-"""One thread per process in tests: with several processes on few cores, spinning threads cost more than they give."""
+"""Environment of every test, set before torch is imported."""
 
 import os
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+# With several processes on few cores, spinning threads cost more than they give.
+os.environ["OMP_NUM_THREADS"] = "1"
+# Some virtual machines report AMX and then trap on it: bfloat16 matmuls would kill the process.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")

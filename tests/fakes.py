@@ -11,17 +11,17 @@ import numpy as np
 
 from paceline.errors import SyncError, WorkerDied
 from paceline.loop import Loop, LoopSettings
+from paceline.notifier import Notifier
 from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger
 from paceline.queue.message_queue import MessageQueue
-from paceline.queue.pulse import Pulse
 from paceline.rollout.engine import EngineStats
 from paceline.rollout.environment import Environment, SingleTurn
 from paceline.rollout.fleet import Fleet
 from paceline.rollout.rollouter import Rollouter
 from paceline.schedule import ScheduleSettings
-from paceline.sync.synchronizer import ParameterSynchronizer
 from paceline.sync.weights import Weights
+from paceline.synchronizer import ParameterSynchronizer
 from paceline.types import (
     Batch,
     Completion,
@@ -74,7 +74,7 @@ class FakeEngine:
         self._open = True
         self._held = False
         self._frozen = False
-        self._moved = Pulse()
+        self._moved = Notifier()
 
     @property
     def weights(self) -> int:
@@ -89,7 +89,7 @@ class FakeEngine:
 
     def thaw(self) -> None:
         self._frozen = False
-        self._moved.fire()
+        self._moved.notify_all()
 
     async def generate(self, request: Request) -> Completion:
         while not self._open:
@@ -129,7 +129,7 @@ class FakeEngine:
                     self.tokens += 1
         finally:
             del self.running[request.id]
-            self._moved.fire()
+            self._moved.notify_all()
         if self.worker.died.done():
             self.worker.fenced += 1
         array = np.array(versions, np.int32)
@@ -154,7 +154,7 @@ class FakeEngine:
         if mode is OnSync.INTERRUPT:
             for state in self.running.values():
                 state["end"] = Finish.INTERRUPT
-            self._moved.fire()
+            self._moved.notify_all()
         while self.running and not self._open:
             await self._moved_or_died()
         return True
@@ -163,7 +163,7 @@ class FakeEngine:
         await self._answer()
         self._held = False
         self._open = True
-        self._moved.fire()
+        self._moved.notify_all()
         return True
 
     async def load_weights(self, weights: Weights) -> None:
@@ -256,7 +256,7 @@ class Notes:
         self.rows.append(metrics)
         self.groups += groups
 
-    def looked(self, engines: Sequence[EngineStats], queue_utilisation: float) -> None:
+    def engines_polled(self, engines: Sequence[EngineStats], queue_utilization: float) -> None:
         return
 
 
@@ -290,7 +290,7 @@ class World:
     slots: int | None = None
     score: Callable[[Prompt], list[float] | None] | None = None
     environment: Environment = field(default_factory=lambda: SingleTurn(str))
-    lent: bool = False
+    shares_weights: bool = False
     guards: Sequence[tuple[str, asyncio.Future[None]]] = ()
 
     def build(self, ledger: Ledger | None = None) -> Loop:
@@ -331,7 +331,11 @@ class World:
             slots=self.slots,
         )
         self.synchronizer = ParameterSynchronizer(
-            FakeTransport(), self.fleet, self.rollouter, self.schedule.on_sync, lent=self.lent
+            FakeTransport(),
+            self.fleet,
+            self.rollouter,
+            self.schedule.on_sync,
+            shares_weights=self.shares_weights,
         )
         self.saves: list[int] = []
 

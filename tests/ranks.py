@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.algo.loss import LossFn
-from paceline.place.group import WorkerGroup
-from paceline.place.local import process_group
+from paceline.remote.group import WorkerGroup
 from paceline.train.engine import TrainEngine
 from paceline.train.offload import Moved
 from paceline.train.settings import TrainSettings
 from paceline.types import Batch, FloatArray
+from paceline.workers.local import process_group
 
 Make = Callable[..., TrainEngine]  # (model, settings, temperature=, head=), in each rank
 Arrays = dict[str, NDArray[Any]]
@@ -45,7 +45,7 @@ class EngineService:
         }
         self._engines[key] = (make or self._make)(pickle.loads(model), settings, **options)
 
-    def ask(self, key: int, method: str, *args: Any) -> Any:
+    def send_command(self, key: int, method: str, *args: Any) -> Any:
         return getattr(self._engines[key], method)(*args)
 
     def weights(self, key: int) -> Arrays:
@@ -55,7 +55,7 @@ class EngineService:
         }
 
     def gradients(self, key: int) -> Arrays:
-        from paceline.train.saved import whole
+        from paceline.train.training_state import whole
 
         engine: Any = self._engines[key]
         return {

@@ -86,7 +86,7 @@ def figures(
     looks = [
         look for look in watcher.looks[:-1] if look.at_s >= begin
     ]  # the last is from after the run
-    busy = summary["rollout_busy_share"]
+    busy = summary["rollout_busy_fraction"]
     if len(looks) > 1:
         busy = min(1.0, (looks[-1].busy_s - looks[0].busy_s) / (looks[-1].at_s - looks[0].at_s))
     return {
@@ -100,7 +100,7 @@ def figures(
         "rollout_busy": busy,
         "train_busy": min(1.0, _total(steady, "train/busy_s") / seconds),
         "queue_use": statistics.fmean(
-            [look.queue_use for look in looks] or [row["queue/utilisation"] for row in steady]
+            [look.queue_use for look in looks] or [row["queue/utilization"] for row in steady]
         ),
         "memory_peak_bytes": summary["memory_peak_bytes"],
         "dropped": rows[-1]["queue/dropped"],
@@ -145,7 +145,7 @@ def main() -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.info("case %s", json.dumps(spec))
     if not spec["recipe"]:
-        logging.getLogger("paceline.algo.health").setLevel(
+        logging.getLogger("paceline.observe.health").setLevel(
             logging.ERROR
         )  # random weights earn nothing, and the run would say so
         paceline.run.EngineClient = forced_lengths(spec["median"], spec["cap"])  # type: ignore[attr-defined]

@@ -33,7 +33,7 @@ RECIPE = ROOT / "recipes" / "guide_minimal.toml"
 BATCH, FIRST_STEPS, ALL_STEPS = 4, 2, 14  # the first two are the recipe's own
 ENGINES = 2  # at least, so that "every engine" means something
 LIMIT_S = 600.0
-LOOK_S = 0.5
+POLL_INTERVAL_S = 0.5
 CONTEXT_MB = 200  # the least a process takes of a GPU it computes on
 
 console = Console(soft_wrap=True, highlight=False)
@@ -73,7 +73,7 @@ class Run:
     async def _look(self) -> None:
         while True:
             await asyncio.to_thread(self.memory.look)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
 
 def samples(run: Run) -> Verdict:

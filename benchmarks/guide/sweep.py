@@ -33,7 +33,7 @@ from paceline.data.tiny import no_progress_bars
 from paceline.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
-LOOK_S = 0.5
+POLL_INTERVAL_S = 0.5
 
 console = Console(soft_wrap=True, highlight=False)
 
@@ -63,7 +63,7 @@ def run_case(
     try:
         while process.poll() is None and time.monotonic() - begun < work.limit_s:
             memory.look()
-            time.sleep(LOOK_S)
+            time.sleep(POLL_INTERVAL_S)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

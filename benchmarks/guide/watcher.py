@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.control import ask
+from paceline.control import send_command
 from paceline.errors import PacelineError
 from paceline.loop import Metrics
-from paceline.queue.pulse import Pulse
+from paceline.notifier import Notifier
 from paceline.rollout.engine import EngineStats
 from paceline.types import Group
 
@@ -50,7 +50,7 @@ class Watcher:
         self.steps: list[Metrics] = []
         self.looks: list[Look] = []
         self.engines: Sequence[EngineStats] = ()
-        self._changed = Pulse()
+        self._changed = Notifier()
         self._ended = False
 
     def begin(self, first_step: int) -> "Watcher":
@@ -70,18 +70,18 @@ class Watcher:
             "rollout/tokens",
         )
         log.info("step %d: %s", step, ", ".join(f"{name} {metrics[name]:.4g}" for name in shown))
-        self._changed.fire()
+        self._changed.notify_all()
 
-    def looked(self, engines: Sequence[EngineStats], queue_utilisation: float) -> None:
+    def engines_polled(self, engines: Sequence[EngineStats], queue_utilization: float) -> None:
         self.engines = engines
         busy = sum(engine.busy_s for engine in engines) / max(1, len(engines))
-        self.looks.append(Look(time.time(), queue_utilisation, self.tokens, busy))
-        self._changed.fire()
+        self.looks.append(Look(time.time(), queue_utilization, self.tokens, busy))
+        self._changed.notify_all()
 
     def end(self, *_: object) -> None:
         """The run is over: nothing that is waited for can come any more."""
         self._ended = True
-        self._changed.fire()
+        self._changed.notify_all()
 
     @property
     def tokens(self) -> int:
@@ -103,7 +103,7 @@ class Watcher:
         """After the first step: pause, watch for so many looks, go on."""
         await self.until(lambda: bool(self.steps))
         begun = time.monotonic()
-        paused = await asyncio.to_thread(ask, folder, "pause")
+        paused = await asyncio.to_thread(send_command, folder, "pause")
         answered = time.monotonic()
         await self.more_looks(SETTLED)
         before, since = self.tokens, time.monotonic()
@@ -113,7 +113,7 @@ class Watcher:
             engine.paused or not engine.running for engine in self.engines
         )
         going_on = time.monotonic()
-        resumed = await asyncio.to_thread(ask, folder, "resume")
+        resumed = await asyncio.to_thread(send_command, folder, "resume")
         await self.until(lambda: self.tokens > after)
         log.info("paused for %.1f s: %d tokens were made", watched, after - before)
         return Pause(

@@ -19,7 +19,7 @@ from paceline.algo.rows import row_mean, row_sum
 from paceline.algo.settings import AlgorithmSettings
 
 FAR = 0.2  # a distance of log-probs of the same version that only low precision explains
-MISMATCH = ("logprob_gap_mean", "logprob_gap_max", "mismatch_beyond_share")
+MISMATCH = ("logprob_diff_mean", "logprob_diff_max", "mismatch_outlier_fraction")
 LARGEST_LOG = 20.0  # a log-weight beyond this is as good as infinite, and would overflow
 
 
@@ -99,13 +99,13 @@ def off_policy_measures(log_ratio: Tensor, fresh: Tensor) -> tuple[Measures, Mea
         log_ratio.abs(),
     )
     sums: Measures = {
-        "logprob_gap_mean": torch.where(fresh, gap, 0.0).sum(),
-        "mismatch_beyond_share": (fresh & (gap > FAR)).sum(),
-        "staleness_gap_mean": torch.where(fresh, 0.0, gap).sum(),
+        "logprob_diff_mean": torch.where(fresh, gap, 0.0).sum(),
+        "mismatch_outlier_fraction": (fresh & (gap > FAR)).sum(),
+        "staleness_diff_mean": torch.where(fresh, 0.0, gap).sum(),
     }
-    maxima: Measures = {"logprob_gap_max": torch.where(fresh, gap, 0.0).max()}
+    maxima: Measures = {"logprob_diff_max": torch.where(fresh, gap, 0.0).max()}
     for kind, where in (("mismatch", fresh), ("staleness", ~fresh)):
-        sums[f"{kind}_share"] = where.sum()
+        sums[f"{kind}_fraction"] = where.sum()
         sums[f"{kind}_kl"] = torch.where(where, distance, 0.0).sum()
         sums[f"{kind}_ratio_mean"] = torch.where(where, ratio, 0.0).sum()
         maxima[f"{kind}_ratio_max"] = torch.where(where, ratio, 0.0).max()
@@ -114,9 +114,9 @@ def off_policy_measures(log_ratio: Tensor, fresh: Tensor) -> tuple[Measures, Mea
 
 def named_measures(measures: dict[str, float]) -> dict[str, float]:
     """Means over the tokens of each kind, from sums divided by the number of all; a kind that is not there is left out."""
-    result = {"stale_share": measures["staleness_share"]}
-    for kind, more in (("mismatch", MISMATCH), ("staleness", ("staleness_gap_mean",))):
-        share = measures[f"{kind}_share"]
+    result = {"stale_fraction": measures["staleness_fraction"]}
+    for kind, more in (("mismatch", MISMATCH), ("staleness", ("staleness_diff_mean",))):
+        share = measures[f"{kind}_fraction"]
         if share > 0:
             for name in (f"{kind}_kl", f"{kind}_ratio_mean", f"{kind}_ratio_max", *more):
                 result[name] = measures[name] if name.endswith("_max") else measures[name] / share

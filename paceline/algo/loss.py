@@ -130,7 +130,7 @@ class PolicyLoss:
             ({}, {}) if self.corrected else off_policy_measures(current - data.logprobs, fresh)
         )
         anchor, advantages = data.logprobs, data.advantages
-        if not self.corrected and s.proximal != "behaviour":
+        if not self.corrected and s.proximal != "behavior":
             # With one update per step the policy at its start is the current one, so recomputing it costs nothing.
             anchor = (
                 current
@@ -140,8 +140,8 @@ class PolicyLoss:
             weights = importance_weights(anchor - data.logprobs, data.rows, s)
             advantages = advantages * weights.values
             sums |= {
-                "masked_share": weights.masked.sum(),
-                "truncated_share": weights.truncated.sum(),
+                "masked_fraction": weights.masked.sum(),
+                "truncated_fraction": weights.truncated.sum(),
             }
         loss, cut = objective(outputs.logprobs, anchor, advantages, data.rows, s)
         ratio = (current - anchor).exp()
@@ -149,7 +149,7 @@ class PolicyLoss:
             "entropy": outputs.entropy.detach().sum(),
             "kl": k3(anchor, current).sum(),  # how far this step has come
             "ratio_mean": ratio.sum(),
-            "clip_share": cut.sum(),
+            "clip_fraction": cut.sum(),
         }
         loss = loss + self._kl_term(outputs.logprobs, data, sums)
         if s.entropy_coef != 0:
@@ -186,7 +186,7 @@ class ValueLoss:
         loss, cut = clipped_value_loss(outputs.values, data.values, data.returns, self.clip)
         error = (outputs.values - data.returns).detach()
         sums = {
-            "value_clip_share": cut.sum(),
+            "value_clip_fraction": cut.sum(),
             "value_mean": outputs.values.detach().sum(),
             "value_error": error.square().sum(),
         }

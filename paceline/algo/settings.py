@@ -58,7 +58,7 @@ class AlgorithmSettings(Settings):
     """token: mean over all tokens; sequence: mean over rows of the row's mean; constant: sum / (rows * constant_length)."""
     constant_length: int | None = Field(None, gt=0)
     """Tokens per row that the constant aggregation divides by. Unset: the longest answer allowed."""
-    proximal: Literal["behaviour", "recomputed", "interpolated"] = "behaviour"
+    proximal: Literal["behavior", "recomputed", "interpolated"] = "behavior"
     """What ratios are taken against: the policy that sampled; the trainer's own at the start of the step (one more forward pass
     when there are several updates per step); or a guess between the sampler and the present by the token's staleness."""
     correction: Correction = "none"
@@ -109,7 +109,7 @@ class AlgorithmSettings(Settings):
         values = {**PRESETS.get(data.get("name", "grpo"), {}), **data}
         if values.get("correction", "none") != "none" or values.get("reject_range") is not None:
             values.setdefault("proximal", "recomputed")
-        elif values.get("proximal", "behaviour") != "behaviour":
+        elif values.get("proximal", "behavior") != "behavior":
             values.setdefault("correction", "truncate")
         if values.get("correction_range") is None:
             values["correction_range"] = CORRECTION_RANGES.get(values.get("correction", "none"))
@@ -120,7 +120,7 @@ class AlgorithmSettings(Settings):
         corrected = self.correction != "none" or self.reject_range is not None
         for wrong, one, other, why in (
             (
-                corrected and self.proximal == "behaviour",
+                corrected and self.proximal == "behavior",
                 "correction",
                 "proximal",
                 "the weight proximal/sampler is then 1 everywhere",

@@ -20,7 +20,7 @@ READABLE = (*JSON, *CSV, *ARROW)
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class ParsedRow:
     """One row of a file: the row itself, or why it could not be read."""
 
     where: str  # "train.jsonl:17"; numbers start at 1
@@ -52,7 +52,7 @@ def find_files(patterns: tuple[str, ...]) -> list[Path]:
     return list(files)
 
 
-def read_files(files: list[Path]) -> Iterator[Read]:
+def read_files(files: list[Path]) -> Iterator[ParsedRow]:
     """All rows, file by file. A file goes by its name, or by its path where another one has the same name."""
     names = Counter(file.name for file in files)
     for file in files:
@@ -110,7 +110,7 @@ def _saved_data_set(folder: Path) -> list[Path]:
     raise DataError(f"data.path {str(folder)!r} is a folder; name its files, for example '{hint}'")
 
 
-def _read_text(file: Path, label: str) -> Iterator[Read]:
+def _read_text(file: Path, label: str) -> Iterator[ParsedRow]:
     compressed = file.suffix.lower() == ".gz"
     with gzip.open(file, "rb") if compressed else file.open("rb") as raw:
         content = io.BufferedReader(raw)
@@ -122,7 +122,7 @@ def _read_text(file: Path, label: str) -> Iterator[Read]:
             yield from _read_lines(content, label)
 
 
-def _read_lines(lines: Iterable[bytes], label: str) -> Iterator[Read]:
+def _read_lines(lines: Iterable[bytes], label: str) -> Iterator[ParsedRow]:
     for number, line in enumerate(lines, 1):
         where = f"{label}:{number}"
         if not line.strip():
@@ -130,14 +130,14 @@ def _read_lines(lines: Iterable[bytes], label: str) -> Iterator[Read]:
         try:
             row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except UnicodeDecodeError as e:
-            yield Read(where, {}, f"not UTF-8 (byte {e.start + 1} of the line)")
+            yield ParsedRow(where, {}, f"not UTF-8 (byte {e.start + 1} of the line)")
         except (json.JSONDecodeError, RecursionError) as e:
-            yield Read(where, {}, f"not JSON ({e})")
+            yield ParsedRow(where, {}, f"not JSON ({e})")
         else:
             yield _object(row, where)
 
 
-def _read_array(content: IO[bytes], file: Path, label: str) -> Iterator[Read]:
+def _read_array(content: IO[bytes], file: Path, label: str) -> Iterator[ParsedRow]:
     try:
         rows = json.loads(content.read().decode("utf-8-sig"))
     except (ValueError, RecursionError) as e:
@@ -146,15 +146,15 @@ def _read_array(content: IO[bytes], file: Path, label: str) -> Iterator[Read]:
         yield _object(row, f"{label}:{number}")
 
 
-def _object(row: Any, where: str) -> Read:
+def _object(row: Any, where: str) -> ParsedRow:
     return (
-        Read(where, row)
+        ParsedRow(where, row)
         if isinstance(row, dict)
-        else Read(where, {}, f"expected a JSON object, got {type(row).__name__}")
+        else ParsedRow(where, {}, f"expected a JSON object, got {type(row).__name__}")
     )
 
 
-def _read_csv(content: IO[bytes], file: Path, label: str) -> Iterator[Read]:
+def _read_csv(content: IO[bytes], file: Path, label: str) -> Iterator[ParsedRow]:
     """Columns by the names in the first line; every value is text."""
     csv.field_size_limit(sys.maxsize)
     lines = io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
@@ -163,7 +163,7 @@ def _read_csv(content: IO[bytes], file: Path, label: str) -> Iterator[Read]:
     try:
         for number, row in enumerate(rows, 1):
             fits = None not in row and None not in row.values()
-            yield Read(
+            yield ParsedRow(
                 f"{label}:{number}",
                 row,
                 ""
@@ -174,7 +174,7 @@ def _read_csv(content: IO[bytes], file: Path, label: str) -> Iterator[Read]:
         raise DataError(f"{file} is not a readable CSV file (after row {number}): {e}") from e
 
 
-def _read_arrow(file: Path, label: str) -> Iterator[Read]:
+def _read_arrow(file: Path, label: str) -> Iterator[ParsedRow]:
     try:
         import pyarrow
         import pyarrow.ipc
@@ -193,7 +193,7 @@ def _read_arrow(file: Path, label: str) -> Iterator[Read]:
         ):
             for row in batch.to_pylist():
                 number += 1
-                yield Read(f"{label}:{number}", row)
+                yield ParsedRow(f"{label}:{number}", row)
     except pyarrow.ArrowException as e:
         kind = (
             "parquet file"

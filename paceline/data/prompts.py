@@ -19,7 +19,7 @@ from pydantic import Field, field_validator, model_validator
 
 from paceline.data import chat
 from paceline.data.curriculum import load_curriculum
-from paceline.data.files import Read, find_files, read_files
+from paceline.data.files import ParsedRow, find_files, read_files
 from paceline.data.tasks import get_task
 from paceline.errors import ConfigError, DataError
 from paceline.settings import Settings
@@ -220,12 +220,13 @@ def _load(
     return list(rows.values()), bad
 
 
-def _read(settings: DataSettings, seed: int) -> tuple[str, Sequence[Read]]:
+def _read(settings: DataSettings, seed: int) -> tuple[str, Sequence[ParsedRow]]:
     """Where the rows come from, and all of them."""
     if settings.task is not None:
         task = get_task(settings.task)
         return task.spec, [
-            Read(f"{task.spec}:{i}", task.row(i, seed)) for i in range(settings.limit or task.size)
+            ParsedRow(f"{task.spec}:{i}", task.row(i, seed))
+            for i in range(settings.limit or task.size)
         ]
     if settings.path is None:
         raise ConfigError(
@@ -259,7 +260,7 @@ def _use_chat(settings: DataSettings, tokenizer: "PreTrainedTokenizerBase") -> b
 
 
 def _text(
-    read: Read, settings: DataSettings, tokenizer: "PreTrainedTokenizerBase", use_chat: bool
+    read: ParsedRow, settings: DataSettings, tokenizer: "PreTrainedTokenizerBase", use_chat: bool
 ) -> str:
     """The prompt of a row as the model sees it."""
     key = settings.prompt_key

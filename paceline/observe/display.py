@@ -27,9 +27,9 @@ from paceline.rollout.engine import EngineStats
 from paceline.types import Group
 
 SPARKS = "▁▂▃▄▅▆▇█"
-QUIET_S = 30.0  # the longest silence where there is no live panel
-MANY = 0.5  # answers cut off
-LOOKED_AT_S = 5.0  # rates are of at least that long
+STATUS_INTERVAL_S = 30.0  # the longest silence where there is no live panel
+TRUNCATION_WARNING_FRACTION = 0.5  # answers cut off
+RATE_WINDOW_S = 5.0  # rates are of at least that long
 
 
 class Display:
@@ -93,7 +93,10 @@ class Display:
         self._sample = f"{asked!r} → {answer.text.strip()!r}  reward {answer.total_reward:g}"
         made, now = step - self._first_step, time.perf_counter()
         if not self._live and (
-            made <= 3 or step % 10 == 0 or step == self._steps or now - self._said > QUIET_S
+            made <= 3
+            or step % 10 == 0
+            or step == self._steps
+            or now - self._said > STATUS_INTERVAL_S
         ):
             left = round((now - self._begun) / made * (self._steps - step))
             self._say(
@@ -103,13 +106,13 @@ class Display:
                 f"  left {timedelta(seconds=left)}{self._cut_off('  ')}"
             )
 
-    def looked(self, engines: Sequence[EngineStats], queue_utilisation: float) -> None:
-        self._queue_use = queue_utilisation
+    def engines_polled(self, engines: Sequence[EngineStats], queue_utilization: float) -> None:
+        self._queue_use = queue_utilization
         self._made = sum(e.tokens for e in engines)
         self._done["rollout"] = sum(e.busy_s for e in engines) / max(1, len(engines))
-        if not self._live and time.perf_counter() - self._said > QUIET_S:
+        if not self._live and time.perf_counter() - self._said > STATUS_INTERVAL_S:
             self._say(
-                f"still at it: {self._made:,} tokens generated so far, queue {queue_utilisation:.0%}"
+                f"still at it: {self._made:,} tokens generated so far, queue {queue_utilization:.0%}"
             )
 
     def _say(self, line: str) -> None:
@@ -119,21 +122,21 @@ class Display:
     def _measure(self) -> None:
         """Rates over some whole steps, so that those who take turns are not always found at rest, or always at work."""
         (then, before), now = self._mark, time.perf_counter()
-        if then == self._begun or now - then >= LOOKED_AT_S:
+        if then == self._begun or now - then >= RATE_WINDOW_S:
             # a new engine counts from 0
             self._rates = {
                 name: max(0.0, value - before[name]) / max(1e-9, now - then)
                 for name, value in self._done.items()
             }
-        if now - then >= LOOKED_AT_S:
+        if now - then >= RATE_WINDOW_S:
             self._mark = (now, dict(self._done))
 
     def _cut_off(self, before: str) -> str:
         """Where most answers never end, a reward judges half sentences: worth telling."""
-        share = self._metrics.get("rollout/cut_off_share", 0.0)
+        share = self._metrics.get("rollout/truncated_fraction", 0.0)
         return (
             f"{before}{share:.0%} of answers cut off at rollout.max_response_length"
-            if share > MANY
+            if share > TRUNCATION_WARNING_FRACTION
             else ""
         )
 
@@ -164,8 +167,8 @@ class Display:
             "train",
             f"{_gauge(self._rates['train'])} {self._busy('train')} busy   lr {m.get('train/lr', 0):.1e}",
         )
-        if cut_off := self._cut_off(""):
-            grid.add_row("", f"[yellow]{cut_off}[/]")
+        if truncated := self._cut_off(""):
+            grid.add_row("", f"[yellow]{truncated}[/]")
         sample = Text(
             "".join(c if c.isprintable() else "·" for c in self._sample),
             no_wrap=True,
@@ -207,7 +210,7 @@ def closing_table(console: Console, summary: dict[str, Any], folder: str) -> Non
         ("weight hand-over", f"{summary['sync_latency_s'] * 1000:.1f} ms"),
         (
             "busy: rollout, train",
-            f"{summary['rollout_busy_share']:.0%}, {summary['train_busy_share']:.0%}",
+            f"{summary['rollout_busy_fraction']:.0%}, {summary['train_busy_fraction']:.0%}",
         ),
         ("peak memory", f"{summary['memory_peak_bytes'] / 2**30:.2f} GiB"),
         (
@@ -215,7 +218,7 @@ def closing_table(console: Console, summary: dict[str, Any], folder: str) -> Non
             f"{ledger['issued']} issued = {ledger['trained']} trained + {dropped} dropped + {ledger['outstanding']} unfinished",
         ),
         ("run folder", folder),
-        ("what it answered", f"paceline answers {folder}"),
+        ("what it answered", f"paceline samples {folder}"),
     ]
     if replaced := summary.get("fleet", {}).get("replaced"):
         rows.insert(-2, ("rollout workers replaced", str(replaced)))
@@ -232,7 +235,7 @@ def workers_table(rows: Sequence[dict[str, Any]]) -> Table:
             heading, justify="left" if heading in ("name", "node", "state") else "right"
         )
     for row in rows:
-        colour = {"live": "green", "gone": "red"}.get(row["state"], "yellow")
+        colour = {"live": "green", "dead": "red"}.get(row["state"], "yellow")
         figures = (row["version"], row["load"], f"{row['tokens_per_s']:,.0f}", row["incarnation"])
         table.add_row(row["name"], row["node"], f"[{colour}]{row['state']}[/]", *map(str, figures))
     return table

@@ -3,9 +3,9 @@
 from rich.table import Table
 
 from paceline.config import RunConfig
-from paceline.models import resolve_model
-from paceline.place.cluster import Node
-from paceline.place.fit import GB, needs, plan_that_fits
+from paceline.model.loading import resolve_model
+from paceline.workers.cluster import Node
+from paceline.workers.fit import GB, needs, plan_that_fits
 
 
 async def plan_table(config: RunConfig) -> tuple[Table, list[str]]:

@@ -1,4 +1,4 @@
-"""What a run leaves behind for people and programs: metrics.jsonl (a line per step), answers.jsonl, summary.json (figures)."""
+"""What a run leaves behind for people and programs: metrics.jsonl (a line per step), samples.jsonl, summary.json (figures)."""
 
 import json
 import math
@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from paceline.loop import Metrics, Observer
-from paceline.observe.answers import Answers
+from paceline.observe.samples import Samples
 from paceline.rollout.engine import EngineStats
 from paceline.types import Group
 
 SUMMED = (
     "sample_age_s",
     "staleness/mean",
-    "queue/utilisation",
+    "queue/utilization",
     "rollout/samples",
     "rollout/tokens",
     "train/busy_s",
@@ -32,7 +32,7 @@ class Recorder:
     any number of them."""
 
     def __init__(
-        self, folder: Path, length: int, answers: Answers, display: Observer | None = None
+        self, folder: Path, length: int, answers: Samples, display: Observer | None = None
     ) -> None:
         self._engines: Sequence[EngineStats] = ()
         self._answers = answers
@@ -73,19 +73,19 @@ class Recorder:
         if self._display:
             self._display.step_done(step, metrics, groups)
 
-    def looked(self, engines: Sequence[EngineStats], queue_utilisation: float) -> None:
+    def engines_polled(self, engines: Sequence[EngineStats], queue_utilization: float) -> None:
         self._looks, self._queue_use, self._seen = (
             self._looks + 1,
-            self._queue_use + queue_utilisation,
-            queue_utilisation,
+            self._queue_use + queue_utilization,
+            queue_utilization,
         )
-        self.last_look(engines)
+        self.record_final_stats(engines)
 
-    def last_look(self, engines: Sequence[EngineStats]) -> None:
+    def record_final_stats(self, engines: Sequence[EngineStats]) -> None:
         """What the engines have done in all; the queue is not looked at."""
         self._engines = engines
         if self._display:
-            self._display.looked(engines, self._seen)
+            self._display.engines_polled(engines, self._seen)
 
     def close(self) -> None:
         self._file.close()
@@ -121,11 +121,11 @@ class Recorder:
             "sync_latency_s": float(np.mean(sync_s)) if sync_s else 0.0,
             "queue_utilisation": self._queue_use / self._looks
             if self._looks
-            else sums["queue/utilisation"] / max(1, steps),
-            "rollout_busy_share": min(
+            else sums["queue/utilization"] / max(1, steps),
+            "rollout_busy_fraction": min(
                 1.0, sum(e.busy_s for e in self._engines) / max(1, len(self._engines)) / wall
             ),
-            "train_busy_share": min(1.0, sums["train/busy_s"] / wall),
+            "train_busy_fraction": min(1.0, sums["train/busy_s"] / wall),
             "memory_peak_bytes": memory_peak_bytes,
             "memory_phases": self._memory_phases(),  # the most of each phase, where engine and trainer take turns
             "ledger": ledger,

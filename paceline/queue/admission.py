@@ -6,16 +6,16 @@ Waits for: nothing. Waited for by: the feed (for a free ticket), the trainer (fo
 """
 
 from paceline.errors import LedgerError
-from paceline.queue.pulse import Pulse
+from paceline.notifier import Notifier
 
 
 class Admission:
     def __init__(
-        self, capacity: int, changed: Pulse | None = None, queue_size: int | None = None
+        self, capacity: int, changed: Notifier | None = None, queue_size: int | None = None
     ) -> None:
         self.capacity = capacity
         self.queue_size = queue_size or capacity
-        self.changed = changed or Pulse()
+        self.changed = changed or Notifier()
         self._coming: dict[
             int, None
         ] = {}  # to the queue, or in it; insertion order is the order of admission
@@ -35,7 +35,7 @@ class Admission:
                 f"group {seq} admitted without a free ticket ({self.outstanding} of {self.capacity} are out)"
             )
         self._coming[seq] = None
-        self.changed.fire()
+        self.changed.notify_all()
 
     def oldest(self, count: int) -> list[int]:
         """The next `count` groups to train, in order of admission; fewer if fewer are out."""
@@ -46,13 +46,13 @@ class Admission:
         for seq in seqs:
             del self._coming[seq]
             self._taken[seq] = None
-        self.changed.fire()
+        self.changed.notify_all()
 
     def release_trained(self) -> None:
         """The weights these groups were trained into are live on the engines."""
         self._taken.clear()
-        self.changed.fire()
+        self.changed.notify_all()
 
     def drop(self, seq: int) -> None:
         self._coming.pop(seq, None)
-        self.changed.fire()
+        self.changed.notify_all()

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import Field
 
 from paceline.errors import ConfigError, PacelineError
-from paceline.queue.pulse import Pulse
+from paceline.notifier import Notifier
 from paceline.settings import Settings
 
 REMEMBERED = 65_536  # keys of items that are gone, to know them again when they are put twice
@@ -77,7 +77,7 @@ class MessageQueue:
         max_queue_size: int = 1000,
         max_staleness: int = 3,
         on_drop: Callable[[Item, DropReason], None] | None = None,
-        changed: Pulse | None = None,
+        changed: Notifier | None = None,
         max_queue_bytes: int | None = None,
     ) -> None:
         self.max_queue_size = max_queue_size
@@ -86,8 +86,8 @@ class MessageQueue:
         self.version: int | None = None  # of the trainer, once it has said so
         self.bytes = 0
         self.counts = QueueCounts()
-        self.changed = changed or Pulse()
-        self.freed = Pulse()  # there is room again; a put wakes nobody who waits for that
+        self.changed = changed or Notifier()
+        self.freed = Notifier()  # there is room again; a put wakes nobody who waits for that
         self.on_drop = on_drop
         self._items: dict[int | str, Item] = {}  # oldest first
         self._gone: dict[int | str, None] = {}  # keys taken or dropped, oldest first
@@ -103,7 +103,7 @@ class MessageQueue:
         return key in self._items
 
     @property
-    def utilisation(self) -> float:
+    def utilization(self) -> float:
         return len(self._items) / self.max_queue_size
 
     def full(self, size: int = 0) -> bool:
@@ -155,7 +155,7 @@ class MessageQueue:
         self._items[key] = Item(key, param_version, payload, size)
         self.bytes += size
         self.counts.put += 1
-        self.changed.fire()
+        self.changed.notify_all()
         return True
 
     def get(
@@ -207,7 +207,7 @@ class MessageQueue:
             self.bytes += item.size
         self._items = {item.key: item for item in items} | self._items
         self.counts.returned += len(items)
-        self.changed.fire()
+        self.changed.notify_all()
 
     def _remove(self, key: int | str) -> Item:
         item = self._items.pop(key)
@@ -215,8 +215,8 @@ class MessageQueue:
         self._gone[key] = None
         if len(self._gone) > REMEMBERED:
             del self._gone[next(iter(self._gone))]
-        self.freed.fire()
-        self.changed.fire()
+        self.freed.notify_all()
+        self.changed.notify_all()
         return item
 
     def _drop(self, key: int | str, reason: DropReason) -> None:

@@ -29,7 +29,7 @@ _LENGTHS = struct.Struct("<IQ")  # of the header and of what follows it
 _ERRORS = {error.__name__: error for error in (FencedError, FutureVersionError, TimeoutError)}
 _LEFT = (asyncio.IncompleteReadError, ConnectionError)
 WINDOW = 1 << 22  # bytes a socket holds before the sender waits
-HELLO_S, HELLO_BYTES = 10.0, 4096  # for a newcomer to say who it is
+HANDSHAKE_TIMEOUT_S, HELLO_BYTES = 10.0, 4096  # for a newcomer to say who it is
 
 
 class QueueServer:
@@ -73,7 +73,7 @@ class QueueServer:
         connection = _Connection(self.queue, writer)
         _widen(writer)
         try:
-            async with asyncio.timeout(HELLO_S):
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 hello, _ = await _receive(reader, HELLO_BYTES)
             if not hmac.compare_digest(str(hello["token"]), self._token):
                 return
@@ -193,7 +193,7 @@ class RemoteQueueClient:
     ) -> "RemoteQueueClient":
         """`producer`: who puts; a later incarnation under the same name shuts this one out."""
         try:
-            async with asyncio.timeout(HELLO_S):
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 reader, writer = await _open(address)
         except OSError as error:
             raise WorkerDied(
@@ -207,7 +207,7 @@ class RemoteQueueClient:
                     "producer": [producer.name, producer.incarnation] if producer else None,
                 },
             )
-            async with asyncio.timeout(HELLO_S):
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 await _receive(reader, HELLO_BYTES)
         except (*_LEFT, ValueError, TimeoutError) as error:
             writer.close()

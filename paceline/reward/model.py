@@ -15,8 +15,8 @@ from transformers import AutoModelForSequenceClassification
 
 from paceline.data.chat import conversation, has_template
 from paceline.errors import ModelError, RewardError
-from paceline.models import load_config, load_model, load_tokenizer
-from paceline.place.worker import Worker
+from paceline.model.loading import load_config, load_model, load_tokenizer
+from paceline.remote.worker import Worker
 from paceline.types import Prompt, Role, Trajectory
 
 log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 START_S = 120.0  # a reward may import torch or more
 PIPE_BYTES = 32 * 1024  # fit into any pipe's buffer
-LOOK_S = 0.5  # how often the clock is looked at while an answer is waited for
+POLL_INTERVAL_S = 0.5  # how often the clock is looked at while an answer is waited for
 Families = dict[int, list[int]]
 GRACE_S = 1.0  # for a worker to flush its files when the pool closes
 
@@ -123,7 +123,7 @@ class Worker:
     def _answers_within(self, timeout_s: float) -> bool:
         """Time in which this process is stopped (Ctrl-Z, a suspended job) does not count: the worker may have been stopped, too."""
         while timeout_s > 0:
-            waited = min(LOOK_S, timeout_s)
+            waited = min(POLL_INTERVAL_S, timeout_s)
             if self._connection.poll(waited):
                 return True
             timeout_s -= waited

@@ -17,12 +17,12 @@ from paceline.data.tasks import get_task
 from paceline.errors import ConfigError, DataError, RewardError
 from paceline.reward import verify
 from paceline.reward.process import ProcessReward
-from paceline.reward.worker import Problem, as_reward, call
+from paceline.reward.worker import RewardFunctionError, as_reward, call
 from paceline.settings import Settings
 from paceline.types import Prompt, Score, Trajectory
 
 GROUP = "paceline.rewards"
-OwnFunction = Callable[[str, Mapping[str, Any]], Any]
+RewardFunction = Callable[[str, Mapping[str, Any]], Any]
 
 
 class RewardSettings(Settings):
@@ -54,7 +54,7 @@ class Reward(Protocol):
     async def close(self) -> None: ...
 
 
-class TrustedReward:
+class BuiltinReward:
     """A function that is known to return at once."""
 
     def __init__(self, name: str, function: verify.Function) -> None:
@@ -63,7 +63,7 @@ class TrustedReward:
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> Sequence[Score]:
         try:
             return [call(self._function, t.text, prompt.row) for t in trajectories]
-        except Problem as e:
+        except RewardFunctionError as e:
             raise RewardError(f"reward {self.name!r}, prompt {prompt.uid!r}: {e}") from e
 
     def check(self, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
@@ -71,7 +71,7 @@ class TrustedReward:
         for where, row in rows:
             try:
                 call(self._function, "", row)
-            except Problem as e:
+            except RewardFunctionError as e:
                 raise DataError(
                     f"{where} cannot be judged with reward.function = {self.name!r}: {e}"
                 ) from e
@@ -80,10 +80,10 @@ class TrustedReward:
         return
 
 
-class OwnReward:
+class CallableReward:
     """A function of the program that started the run, in its own process: async in the event loop, otherwise in threads beside it."""
 
-    def __init__(self, function: OwnFunction, timeout_s: float) -> None:
+    def __init__(self, function: RewardFunction, timeout_s: float) -> None:
         self.name, self._function, self._timeout_s = (
             getattr(function, "__qualname__", repr(function)),
             function,
@@ -100,7 +100,7 @@ class OwnReward:
                         *(self._one(t.text, prompt.row) for t in trajectories)
                     )
                 ]
-        except Problem as e:
+        except RewardFunctionError as e:
             raise RewardError(f"{where}: {e}") from e
         except TimeoutError as e:
             raise RewardError(
@@ -113,18 +113,18 @@ class OwnReward:
                 return await self._function(answer, row)
             return await asyncio.to_thread(self._function, answer, row)
         except Exception as e:
-            raise Problem(f"raised {type(e).__name__}: {e}") from e
+            raise RewardFunctionError(f"raised {type(e).__name__}: {e}") from e
 
     async def close(self) -> None:
         return
 
 
 async def open_reward(
-    settings: RewardSettings, task: str | None, own: OwnFunction | None = None
+    settings: RewardSettings, task: str | None, own: RewardFunction | None = None
 ) -> Reward:
     """The reward the settings ask for, or the caller's own, loaded, checked and ready. Close it at the end."""
     if own is not None:
-        return OwnReward(own, settings.timeout_s)
+        return CallableReward(own, settings.timeout_s)
     name = settings.function
     if name is None:
         if task is None:
@@ -133,9 +133,9 @@ async def open_reward(
                 f"({', '.join([*verify.IN_PROCESS, 'regex'])}); or reward.model"
             )
         chosen = get_task(task)
-        return TrustedReward(chosen.spec, chosen.score)
+        return BuiltinReward(chosen.spec, chosen.score)
     if name in verify.IN_PROCESS:
-        return TrustedReward(name, verify.IN_PROCESS[name])
+        return BuiltinReward(name, verify.IN_PROCESS[name])
     reward = ProcessReward(
         await asyncio.to_thread(_locate, name), settings.timeout_s, settings.workers
     )

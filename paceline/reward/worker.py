@@ -28,12 +28,12 @@ LARGEST = 3.4e38  # rewards are kept as float32
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-class Problem(Exception):
+class RewardFunctionError(Exception):
     """Something to tell the parent."""
 
 
 # A parameter that gives away what a reward was written for, and how it is called from ours.
-FOREIGN = {
+OTHER_LIBRARIES = {
     "completions": ("TRL", "return {name}(completions=[answer], **row)[0]"),
     "solution_str": (
         "verl",
@@ -50,12 +50,14 @@ def find_callable(spec: str) -> Callable[..., Any]:
     for part in name.split("."):
         if not hasattr(found, part):
             have = [n for n, f in vars(module).items() if callable(f) and not n.startswith("_")]
-            raise Problem(
+            raise RewardFunctionError(
                 f"no {name!r} in {module.__file__}; it has {', '.join(have) or 'no functions'}"
             )
         found = getattr(found, part)
     if not callable(found):
-        raise Problem(f"{name!r} in {module.__file__} is {type(found).__name__}, not a function")
+        raise RewardFunctionError(
+            f"{name!r} in {module.__file__} is {type(found).__name__}, not a function"
+        )
     return found
 
 
@@ -65,23 +67,29 @@ def find_function(spec: str) -> Callable[..., Any]:
     try:
         signature = inspect.signature(function.__call__ if inspect.isclass(function) else function)
         wanted_by, how = next(
-            (FOREIGN[parameter] for parameter in signature.parameters if parameter in FOREIGN),
+            (
+                OTHER_LIBRARIES[parameter]
+                for parameter in signature.parameters
+                if parameter in OTHER_LIBRARIES
+            ),
             ("", ""),
         )
         if wanted_by:
             how = f"def reward(answer, row): {how.format(name=name)}"
-            raise Problem(
+            raise RewardFunctionError(
                 f"{name}{signature} is written for {wanted_by}; here a reward is called as reward(answer, row). Wrap it: {how}"
             )
         signature.bind(*([None] if inspect.isclass(function) else []), "", {})
     except TypeError as e:
-        raise Problem(
+        raise RewardFunctionError(
             f"{name}{signature} cannot be called as reward(answer, row), where row is the data set row as a dict: {e}"
         ) from e
     except ValueError:
         pass  # some built-in functions do not tell their signature
     if inspect.isgeneratorfunction(function):
-        raise Problem(f"{name!r} is a generator; expected a function that returns a number")
+        raise RewardFunctionError(
+            f"{name!r} is a generator; expected a function that returns a number"
+        )
     made: Callable[..., Any] = function() if isinstance(function, type) else function
     return made
 
@@ -91,7 +99,7 @@ def as_reward(value: Any) -> float | dict[str, float]:
     if isinstance(value, Mapping):
         named = {"reward" if name == "score" else str(name): part for name, part in value.items()}
         if "reward" not in named:
-            raise Problem(
+            raise RewardFunctionError(
                 f"returned {_short(value)}; a dict needs a 'reward' (the rest is for the record)"
             )
         return {
@@ -110,13 +118,15 @@ def _number(value: Any) -> float:
     if not isinstance(value, numbers.Real) and getattr(value, "ndim", None) == 0:
         value = value.item()  # a number of numpy or torch
     if not isinstance(value, numbers.Real):
-        raise Problem(f"returned {_short(value)} ({type(value).__name__}); expected a number")
+        raise RewardFunctionError(
+            f"returned {_short(value)} ({type(value).__name__}); expected a number"
+        )
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not abs(number) <= LARGEST:
-        raise Problem(
+        raise RewardFunctionError(
             f"returned {_short(value)} ({type(value).__name__}); expected a finite number"
         )
     return number
@@ -133,7 +143,7 @@ def call(
 
             value = asyncio.run(value)
     except (Exception, SystemExit) as e:
-        raise Problem(
+        raise RewardFunctionError(
             f"raised {type(e).__name__}: {_short(str(e), quote=False)}{_line(e, function)}"
         ) from e
     return as_reward(value)
@@ -159,14 +169,14 @@ def _load_module(name: str) -> Any:
     except ModuleNotFoundError as e:
         if e.name is None or not (name == e.name or name.startswith(e.name + ".")):
             raise  # the module is there; something it imports is not
-        raise Problem(
+        raise RewardFunctionError(
             f"no module {name!r}; looked in {', '.join(p or os.getcwd() for p in sys.path)}"
         ) from e
 
 
 def _load_file(file: Path) -> Any:
     if not file.is_file():
-        raise Problem(f"no file {str(file)!r} (looked from {os.getcwd()})")
+        raise RewardFunctionError(f"no file {str(file)!r} (looked from {os.getcwd()})")
     sys.path.insert(0, str(file.resolve().parent))  # so that it can import its neighbours
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None
@@ -206,7 +216,7 @@ def main(fd: int, parent: int, spec: str) -> None:
 
     try:
         function = find_function(spec)
-    except Problem as e:
+    except RewardFunctionError as e:
         return reply(problem=str(e))
     except (Exception, SystemExit) as e:
         frame = [
@@ -226,7 +236,7 @@ def main(fd: int, parent: int, spec: str) -> None:
     while request := requests.get():
         try:
             reply(reward=call(function, *request))
-        except Problem as e:
+        except RewardFunctionError as e:
             reply(problem=str(e))
 
 

@@ -5,8 +5,8 @@ import asyncio
 from functools import partial
 
 from paceline.errors import RolloutError
-from paceline.place.worker import Worker
-from paceline.queue.pulse import Pulse
+from paceline.notifier import Notifier
+from paceline.remote.worker import Worker
 from paceline.rollout.engine import EngineStats
 from paceline.sync.weights import Weights
 from paceline.types import Completion, OnSync, Request, Role
@@ -21,7 +21,7 @@ class EngineClient:
         self._outbox: list[Request] = []
         self._open = True
         self._pauses = 0  # so far
-        self._changed = Pulse()
+        self._changed = Notifier()
         worker.listen(Role.ROLLOUT, self._finished)
         worker.died.add_done_callback(self._worker_died)
 
@@ -51,7 +51,7 @@ class EngineClient:
         self._pauses += 1
         self._flush()
         if mode is OnSync.SWAP:
-            await self.worker.call(Role.ROLLOUT, "hold")
+            await self.worker.call(Role.ROLLOUT, "pause")
             return True
         if mode is OnSync.INTERRUPT:
             await self.worker.call(Role.ROLLOUT, "interrupt")
@@ -63,10 +63,10 @@ class EngineClient:
 
     async def resume(self) -> bool:
         pauses = self._pauses
-        await self.worker.call(Role.ROLLOUT, "go_on")
+        await self.worker.call(Role.ROLLOUT, "resume")
         if pauses == self._pauses:  # else it is to be paused again, and was told so after this
             self._open = True
-            self._changed.fire()
+            self._changed.notify_all()
         return True
 
     async def load_weights(self, weights: Weights) -> None:
@@ -100,14 +100,14 @@ class EngineClient:
             future = self._running.pop(request_id, None)
             if future and not future.done():
                 future.set_exception(error)
-        self._changed.fire()
+        self._changed.notify_all()
 
     def _finished(self, completions: list[tuple[str, Completion]]) -> None:
         for request_id, completion in completions:
             future = self._running.pop(request_id, None)
             if future and not future.done():
                 future.set_result(completion)
-        self._changed.fire()
+        self._changed.notify_all()
 
     def _worker_died(self, died: "asyncio.Future[None]") -> None:
         error = died.exception()
@@ -117,4 +117,4 @@ class EngineClient:
             if not future.done():
                 future.set_exception(error)
         self._running.clear()
-        self._changed.fire()
+        self._changed.notify_all()

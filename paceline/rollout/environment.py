@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from paceline.data.chat import stop_token_ids
 from paceline.errors import ConfigError, PacelineError, RolloutError
-from paceline.reward.worker import Problem, find_callable
+from paceline.reward.worker import RewardFunctionError, find_callable
 from paceline.types import Completion, Prompt, Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class SingleTurn:
         )
 
 
-class OwnEnvironment:
+class CustomEnvironment:
     """A user's environment. Whatever goes wrong in it is a RolloutError, and what it gives is what the model was shown and said."""
 
     def __init__(self, name: str, own: Environment) -> None:
@@ -108,7 +108,7 @@ def open_environment(
     try:
         make = find_callable(chosen) if isinstance(chosen, str) else chosen
         own = make(tokenizer)
-    except Problem as problem:
+    except RewardFunctionError as problem:
         raise ConfigError(f"rollout.environment = {name!r}: {problem}") from None
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -119,4 +119,4 @@ def open_environment(
         raise ConfigError(
             f"rollout.environment = {name!r} has no method `async def run(self, prompt, generate)`"
         )
-    return OwnEnvironment(name, own)
+    return CustomEnvironment(name, own)

@@ -14,8 +14,8 @@ from typing import Any
 from pydantic import Field
 
 from paceline.errors import ConfigError, PacelineError, WorkerDied
-from paceline.place.worker import Worker
-from paceline.queue.pulse import Pulse
+from paceline.notifier import Notifier
+from paceline.remote.worker import Worker
 from paceline.rollout.client import EngineClient
 from paceline.rollout.engine import EngineStats
 from paceline.rollout.member import Member, State
@@ -51,12 +51,12 @@ class Fleet:
         heartbeat_timeout_s: float = 30.0,
         loading_timeout_s: float = 60.0,
         max_restarts: int = 3,
-        changed: Pulse | None = None,
+        changed: Notifier | None = None,
     ) -> None:
         """`shared`: names of workers that play other roles too. `launch(name)` starts one more rollout worker; without it
         the fleet stays as it is. `loading_timeout_s`: how long a worker may be silent that is loading new weights."""
         self.replaced = 0
-        self.changed = changed or Pulse()
+        self.changed = changed or Notifier()
         self._pool = pool  # names of new workers begin with it
         self._launch = launch
         self._silence_s, self._loading_s = (
@@ -79,7 +79,7 @@ class Fleet:
         }  # in use, also by those that are being started
         self._lost: list[EngineClient] = []  # incarnations that were declared dead
         self._closing: set[asyncio.Task[None]] = set()
-        self._told: set[asyncio.Future[None]] = set()  # to pause or to go on
+        self._pending_calls: set[asyncio.Future[None]] = set()  # to pause or to go on
         self._watches: dict[int, asyncio.Task[None]] = {}  # by incarnation
         self._catch_up: CatchUp | None = None
         self._tasks: asyncio.TaskGroup | None = None
@@ -97,7 +97,7 @@ class Fleet:
         return {member.engine.worker for member in self._members if member.elastic}
 
     @property
-    def refused(self) -> int:
+    def fenced_messages(self) -> int:
         """Messages of workers that had been declared dead."""
         return sum(engine.worker.fenced for engine in self._lost)
 
@@ -105,18 +105,20 @@ class Fleet:
         """What each engine said last."""
         return [member.stats for member in self._members if member.stats]
 
-    def complaints(self) -> list[str]:
+    def unavailable_engines(self) -> list[str]:
         """What keeps engines from taking work, in words."""
         starting = self._names - {member.name for member in self._members}
-        complaints = [
+        unavailable_engines = [
             f"worker {member.name!r} is {member.state}"
             for member in self._members
             if not member.in_rotation
         ]
-        return complaints + [f"worker {name!r} is being started" for name in sorted(starting)]
+        return unavailable_engines + [
+            f"worker {name!r} is being started" for name in sorted(starting)
+        ]
 
     @property
-    def heals(self) -> bool:
+    def replaces_dead_engines(self) -> bool:
         """Whether engines that die are being replaced."""
         return self._tasks is not None
 
@@ -129,7 +131,7 @@ class Fleet:
             async with asyncio.TaskGroup() as self._tasks:
                 for member in self:
                     self._watch(member)
-                    if member.state is State.BEHIND:
+                    if member.state is State.CATCHING_UP:
                         self._tasks.create_task(catch_up(member))
                 await asyncio.get_running_loop().create_future()
         finally:
@@ -138,15 +140,15 @@ class Fleet:
     def fell_behind(self, member: Member) -> None:
         """It has missed a hand-over: no new work until it has caught up."""
         if member.state is State.LIVE:
-            member.state = State.BEHIND
+            member.state = State.CATCHING_UP
             if self._tasks and self._catch_up:
                 self._tasks.create_task(self._catch_up(member))
 
     def _watch(self, member: Member) -> None:
         assert self._tasks
-        self._watches[member.incarnation] = self._tasks.create_task(self._look_after(member))
+        self._watches[member.incarnation] = self._tasks.create_task(self._supervise(member))
 
-    async def _look_after(self, member: Member) -> None:
+    async def _supervise(self, member: Member) -> None:
         """Listen for its heartbeat until it is lost; then see to its replacement."""
         worker = member.engine.worker
         try:
@@ -156,7 +158,7 @@ class Fleet:
         except WorkerDied as error:
             if not member.elastic:
                 raise
-            self._take_out(member, error)
+            self._remove(member, error)
             self._lost.append(member.engine)
             failures = 1 if member.answers else member.failures + 1
             log.warning(
@@ -219,12 +221,12 @@ class Fleet:
             f"{self._max_restarts} are made good. The last time: {cause}"
         ) from cause
 
-    def _take_out(self, member: Member, error: WorkerDied) -> None:
+    def _remove(self, member: Member, error: WorkerDied) -> None:
         """Nothing it says counts from here on; what it was doing is handed back; its process ends."""
-        member.state = State.GONE
+        member.state = State.DEAD
         member.engine.worker.fence(error)
         self._members.remove(member)
-        self.changed.fire()
+        self.changed.notify_all()
         task = asyncio.ensure_future(member.engine.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -259,7 +261,7 @@ class Fleet:
             (
                 member
                 for member in self._members
-                if member.name == name and member.state is not State.LEAVING
+                if member.name == name and member.state is not State.REMOVING
             ),
             None,
         )
@@ -273,7 +275,7 @@ class Fleet:
             raise ConfigError(
                 f"worker {name!r} cannot be removed: no other is in rotation; add one first"
             )
-        member.state = State.LEAVING
+        member.state = State.REMOVING
         self._watches.pop(member.incarnation).cancel()
         try:
             async with asyncio.timeout(self._silence_s):
@@ -284,7 +286,7 @@ class Fleet:
                 name,
                 failed,
             )
-        self._take_out(member, WorkerDied(f"worker {name!r} was removed"))
+        self._remove(member, WorkerDied(f"worker {name!r} was removed"))
         self._names.discard(name)
 
     async def describe(self) -> list[dict[str, Any]]:
@@ -322,12 +324,14 @@ class Fleet:
         told = [
             (member, asyncio.ensure_future(guarded(member)))
             for member in self
-            if member.state is not State.LEAVING
+            if member.state is not State.REMOVING
         ]
-        self._told = {task for task in self._told if not task.done()} | {task for _, task in told}
+        self._pending_calls = {task for task in self._pending_calls if not task.done()} | {
+            task for _, task in told
+        }
         await asyncio.gather(*(task for member, task in told if member.in_rotation))
 
     async def close(self) -> None:
-        for task in self._told:
+        for task in self._pending_calls:
             task.cancel()
         await asyncio.gather(*(member.engine.close() for member in self._members), *self._closing)

@@ -10,9 +10,9 @@ from paceline.rollout.engine import EngineStats
 class State(StrEnum):
     STARTING = "starting"  # its process runs, its weights are not there yet
     LIVE = "live"  # in rotation: it has the current weights and takes new work
-    BEHIND = "behind"  # it missed a hand-over: it finishes what it has and catches up
-    LEAVING = "leaving"  # it hands back what it has
-    GONE = "gone"
+    CATCHING_UP = "catching_up"  # it missed a hand-over: it finishes what it has and catches up
+    REMOVING = "removing"  # it hands back what it has
+    DEAD = "dead"
 
 
 @dataclass(eq=False, slots=True)

@@ -21,7 +21,7 @@ from paceline.errors import RewardError, RolloutError, first_error
 from paceline.reward.reward import Reward
 from paceline.rollout.environment import Environment, Generate
 from paceline.rollout.fleet import Fleet
-from paceline.rollout.router import Lane, Router
+from paceline.rollout.router import EngineAssignment, Router
 from paceline.rollout.vllm_settings import VllmSettings
 from paceline.settings import Settings
 from paceline.types import Completion, Finish, Group, OnSync, Prompt, Request, Sampling, Trajectory
@@ -109,21 +109,21 @@ class Rollouter:
     async def _run(self, seq: int, prompt: Prompt) -> Group:
         clock = asyncio.get_running_loop().time
         started = clock()
-        lane = Lane(self._router, self._group_size + self._greedy_baseline)
-        await self._settle(lane)
+        assignment = EngineAssignment(self._router, self._group_size + self._greedy_baseline)
+        await self._settle(assignment)
         late: list[RolloutError] = []
         try:
             async with asyncio.TaskGroup() as tasks:
                 started_tasks = [
-                    tasks.create_task(self._attempt(lane, seq, index, prompt, late))
+                    tasks.create_task(self._attempt(assignment, seq, index, prompt, late))
                     for index in range(self._group_size)
                 ]
                 if self._greedy_baseline:
-                    greedy = tasks.create_task(self._attempt(lane, seq, GREEDY, prompt, late))
+                    greedy = tasks.create_task(self._attempt(assignment, seq, GREEDY, prompt, late))
         except BaseExceptionGroup as failed:
             raise first_error(failed) from None
         finally:
-            lane.close()
+            assignment.close()
         trajectories = [
             trajectory for task in started_tasks if (trajectory := task.result()) is not None
         ]
@@ -157,7 +157,7 @@ class Rollouter:
             for trajectory, score in zip(trajectories, named, strict=True)
         )
 
-    def doing(self) -> list[str]:
+    def group_stages(self) -> list[str]:
         """What becomes of groups just now, in words."""
         return [
             f"{count} group(s) are being {what}"
@@ -198,20 +198,27 @@ class Rollouter:
         for deadline, seconds in self._deadlines.items():
             if deadline.when() is None:
                 deadline.reschedule(now + seconds)
-        self.changed.fire()
+        self.changed.notify_all()
         return True
 
-    async def _settle(self, lane: Lane) -> None:
+    async def _settle(self, assignment: EngineAssignment) -> None:
         """Wait until the lane leads to an engine that takes work. No time of an answer passes here."""
-        while self.paused or not lane.settle():
+        while self.paused or not assignment.assign():
             await self.changed.wait()
 
     async def _attempt(
-        self, lane: Lane, seq: int, index: int, prompt: Prompt, late: list[RolloutError]
+        self,
+        assignment: EngineAssignment,
+        seq: int,
+        index: int,
+        prompt: Prompt,
+        late: list[RolloutError],
     ) -> Trajectory | None:
         """One attempt; None when it failed and the group may go on without it."""
         try:
-            return await self._environment.run(prompt, self._generate(lane, seq, index, prompt))
+            return await self._environment.run(
+                prompt, self._generate(assignment, seq, index, prompt)
+            )
         except RolloutError as error:
             late.append(error)
             if len(late) > self._may_fail or index == GREEDY:
@@ -219,30 +226,32 @@ class Rollouter:
             log.warning("group %d goes on without one of its attempts: %s", seq, error)
             return None
         finally:
-            if lane.leave():
-                self.changed.fire()
+            if assignment.release():
+                self.changed.notify_all()
 
-    def _generate(self, lane: Lane, seq: int, index: int, prompt: Prompt) -> Generate:
+    def _generate(
+        self, assignment: EngineAssignment, seq: int, index: int, prompt: Prompt
+    ) -> Generate:
         turns = itertools.count()
         sampling = replace(self._sampling, temperature=0.0) if index == GREEDY else self._sampling
 
         async def generate(context: tuple[int, ...]) -> Completion:
             seed = _seed(self._seed, seq, index, next(turns))
             completion: Completion | None = None
-            left, losses = self._timeout, lane.losses
+            left, losses = self._timeout, assignment.losses
             while completion is None or completion.finish is Finish.INTERRUPT:
-                await self._settle(lane)
+                await self._settle(assignment)
                 request = Request(
                     f"{seq}.{index}.{next(self._ids)}", context, seed, sampling, completion
                 )
                 try:
-                    completion, left = await self._timed(lane, request, left)
+                    completion, left = await self._timed(assignment, request, left)
                 except TimeoutError:
                     raise RolloutError(
                         f"attempt {index} at prompt {prompt.uid} took longer than rollout.generation_timeout = {self._timeout:g} s"
                     ) from None
-                if lane.losses > losses:  # it starts over, and so does its time
-                    left, losses = self._timeout, lane.losses
+                if assignment.losses > losses:  # it starts over, and so does its time
+                    left, losses = self._timeout, assignment.losses
             if completion.finish is Finish.ABORT:
                 raise RolloutError(
                     f"attempt {index} at prompt {prompt.uid} was aborted after {len(completion)} tokens"
@@ -251,12 +260,14 @@ class Rollouter:
 
         return generate
 
-    async def _timed(self, lane: Lane, request: Request, left: float) -> tuple[Completion, float]:
+    async def _timed(
+        self, assignment: EngineAssignment, request: Request, left: float
+    ) -> tuple[Completion, float]:
         """A generation within the seconds its answer has left, and what is left then."""
         async with asyncio.timeout(left) as deadline:
             self._deadlines[deadline] = left
             try:
-                completion = await lane.generate(request)
+                completion = await assignment.generate(request)
                 when = deadline.when()
                 left = (
                     self._deadlines[deadline]

@@ -56,7 +56,7 @@ def _pressure(member: Member) -> tuple[bool, float]:
     return member.load > 0 and stats.kv_used > KV_FULL, member.load / stats.slots
 
 
-class Lane:
+class EngineAssignment:
     """The way of one prompt's attempts to an engine. `settle` before every `generate`; `leave` after each attempt; `close` at the end."""
 
     def __init__(self, router: Router, attempts: int) -> None:
@@ -70,13 +70,13 @@ class Lane:
     def losses(self) -> int:
         return len(self._lost_to)
 
-    def settle(self) -> bool:
+    def assign(self) -> bool:
         """Be on an engine that takes work: the one it was on, if possible. False: there is none now."""
         if self._member is None or not self._member.in_rotation:
             self._move(self._router.choose())
         return self._member is not None
 
-    def leave(self) -> bool:
+    def release(self) -> bool:
         """One of the attempts is over; whether somebody may wait for its room."""
         self._attempts -= 1
         if self._member is None:

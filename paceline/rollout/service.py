@@ -7,8 +7,8 @@ from typing import Protocol
 from torch import Tensor
 
 from paceline.errors import RolloutError, SyncError
-from paceline.place.host import BusyClock
-from paceline.place.message import Later
+from paceline.remote.host import BusyClock
+from paceline.remote.message import Deferred
 from paceline.rollout.engine import EngineStats
 from paceline.sync.block import Layout, WeightBlock
 from paceline.sync.collective import CollectiveReceiver
@@ -42,7 +42,7 @@ class SteppedEngine(Protocol):
     def step(self) -> Finished: ...
     def abort(self, ids: Sequence[str]) -> Finished: ...
     def interrupt(self) -> Finished: ...
-    def settle(self) -> None: ...
+    def wait_idle(self) -> None: ...
     def load(
         self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int
     ) -> None: ...
@@ -86,11 +86,11 @@ class RolloutService:
     def interrupt(self) -> None:
         self._leaving += self._engine.interrupt()
 
-    def hold(self) -> None:
+    def pause(self) -> None:
         self._held = True
-        self._engine.settle()  # nothing reads the weights from here on
+        self._engine.wait_idle()  # nothing reads the weights from here on
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self._held = False
 
     def attach_weights(self, path: str, layout: Layout) -> None:
@@ -121,18 +121,18 @@ class RolloutService:
         assert self._receiver
         self._receiver.fetch(version)
 
-    def join_circle(self, store: Address, epoch: int, rank: int, size: int) -> None:
+    def join_broadcast_group(self, store: Address, epoch: int, rank: int, size: int) -> None:
         assert isinstance(self._receiver, CollectiveReceiver)
         self._receiver.join(store, epoch, rank, size)
 
-    def receive_weights(self, version: int) -> Later:
+    def receive_weights(self, version: int) -> Deferred:
         """Take part in a broadcast; whether all of it came that way."""
         receiver = self._receiver
         assert isinstance(receiver, CollectiveReceiver)
         receiver.receive(version)
-        return Later(lambda: receiver.done(version), lambda: receiver.in_circle)
+        return Deferred(lambda: receiver.done(version), lambda: receiver.in_broadcast_group)
 
-    def load_weights(self, weights: Weights) -> Later | None:
+    def load_weights(self, weights: Weights) -> Deferred | None:
         if weights.checksum is None:
             if self._trainer_weights is None:
                 self._engine.set_version(weights.version)
@@ -142,7 +142,7 @@ class RolloutService:
             return None
         if (receiver := self._receiver) is not None:
             receiver.fetch(weights.version)
-            return Later(
+            return Deferred(
                 lambda: receiver.done(weights.version),
                 lambda: self._engine.load(receiver.tensors(weights).items(), weights.version),
             )

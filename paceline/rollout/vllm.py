@@ -37,7 +37,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
 from paceline.errors import RolloutError, SyncError
-from paceline.models import load_config
+from paceline.model.loading import load_config
 from paceline.rollout.native.sampling import draw, row_keys
 from paceline.rollout.native.slots import already_ended, ends_in_stop, refusal
 from paceline.rollout.vllm_memory import expected_weights, kv_bytes, memory_share, weight_bytes
@@ -49,7 +49,7 @@ HOW = "paceline"  # the key of our entry among a request's extra arguments
 WEIGHTS, CACHE = "weights", "kv_cache"  # what vLLM calls the two parts of its memory
 
 
-class Draw(LogitsProcessor):  # type: ignore[misc]
+class HashSampler(LogitsProcessor):  # type: ignore[misc]
     """Draws the token of every row and leaves vLLM's greedy sampler no choice: of each row only that token is left, its logit set to
     its log-probability. The mode "processed_logits" reports that number as it is."""
 
@@ -157,7 +157,7 @@ class VllmEngine:
                 enable_sleep_mode=self._sleeps,
                 enable_prefix_caching=True,
                 async_scheduling=False,  # a step returns the tokens it made, so that we know of which version they are
-                logits_processors=[f"{__name__}:{Draw.__name__}"],
+                logits_processors=[f"{__name__}:{HashSampler.__name__}"],
                 logprobs_mode="processed_logits",
                 skip_tokenizer_init=True,
                 disable_log_stats=True,
@@ -254,7 +254,7 @@ class VllmEngine:
         self._waiting.clear()
         return finished
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         """Nothing is under way between two steps."""
 
     def load(

@@ -15,10 +15,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import SyncError, WorkerDied
-from paceline.place.group import use_interface
-from paceline.place.worker import Worker, seen
+from paceline.remote.group import use_interface
+from paceline.remote.worker import Worker, seen
 from paceline.sync.block import PIECE, Layout
-from paceline.sync.stream import Address, Shelf, Stream, StreamReceiver, StreamSource
+from paceline.sync.stream import Address, Stream, StreamReceiver, StreamSource, WeightBuffer
 from paceline.sync.weights import Weights
 from paceline.types import Role
 
@@ -32,7 +32,7 @@ MEET_TIMEOUT_S = 30.0
 AHEAD = 3  # pieces that are broadcast at the same time
 
 
-class Circle:
+class BroadcastGroup:
     """The trainer (rank 0) and some engines, apart from whatever groups either of them is in."""
 
     def __init__(self, store: Address, epoch: int, rank: int, size: int) -> None:
@@ -83,29 +83,29 @@ class Circle:
         return self._stream.synchronize
 
 
-class Pieces:
+class PendingBroadcasts:
     """Pieces that are being broadcast, oldest first: the next ones travel while one is filled or summed."""
 
-    def __init__(self, circle: Circle, send: bool) -> None:
-        self._circle, self._send = circle, send
-        self._waits: deque[Callable[[], object]] = deque()
+    def __init__(self, group: BroadcastGroup, send: bool) -> None:
+        self._broadcast_group, self._send = group, send
+        self._pending: deque[Callable[[], object]] = deque()
 
     def __len__(self) -> int:
-        return len(self._waits)
+        return len(self._pending)
 
     def start(self, piece: "torch.Tensor") -> None:
-        self._waits.append(self._circle.start(piece, self._send))
+        self._pending.append(self._broadcast_group.start(piece, self._send))
 
     def finish_one(self) -> None:
-        self._waits.popleft()()
+        self._pending.popleft()()
 
     def finish(self) -> None:
-        while self._waits:
+        while self._pending:
             self.finish_one()
 
     def give_up(self) -> None:
         """Wait until none is written to or read from any more: with one of them the others fail."""
-        while self._waits:
+        while self._pending:
             with contextlib.suppress(RuntimeError):
                 self.finish_one()
 
@@ -120,48 +120,48 @@ class CollectiveSource(StreamSource):
         super().__init__(layout, host, token)
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self.store: Address = host, self._store.port
-        self._circle: Circle | None = None
+        self._broadcast_group: BroadcastGroup | None = None
         self._sender = threading.Thread()
 
     def join(self, epoch: int, size: int) -> None:
-        self._circle = Circle(self.store, epoch, 0, size) if size > 1 else None
+        self._broadcast_group = BroadcastGroup(self.store, epoch, 0, size) if size > 1 else None
 
     def write(self, tensors: "Iterable[tuple[str, torch.Tensor]]", version: int) -> int:
         if self._sender.is_alive():
             self._sender.join()
-        if self._circle is None:
+        if self._broadcast_group is None:
             return super().write(tensors, version)
-        self._new_shelf()
-        self._shelf.readers += 1
+        self._new_buffer()
+        self._buffer.readers += 1
         self._sender = threading.Thread(
             target=self._send,
-            args=(self._circle, self._shelf, version),
+            args=(self._broadcast_group, self._buffer, version),
             name="weights",
             daemon=True,
         )
         self._sender.start()
         return self._fill(tensors, version)
 
-    def _send(self, circle: Circle, shelf: Shelf, version: int) -> None:
-        sent, pieces = 0, Pieces(circle, send=True)
+    def _send(self, group: BroadcastGroup, buffer: WeightBuffer, version: int) -> None:
+        sent, pending = 0, PendingBroadcasts(group, send=True)
         try:
-            while sent < shelf.size and (filled := shelf.wait(version, sent)):
+            while sent < buffer.size and (filled := buffer.wait(version, sent)):
                 while sent < filled:
                     end = min(filled, sent + PIECE)
-                    if len(pieces) == AHEAD:
-                        pieces.finish_one()
-                    pieces.start(shelf.block.bytes[sent:end])
+                    if len(pending) == AHEAD:
+                        pending.finish_one()
+                    pending.start(buffer.block.bytes[sent:end])
                     sent = end
-            pieces.finish()
+            pending.finish()
         except RuntimeError as error:
-            pieces.give_up()
-            self._circle = None
+            pending.give_up()
+            self._broadcast_group = None
             log.warning(
                 "the broadcast of version %d failed, engines fetch the rest: %s", version, error
             )
         finally:
             with self._changed:
-                shelf.readers -= 1
+                buffer.readers -= 1
                 self._changed.notify_all()
 
 
@@ -172,43 +172,45 @@ class CollectiveReceiver(StreamReceiver):
         import torch
 
         super().__init__(layout, host, token, "cuda" if torch.cuda.is_available() else "cpu")
-        self._circle: Circle | None = None
+        self._broadcast_group: BroadcastGroup | None = None
 
     def join(self, store: Address, epoch: int, rank: int, size: int) -> None:
-        self._circle = Circle(store, epoch, rank, size)
+        self._broadcast_group = BroadcastGroup(store, epoch, rank, size)
 
     def receive(self, version: int) -> None:
         """Begin to take part in a broadcast."""
-        circle, self._circle = self._circle, None  # back when all went well
-        self._start(version, circle)
+        group, self._broadcast_group = self._broadcast_group, None  # back when all went well
+        self._start(version, group)
 
     @property
-    def in_circle(self) -> bool:
-        return self._circle is not None
+    def in_broadcast_group(self) -> bool:
+        return self._broadcast_group is not None
 
-    def _fetch(self, shelf: Shelf, version: int, circle: Circle | None = None) -> None:
-        if circle is not None:
-            pieces = Pieces(circle, send=False)
+    def _fetch(
+        self, buffer: WeightBuffer, version: int, group: BroadcastGroup | None = None
+    ) -> None:
+        if group is not None:
+            pending = PendingBroadcasts(group, send=False)
             try:
-                self._receive(shelf, pieces)
-                self._circle = circle
+                self._receive(buffer, pending)
+                self._broadcast_group = group
                 return
             except RuntimeError as error:
-                pieces.give_up()
+                pending.give_up()
                 log.warning(
                     "the broadcast of version %d failed, the rest is fetched: %s", version, error
                 )
-        super()._fetch(shelf, version)
+        super()._fetch(buffer, version)
 
-    def _receive(self, shelf: Shelf, pieces: Pieces) -> None:
-        expected = shelf.filled
-        while not shelf.done:
-            while expected < shelf.size and len(pieces) < AHEAD:
-                end = min(shelf.size, expected + PIECE)
-                pieces.start(shelf.block.bytes[expected:end])
+    def _receive(self, buffer: WeightBuffer, pending: PendingBroadcasts) -> None:
+        expected = buffer.filled
+        while not buffer.done:
+            while expected < buffer.size and len(pending) < AHEAD:
+                end = min(buffer.size, expected + PIECE)
+                pending.start(buffer.block.bytes[expected:end])
                 expected = end
-            pieces.finish_one()
-            shelf.advance()
+            pending.finish_one()
+            buffer.advance()
 
 
 class Collective(Stream):
@@ -258,10 +260,10 @@ class Collective(Stream):
         self._epoch += 1
         self._rounds = {}
         size = len(engines) + 1
-        store: Address = await self._trainer.call(Role.ACTOR, "circle_store")
-        calls = [self._trainer.start_call(Role.ACTOR, "join_circle", self._epoch, size)]
+        store: Address = await self._trainer.call(Role.ACTOR, "broadcast_store")
+        calls = [self._trainer.start_call(Role.ACTOR, "join_broadcast_group", self._epoch, size)]
         calls += [
-            engine.start_call(Role.ROLLOUT, "join_circle", store, self._epoch, rank, size)
+            engine.start_call(Role.ROLLOUT, "join_broadcast_group", store, self._epoch, rank, size)
             for rank, engine in enumerate(engines, 1)
         ]
         for call in calls:
@@ -272,7 +274,7 @@ class Collective(Stream):
         except (TimeoutError, RuntimeError, SyncError, WorkerDied) as error:
             log.warning("no circle of %d came together, so engines fetch: %s", size, error)
             self._failed = set(engines)
-            await self._trainer.call(Role.ACTOR, "join_circle", self._epoch, 1)
+            await self._trainer.call(Role.ACTOR, "join_broadcast_group", self._epoch, 1)
             return
         past: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         past.set_result(True)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from paceline.place.worker import Worker
+from paceline.remote.worker import Worker
 from paceline.sync.collective import Collective
 from paceline.sync.ipc import CudaIpc
 from paceline.sync.stream import Stream

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.place.worker import Worker
+from paceline.remote.worker import Worker
 from paceline.sync.block import Layout
 from paceline.sync.weights import Weights
 from paceline.types import Role

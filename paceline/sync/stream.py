@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import SyncError
-from paceline.place.worker import Worker, seen
+from paceline.remote.worker import Worker, seen
 from paceline.sync.block import PIECE, Layout, WeightBlock, add_to_checksum, check
 from paceline.sync.weights import Weights
 from paceline.types import Role
@@ -33,7 +33,7 @@ PATIENCE_S = 0.02  # before memory for another version is made
 FAN_OUT = 2  # engines that fetch from one
 
 
-class Shelf:
+class WeightBuffer:
     """One version's bytes as they arrive, and whoever waits for them."""
 
     def __init__(self, layout: Layout, changed: threading.Condition, device: str = "cpu") -> None:
@@ -92,9 +92,13 @@ class StreamServer:
     """Sends the bytes of a shelf to whoever knows the token and asks for a version that is there, or on its way."""
 
     def __init__(
-        self, host: str, token: bytes, shelf: Callable[[], Shelf], changed: threading.Condition
+        self,
+        host: str,
+        token: bytes,
+        buffer: Callable[[], WeightBuffer],
+        changed: threading.Condition,
     ) -> None:
-        self._token, self._shelf, self._changed = token, shelf, changed
+        self._token, self._buffer, self._changed = token, buffer, changed
         self._socket = socket.create_server((host, 0))
         self.port: int = self._socket.getsockname()[1]
         threading.Thread(target=self._accept, name="weights", daemon=True).start()
@@ -118,17 +122,17 @@ class StreamServer:
 
     def _send(self, connection: socket.socket, version: int, sent: int) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._shelf().version >= version, SILENCE_S)
-            shelf = self._shelf()
-            shelf.readers += 1
+            self._changed.wait_for(lambda: self._buffer().version >= version, SILENCE_S)
+            buffer = self._buffer()
+            buffer.readers += 1
         try:
-            while sent < shelf.size and (filled := shelf.wait(version, sent)):
+            while sent < buffer.size and (filled := buffer.wait(version, sent)):
                 end = min(filled, sent + PIECE)
-                connection.sendall(shelf.block.bytes[sent:end].cpu().numpy().data)
+                connection.sendall(buffer.block.bytes[sent:end].cpu().numpy().data)
                 sent = end
         finally:
             with self._changed:
-                shelf.readers -= 1
+                buffer.readers -= 1
                 self._changed.notify_all()
 
 
@@ -137,26 +141,26 @@ class StreamSource:
 
     def __init__(self, layout: Layout, host: str, token: bytes) -> None:
         self._layout, self._changed = layout, threading.Condition()
-        self._shelf = Shelf(layout, self._changed)
-        self.server = StreamServer(host, token, lambda: self._shelf, self._changed)
+        self._buffer = WeightBuffer(layout, self._changed)
+        self.server = StreamServer(host, token, lambda: self._buffer, self._changed)
 
     def write(self, tensors: "Iterable[tuple[str, torch.Tensor]]", version: int) -> int:
         """Returns the checksum. Engines that ask meanwhile get the bytes that are there."""
-        self._new_shelf()
+        self._new_buffer()
         return self._fill(tensors, version)
 
-    def _new_shelf(self) -> None:
-        if not self._shelf.free():
-            self._shelf = Shelf(
+    def _new_buffer(self) -> None:
+        if not self._buffer.free():
+            self._buffer = WeightBuffer(
                 self._layout, self._changed
             )  # whoever is slow goes on reading the old one
 
     def _fill(self, tensors: "Iterable[tuple[str, torch.Tensor]]", version: int) -> int:
-        shelf = self._shelf
-        shelf.begin(version)
+        buffer = self._buffer
+        buffer.begin(version)
         block, missing, names = (
-            shelf.block,
-            set(shelf.block.tensors),
+            buffer.block,
+            set(buffer.block.tensors),
             [name for name, _, _ in self._layout],
         )
         for expected, (name, tensor) in zip(names, tensors, strict=False):
@@ -166,12 +170,12 @@ class StreamSource:
                 )
             block.tensors[name].copy_(tensor)
             missing.discard(name)
-            while block.ends[name] - shelf.filled >= PIECE:
-                shelf.advance()
+            while block.ends[name] - buffer.filled >= PIECE:
+                buffer.advance()
         block.check_complete(missing)
-        while not shelf.done:
-            shelf.advance()
-        return shelf.checksum
+        while not buffer.done:
+            buffer.advance()
+        return buffer.checksum
 
 
 class StreamReceiver:
@@ -179,76 +183,78 @@ class StreamReceiver:
 
     def __init__(self, layout: Layout, host: str, token: bytes, device: str = "cpu") -> None:
         self._changed = threading.Condition()
-        self.shelf = Shelf(layout, self._changed, device)
-        self.shelf.filled = self.shelf.size  # nothing is on its way
+        self.buffer = WeightBuffer(layout, self._changed, device)
+        self.buffer.filled = self.buffer.size  # nothing is on its way
         self.sources: Sequence[Address] = ()
         self._layout, self._token, self._device = layout, token, device
         self._thread = threading.Thread()
-        self.server = StreamServer(host, token, lambda: self.shelf, self._changed)
+        self.server = StreamServer(host, token, lambda: self.buffer, self._changed)
 
     def fetch(self, version: int) -> None:
         """Begin, unless it is on its way or here already."""
-        if self.shelf.version == version and not self.shelf.failure:
+        if self.buffer.version == version and not self.buffer.failure:
             return
         self._start(version)
 
     def _start(self, version: int, *args: Any) -> None:
-        if not (self.shelf.done and self.shelf.free()):
-            self.shelf = Shelf(
+        if not (self.buffer.done and self.buffer.free()):
+            self.buffer = WeightBuffer(
                 self._layout, self._changed, self._device
             )  # somebody is still at the old one
-        self.shelf.begin(version)
+        self.buffer.begin(version)
         self._thread = threading.Thread(
-            target=self._fetch, args=(self.shelf, version, *args), name="weights", daemon=True
+            target=self._fetch, args=(self.buffer, version, *args), name="weights", daemon=True
         )
         self._thread.start()
 
     def done(self, version: int) -> bool:
-        return self.shelf.version != version or (self.shelf.done and not self._thread.is_alive())
+        return self.buffer.version != version or (self.buffer.done and not self._thread.is_alive())
 
     def tensors(self, weights: Weights) -> "dict[str, torch.Tensor]":
         """What was fetched, if it is that."""
-        if self.shelf.version != weights.version:
+        if self.buffer.version != weights.version:
             raise SyncError(
-                f"version {weights.version} was overtaken by version {self.shelf.version}"
+                f"version {weights.version} was overtaken by version {self.buffer.version}"
             )
-        if self.shelf.failure:
-            raise SyncError(f"version {weights.version} could not be fetched: {self.shelf.failure}")
+        if self.buffer.failure:
+            raise SyncError(
+                f"version {weights.version} could not be fetched: {self.buffer.failure}"
+            )
         try:
-            check(self.shelf.checksum, weights)
+            check(self.buffer.checksum, weights)
         except SyncError as error:
-            self.shelf.fail(str(error))  # so that it is fetched again
+            self.buffer.fail(str(error))  # so that it is fetched again
             raise
-        return self.shelf.block.tensors
+        return self.buffer.block.tensors
 
-    def _fetch(self, shelf: Shelf, version: int) -> None:
+    def _fetch(self, buffer: WeightBuffer, version: int) -> None:
         problems = []
         for source in self.sources:
             try:
-                return self._fetch_from(source, shelf, version)
+                return self._fetch_from(source, buffer, version)
             except OSError as error:
                 problems.append(f"{source[0]}:{source[1]}: {error}")
-        shelf.fail("; ".join(problems))
+        buffer.fail("; ".join(problems))
 
-    def _fetch_from(self, source: Address, shelf: Shelf, version: int) -> None:
+    def _fetch_from(self, source: Address, buffer: WeightBuffer, version: int) -> None:
         with socket.create_connection(source, timeout=SILENCE_S) as connection:
             prepare(connection)
-            connection.sendall(REQUEST.pack(self._token, version, shelf.filled))
-            while not shelf.done:
-                start, end = shelf.piece()
-                piece = shelf.block.bytes[start:end]
+            connection.sendall(REQUEST.pack(self._token, version, buffer.filled))
+            while not buffer.done:
+                start, end = buffer.piece()
+                piece = buffer.block.bytes[start:end]
                 host = piece.cpu()  # the piece itself, unless it is on a device
                 view, at = host.numpy().data, 0
                 while at < len(view):
                     got = connection.recv_into(view[at:], 0, socket.MSG_WAITALL)
                     if not got:
                         raise ConnectionError(
-                            f"the connection ended after {start + at} of {shelf.size} bytes"
+                            f"the connection ended after {start + at} of {buffer.size} bytes"
                         )
                     at += got
                 if host is not piece:
                     piece.copy_(host)
-                shelf.advance()
+                buffer.advance()
 
 
 class Stream:

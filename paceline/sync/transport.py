@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import IO, Protocol
 
 from paceline.errors import SyncError
-from paceline.place.worker import Worker
+from paceline.remote.worker import Worker
 from paceline.sync.block import Layout, block_size
 from paceline.sync.weights import Weights
 from paceline.types import Role

@@ -15,8 +15,8 @@ from paceline.algo.correction import (
 from paceline.algo.loss import LossFn, PolicyLoss
 from paceline.algo.settings import AlgorithmSettings
 from paceline.errors import DataError
+from paceline.model.packing import select_rows
 from paceline.train.engine import TrainEngine
-from paceline.train.packing import select_rows
 from paceline.train.settings import TrainSettings
 from paceline.types import Batch, FloatArray
 
@@ -108,13 +108,13 @@ def correct(
         log_ratio, fresh_tokens(torch.from_numpy(batch.versions[keep]), rows, step)
     )
     weights = importance_weights(log_ratio, rows, settings)
-    sums |= {"masked_share": weights.masked.sum(), "truncated_share": weights.truncated.sum()}
+    sums |= {"masked_fraction": weights.masked.sum(), "truncated_fraction": weights.truncated.sum()}
     measures = {name: float(value) / len(rows) for name, value in sums.items()} | {
         name: float(value) for name, value in maxima.items()
     }
     advantages = batch.advantages.copy()
     advantages[keep] *= weights.values.numpy()
-    shares = {name: measures[name] for name in ("masked_share", "truncated_share")}
+    shares = {name: measures[name] for name in ("masked_fraction", "truncated_fraction")}
     return replace(batch, logprobs=proximal, advantages=advantages), named_measures(
         measures
     ) | shares
@@ -136,7 +136,7 @@ def train_on(
         for part in _mini_batches(batch, algorithm.mini_batches, seed=(step, epoch)):
             passes.append(engine.forward_backward(part, loss))
             norms.append(engine.optimizer_step(lr))
-    first_pass = named_measures(passes[0]) if "mismatch_share" in passes[0] else {}
+    first_pass = named_measures(passes[0]) if "mismatch_fraction" in passes[0] else {}
     metrics = {}
     for name in passes[0]:
         if not name.startswith(("mismatch_", "staleness_", "logprob_gap")):

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from paceline.rollout.native.weights import DecoderWeights, Layer, Linear, head_dim
+from paceline.model.packing import MicroBatch
+from paceline.model.weights import DecoderWeights, Layer, Linear, head_dim
 from paceline.train.operations import Attended, Operations, Positions, Shape
-from paceline.train.packing import MicroBatch
 
 
 @dataclass(frozen=True, slots=True)
-class Inside:
+class LayerActivations:
     """What a layer makes on its way, and its backward pass needs."""
 
     normed: Tensor
@@ -31,11 +31,11 @@ class Inside:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SavedActivations:
     """What a layer keeps for its backward pass: its input, and the rest unless that is to be computed again."""
 
     start: Tensor
-    inside: Inside | None
+    inside: LayerActivations | None
 
 
 class LayerPasses:
@@ -63,14 +63,20 @@ class LayerPasses:
 
     def forward(
         self, layer: Layer, x: Tensor, delta: Tensor | None, at: Positions
-    ) -> tuple[Kept, Tensor, Tensor]:
+    ) -> tuple[SavedActivations, Tensor, Tensor]:
         """Through one layer: what to keep, the sum after attention, and what is still to be added to it."""
         start, normed = self._do.add_norm(x, delta, layer.input_norm)
         inside, middle, after = self._inside(layer, start, normed, at)
-        return Kept(start, None if self._checkpointing else inside), middle, after
+        return SavedActivations(start, None if self._checkpointing else inside), middle, after
 
     def backward(
-        self, layer: Layer, to: Layer, kept: Kept, at: Positions, d: Tensor, narrow: Tensor
+        self,
+        layer: Layer,
+        to: Layer,
+        kept: SavedActivations,
+        at: Positions,
+        d: Tensor,
+        narrow: Tensor,
     ) -> Tensor:
         """`d`, of the layer's output, becomes that of its input; `narrow` is the same in the type of products, and what is returned.
         Gradients of the weights are added to `to`."""
@@ -115,7 +121,7 @@ class LayerPasses:
 
     def _inside(
         self, layer: Layer, x: Tensor, normed: Tensor, at: Positions
-    ) -> tuple[Inside, Tensor, Tensor]:
+    ) -> tuple[LayerActivations, Tensor, Tensor]:
         qkv = layer.qkv(normed)
         rotated = self._do.rotate(qkv, at, layer.q_norm, layer.k_norm)
         attended = self._do.attend(rotated, at)
@@ -124,7 +130,9 @@ class LayerPasses:
         delta = layer.down(self._do.silu_mul(gate_up))
         # The sum is kept under a name of its own: autograd may mark the other one as made here, and whoever keeps what it made never goes.
         return (
-            Inside(normed, qkv, rotated, attended, middle.detach(), normed_middle, gate_up),
+            LayerActivations(
+                normed, qkv, rotated, attended, middle.detach(), normed_middle, gate_up
+            ),
             middle,
             delta,
         )
@@ -135,7 +143,7 @@ class Tape:
     """What a forward pass leaves for the backward pass."""
 
     positions: Positions
-    layers: list[Kept] = field(default_factory=list)
+    layers: list[SavedActivations] = field(default_factory=list)
     last: Tensor | None = None  # what the last norm saw
 
 

@@ -28,25 +28,25 @@ from transformers import PreTrainedModel
 
 from paceline.algo.loss import LossFn, TokenOutputs
 from paceline.errors import ConfigError, ModelError
-from paceline.models import ROUNDED, model_shape
-from paceline.place.group import is_first_rank
-from paceline.train.decoder import LayerPasses
-from paceline.train.fused import can_fuse
-from paceline.train.memory import COLUMNS, ROWS
-from paceline.train.offload import HostShelf, Moved
-from paceline.train.optimizer import adamw, optimizer_state
-from paceline.train.packed import Head, PackedModel, Tally
-from paceline.train.packing import (
+from paceline.model.loading import ROUNDED, model_shape
+from paceline.model.packing import (
     MicroBatch,
     empty_micro_batch,
     micro_batch,
     token_data,
     trained_lengths,
 )
-from paceline.train.saved import MODEL_FILE, Region, load_training, save_training, whole
+from paceline.remote.group import is_first_rank
+from paceline.train.decoder import LayerPasses
+from paceline.train.fused import can_fuse
+from paceline.train.memory import COLUMNS, ROWS
+from paceline.train.offload import HostOffload, Moved
+from paceline.train.optimizer import adamw, optimizer_state
+from paceline.train.packed import Head, LossAccumulator, PackedModel
+from paceline.train.row_assignment import passes
 from paceline.train.settings import TrainSettings
 from paceline.train.sharded_decoder import ShardedDecoder
-from paceline.train.shares import passes
+from paceline.train.training_state import MODEL_FILE, Region, load_training, save_training, whole
 from paceline.types import Batch, FloatArray
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class Fsdp:
         # The optimizer works on this rank's slices as plain tensors: its fused kernel knows no mixture of meshes.
         self._slices = {name: nn.Parameter(_local(p)) for name, p in self._parameters.items()}
         self._optimizer = adamw(self._slices, settings)
-        self._shelf = HostShelf()
+        self._host_offload = HostOffload()
         if self._packed.fused is not None:
             self._packed.check(lambda micro: self._packed(micro)["logprobs"], ROUNDED)
             self._reshard()
@@ -111,7 +111,7 @@ class Fsdp:
         return self._read(batch, "values")
 
     def forward_backward(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]:
-        tally, weights = Tally(batch), loss_fn.weights(batch)
+        tally, weights = LossAccumulator(batch), loss_fn.weights(batch)
         for micro, is_last in self._micro_batches(batch):
             self._let_go(is_last)
             outputs = self._packed(micro)
@@ -127,7 +127,7 @@ class Fsdp:
             (0.0, {}, {})
         ] * self._mesh.size(0)
         dist.all_gather_object(parts, tally.totals(), self._mesh.get_group("data"))
-        total = Tally(batch)
+        total = LossAccumulator(batch)
         for part in parts:
             total.merge(*part)
         return total.metrics()
@@ -257,7 +257,9 @@ class Fsdp:
 
     def place(self, where: Literal["device", "host"]) -> Moved:
         return (
-            self._shelf.bring_back() if where == "device" else self._shelf.put_away(self._movable())
+            self._host_offload.restore()
+            if where == "device"
+            else self._host_offload.offload(self._movable())
         )
 
     def _movable(self) -> Iterable[Tensor]:

@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 from paceline.algo.loss import LossTerms, TokenOutputs
 from paceline.errors import ModelError
-from paceline.rollout.native.weights import DecoderWeights, check_supported, sliding_window
+from paceline.model.packing import MicroBatch
+from paceline.model.weights import DecoderWeights, check_supported, sliding_window
 from paceline.train.decoder import LayerPasses, TrainDecoder
 from paceline.train.head import chunked_logprobs
-from paceline.train.packing import MicroBatch
 from paceline.train.settings import TrainSettings
 
 DIMS = (16, 32, 64, 128, 256)  # of a head

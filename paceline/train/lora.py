@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from paceline.errors import ConfigError, ModelError
-from paceline.models import model_body
-from paceline.train.saved import MODEL_FILE, write_tensors
+from paceline.model.loading import model_body
 from paceline.train.settings import LoraSettings, TrainSettings
 from paceline.train.single import SingleDevice
+from paceline.train.training_state import MODEL_FILE, write_tensors
 
 ADAPTER = "default"  # peft's own name for the one adapter a layer has
 FOLDER = "adapter"  # not beside the merged weights: transformers would take the whole folder for an adapter

@@ -30,16 +30,21 @@ from transformers import PretrainedConfig
 
 from paceline.algo.loss import LossFn, TokenOutputs
 from paceline.errors import ConfigError, ModelError
+from paceline.model.packing import MicroBatch, RowLayout, micro_batch, token_data, trained_lengths
+from paceline.model.tensor_file import TensorFiles
 from paceline.train.megatron_model import Decoder, transformer_config
 from paceline.train.megatron_shards import Read, Shards
-from paceline.train.offload import HostShelf, Moved
+from paceline.train.offload import HostOffload, Moved
 from paceline.train.optimizer import STATE, adamw
-from paceline.train.packed import Head, Tally
-from paceline.train.packing import MicroBatch, RowLayout, micro_batch, token_data, trained_lengths
-from paceline.train.saved import MODEL_FILE, OPTIMIZER_FILE, check_same_model, write_tensors
+from paceline.train.packed import Head, LossAccumulator
+from paceline.train.row_assignment import passes
 from paceline.train.settings import TrainSettings
-from paceline.train.shares import passes
-from paceline.train.tensor_file import TensorFiles
+from paceline.train.training_state import (
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    check_same_model,
+    write_tensors,
+)
 from paceline.types import Batch, FloatArray
 
 log = logging.getLogger(__name__)
@@ -82,7 +87,7 @@ class Megatron:
         self._model.to(self._device)
         self._tied = head == "policy" and config.tie_word_embeddings
         self._pipeline = pipeline
-        self._shelf, self._steps = HostShelf(), 0
+        self._host_offload, self._steps = HostOffload(), 0
         self._trained: tuple[DistributedDataParallel, DistributedOptimizer] | None = None
 
     # -- forward and backward
@@ -102,7 +107,7 @@ class Megatron:
         return self._read(batch, "values")
 
     def forward_backward(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]:
-        tally, weights = Tally(batch), loss_fn.weights(batch)
+        tally, weights = LossAccumulator(batch), loss_fn.weights(batch)
 
         def finish(micro: MicroBatch, outputs: TokenOutputs) -> Tensor:
             if (
@@ -117,7 +122,7 @@ class Megatron:
         self._run(batch, finish, train=True)
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, tally.totals())
-        result = Tally(batch)
+        result = LossAccumulator(batch)
         for part in found:
             result.merge(*part)
         return result.metrics()
@@ -330,7 +335,9 @@ class Megatron:
 
     def place(self, where: Literal["device", "host"]) -> Moved:
         return (
-            self._shelf.bring_back() if where == "device" else self._shelf.put_away(self._movable())
+            self._host_offload.restore()
+            if where == "device"
+            else self._host_offload.offload(self._movable())
         )
 
     def _movable(self) -> Iterator[Tensor]:

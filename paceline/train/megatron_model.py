@@ -24,13 +24,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from paceline.algo.loss import TokenOutputs
 from paceline.errors import ConfigError, ModelError
-from paceline.rollout.native.weights import head_dim
-from paceline.train.attention import packed_attention
+from paceline.model.attention import packed_attention
+from paceline.model.packing import MicroBatch, RowLayout
+from paceline.model.weights import head_dim
 from paceline.train.head import CHUNK_LOGITS, ValueHead
 from paceline.train.megatron_head import vocabulary_parallel_logprobs
 from paceline.train.megatron_weights import padded_vocabulary
 from paceline.train.packed import Head
-from paceline.train.packing import MicroBatch, RowLayout
 from paceline.train.settings import TrainSettings
 
 SUPPORTED = ("llama", "qwen2", "qwen3")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from paceline.errors import ModelError
-from paceline.train.megatron_weights import Shape, Slot, slots
+from paceline.train.megatron_weights import ParameterMapping, Shape, slots
 from paceline.train.packed import Head
 
 Read = Callable[[nn.Parameter], Tensor]
@@ -52,13 +52,13 @@ class Shards:
             for name, shape in slot.parts.items()
         }
 
-    def own(self) -> Iterator[tuple[Slot, nn.Parameter]]:
+    def own(self) -> Iterator[tuple[ParameterMapping, nn.Parameter]]:
         for slot in self._slots:
             if slot.stage == self._stage:
                 yield slot, self.parameters[slot.name]
 
     @torch.no_grad()
-    def fill(self, target: Tensor, slot: Slot, read: Callable[[str], Tensor]) -> None:
+    def fill(self, target: Tensor, slot: ParameterMapping, read: Callable[[str], Tensor]) -> None:
         """This rank's part of whole tensors that are read by name."""
         target.copy_(slot.split([read(name) for name in slot.parts], self._rank, self._ranks))
 
@@ -82,7 +82,7 @@ class Shards:
             if not slot.copy:
                 yield from zip(slot.parts, self._whole(slot, read), strict=True)
 
-    def _whole(self, slot: Slot, read: Read) -> list[Tensor]:
+    def _whole(self, slot: ParameterMapping, read: Read) -> list[Tensor]:
         device = next(iter(self.parameters.values())).device
         if slot.stage == self._stage:
             shard = read(self.parameters[slot.name]).contiguous()

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, cat
 from transformers import PretrainedConfig
 
-from paceline.rollout.native.weights import head_dim
+from paceline.model.weights import head_dim
 from paceline.train.packed import Head
 
 Kind = Literal["whole", "rows", "columns", "vocabulary", "qkv", "gate_up"]
@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class ParameterMapping:
     stage: int
     name: str  # of the parameter in its stage's module
     parts: dict[str, Shape]  # Hugging Face tensors in it, whole
@@ -69,22 +69,26 @@ def padded_vocabulary(size: int, ranks: int) -> int:
     return -(-size // ranks) * ranks
 
 
-def slots(config: PretrainedConfig, stages: int, head: Head) -> list[Slot]:
+def slots(config: PretrainedConfig, stages: int, head: Head) -> list[ParameterMapping]:
     """Every parameter of every stage, in the order Hugging Face has them. A critic's are named as its backbone alone names them."""
     prefix = "model." if head == "policy" else ""
     vocabulary: Shape = (config.vocab_size, config.hidden_size)
     groups = config.num_key_value_heads
     embedding = {f"{prefix}embed_tokens.weight": vocabulary}
-    found = [Slot(0, "embedding.word_embeddings.weight", embedding, "vocabulary", groups)]
+    found = [
+        ParameterMapping(0, "embedding.word_embeddings.weight", embedding, "vocabulary", groups)
+    ]
     per_stage = config.num_hidden_layers // stages
     for layer in range(config.num_hidden_layers):
         stage, local = divmod(layer, per_stage)
         for name, parts, kind in _layer(config):
             theirs = {f"{prefix}layers.{layer}.{part}": shape for part, shape in parts.items()}
-            found.append(Slot(stage, f"decoder.layers.{local}.{name}", theirs, kind, groups))
+            found.append(
+                ParameterMapping(stage, f"decoder.layers.{local}.{name}", theirs, kind, groups)
+            )
     last = stages - 1
     found.append(
-        Slot(
+        ParameterMapping(
             last,
             "decoder.final_layernorm.weight",
             {f"{prefix}norm.weight": (config.hidden_size,)},
@@ -94,7 +98,7 @@ def slots(config: PretrainedConfig, stages: int, head: Head) -> list[Slot]:
     )
     if head == "value":
         found.append(
-            Slot(
+            ParameterMapping(
                 last,
                 "value_head.linear.weight",
                 {"value_head.weight": (1, config.hidden_size)},
@@ -103,14 +107,22 @@ def slots(config: PretrainedConfig, stages: int, head: Head) -> list[Slot]:
             )
         )
         found.append(
-            Slot(last, "value_head.linear.bias", {"value_head.bias": (1,)}, "whole", groups)
+            ParameterMapping(
+                last, "value_head.linear.bias", {"value_head.bias": (1,)}, "whole", groups
+            )
         )
     elif not config.tie_word_embeddings:
         found.append(
-            Slot(last, "output_layer.weight", {"lm_head.weight": vocabulary}, "vocabulary", groups)
+            ParameterMapping(
+                last, "output_layer.weight", {"lm_head.weight": vocabulary}, "vocabulary", groups
+            )
         )
     elif stages > 1:
-        found.append(Slot(last, "output_layer.weight", embedding, "vocabulary", groups, copy=True))
+        found.append(
+            ParameterMapping(
+                last, "output_layer.weight", embedding, "vocabulary", groups, copy=True
+            )
+        )
     return found
 
 

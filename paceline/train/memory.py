@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from paceline.models import model_shape
-from paceline.train.attention import SHORT_ROW
+from paceline.model.attention import SHORT_ROW
+from paceline.model.loading import model_shape
 from paceline.train.head import CHUNK_LOGITS
 from paceline.train.settings import TrainSettings
 

@@ -19,13 +19,13 @@ class Moved:
     seconds: float
 
 
-class HostShelf:
+class HostOffload:
     """Where the contents of device tensors lie while they are away."""
 
     def __init__(self) -> None:
         self._away: list[tuple[torch.UntypedStorage, Tensor]] = []
 
-    def put_away(self, tensors: Iterable[Tensor]) -> Moved:
+    def offload(self, tensors: Iterable[Tensor]) -> Moved:
         """Free the device memory of these tensors. What is in host memory already stays where it is."""
         started = time.perf_counter()
         storages = {
@@ -42,7 +42,7 @@ class HostShelf:
             storage.resize_(0)
         return Moved(moved, time.perf_counter() - started)
 
-    def bring_back(self) -> Moved:
+    def restore(self) -> Moved:
         """Fill the same tensors again."""
         started = time.perf_counter()
         moved = 0

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.train.packing import Varlen
+from paceline.model.packing import Varlen
 
 PROGRAMS = 1056  # of kernels that add up over tokens: 8 for each multiprocessor of a large GPU
 BLOCK = 1024

@@ -15,10 +15,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from paceline.algo.loss import LossTerms, TokenOutputs
 from paceline.errors import DataError, ModelError
-from paceline.models import EXACT, model_body
-from paceline.train.attention import PACKED
+from paceline.model.attention import PACKED
+from paceline.model.loading import EXACT, model_body
+from paceline.model.packing import MicroBatch, micro_batches
 from paceline.train.head import PolicyHead, ValueHead
-from paceline.train.packing import MicroBatch, micro_batches
 from paceline.train.settings import TrainSettings
 from paceline.types import Batch, FloatArray
 
@@ -233,7 +233,7 @@ def _few_rows(model: PreTrainedModel) -> Batch:
     return Batch(tokens, lengths, mask, zeros, tokens, zeros[:2], lengths)
 
 
-class Tally:
+class LossAccumulator:
     """Loss and diagnostics of a batch, added up over its micro-batches."""
 
     def __init__(self, batch: Batch) -> None:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import SyncError
-from paceline.place.group import is_first_rank
-from paceline.place.host import BusyClock
-from paceline.place.phases import GENERATE, HAND_OVER, TRAIN, Phases
+from paceline.remote.group import is_first_rank
+from paceline.remote.host import BusyClock
 from paceline.sync.block import Layout, WeightBlock, layout_of
 from paceline.sync.collective import CollectiveSource
 from paceline.sync.ipc import Handle, handle_of, in_type, this_gpu
@@ -20,10 +19,11 @@ from paceline.sync.stream import Address, StreamSource
 from paceline.train.actor import Actor
 from paceline.train.critic import Critic
 from paceline.train.engine import TrainEngine
+from paceline.train.phases import GENERATE, HAND_OVER, TRAIN, Phases
 from paceline.types import Batch, FloatArray
 
 
-class Turns:
+class DeviceTimeShare:
     """An engine's turns on a device it shares with others: inside it is there, in between it waits in host memory."""
 
     def __init__(self, engine: TrainEngine, offload: bool, phases: Phases | None = None) -> None:
@@ -72,23 +72,25 @@ class Turns:
 
 class CriticService:
     def __init__(self, critic: Critic, offload: bool = False, phases: Phases | None = None) -> None:
-        self._critic, self._turn = critic, Turns(critic.engine, offload, phases)
+        self._critic, self._on_device = critic, DeviceTimeShare(critic.engine, offload, phases)
 
     def values(self, batch: Batch) -> FloatArray:
-        with self._turn:
+        with self._on_device:
             return self._critic.values(batch)
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
-        with self._turn:
+        with self._on_device:
             metrics = self._critic.update(batch, step)
-        return {f"critic/{name}": value for name, value in (metrics | self._turn.metrics()).items()}
+        return {
+            f"critic/{name}": value for name, value in (metrics | self._on_device.metrics()).items()
+        }
 
     def save(self, folder: str) -> None:
-        with self._turn:
+        with self._on_device:
             self._critic.engine.save(Path(folder))
 
     def load(self, folder: str) -> None:
-        with self._turn:
+        with self._on_device:
             self._critic.engine.load(Path(folder))
 
 
@@ -102,37 +104,43 @@ class RefService:
         as_reference: Callable[[], AbstractContextManager[None]] = nullcontext,
         phases: Phases | None = None,
     ) -> None:
-        self._engine, self._turn, self._as_reference = (
+        self._engine, self._on_device, self._as_reference = (
             engine,
-            Turns(engine, offload, phases),
+            DeviceTimeShare(engine, offload, phases),
             as_reference,
         )
 
     def logprobs(self, batch: Batch) -> FloatArray:
-        with self._turn, self._as_reference():
+        with self._on_device, self._as_reference():
             return self._engine.logprobs(batch)
 
 
 class ActorService:
     def __init__(self, actor: Actor, offload: bool = False, phases: Phases | None = None) -> None:
-        self._actor, self._turn, self._phases = actor, Turns(actor.engine, offload, phases), phases
+        self._actor, self._on_device, self._phases = (
+            actor,
+            DeviceTimeShare(actor.engine, offload, phases),
+            phases,
+        )
         self._source: StreamSource | None = None
         self._write: Callable[[Iterator[tuple[str, Tensor]], int], int] | None = None
 
     def update(self, batch: Batch, step: int, kl_coef: float | None = None) -> dict[str, float]:
         busy = BusyClock()
-        with busy, self._turn:
+        with busy, self._on_device:
             metrics = self._actor.update(batch, step, kl_coef)
         memory = self._phases.metrics() if self._phases else {}
-        named = {f"train/{name}": value for name, value in (metrics | self._turn.metrics()).items()}
+        named = {
+            f"train/{name}": value for name, value in (metrics | self._on_device.metrics()).items()
+        }
         return named | memory | {"train/busy_s": busy.seconds}
 
     def save(self, folder: str) -> None:
-        with self._turn:
+        with self._on_device:
             self._actor.engine.save(Path(folder))
 
     def load(self, folder: str) -> None:
-        with self._turn:
+        with self._on_device:
             self._actor.engine.load(Path(folder))
 
     @contextmanager
@@ -140,11 +148,11 @@ class ActorService:
         self, weights: Callable[[], Mapping[str, Tensor]]
     ) -> Iterator[Mapping[str, Tensor]]:
         """The trainer's weights, for the engine in the same worker to copy."""
-        with self._turn.handing_over():
+        with self._on_device.handing_over():
             yield weights()
 
     def weights_layout(self) -> Layout:
-        with self._turn:
+        with self._on_device:
             return layout_of(self._actor.engine.export_weights())
 
     def attach_weights(self, path: str, layout: Layout) -> None:
@@ -177,17 +185,17 @@ class ActorService:
         self._write = self._source.write
         return self._source.server.port
 
-    def circle_store(self) -> Address | None:
+    def broadcast_store(self) -> Address | None:
         """Where a circle for broadcasts meets."""
         return self._source.store if isinstance(self._source, CollectiveSource) else None
 
-    def join_circle(self, epoch: int, size: int) -> None:
+    def join_broadcast_group(self, epoch: int, size: int) -> None:
         if isinstance(self._source, CollectiveSource):
             self._source.join(epoch, size)
 
     def publish_weights(self, version: int) -> int:
         """All ranks gather the weights, the first writes them; its checksum."""
-        with self._turn:
+        with self._on_device:
             weights = self._actor.engine.export_weights()
             if not is_first_rank():
                 deque(weights, maxlen=0)

@@ -14,11 +14,11 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from paceline.algo.loss import TokenOutputs
-from paceline.rollout.native.weights import Layer, Linear
+from paceline.model.packing import MicroBatch
+from paceline.model.weights import Layer, Linear
 from paceline.train.decoder import LayerPasses, positions
 from paceline.train.head import chunked_logprobs
 from paceline.train.operations import Positions
-from paceline.train.packing import MicroBatch
 
 
 class ShardedDecoder:

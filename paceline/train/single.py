@@ -17,24 +17,24 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paceline.algo.loss import LossFn, LossTerms, TokenData, TokenOutputs
-from paceline.models import ROUNDED
+from paceline.model.loading import ROUNDED
+from paceline.model.packing import MicroBatch, grouped_micro_batches, micro_batches, token_data
+from paceline.model.weights import EngineWeights
 from paceline.rollout.native.module import engine_weights
-from paceline.rollout.native.weights import EngineWeights
+from paceline.train.colocated import ColocatedEngine
 from paceline.train.fused import fused_policy
-from paceline.train.lanes import Lanes
-from paceline.train.neighbour import Neighbour
-from paceline.train.offload import HostShelf, Moved
+from paceline.train.micro_batch_threads import MicroBatchThreads
+from paceline.train.offload import HostOffload, Moved
 from paceline.train.optimizer import adamw, clip_gradients, optimizer_state
 from paceline.train.out_of_memory import memory_explained
-from paceline.train.packed import Head, PackedModel, Tally
-from paceline.train.packing import MicroBatch, grouped_micro_batches, micro_batches, token_data
-from paceline.train.saved import MODEL_FILE, load_training, save_training
+from paceline.train.packed import Head, LossAccumulator, PackedModel
 from paceline.train.settings import TrainSettings
+from paceline.train.training_state import MODEL_FILE, load_training, save_training
 from paceline.types import Batch, FloatArray
 
 log = logging.getLogger(__name__)
 
-LANE_PARAMETERS = 2**26  # in the gradients of all lanes together
+THREAD_PARAMETERS = 2**26  # in the gradients of all lanes together
 
 
 class SingleDevice:
@@ -62,19 +62,19 @@ class SingleDevice:
         )
         if self._fused is not None:
             self._packed.check(self._fused.logprobs, ROUNDED)
-        self._lanes = Lanes(_lane_count(self._parameters, self._device))
-        self._shelf = HostShelf()
-        self._lent = False
-        self.neighbours: list[Neighbour] = []
+        self._threads = MicroBatchThreads(_thread_count(self._parameters, self._device))
+        self._host_offload = HostOffload()
+        self._shares_weights = False
+        self.colocated: list[ColocatedEngine] = []
 
     @property
     def model(self) -> PreTrainedModel:
         return self._model
 
-    def lend_weights(self, max_length: int) -> EngineWeights:
+    def shared_weights(self, max_length: int) -> EngineWeights:
         """The weights as an engine for sequences of this length wants them, for a reader at any time: what training computes with, not a
         copy. From now on `place` leaves them where they are."""
-        self._lent = True
+        self._shares_weights = True
         return (
             self._fused.weights
             if self._fused is not None
@@ -109,7 +109,7 @@ class SingleDevice:
         return self._read(batch, "values")
 
     def forward_backward(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]:
-        tally, weights = Tally(batch), loss_fn.weights(batch)
+        tally, weights = LossAccumulator(batch), loss_fn.weights(batch)
         self._my_turn()
         with self._memory_explained():
             if self._fused is None:
@@ -121,7 +121,7 @@ class SingleDevice:
             return tally.metrics()
 
     def _module_gradient(
-        self, batch: Batch, loss_fn: LossFn, weights: FloatArray, tally: Tally
+        self, batch: Batch, loss_fn: LossFn, weights: FloatArray, tally: LossAccumulator
     ) -> None:
         parameters = list(self._parameters.values())
 
@@ -129,15 +129,15 @@ class SingleDevice:
             terms = loss_fn(TokenOutputs(**self._packed(micro)), token_data(batch, micro, weights))
             return terms, torch.autograd.grad(terms.loss, parameters, allow_unused=True)
 
-        for terms, parts in self._lanes.map(gradient, self._micro_batches(batch)):
-            self._lanes.alone(_add_gradient, parameters, parts)
+        for terms, parts in self._threads.map(gradient, self._micro_batches(batch)):
+            self._threads.alone(_add_gradient, parameters, parts)
             tally.add(terms)
 
     def _micro_batches(self, batch: Batch) -> Iterator[MicroBatch]:
         if self._fused is not None:
             return grouped_micro_batches(batch, self._settings.micro_batch_tokens, self._device)
         return micro_batches(
-            batch, self._settings.micro_batch_tokens, self._device, self._lanes.count
+            batch, self._settings.micro_batch_tokens, self._device, self._threads.count
         )
 
     def _read(self, batch: Batch, name: Literal["logprobs", "values"]) -> FloatArray:
@@ -150,7 +150,7 @@ class SingleDevice:
 
         result = np.zeros(batch.num_tokens, np.float32)
         with self._memory_explained():
-            for micro, values in self._lanes.map(read, self._micro_batches(batch)):
+            for micro, values in self._threads.map(read, self._micro_batches(batch)):
                 result[micro.flat] = values
         return result
 
@@ -158,7 +158,7 @@ class SingleDevice:
 
     def optimizer_step(self, lr: float) -> float:
         with self._memory_explained():
-            return self._lanes.alone(self._step, lr)
+            return self._threads.alone(self._step, lr)
 
     def _step(self, lr: float) -> float:
         norm = clip_gradients(list(self._parameters.values()), self._settings.max_grad_norm)
@@ -197,22 +197,22 @@ class SingleDevice:
 
     def place(self, where: Literal["device", "host"]) -> Moved:
         if where == "host":
-            return self._shelf.put_away(self._movable())
+            return self._host_offload.offload(self._movable())
         self._my_turn()
-        return self._shelf.bring_back()
+        return self._host_offload.restore()
 
     def _my_turn(self) -> None:
-        for neighbour in self.neighbours:
-            if neighbour.make_way is not None:
-                neighbour.make_way()
+        for other in self.colocated:
+            if other.release_device is not None:
+                other.release_device()
 
     def _movable(self) -> Iterable[Tensor]:
         yield from (p.grad for p in self._parameters.values() if p.grad is not None)
         yield from (tensor for state in self._optimizer.state.values() for tensor in state.values())
         if self._fused is not None:
             yield from self._packed.parameters()
-            yield from () if self._lent else self._fused.weights.named.values()
-        elif not self._lent:
+            yield from () if self._shares_weights else self._fused.weights.named.values()
+        elif not self._shares_weights:
             yield from self._packed.parameters()
 
     def _memory_explained(self) -> AbstractContextManager[None]:
@@ -228,7 +228,7 @@ class SingleDevice:
             "gradients": _bytes(p.grad for p in self._parameters.values() if p.grad is not None),
             "optimizer state": _bytes(state),
         }
-        return held | {neighbour.name: neighbour.held() for neighbour in self.neighbours}
+        return held | {other.name: other.held() for other in self.colocated}
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
@@ -239,10 +239,10 @@ def _loss_of(loss_fn: LossFn, data: TokenData, outputs: TokenOutputs) -> LossTer
     return loss_fn(outputs, data)
 
 
-def _lane_count(parameters: dict[str, nn.Parameter], device: torch.device) -> int:
+def _thread_count(parameters: dict[str, nn.Parameter], device: torch.device) -> int:
     """One for each thread, if the model is small: every lane has a gradient of its own, and what large models compute divides well."""
     threads = torch.get_num_threads()
-    small = threads * sum(p.numel() for p in parameters.values()) <= LANE_PARAMETERS
+    small = threads * sum(p.numel() for p in parameters.values()) <= THREAD_PARAMETERS
     return threads if device.type == "cpu" and small else 1
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from paceline.algo.advantage import advantages
-from paceline.algo.health import Health
 from paceline.algo.kl import adapted
-from paceline.algo.mismatch import LIMITS, MismatchMonitor
 from paceline.algo.settings import AlgorithmSettings
 from paceline.algo.shaping import shape_rewards
 from paceline.errors import StalledError
-from paceline.place.worker import Worker
+from paceline.observe.health import Health
+from paceline.observe.mismatch import LIMITS, MismatchMonitor
+from paceline.remote.worker import Worker
 from paceline.types import Batch, Role
 
 
@@ -66,8 +66,8 @@ class Trainer:
             self._kl_coef = adapted(
                 self._kl_coef, metrics["train/kl_reference"], self._algorithm.kl_target
             )
-        self._health.look(metrics, step)
-        self._mismatch.look(metrics, step)
+        self._health.check(metrics, step)
+        self._mismatch.check(metrics, step)
         return metrics
 
     async def _step(self, batch: Batch, step: int) -> dict[str, float]:
@@ -118,5 +118,5 @@ def advantage_metrics(batch: Batch) -> dict[str, float]:
     return {
         "train/advantage_mean": float(trained.mean()),
         "train/advantage_std": float(trained.std()),
-        "train/advantage_zero_share": float((np.abs(trained) < 1e-6).mean()),
+        "train/advantage_zero_fraction": float((np.abs(trained) < 1e-6).mean()),
     }

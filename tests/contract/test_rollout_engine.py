@@ -16,9 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from paceline.config import load_config
 from paceline.data.tiny import make_tokenizer
 from paceline.errors import RolloutError, SyncError
-from paceline.place.build import build_parts
-from paceline.place.local import ProcessWorker, ThreadWorker
-from paceline.place.worker import Worker
+from paceline.remote.worker import Worker
 from paceline.rollout.client import EngineClient
 from paceline.rollout.engine import RolloutEngine
 from paceline.sync.block import WeightBlock, block_size, layout_of
@@ -26,6 +24,8 @@ from paceline.sync.weights import Weights
 from paceline.train.lora import LoraDevice
 from paceline.train.settings import LoraSettings, TrainSettings
 from paceline.types import Completion, Finish, OnSync, Request, Role, Sampling
+from paceline.workers.build import build_parts
+from paceline.workers.local import ProcessWorker, ThreadWorker
 from tests.models import random_model, random_other_model
 from tests.processes import children
 
@@ -129,7 +129,7 @@ def with_rig(
     assert not children(), "a process was left behind"
 
 
-def ask(
+def send_command(
     number: int = 0, *, tokens: int = 24, partial: Completion | None = None, **sampling: Any
 ) -> Request:
     return Request(
@@ -158,7 +158,7 @@ def test_log_probs_are_those_of_a_plain_forward_pass_at_the_sampling_temperature
     async def scenario(it: Rig) -> None:
         for temperature in (1.0, 0.7):
             for completion in await asyncio.gather(
-                *(it.engine.generate(ask(n, temperature=temperature)) for n in range(12))
+                *(it.engine.generate(send_command(n, temperature=temperature)) for n in range(12))
             ):
                 assert len(completion) == 24 and completion.finish is Finish.LENGTH
                 assert (
@@ -171,7 +171,7 @@ def test_log_probs_are_those_of_a_plain_forward_pass_at_the_sampling_temperature
 
 def test_greedy_output_equals_transformers_generate(with_rig: Any) -> None:
     async def scenario(it: Rig) -> None:
-        completion = await it.engine.generate(ask(temperature=0.0))
+        completion = await it.engine.generate(send_command(temperature=0.0))
         expected = it.model.generate(
             torch.tensor([PROMPT]),
             max_new_tokens=24,
@@ -186,8 +186,8 @@ def test_greedy_output_equals_transformers_generate(with_rig: Any) -> None:
 
 def test_an_answer_depends_on_its_seed_and_not_on_its_company(with_rig: Any) -> None:
     async def scenario(it: Rig) -> None:
-        alone = await it.engine.generate(ask(3))
-        crowd = await asyncio.gather(*(it.engine.generate(ask(n)) for n in range(20)))
+        alone = await it.engine.generate(send_command(3))
+        crowd = await asyncio.gather(*(it.engine.generate(send_command(n)) for n in range(20)))
         assert crowd[3].tokens.tolist() == alone.tokens.tolist()
         assert len({tuple(completion.tokens.tolist()) for completion in crowd}) == 20
 
@@ -196,7 +196,7 @@ def test_an_answer_depends_on_its_seed_and_not_on_its_company(with_rig: Any) -> 
 
 def test_abort_returns_what_there_is_and_ignores_what_it_does_not_know(with_rig: Any) -> None:
     async def scenario(it: Rig) -> None:
-        running = asyncio.create_task(it.engine.generate(ask(tokens=130)))
+        running = asyncio.create_task(it.engine.generate(send_command(tokens=130)))
         before = (await it.engine.stats()).tokens
         while (await it.engine.stats()).tokens < before + 3:
             await asyncio.sleep(0)
@@ -210,9 +210,13 @@ def test_abort_returns_what_there_is_and_ignores_what_it_does_not_know(with_rig:
 
 def test_an_interrupted_answer_resumes_as_if_nothing_had_happened(with_rig: Any) -> None:
     async def scenario(it: Rig) -> None:
-        whole = await asyncio.gather(*(it.engine.generate(ask(n, tokens=120)) for n in range(12)))
+        whole = await asyncio.gather(
+            *(it.engine.generate(send_command(n, tokens=120)) for n in range(12))
+        )
         before = (await it.engine.stats()).tokens
-        running = [asyncio.create_task(it.engine.generate(ask(n, tokens=120))) for n in range(12)]
+        running = [
+            asyncio.create_task(it.engine.generate(send_command(n, tokens=120))) for n in range(12)
+        ]
         while (await it.engine.stats()).tokens < before + 30:
             await asyncio.sleep(0)
         assert await it.engine.pause(OnSync.INTERRUPT) is True
@@ -221,7 +225,7 @@ def test_an_interrupted_answer_resumes_as_if_nothing_had_happened(with_rig: Any)
             len(part) for part in parts
         )
         waiting = [
-            asyncio.create_task(it.engine.generate(ask(n, tokens=120, partial=part)))
+            asyncio.create_task(it.engine.generate(send_command(n, tokens=120, partial=part)))
             for n, part in enumerate(parts)
         ]
         await asyncio.sleep(0)
@@ -236,11 +240,11 @@ def test_an_interrupted_answer_resumes_as_if_nothing_had_happened(with_rig: Any)
 
 def test_drain_lets_running_answers_finish_and_holds_back_new_ones(with_rig: Any) -> None:
     async def scenario(it: Rig) -> None:
-        running = asyncio.create_task(it.engine.generate(ask(tokens=40)))
+        running = asyncio.create_task(it.engine.generate(send_command(tokens=40)))
         await asyncio.sleep(0)
         assert await it.engine.pause(OnSync.DRAIN) is True
         assert (await running).finish is Finish.LENGTH
-        late = asyncio.create_task(it.engine.generate(ask(1)))
+        late = asyncio.create_task(it.engine.generate(send_command(1)))
         tokens = (await it.engine.stats()).tokens
         assert (await it.engine.stats()).tokens == tokens and not late.done()
         assert await it.engine.resume() and len(await late) == 24
@@ -251,9 +255,9 @@ def test_drain_lets_running_answers_finish_and_holds_back_new_ones(with_rig: Any
 def test_after_new_weights_answers_are_those_of_the_new_weights_and_say_so(with_rig: Any) -> None:
     async def scenario(it: Rig) -> None:
         version = it.version
-        old = await it.engine.generate(ask())
+        old = await it.engine.generate(send_command())
         await it.engine.load_weights(it.change_weights())
-        new = await it.engine.generate(ask())
+        new = await it.engine.generate(send_command())
         assert set(old.versions) == {version} and set(new.versions) == {version + 1}
         assert np.abs(new.logprobs - reference(it.model, new)).max() < 1e-4
         assert np.abs(old.logprobs - reference(it.model, old)).max() > 1e-2
@@ -272,9 +276,9 @@ def test_adapters_reach_the_engine_merged_and_it_answers_as_transformers_does_wi
                     parameter.copy_(
                         torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
                     )
-        plain = await it.engine.generate(ask(temperature=0.0))
+        plain = await it.engine.generate(send_command(temperature=0.0))
         await it.engine.load_weights(it.publish(trained.export_weights()))
-        adapted = await it.engine.generate(ask(temperature=0.0))
+        adapted = await it.engine.generate(send_command(temperature=0.0))
         expected = trained.model.generate(
             torch.tensor([PROMPT]),
             max_new_tokens=24,
@@ -292,7 +296,7 @@ def test_adapters_reach_the_engine_merged_and_it_answers_as_transformers_does_wi
 
 def test_weights_swapped_in_flight_change_the_version_in_mid_answer(with_rig: Any) -> None:
     async def scenario(it: Rig) -> None:
-        running = asyncio.create_task(it.engine.generate(ask(tokens=130)))
+        running = asyncio.create_task(it.engine.generate(send_command(tokens=130)))
         before = (await it.engine.stats()).tokens
         while (await it.engine.stats()).tokens < before + 5:
             await asyncio.sleep(0)
@@ -331,20 +335,20 @@ def _swapped(
 
 def test_damaged_weights_are_refused_and_the_old_ones_stay(with_rig: Any) -> None:
     async def scenario(it: Rig) -> None:
-        old = await it.engine.generate(ask())
+        old = await it.engine.generate(send_command())
         version, weights = it.version, it.change_weights()
         next(iter(it.block.tensors.values())).view(torch.int32).flatten()[0] += 1
         with pytest.raises(SyncError, match="arrived damaged"):
             await it.engine.load_weights(weights)
         assert (await it.engine.stats()).version == version
-        assert (await it.engine.generate(ask())).tokens.tolist() == old.tokens.tolist()
+        assert (await it.engine.generate(send_command())).tokens.tolist() == old.tokens.tolist()
 
     with_rig(scenario)
 
 
 def test_a_prompt_that_cannot_fit_is_refused_and_the_others_are_not(with_rig: Any) -> None:
     async def scenario(it: Rig) -> None:
-        good = asyncio.create_task(it.engine.generate(ask()))
+        good = asyncio.create_task(it.engine.generate(send_command()))
         with pytest.raises(RolloutError):
             await it.engine.generate(Request("long", (1,) * 5000, 0, Sampling(5)))
         assert len(await good) == 24
@@ -354,9 +358,9 @@ def test_a_prompt_that_cannot_fit_is_refused_and_the_others_are_not(with_rig: An
 
 def test_stop_tokens_end_an_answer_and_stay_in_it(with_rig: Any) -> None:
     async def scenario(it: Rig) -> None:
-        free = await it.engine.generate(ask())
+        free = await it.engine.generate(send_command())
         stop = int(free.tokens[10])
-        stopped = await it.engine.generate(ask(stop_token_ids=(stop,)))
+        stopped = await it.engine.generate(send_command(stop_token_ids=(stop,)))
         first = free.tokens.tolist().index(stop)
         assert (
             stopped.finish is Finish.STOP
@@ -369,9 +373,9 @@ def test_stop_tokens_end_an_answer_and_stay_in_it(with_rig: Any) -> None:
 def test_a_stop_string_ends_an_answer_and_stays_in_it(with_rig: Any) -> None:
     async def scenario(it: Rig) -> None:
         decode = make_tokenizer().decode
-        free = await it.engine.generate(ask())
+        free = await it.engine.generate(send_command())
         stop = decode(free.tokens[10:12].tolist())
-        stopped = await it.engine.generate(ask(stop=(stop,)))
+        stopped = await it.engine.generate(send_command(stop=(stop,)))
         assert (
             stopped.finish is Finish.STOP
             and stopped.tokens.tolist() == free.tokens[: len(stopped)].tolist()
@@ -386,7 +390,9 @@ def test_a_stop_string_ends_an_answer_and_stays_in_it(with_rig: Any) -> None:
 
 def test_a_cancelled_request_frees_its_place(with_rig: Any) -> None:
     async def scenario(it: Rig) -> None:
-        running = [asyncio.create_task(it.engine.generate(ask(n, tokens=130))) for n in range(20)]
+        running = [
+            asyncio.create_task(it.engine.generate(send_command(n, tokens=130))) for n in range(20)
+        ]
         before = (await it.engine.stats()).tokens
         while (await it.engine.stats()).tokens < before + 3:
             await asyncio.sleep(0)

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.algo.loss import TokenOutputs
+from paceline.model.packing import MicroBatch, select_rows
 from paceline.train import decoder
 from paceline.train.fsdp import Fsdp
-from paceline.train.packing import MicroBatch, select_rows
 from paceline.train.settings import TrainSettings
 from paceline.train.sharded_decoder import ShardedDecoder
 from paceline.train.single import SingleDevice

@@ -14,15 +14,15 @@ from transformers import PreTrainedModel
 from paceline.algo.loss import ValueLoss
 from paceline.algo.settings import AlgorithmSettings
 from paceline.errors import ConfigError
+from paceline.model import attention
+from paceline.model.packing import select_rows
+from paceline.model.weights import DecoderWeights
 from paceline.rollout.native.engine import NativeEngine
-from paceline.rollout.native.weights import DecoderWeights
-from paceline.train import attention
 from paceline.train.actor import Actor
 from paceline.train.critic import Critic
 from paceline.train.engine import TrainEngine
 from paceline.train.fsdp import Fsdp
 from paceline.train.memory import memory_estimate
-from paceline.train.packing import select_rows
 from paceline.train.settings import TrainSettings
 from paceline.train.single import SingleDevice
 from paceline.types import Batch, Request, Sampling

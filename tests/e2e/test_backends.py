@@ -52,7 +52,7 @@ def test_a_hybrid_run_on_two_ranks_learns_what_one_device_does_and_goes_on_there
     for name in ("reward/mean", "train/loss", "train/grad_norm"):
         assert [row[name] for row in two] == pytest.approx([row[name] for row in one], abs=1e-5)
     assert gap(actor_weights(tmp_path / "single", 2), actor_weights(tmp_path / "ranks", 2)) < 1e-5
-    assert all(row["train/logprob_gap_max"] < 1e-4 for row in two), (
+    assert all(row["train/logprob_diff_max"] < 1e-4 for row in two), (
         "the engine did not have the trainer's weights"
     )
     run(model, tmp_path / "single", "steps=3", "train.learning_rate=1e-4")
@@ -117,7 +117,7 @@ def test_a_killed_rank_ends_the_run_with_its_name(model: str, tmp_path: Path) ->
                 os.kill(rank.pid, signal.SIGKILL)
                 killed_s.append(time.monotonic())
 
-        def looked(self, *_: object) -> None:
+        def engines_polled(self, *_: object) -> None:
             return
 
     chosen = config(

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from paceline.cli import _log_to_console, app
 from paceline.config import describe_settings, differences, load_config
-from paceline.folder import open_folder
+from paceline.run_dir import open_folder
 from tests.models import random_model
 from tests.processes import children
 
@@ -69,8 +69,8 @@ def test_a_run_leaves_a_summary_metrics_ledger_and_checkpoint(recipe: Path, tmp_
         "staleness_max",
         "sync_latency_s",
         "queue_utilisation",
-        "rollout_busy_share",
-        "train_busy_share",
+        "rollout_busy_fraction",
+        "train_busy_fraction",
         "memory_peak_bytes",
         "ledger",
     }
@@ -311,10 +311,10 @@ def test_what_a_reward_prints_is_in_the_logs_of_the_run(recipe: Path, tmp_path: 
 def test_the_parts_of_a_reward_are_in_metrics_and_answers(recipe: Path, tmp_path: Path) -> None:
     assert paceline(recipe, f"reward.function={REWARDS}:in_parts", "steps=1").exit_code == 0
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
-    answers = json.loads((tmp_path / "run" / "answers.jsonl").read_text().splitlines()[0])[
+    answers = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])[
         "answers"
     ]
-    assert row["reward_part/length"] > 0 and all(
+    assert row["reward_component/length"] > 0 and all(
         answer["details"] == {"length": len(answer["text"])} for answer in answers
     )
 

@@ -48,12 +48,12 @@ def test_every_row_is_scored_once_and_greedy_or_several_times(tmp_path: Path) ->
         return found
 
     greedy = evaluated()
-    assert (greedy["prompts"], greedy["attempts"], greedy["cut_off"]) == (
+    assert (greedy["prompts"], greedy["attempts"], greedy["truncated_fraction"]) == (
         7,
         7,
         1.0,
-    ) and "reward_part/length" in greedy
+    ) and "reward_component/length" in greedy
     assert evaluated() == greedy, "greedy answers do not depend on chance or order"
     drawn = evaluated("--attempts", "3")
-    assert drawn["attempts"] == 21 and drawn["reward_best"] >= drawn["reward"]
+    assert drawn["attempts"] == 21 and drawn["reward_max"] >= drawn["reward"]
     assert not (tmp_path / "run").exists(), "nothing is left behind"

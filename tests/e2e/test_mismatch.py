@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_wrong_tensor_in_the_engine_stops_the_run_within_one_step_of_its_tokens(
     settings: list[str], message: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.place.local.build_parts", faults.build_with_a_wrong_tensor)
+    monkeypatch.setattr("paceline.workers.local.build_parts", faults.build_with_a_wrong_tensor)
     with pytest.raises(MismatchError, match=message):
         asyncio.run(train(config(model, tmp_path, "steps=6", *settings)))
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] <= 3

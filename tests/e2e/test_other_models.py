@@ -44,7 +44,7 @@ def agree_and_learn(model: str, folder: Path, settings: list[str]) -> None:
     summary = run(model, folder, *settings, "save_every=4")
     assert summary["steps"] == 4
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    gaps = [step["train/logprob_gap_max"] for step in steps if "train/logprob_gap_max" in step]
+    gaps = [step["train/logprob_diff_max"] for step in steps if "train/logprob_diff_max" in step]
     assert gaps and max(gaps) < 1e-4
     trained = AutoModelForCausalLM.from_pretrained(
         folder / "checkpoints" / "step_00000004" / "actor"

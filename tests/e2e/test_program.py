@@ -46,9 +46,9 @@ def test_a_program_brings_its_own_reward_environment_and_observer(tmp_path: Path
     assert (
         summary["steps"] == 2
         and seen == [1, 2]
-        and all(row["reward_part/right"] == 0.0 for row in rows)
+        and all(row["reward_component/right"] == 0.0 for row in rows)
     )
     assert all(row["rollout/length_mean"] == 8 for row in rows), "two tries of four tokens each"
-    assert max(row["train/logprob_gap_max"] for row in rows) < 1e-3, (
+    assert max(row["train/logprob_diff_max"] for row in rows) < 1e-3, (
         "the trainer sees what the engine saw"
     )

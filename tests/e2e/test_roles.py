@@ -13,16 +13,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from paceline import models
 from paceline.config import RunConfig, load_config
 from paceline.errors import CheckpointError, ConfigError, ModelError
-from paceline.place.build import build_parts
-from paceline.place.local import LocalCluster
-from paceline.place.pools import close_workers, plan_workers, start_workers
-from paceline.place.worker import Worker
+from paceline.model import loading
+from paceline.remote.worker import Worker
 from paceline.rollout.client import EngineClient
 from paceline.run import _transport, train
 from paceline.types import Batch, Completion, Request, Role, Sampling
+from paceline.workers.build import build_parts
+from paceline.workers.local import LocalCluster
+from paceline.workers.pools import close_workers, plan_workers, start_workers
 from tests.e2e.test_runs import SEPARATE, SMALL, config, run, weights
 from tests.models import random_model, random_reward_model
 
@@ -95,22 +95,22 @@ def test_after_a_lora_step_and_a_sync_the_engine_is_the_merged_model_and_before_
             engine = EngineClient(workers[Role.ROLLOUT][0])
             transport = await _transport(chosen, workers)
 
-            async def ask(name: str) -> Completion:
+            async def send_command(name: str) -> Completion:
                 return await engine.generate(
                     Request(name, PROMPT, 0, Sampling(16, temperature=0.0))
                 )
 
             base = AutoModelForCausalLM.from_pretrained(model).eval()
             await engine.load_weights(await transport.publish(0))
-            assert says_the_same(await ask("start"), base)
+            assert says_the_same(await send_command("start"), base)
             for step in range(5):
                 await actor.call(Role.ACTOR, "update", batch(), step)
             await actor.call(Role.ACTOR, "save", str(tmp_path / "actor"))
             merged = AutoModelForCausalLM.from_pretrained(tmp_path / "actor").eval()
-            stale = await ask("not synced")
+            stale = await send_command("not synced")
             assert says_the_same(stale, base) and not says_the_same(stale, merged)
             await engine.load_weights(await transport.publish(1))
-            fresh = await ask("synced")
+            fresh = await send_command("synced")
             assert says_the_same(fresh, merged) and not says_the_same(fresh, base)
             assert fresh.versions.tolist() == [1] * 16
 
@@ -131,7 +131,7 @@ def test_lora_runs_in_every_mode_and_its_samples_are_of_the_weights_it_trains(
 ) -> None:
     assert run(model, tmp_path, *LORA, *settings)["steps"] == 4
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert max(row["train/logprob_gap_max"] for row in rows if row["staleness/max"] == 0) < 1e-4
+    assert max(row["train/logprob_diff_max"] for row in rows if row["staleness/max"] == 0) < 1e-4
     trained = AutoModelForCausalLM.from_pretrained(
         tmp_path / "checkpoints" / "step_00000004" / "actor"
     ).state_dict()
@@ -181,8 +181,8 @@ def test_the_reference_under_lora_is_the_actors_model_and_says_what_a_frozen_cop
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[str] = []
-    load = models.load_model
-    monkeypatch.setattr(models, "load_model", lambda *args: loaded.append(args[0]) or load(*args))
+    load = loading.load_model
+    monkeypatch.setattr(loading, "load_model", lambda *args: loaded.append(args[0]) or load(*args))
 
     def parts(*settings: str, roles: tuple[Role, ...] = (Role.ACTOR, Role.REF)) -> Any:
         loaded.clear()

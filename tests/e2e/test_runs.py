@@ -119,7 +119,7 @@ def test_every_mode_makes_its_steps_within_its_staleness_bound_and_its_books_add
     assert trained == list(range(16)), "every prompt once, in order"
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert max(row["train/logprob_gap_max"] for row in rows if row["staleness/max"] == 0) < 1e-4
+    assert max(row["train/logprob_diff_max"] for row in rows if row["staleness/max"] == 0) < 1e-4
     assert children() == before, "a process was left behind"
 
 
@@ -167,7 +167,7 @@ def test_a_run_killed_between_checkpoints_continues_from_the_last_one(
             if step == 5:
                 raise Stop
 
-        def looked(self, *_: object) -> None:
+        def engines_polled(self, *_: object) -> None:
             return
 
     with pytest.raises(Stop):
@@ -219,7 +219,7 @@ def test_another_model_data_or_setting_is_refused_with_the_difference(
 
 
 def test_a_run_folder_in_use_or_unusable_is_refused(model: str, tmp_path: Path) -> None:
-    from paceline.folder import open_folder
+    from paceline.run_dir import open_folder
 
     chosen = config(model, tmp_path / "run")
     with open_folder(chosen), pytest.raises(CheckpointError, match="in use by another run"):
@@ -234,7 +234,7 @@ def test_a_full_disk_ends_the_run_by_name(model: str, tmp_path: Path) -> None:
         def step_done(self, *_: object) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        def looked(self, *_: object) -> None:
+        def engines_polled(self, *_: object) -> None:
             return
 
     with pytest.raises(
@@ -259,14 +259,14 @@ def test_a_run_whose_books_are_gone_is_not_continued(name: str, model: str, tmp_
     assert run(model, tmp_path, "steps=2")["steps"] == 2
 
 
-@pytest.mark.parametrize("harm", ["gone", "damaged", "of an earlier end"])
+@pytest.mark.parametrize("harm", ["dead", "damaged", "of an earlier end"])
 def test_a_run_that_was_killed_before_it_could_write_its_summary_writes_it_when_asked_again(
     harm: str, model: str, tmp_path: Path
 ) -> None:
     run(model, tmp_path, "steps=1")
     earlier = (tmp_path / "summary.json").read_text()
     run(model, tmp_path, "steps=2")
-    if harm == "gone":
+    if harm == "dead":
         (tmp_path / "summary.json").unlink()
     else:
         (tmp_path / "summary.json").write_text(earlier if harm == "of an earlier end" else "{")
@@ -283,7 +283,7 @@ def test_a_killed_worker_process_ends_the_run_with_its_name(
             if step == 2:
                 os.kill(_worker_pids(tmp_path)[victim], signal.SIGKILL)
 
-        def looked(self, *_: object) -> None:
+        def engines_polled(self, *_: object) -> None:
             return
 
     settings = [

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import DataError
-from paceline.place.script import Workers
+from paceline.script import Workers
 from tests.e2e.test_roles import batch
 from tests.e2e.test_runs import config
 from tests.models import random_model

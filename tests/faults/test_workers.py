@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from paceline.config import RunConfig, load_config
-from paceline.control import ask
+from paceline.control import send_command
 from paceline.errors import ConfigError, WorkerDied
 from paceline.run import train
 from tests.models import random_model
@@ -63,7 +63,7 @@ class Steps:
         if self.done:
             raise Enough
 
-    def looked(self, *_: object) -> None:
+    def engines_polled(self, *_: object) -> None:
         self._moved.set()
 
     async def until(self, what: Callable[[], bool]) -> None:
@@ -126,7 +126,7 @@ def pids(folder: Path) -> dict[str, int]:
 
 
 async def tell(folder: Path, command: str, **arguments: Any) -> Any:
-    return await asyncio.to_thread(ask, folder, command, **arguments)
+    return await asyncio.to_thread(send_command, folder, command, **arguments)
 
 
 async def mid_generation(folder: Path, name: str) -> None:
@@ -170,7 +170,7 @@ def test_a_stopped_worker_is_replaced_and_when_it_wakes_up_nobody_listens(
         ):  # until its silence has been noticed
             await asyncio.sleep(0.01)
         os.kill(zombie, signal.SIGCONT)
-        await steps.until(lambda: steps.metrics[-1]["fleet/refused"] > 0)
+        await steps.until(lambda: steps.metrics[-1]["fleet/fenced_messages"] > 0)
         await steps.until(
             lambda: (
                 steps.metrics[-1]["fleet/replaced"] == 1 and steps.metrics[-1]["fleet/engines"] == 2

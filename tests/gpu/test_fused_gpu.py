@@ -13,7 +13,7 @@ from paceline.algo.loss import PolicyLoss
 from paceline.algo.settings import AlgorithmSettings
 from paceline.errors import OutOfMemory
 from paceline.rollout.native.engine import NativeEngine
-from paceline.train.neighbour import Neighbour
+from paceline.train.colocated import ColocatedEngine
 from paceline.train.settings import TrainSettings
 from paceline.train.single import SingleDevice
 from paceline.types import Batch, Request, Sampling
@@ -96,7 +96,9 @@ def test_how_a_batch_is_cut_changes_nothing_but_rounding() -> None:
 
 def test_an_engine_on_lent_weights_speaks_with_those_of_the_last_step() -> None:
     trainer = SingleDevice(build().cuda(), TrainSettings(dtype="bfloat16"))
-    engine = NativeEngine(trainer.model.config, trainer.lend_weights(256), slots=8, max_length=256)
+    engine = NativeEngine(
+        trainer.model.config, trainer.shared_weights(256), slots=8, max_length=256
+    )
     for version in range(1, 4):
         trainer.forward_backward(batch_of(12, 150, seed=version), LOSS)
         trainer.optimizer_step(1e-2)
@@ -150,7 +152,7 @@ def test_what_is_put_away_includes_the_narrow_copy_and_comes_back() -> None:
 
 def test_out_of_memory_says_what_holds_it() -> None:
     engine = SingleDevice(build().cuda(), TrainSettings(dtype="bfloat16", micro_batch_tokens=10**9))
-    engine.neighbours.append(Neighbour("a neighbour", lambda: 3 * 2**30, None))
+    engine.colocated.append(ColocatedEngine("a neighbour", lambda: 3 * 2**30, None))
     filler = torch.empty(
         int(torch.cuda.mem_get_info()[0]) - 2**28, dtype=torch.uint8, device="cuda"
     )

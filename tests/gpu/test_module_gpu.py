@@ -38,7 +38,9 @@ def test_a_hybrid_engine_without_a_fast_path_agrees_with_transformers_and_learns
     model = tiny_architecture(name).cuda()
     reference = copy.deepcopy(model)
     trainer = SingleDevice(model, TrainSettings(dtype=dtype))
-    engine = NativeEngine(model.config, trainer.lend_weights(LONGEST), slots=4, max_length=LONGEST)
+    engine = NativeEngine(
+        model.config, trainer.shared_weights(LONGEST), slots=4, max_length=LONGEST
+    )
     answers = generate(engine)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         assert (

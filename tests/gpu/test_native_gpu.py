@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from paceline.errors import RolloutError
+from paceline.model.weights import DecoderWeights
 from paceline.rollout.native.engine import NativeEngine
-from paceline.rollout.native.weights import DecoderWeights
 from paceline.types import Completion, Finish, Request, Sampling
 
 pytestmark = [

@@ -103,7 +103,7 @@ def test_parameters_that_are_lent_stay_where_they_are() -> None:
     model = tiny("qwen2").cuda()
     engine = SingleDevice(model, TrainSettings())
     engine.forward_backward(random_batch(), LOSS)
-    engine.lend_weights(64)
+    engine.shared_weights(64)
     held = 4 * sum(p.numel() for p in model.parameters())
     assert held <= engine.place("host").bytes < 2 * held
     assert model.lm_head.weight.abs().sum() > 0

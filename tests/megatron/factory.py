@@ -66,20 +66,20 @@ class _SeesOneRow(torch.nn.Module):
 
 def _with_swapped_qkv(build: Any) -> TrainEngine:
     """The error of a conversion that lays q, k and v out one after the other instead of by key head."""
-    from paceline.train.megatron_weights import Slot
+    from paceline.train.megatron_weights import ParameterMapping
 
-    right = Slot.split
+    right = ParameterMapping.split
 
-    def wrong(slot: Slot, full: Any, rank: int, ranks: int) -> Tensor:
+    def wrong(slot: ParameterMapping, full: Any, rank: int, ranks: int) -> Tensor:
         return (
             torch.cat(list(full)).chunk(ranks)[rank]
             if slot.kind == "qkv"
             else right(slot, full, rank, ranks)
         )
 
-    Slot.split = wrong  # type: ignore[method-assign]
+    ParameterMapping.split = wrong  # type: ignore[method-assign]
     try:
         engine: TrainEngine = build()
         return engine
     finally:
-        Slot.split = right  # type: ignore[method-assign]
+        ParameterMapping.split = right  # type: ignore[method-assign]

@@ -18,8 +18,8 @@ from torch import Tensor
 from paceline.algo.loss import LossFn, PolicyLoss, ValueLoss
 from paceline.algo.settings import AlgorithmSettings
 from paceline.errors import CheckpointError, ConfigError, DataError, ModelError, WorkerDied
+from paceline.model.packing import select_rows
 from paceline.train.engine import TrainEngine
-from paceline.train.packing import select_rows
 from paceline.train.settings import TrainSettings
 from paceline.train.single import SingleDevice
 from paceline.types import Batch, Request, Sampling

@@ -64,7 +64,7 @@ def test_the_hybrid_recipe_generates_with_the_trainers_weights_in_every_step(
 ) -> None:
     summary = run(model, tmp_path, "steps=3", recipe="megatron_hybrid")
     assert summary["ledger"]["trained"] == 12 and summary["staleness_max"] == 0
-    assert all(row["train/logprob_gap_max"] < 1e-4 for row in steps_of(tmp_path))
+    assert all(row["train/logprob_diff_max"] < 1e-4 for row in steps_of(tmp_path))
 
 
 def test_actor_critic_and_reference_in_one_pipeline(

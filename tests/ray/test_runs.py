@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from paceline.observe.plan import plan_table
-from paceline.place.worker import Worker
+from paceline.remote.worker import Worker
 from paceline.run import train
 from tests.e2e.test_runs import SEPARATE, SMALL, config, run, weights
 from tests.models import random_model
@@ -131,7 +131,7 @@ def test_a_rollout_worker_that_is_killed_or_stopped_is_replaced_and_every_prompt
             if step == 3:
                 self.strike = asyncio.ensure_future(strike())
 
-        def looked(self, *_: object) -> None:
+        def engines_polled(self, *_: object) -> None:
             return
 
     settings = [
@@ -244,7 +244,7 @@ def test_a_run_that_is_stopped_gives_its_devices_back(
         def step_done(self, *_: object) -> None:
             raise Stop
 
-        def looked(self, *_: object) -> None:
+        def engines_polled(self, *_: object) -> None:
             return
 
     chosen = config(model, tmp_path, "cluster=ray", f"ray.address={address}", *SEPARATE)

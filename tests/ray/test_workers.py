@@ -17,10 +17,10 @@ import pytest
 
 from paceline.config import load_config
 from paceline.errors import ConfigError, DataError, WorkerDied
-from paceline.place import ray as place_ray
-from paceline.place.cluster import Device, PlannedWorker
-from paceline.place.ray import RayCluster
-from paceline.place.worker import Worker
+from paceline.remote.worker import Worker
+from paceline.workers import ray as place_ray
+from paceline.workers.cluster import Device, PlannedWorker
+from paceline.workers.ray import RayCluster
 from tests.ray.parts import build
 
 
@@ -204,7 +204,7 @@ def test_a_cluster_of_our_own_listens_to_this_machine_only_and_asks_for_a_token(
 
 _LISTENING = """
 import json, os, psutil
-from paceline.place.ray import connect
+from paceline.workers.ray import connect
 connect("local")
 us = [psutil.Process(), *psutil.Process().children(recursive=True)]
 hosts = [c.laddr.ip for process in us for c in process.net_connections("inet") if c.status == "LISTEN"]

@@ -119,7 +119,7 @@ def test_whatever_happens_to_engines_every_prompt_is_trained_once_in_order_and_w
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(router, "MAX_LOSSES", 1000)  # here it is never the prompt's fault
-    schedule, done, replaced, refused = MODES[mode], Counter[str](), 0, 0
+    schedule, done, replaced, fenced_messages = MODES[mode], Counter[str](), 0, 0
     for seed in range(300):
         world, nemesis = torture(seed, mode)
         staleness = staleness_in_data(world)
@@ -132,12 +132,12 @@ def test_whatever_happens_to_engines_every_prompt_is_trained_once_in_order_and_w
         world.ledger.check()
         done += nemesis.done
         replaced += world.fleet.replaced
-        refused += world.fleet.refused
+        fenced_messages += world.fleet.fenced_messages
     assert all(
         done[act] > 20
         for act in ("_kill", "_stop", "_fail_loads", "_slow_loads", "_add", "_remove", "_pause")
     ), f"it happened: {done}"
-    assert replaced > 20 and refused > 0
+    assert replaced > 20 and fenced_messages > 0
 
 
 def play(world: World, script: object) -> World:
@@ -205,7 +205,7 @@ def test_an_engine_that_stops_answering_is_replaced_and_what_it_says_later_is_re
         assert frozen.worker.died.done()
         frozen.thaw()
         await asyncio.sleep(30)
-        assert world.fleet.refused > 0
+        assert world.fleet.fenced_messages > 0
 
     world = play(World(schedule=MODES["async swap"], num_engines=2, elastic=True, steps=40), script)
     assert [group.seq for group in world.notes.groups] == list(range(40 * 3))
@@ -336,7 +336,7 @@ def test_an_engine_that_misses_a_hand_over_gets_no_new_work_until_it_has_caught_
         ):
             await asyncio.sleep(0.5)
         slow = next(member for member in world.fleet if member.name == "rollout-1")
-        assert slow.state is State.BEHIND and not slow.in_rotation
+        assert slow.state is State.CATCHING_UP and not slow.in_rotation
         tokens, before = world.engines[1].tokens, world.loop.step
         await asyncio.sleep(60)
         made = world.engines[1].tokens

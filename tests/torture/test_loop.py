@@ -77,7 +77,7 @@ def test_tokens_are_of_the_version_they_say_also_where_the_engine_has_the_traine
 ) -> None:
     for seed in range(50):
         world = random_world(seed, MODES[mode])
-        world.make_engine, world.num_engines, world.lent = Lent, 1, True
+        world.make_engine, world.num_engines, world.shares_weights = Lent, 1, True
         loop = world.build()
         world.engines[0].trained = world.trainer.steps  # type: ignore[attr-defined]
         run_virtual(loop.run())
@@ -112,7 +112,7 @@ def test_giving_tickets_back_before_the_weights_are_live_breaks_the_bound(
     def take(self: Admission, seqs: list[int]) -> None:
         for seq in seqs:
             del self._coming[seq]
-        self.changed.fire()
+        self.changed.notify_all()
 
     monkeypatch.setattr(Admission, "take", take)
     broken = 0

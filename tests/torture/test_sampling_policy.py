@@ -59,7 +59,7 @@ def test_rewards_of_turns_count_when_groups_are_compared_and_in_the_figures() ->
     assert len(world.trainer.batches) == world.steps
     lengths = [attempt.num_tokens for group in world.notes.groups for attempt in group.trajectories]
     assert np.isclose(np.mean([row["reward/mean"] for row in world.notes.rows]), np.mean(lengths))
-    assert all(row["reward/equal_share"] == 0 for row in world.notes.rows)
+    assert all(row["reward/uniform_group_fraction"] == 0 for row in world.notes.rows)
 
 
 def test_when_no_group_ever_teaches_the_run_ends_and_shows_the_rewards() -> None:

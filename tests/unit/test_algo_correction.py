@@ -120,16 +120,16 @@ def test_mismatch_and_staleness_are_measured_apart() -> None:
     found = measured([0.01, -0.02, 0.5, -1.0], [True, True, False, False])
     assert found == pytest.approx(
         {
-            "stale_share": 0.5,
-            "logprob_gap_mean": 0.015,
-            "logprob_gap_max": 0.02,
+            "stale_fraction": 0.5,
+            "logprob_diff_mean": 0.015,
+            "logprob_diff_max": 0.02,
             "mismatch_ratio_mean": (math.exp(0.01) + math.exp(-0.02)) / 2,
             "mismatch_ratio_max": math.exp(0.01),
             "mismatch_kl": sum(math.exp(x) - 1 - x for x in (0.01, -0.02)) / 2,
             "staleness_ratio_mean": (math.exp(0.5) + math.exp(-1)) / 2,
             "staleness_ratio_max": math.exp(0.5),
-            "mismatch_beyond_share": 0.0,
-            "staleness_gap_mean": 0.75,
+            "mismatch_outlier_fraction": 0.0,
+            "staleness_diff_mean": 0.75,
             "staleness_kl": sum(math.exp(x) - 1 - x for x in (0.5, -1.0)) / 2,
         },
         rel=1e-3,

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from paceline.algo.health import ALARMS, Health
+from paceline.observe.health import ALARMS, Health
 
 
 @pytest.mark.parametrize(("metric", "wrong"), [(name, wrong) for name, wrong, _ in ALARMS])
@@ -13,7 +13,7 @@ def test_what_is_wrong_is_said_at_the_first_tenth_and_hundredth_step(
 ) -> None:
     health = Health()
     for step in range(120):
-        health.look({metric: wrong}, step)
+        health.check({metric: wrong}, step)
     assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == [
         1,
         10,
@@ -29,16 +29,16 @@ def test_a_run_that_learns_is_left_alone(caplog: pytest.LogCaptureFixture) -> No
     metrics = {
         "train/lr": 1e-6,
         "train/weights_changed": 1.0,
-        "train/advantage_zero_share": 0.9,
-        "train/masked_share": 0.0,
+        "train/advantage_zero_fraction": 0.9,
+        "train/masked_fraction": 0.0,
     }
-    Health().look(metrics, 0)
-    Health().look({}, 0)
+    Health().check(metrics, 0)
+    Health().check({}, 0)
     assert not caplog.records
 
 
 def test_one_cause_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    Health().look({"train/weights_changed": 0.0, "train/advantage_zero_share": 1.0}, 0)
+    Health().check({"train/weights_changed": 0.0, "train/advantage_zero_fraction": 1.0}, 0)
     assert len(caplog.records) == 1 and "every token has advantage 0" in caplog.text
 
 
@@ -47,7 +47,7 @@ def test_a_single_step_between_good_ones_is_no_reason_to_warn_but_two_are(
 ) -> None:
     health = Health()
     for step, share in enumerate([0.5, 1.0, 0.5, 1.0]):
-        health.look({"train/advantage_zero_share": share}, step)
+        health.check({"train/advantage_zero_fraction": share}, step)
     assert not caplog.records
-    health.look({"train/advantage_zero_share": 1.0}, 4)
+    health.check({"train/advantage_zero_fraction": 1.0}, 4)
     assert len(caplog.records) == 1

@@ -129,7 +129,7 @@ def test_a_decoupled_loss_weighs_by_proximal_over_sampler_and_clips_by_current_o
             ratio * advantage, min(max(ratio, 0.95), 1.1) * advantage
         )
     assert float(terms.loss) == pytest.approx(total, abs=1e-10)
-    assert 0 < terms.sums["truncated_share"] < TOKENS and terms.sums["masked_share"] == 0
+    assert 0 < terms.sums["truncated_fraction"] < TOKENS and terms.sums["masked_fraction"] == 0
 
 
 def test_diagnostics_are_what_they_are_called() -> None:
@@ -149,15 +149,15 @@ def test_diagnostics_are_what_they_are_called() -> None:
         "entropy": float(t["entropy"].sum()),
         "kl": sum(math.exp(x) - 1 - x for x in log_ratio),
         "ratio_mean": sum(ratio),
-        "clip_share": float(sum(cut)),
-        "mismatch_share": TOKENS / 2,
+        "clip_fraction": float(sum(cut)),
+        "mismatch_fraction": TOKENS / 2,
         "mismatch_ratio_mean": sum(ratio[1::2]),
         "staleness_ratio_mean": sum(ratio[::2]),
-        "logprob_gap_mean": sum(abs(x) for x in log_ratio[1::2]),
+        "logprob_diff_mean": sum(abs(x) for x in log_ratio[1::2]),
     }
     assert {name: float(terms.sums[name]) for name in expected} == pytest.approx(expected)
     assert float(terms.maxima["ratio_max"]) == pytest.approx(max(ratio))
-    assert float(terms.maxima["logprob_gap_max"]) == pytest.approx(
+    assert float(terms.maxima["logprob_diff_max"]) == pytest.approx(
         max(abs(x) for x in log_ratio[1::2])
     )
 

@@ -41,7 +41,7 @@ def test_every_preset_is_a_name_and_every_name_a_preset() -> None:
 
 
 def test_a_correction_brings_its_proximal_policy_and_bounds() -> None:
-    assert (settings().proximal, settings().correction) == ("behaviour", "none")
+    assert (settings().proximal, settings().correction) == ("behavior", "none")
     one_line = settings(correction="truncate")
     assert (one_line.proximal, one_line.correction_range) == ("recomputed", (0.0, 2.0))
     assert settings(proximal="interpolated").correction == "truncate"
@@ -70,8 +70,8 @@ def test_roles_that_an_algorithm_needs() -> None:
     ("values", "named"),
     [
         (
-            {"correction": "truncate", "proximal": "behaviour"},
-            ["correction = 'truncate'", "proximal = 'behaviour'"],
+            {"correction": "truncate", "proximal": "behavior"},
+            ["correction = 'truncate'", "proximal = 'behavior'"],
         ),
         (
             {"correction": "m2po", "proximal": "interpolated"},

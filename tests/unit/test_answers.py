@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from paceline.errors import CheckpointError
-from paceline.observe.answers import NAME, Answers, answers_panel, read_answers
+from paceline.observe.samples import NAME, Samples, answers_panel, read_answers
 from paceline.types import Completion, Finish, Group, Prompt, Trajectory, Turn
 
 
@@ -34,7 +34,7 @@ def group(
 
 
 def write(folder: Path, first_step: int, steps: range, groups: int = 1) -> None:
-    answers = Answers(folder, groups, first_step)
+    answers = Samples(folder, groups, first_step)
     for step in steps:
         answers.step_done(
             step, [group(2 * step, version=step - 1), group(2 * step + 1, version=step - 3)]
@@ -84,7 +84,7 @@ def test_a_continued_run_writes_each_step_once_also_when_a_line_was_cut_off(tmp_
 
 def test_any_text_survives(tmp_path: Path) -> None:
     text = "two\nlines\r\n\u2028 and \u0085 \x1b[31m [bold]marks[/] 日本語 🙂 \ud800"
-    answers = Answers(tmp_path, 1, 0)
+    answers = Samples(tmp_path, 1, 0)
     answers.step_done(1, [group(0, texts=(text,))])
     answers.close()
     (row,) = read_answers(tmp_path)
@@ -92,7 +92,7 @@ def test_any_text_survives(tmp_path: Path) -> None:
 
 
 def test_the_best_answer_is_shown_first_and_a_cut_off_one_says_so(tmp_path: Path) -> None:
-    answers = Answers(tmp_path, 1, 0)
+    answers = Samples(tmp_path, 1, 0)
     answers.step_done(1, [group(0, texts=("fine [b]\x1b[2J", "poor"), finish=Finish.LENGTH)])
     answers.close()
     console = Console(width=60, record=True, file=(tmp_path / "screen").open("w"))
@@ -110,7 +110,7 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist; give the folder of a run"):
         read_answers(tmp_path)
     write(tmp_path, 0, range(1, 4), groups=0)
-    with pytest.raises(CheckpointError, match="save_answers = 0"):
+    with pytest.raises(CheckpointError, match="save_samples = 0"):
         read_answers(tmp_path)
     write(tmp_path, 0, range(1, 4))
     with pytest.raises(CheckpointError, match="no step 9; it has 1 to 3"):

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from paceline.algo.loss import LossTerms, TokenData, TokenOutputs
-from paceline.models import model_body
+from paceline.model.loading import model_body
 from paceline.rollout.native.engine import NativeEngine
 from paceline.rollout.native.module import ModuleWeights, engine_weights
 from paceline.train.lora import LoraDevice
@@ -113,7 +113,9 @@ def test_the_trainer_says_what_transformers_says_and_the_engine_sees_what_it_lea
     trainer = SingleDevice(
         model, TrainSettings(gradient_checkpointing=model.supports_gradient_checkpointing)
     )
-    engine = NativeEngine(model.config, trainer.lend_weights(LONGEST), slots=4, max_length=LONGEST)
+    engine = NativeEngine(
+        model.config, trainer.shared_weights(LONGEST), slots=4, max_length=LONGEST
+    )
     prompts = [*PROMPTS, PROMPTS[0]]
     rows = batch(prompts, [*generate(engine), generate(engine)[1]])
 

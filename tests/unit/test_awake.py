@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from paceline.awake import AwakeClock
 from paceline.config import load_config
 from paceline.errors import DataError
 from paceline.run import train
+from paceline.suspend import SuspendAwareClock
 
 PROGRAM = textwrap.dedent("""
     import asyncio
-    from paceline.awake import stay_awake
+    from paceline.suspend import ignore_suspended_time
 
     async def main():
-        stay_awake(asyncio.get_running_loop())
-        stay_awake(asyncio.get_running_loop())  # a second time changes nothing
+        ignore_suspended_time(asyncio.get_running_loop())
+        ignore_suspended_time(asyncio.get_running_loop())  # a second time changes nothing
         async with asyncio.timeout(3.0):
             print("begun", flush=True)
             for _ in range(10):
@@ -57,14 +57,16 @@ def test_a_run_gives_this_clock_to_whatever_loop_a_script_runs_it_in(tmp_path: P
     async def script() -> bool:
         with pytest.raises(DataError):
             await train(load_config(None, [f"run_dir={tmp_path}", "data.path=no/such/file.jsonl"]))
-        return isinstance(getattr(asyncio.get_running_loop().time, "__self__", None), AwakeClock)
+        return isinstance(
+            getattr(asyncio.get_running_loop().time, "__self__", None), SuspendAwareClock
+        )
 
     assert asyncio.run(script())
 
 
 def test_time_passes_in_waits_and_work_but_not_in_stops() -> None:
     seconds = iter([0.0, 1.0, 61.0, 62.5, 100.0])
-    clock = AwakeClock(lambda: next(seconds))
+    clock = SuspendAwareClock(lambda: next(seconds))
     assert clock.now() == 1.0, "a look later"
     assert clock.now(waited=60.0) == 61.0, "as long as was to be waited"
     assert clock.now() == 62.5, "a little work"

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.place.local import ProcessWorker
-from paceline.place.worker import Worker
+from paceline.remote.worker import Worker
 from paceline.rollout.service import RolloutService
 from paceline.sync import collective
 from paceline.sync.collective import Collective
 from paceline.train.service import ActorService
+from paceline.workers.local import ProcessWorker
 from tests.processes import children
 
 SHAPES = {"a": (1 << 20,), "b": (3, 5), "c": (1 << 20, 2)}
@@ -51,9 +51,9 @@ class Service(RolloutService):
         assert set(engine.loaded) == set(SHAPES)
         return {float(value) for tensor in engine.loaded.values() for value in tensor.unique()}
 
-    def in_circle(self) -> bool:
+    def in_broadcast_group(self) -> bool:
         receiver: Any = self._receiver
-        return bool(receiver.in_circle)
+        return bool(receiver.in_broadcast_group)
 
     def pid(self) -> int:
         return os.getpid()
@@ -100,7 +100,9 @@ def test_engines_of_the_circle_get_every_version_and_one_that_joins_fetches_and_
         async with started(tmp_path, 3) as (trainer, engines):
             transport = await Collective.connect(trainer, engines[:2])
             first = await value(transport, engines[:2], 0)
-            assert [await engine.call("rollout", "in_circle") for engine in engines[:2]] == [
+            assert [
+                await engine.call("rollout", "in_broadcast_group") for engine in engines[:2]
+            ] == [
                 True,
                 True,
             ]
@@ -109,7 +111,7 @@ def test_engines_of_the_circle_get_every_version_and_one_that_joins_fetches_and_
             await asyncio.gather(
                 *(engine.call("rollout", "load_weights", weights) for engine in engines)
             )
-            assert [await engine.call("rollout", "in_circle") for engine in engines] == [
+            assert [await engine.call("rollout", "in_broadcast_group") for engine in engines] == [
                 True,
                 True,
                 False,
@@ -118,7 +120,7 @@ def test_engines_of_the_circle_get_every_version_and_one_that_joins_fetches_and_
                 {first + 1}
             ] * 3
             assert await value(transport, engines, 2) == first + 2
-            assert [await engine.call("rollout", "in_circle") for engine in engines] == [
+            assert [await engine.call("rollout", "in_broadcast_group") for engine in engines] == [
                 True,
                 True,
                 True,
@@ -148,7 +150,7 @@ def test_an_engine_that_dies_or_stops_in_the_circle_keeps_no_other_from_the_weig
             async with asyncio.timeout(20):
                 assert await value(transport, others, 1) == first + 1
                 assert await value(transport, others, 2) == first + 2
-            assert [await engine.call("rollout", "in_circle") for engine in others] == [
+            assert [await engine.call("rollout", "in_broadcast_group") for engine in others] == [
                 True,
                 True,
             ], "a new circle without it"

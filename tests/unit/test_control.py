@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from paceline import control
 from paceline.cli import app
-from paceline.control import SOCKET, Control, ask
+from paceline.control import SOCKET, Control, send_command
 from paceline.errors import ConfigError
 
 ROWS = [
@@ -91,14 +91,14 @@ def test_the_socket_of_a_killed_job_is_replaced_and_only_the_owner_can_connect(
     with socket.socket(socket.AF_UNIX) as left_behind:
         left_behind.bind(str(tmp_path / SOCKET))
     with pytest.raises(ConfigError, match="no job is running in"):
-        ask(tmp_path, "list")
+        send_command(tmp_path, "list")
     with pytest.raises(ConfigError, match="no job is running in"):
-        ask(tmp_path / "nowhere", "list")
+        send_command(tmp_path / "nowhere", "list")
 
     async def run() -> Any:
         async with job(tmp_path):
             assert (tmp_path / SOCKET).stat().st_mode & 0o777 == 0o600
-            return await asyncio.to_thread(ask, tmp_path, "list")
+            return await asyncio.to_thread(send_command, tmp_path, "list")
 
     assert asyncio.run(run()) == ROWS
 
@@ -117,7 +117,7 @@ def test_what_is_not_understood_is_said(
     async def run() -> None:
         async with job(tmp_path):
             with pytest.raises(ConfigError, match=complaint):
-                await asyncio.to_thread(ask, tmp_path, command, **arguments)
+                await asyncio.to_thread(send_command, tmp_path, command, **arguments)
 
     asyncio.run(run())
 
@@ -127,8 +127,8 @@ def test_a_job_that_ends_does_not_wait_for_who_asks_and_tells_them(
 ) -> None:
     async def run() -> None:
         async with job(tmp_path) as control:
-            asking = asyncio.create_task(asyncio.to_thread(ask, tmp_path, "slow"))
-            while not control._asking:
+            asking = asyncio.create_task(asyncio.to_thread(send_command, tmp_path, "slow"))
+            while not control._clients:
                 await asyncio.sleep(0)
         with pytest.raises(ConfigError, match="ended before it could answer"):
             await asking
@@ -141,7 +141,7 @@ def test_a_folder_without_sockets_does_not_stop_a_job(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> str:
-        async with job(tmp_path / "gone"):
+        async with job(tmp_path / "dead"):
             return "done"
 
     assert asyncio.run(run()) == "done"
@@ -153,9 +153,9 @@ def test_a_job_that_is_starting_or_ending_says_so(tmp_path: Path) -> None:
         async with Control(tmp_path) as control:
             for _ in range(2):
                 with pytest.raises(ConfigError, match="is starting or ending; ask again"):
-                    await asyncio.to_thread(ask, tmp_path, "list")
+                    await asyncio.to_thread(send_command, tmp_path, "list")
                 async with control.serving(COMMANDS):
-                    assert await asyncio.to_thread(ask, tmp_path, "list") == ROWS
+                    assert await asyncio.to_thread(send_command, tmp_path, "list") == ROWS
 
     asyncio.run(run())
 
@@ -163,12 +163,12 @@ def test_a_job_that_is_starting_or_ending_says_so(tmp_path: Path) -> None:
 def test_a_job_that_is_stopped_is_not_waited_for_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "ANSWER_S", 0.1)
+    monkeypatch.setattr(control, "REPLY_TIMEOUT_S", 0.1)
     with socket.socket(socket.AF_UNIX) as frozen:
         frozen.bind(str(tmp_path / SOCKET))
         frozen.listen()
         with pytest.raises(ConfigError, match=r"did not answer within 0\.1 s; is it stopped"):
-            ask(tmp_path, "list")
+            send_command(tmp_path, "list")
 
 
 def test_garbage_half_lines_and_hundreds_who_ask_at_once_disturb_nobody(
@@ -181,7 +181,7 @@ def test_garbage_half_lines_and_hundreds_who_ask_at_once_disturb_nobody(
 
     async def run() -> None:
         async with job(tmp_path):
-            asked = [asyncio.to_thread(ask, tmp_path, "list") for _ in range(200)]
+            asked = [asyncio.to_thread(send_command, tmp_path, "list") for _ in range(200)]
             noise = [
                 asyncio.to_thread(send, data)
                 for data in (b"", b"{", b"\xff\n", b"[]\n", b"{}\n", b"x" * 200_000, b"null\n") * 10

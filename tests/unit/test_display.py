@@ -59,7 +59,7 @@ def test_lines_tell_the_rates_of_whole_steps_and_the_time_left(clock: Clock) -> 
     shown, written = made()
     with shown:
         clock.now += 4
-        shown.looked(stats(500, 4.0), 0.5)  # then it rests while the trainer trains
+        shown.engines_polled(stats(500, 4.0), 0.5)  # then it rests while the trainer trains
         clock.now += 6
         shown.step_done(1, METRICS, [GROUP])
     first, line = written.getvalue().splitlines()
@@ -70,8 +70,8 @@ def test_lines_tell_the_rates_of_whole_steps_and_the_time_left(clock: Clock) -> 
 def test_answers_that_are_mostly_cut_off_are_told(clock: Clock) -> None:
     shown, written = made()
     clock.now += 1
-    shown.step_done(1, METRICS | {"rollout/cut_off_share": 0.4}, [GROUP])
-    shown.step_done(2, METRICS | {"rollout/cut_off_share": 0.9}, [GROUP])
+    shown.step_done(1, METRICS | {"rollout/truncated_fraction": 0.4}, [GROUP])
+    shown.step_done(2, METRICS | {"rollout/truncated_fraction": 0.9}, [GROUP])
     first, second = written.getvalue().splitlines()
     assert "cut off" not in first and second.endswith(
         "90% of answers cut off at rollout.max_response_length"
@@ -83,9 +83,9 @@ def test_no_silence_is_long(clock: Clock) -> None:
     with shown:
         for step in range(11, 19):
             clock.now += 20
-            shown.looked(stats(step, 0.0), 0.0)
+            shown.engines_polled(stats(step, 0.0), 0.0)
             clock.now += 20
-            shown.looked(stats(step, 0.0), 0.0)
+            shown.engines_polled(stats(step, 0.0), 0.0)
             shown.step_done(step, METRICS, [GROUP])
     lines = written.getvalue().splitlines()
     assert len(lines) >= 9 and "still at it: 11 tokens generated so far, queue 0%" in lines

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from paceline.place.message import Call, Reply
-from paceline.place.worker import Worker
+from paceline.remote.message import Call, Reply
+from paceline.remote.worker import Worker
 from paceline.rollout.client import EngineClient
 from paceline.types import OnSync, Request, Sampling
 from tests.virtual import run_virtual
@@ -48,9 +48,9 @@ def test_a_resume_that_is_answered_late_does_not_undo_the_pause_that_came_after_
 
     assert run_virtual(scenario()) == [
         "interrupt",
-        "go_on",
+        "resume",
         "interrupt",
-        "go_on",
+        "resume",
         "submit",
         "abort",
     ]

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from paceline.errors import DataError, WorkerDied
-from paceline.place.group import WorkerGroup
-from paceline.place.local import process_group
+from paceline.remote.group import WorkerGroup
+from paceline.workers.local import process_group
 from tests.processes import children
 
 

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from paceline.errors import CheckpointError, ConfigError
-from paceline.rollout.native.weights import DecoderWeights
+from paceline.model.weights import DecoderWeights
 from paceline.train.lora import LoraDevice, MergedWeights, adapted_layers
 from paceline.train.settings import LoraSettings, TrainSettings
 from paceline.train.single import SingleDevice

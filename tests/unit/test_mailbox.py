@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from paceline.place.mailbox import Mailbox
+from paceline.remote.mailbox import Mailbox
 
 
 class Caller:

@@ -50,7 +50,7 @@ def _kept_bytes(model: PreTrainedModel, work: Callable[[], object]) -> int:
     alive: dict[int, int] = {}
     most = 0
 
-    class Kept:
+    class SavedActivations:
         def __init__(self, tensor: torch.Tensor) -> None:
             nonlocal most
             self.tensor, self.key = tensor, tensor.untyped_storage().data_ptr()
@@ -61,6 +61,6 @@ def _kept_bytes(model: PreTrainedModel, work: Callable[[], object]) -> int:
         def __del__(self) -> None:
             alive.pop(self.key, None)
 
-    with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
+    with torch.autograd.graph.saved_tensors_hooks(SavedActivations, lambda kept: kept.tensor):
         work()
     return most

@@ -22,7 +22,7 @@ from paceline.config import load_config as load_settings
 from paceline.data.tiny import make_tokenizer
 from paceline.errors import ModelError
 from paceline.inputs import load_inputs
-from paceline.models import load_generation_config
+from paceline.model.loading import load_generation_config
 from paceline.rollout.native.engine import NativeEngine
 from paceline.rollout.native.module import engine_weights
 from paceline.types import Request, Sampling

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
 
-from paceline.rollout.native.backend import Piece, Ready, SimpleBackend
+from paceline.model.weights import DecoderWeights
+from paceline.rollout.native.backend import CompletedBurst, PrefillChunk, SimpleBackend
 from paceline.rollout.native.engine import NativeEngine
 from paceline.rollout.native.pages import Pages
 from paceline.rollout.native.slots import Sequence, Slots
-from paceline.rollout.native.weights import DecoderWeights
 from paceline.types import Completion, Finish, Request, Sampling
 from tests.unit.test_native_engine import build, check_logprobs, engine_of, requests, run, same
 
@@ -62,10 +62,10 @@ class AheadBackend(SimpleBackend):
         self.pages.give_back(sequence.pages)
         sequence.pages = []
 
-    def prefill(self, pieces: list[Piece], row: int) -> None:
+    def prefill(self, pieces: list[PrefillChunk], row: int) -> None:
         whole = [piece for piece in pieces if piece.stop == len(piece.sequence.context) - 1]
         for index, piece in enumerate(whole):
-            super().prefill([Piece(piece.sequence, 0, piece.stop)], row + index)
+            super().prefill([PrefillChunk(piece.sequence, 0, piece.stop)], row + index)
 
     def place(self, slots: Slots, row: int) -> None:
         for running in slots.live[row:]:
@@ -76,7 +76,7 @@ class AheadBackend(SimpleBackend):
         assert self.device.remove(gone) == moves
         super().move(self.device, moves)
 
-    def decode(self, slots: Slots, steps: int) -> Ready:
+    def decode(self, slots: Slots, steps: int) -> CompletedBurst:
         device, n = self.device, len(slots.live)
         assert device.live == slots.live
         tokens, logprobs = np.zeros((steps, n), np.int32), np.zeros((steps, n), np.float32)
@@ -85,7 +85,7 @@ class AheadBackend(SimpleBackend):
             going = np.flatnonzero(device.position[:n] < device.limit[:n])
             tokens[step], logprobs[step] = drawn.tokens[0], drawn.logprobs[0]
             device.record(going, tokens[step, going], logprobs[step, going], 0)
-        return Ready(tokens, logprobs)
+        return CompletedBurst(tokens, logprobs)
 
 
 def ahead_of(
@@ -180,7 +180,7 @@ def test_settled_engines_have_nothing_under_way_and_lose_nothing() -> None:
     module = build()
     engine, wanted = ahead_of(module), requests(6)
     done = run(engine, wanted, steps=2)
-    engine.settle()
+    engine.wait_idle()
     assert engine.tokens_sampled == 4 * 3 * 2  # two bursts, both read
     done |= run(engine)
     for id, completion in run(engine_of(module), wanted).items():
@@ -203,7 +203,8 @@ def test_sleep_gives_everything_back_and_answers_go_on_after_it() -> None:
 MODULE = build()
 WHOLE = run(engine_of(MODULE), mixed())
 ACTION = st.tuples(
-    st.sampled_from(["submit", "step", "abort", "interrupt", "sleep", "settle"]), st.integers(0, 6)
+    st.sampled_from(["submit", "step", "abort", "interrupt", "sleep", "wait_idle"]),
+    st.integers(0, 6),
 )
 
 
@@ -234,7 +235,7 @@ def test_every_request_comes_back_once_and_right_whatever_is_done_to_it(
             while number and engine.has_work:
                 take(engine.step())
                 number -= 1
-        elif kind in ("sleep", "settle"):
+        elif kind in ("sleep", "wait_idle"):
             getattr(engine, kind)()
         else:
             take(

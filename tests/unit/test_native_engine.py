@@ -21,10 +21,10 @@ from transformers import (
 )
 
 from paceline.errors import RolloutError
+from paceline.model.weights import DecoderWeights
 from paceline.rollout.native import backend
 from paceline.rollout.native.engine import NativeEngine
 from paceline.rollout.native.model import Decoder
-from paceline.rollout.native.weights import DecoderWeights
 from paceline.types import Completion, Finish, Request, Sampling
 
 SHAPE = {

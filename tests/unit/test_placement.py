@@ -10,12 +10,12 @@ import pytest
 
 from paceline.config import RunConfig, load_config
 from paceline.errors import ConfigError
-from paceline.place import local
-from paceline.place.cluster import Device, Node, PlannedWorker
-from paceline.place.fit import check_fit
-from paceline.place.placement import ResourcePool, split
-from paceline.place.pools import plan_workers
+from paceline.placement import ResourcePool, split
 from paceline.types import Role
+from paceline.workers import local
+from paceline.workers.cluster import Device, Node, PlannedWorker
+from paceline.workers.fit import check_fit
+from paceline.workers.pools import plan_workers
 from tests.models import random_model
 from tests.processes import children
 

@@ -66,7 +66,7 @@ def test_a_full_queue_drops_its_oldest_and_counts_it() -> None:
     for number in range(4):
         assert queue.put(number, param_version=0)
     assert dropped == [(0, DropReason.QUEUE_FULL), (1, DropReason.QUEUE_FULL)]
-    assert queue.counts.dropped_full == 2 and queue.utilisation == 1.0
+    assert queue.counts.dropped_full == 2 and queue.utilization == 1.0
     items = queue.get(2, current_param_version=0)
     assert items and [item.payload for item in items] == [2, 3]
 

@@ -345,7 +345,7 @@ def test_who_leaves_in_the_middle_of_a_message_or_does_not_read_its_answers_harm
 def test_a_client_that_finds_nobody_or_somebody_else_is_told_and_one_that_is_closed_keeps_nobody_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "HELLO_S", 0.3)
+    monkeypatch.setattr(remote, "HANDSHAKE_TIMEOUT_S", 0.3)
 
     async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(10)

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.observe.answers import Answers
 from paceline.observe.recorder import Recorder
+from paceline.observe.samples import Samples
 from paceline.rollout.engine import EngineStats
 
 
 def recorder(folder: Path, length: int = 0, step: int = 0) -> Recorder:
-    return Recorder(folder, length, Answers(folder, 0, step))
+    return Recorder(folder, length, Samples(folder, 0, step))
 
 
 def metrics(step: int, **more: float) -> dict[str, float]:
@@ -24,7 +24,7 @@ def metrics(step: int, **more: float) -> dict[str, float]:
         "sample_age_s": 0.5 * step,
         "staleness/mean": 0.25 * step,
         "staleness/max": float(step % 3),
-        "queue/utilisation": 0.5,
+        "queue/utilization": 0.5,
     }
     return {
         "reward/mean": step / 10,
@@ -52,7 +52,7 @@ def test_the_summary_is_of_all_steps_and_its_rewards_also_of_those_before_this_r
     second = recorder(tmp_path, length, 10)
     for step in range(11, 21):
         second.step_done(step, metrics(step, **{"memory/train_bytes": 10.0 * (30 - step)}), [])
-    second.looked([EngineStats(1, 0, 0, 0, 1e9, False)], 0.25)
+    second.engines_polled([EngineStats(1, 0, 0, 0, 1e9, False)], 0.25)
     found = summary(second)
     second.close()
     assert (found["steps"], found["steps_this_run"], found["reward_first"]) == (20, 10, 0.1)
@@ -70,7 +70,7 @@ def test_the_summary_is_of_all_steps_and_its_rewards_also_of_those_before_this_r
     assert (
         found["memory_phases"] == {"train": 190}
         and found["queue_utilisation"] == 0.25
-        and found["rollout_busy_share"] == 1.0
+        and found["rollout_busy_fraction"] == 1.0
     )
     assert found["sync_latency_s"] == pytest.approx(0.2)
 
@@ -122,11 +122,11 @@ def test_whoever_watches_gets_the_last_look_at_the_engines_too_also_of_a_run_sho
     class Watcher:
         def step_done(self, *_: Any) -> None: ...
 
-        def looked(self, engines: Sequence[EngineStats], queue_utilisation: float) -> None:
-            seen.append((sum(engine.tokens for engine in engines), queue_utilisation))
+        def engines_polled(self, engines: Sequence[EngineStats], queue_utilization: float) -> None:
+            seen.append((sum(engine.tokens for engine in engines), queue_utilization))
 
-    found = Recorder(tmp_path, 0, Answers(tmp_path, 0, 0), Watcher())
-    found.looked([EngineStats(1, 0, 0, 5, 1.0, False)], 0.5)
-    found.last_look([EngineStats(1, 0, 0, 9, 1.0, False)])
+    found = Recorder(tmp_path, 0, Samples(tmp_path, 0, 0), Watcher())
+    found.engines_polled([EngineStats(1, 0, 0, 5, 1.0, False)], 0.5)
+    found.record_final_stats([EngineStats(1, 0, 0, 9, 1.0, False)])
     assert seen == [(5, 0.5), (9, 0.5)] and summary(found)["queue_utilisation"] == 0.5
     found.close()

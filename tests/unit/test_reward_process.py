@@ -20,8 +20,8 @@ import torch
 
 from paceline.errors import ConfigError, DataError, RewardError
 from paceline.reward.process import ProcessReward
-from paceline.reward.reward import Reward, RewardSettings, TrustedReward, open_reward
-from paceline.reward.worker import Problem, as_reward
+from paceline.reward.reward import BuiltinReward, Reward, RewardSettings, open_reward
+from paceline.reward.worker import RewardFunctionError, as_reward
 from paceline.types import Prompt, Trajectory
 from tests.processes import children
 
@@ -132,7 +132,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
-def ask(reward: Reward, *answers: str, **row: object) -> Coroutine[Any, Any, list[float]]:
+def send_command(reward: Reward, *answers: str, **row: object) -> Coroutine[Any, Any, list[float]]:
     prompt = Prompt("q7", (1,), "question", {"bonus": 1, **row})
     return reward.score(prompt, [Trajectory((), answer) for answer in answers])
 
@@ -140,26 +140,26 @@ def ask(reward: Reward, *answers: str, **row: object) -> Coroutine[Any, Any, lis
 @in_loop
 async def test_numbers_come_back_in_order(functions: Path) -> None:
     async with opened(f"{functions}:good") as reward:
-        assert await ask(reward, "a", "bbb", "") == [2.0, 4.0, 1.0]
+        assert await send_command(reward, "a", "bbb", "") == [2.0, 4.0, 1.0]
 
 
 @in_loop
 async def test_a_reward_may_be_async_a_class_or_give_its_parts(functions: Path) -> None:
     async with opened(f"{functions}:coroutine") as reward:
-        assert await ask(reward, "a", "b") == [1.0, 1.0]
+        assert await send_command(reward, "a", "b") == [1.0, 1.0]
     async with opened(f"{functions}:Judge") as reward:
-        assert await ask(reward, "a", "b") == [1.0, 2.0]  # one judge for all answers
+        assert await send_command(reward, "a", "b") == [1.0, 2.0]  # one judge for all answers
     async with opened(f"{functions}:parts") as reward:
-        assert await ask(reward, "abc") == [{"reward": 0.5, "format": 1.0, "length": 3.0}]
+        assert await send_command(reward, "abc") == [{"reward": 0.5, "format": 1.0, "length": 3.0}]
     async with opened(f"{functions}:no_reward") as reward:
         with pytest.raises(RewardError, match="a dict needs a 'reward'"):
-            await ask(reward, "a")
+            await send_command(reward, "a")
 
 
 @in_loop
 async def test_a_truth_value_is_a_number(functions: Path) -> None:
     async with opened(f"{functions}:true") as reward:
-        assert await ask(reward, "a") == [1.0]
+        assert await send_command(reward, "a") == [1.0]
 
 
 def test_numbers_of_numpy_and_torch_are_numbers_but_arrays_of_them_are_not() -> None:
@@ -179,7 +179,7 @@ def test_numbers_of_numpy_and_torch_are_numbers_but_arrays_of_them_are_not() -> 
         np.array("text"),
         np.float32("nan"),
     ):
-        with pytest.raises(Problem, match="expected a"):
+        with pytest.raises(RewardFunctionError, match="expected a"):
             as_reward(value)
 
 
@@ -210,7 +210,7 @@ async def test_anything_but_a_number_is_an_error_that_names_function_and_prompt(
             with pytest.raises(
                 RewardError, match=rf"my_rewards\.py:{name}', prompt 'q7': .*{message}"
             ):
-                await ask(reward, "a")
+                await send_command(reward, "a")
         assert len(reward.pids) == 1
 
 
@@ -221,7 +221,7 @@ async def test_a_hang_is_killed_at_the_deadline(functions: Path, name: str) -> N
         before = reward.pids
         async with asyncio.timeout(10):
             with pytest.raises(RewardError, match=rf"{name}', prompt 'q7': no answer within 0.5 s"):
-                await ask(reward, "a")
+                await send_command(reward, "a")
         assert not alive(before[0])
         assert len(reward.pids) == 1
 
@@ -232,7 +232,7 @@ async def test_a_worker_that_somebody_kills_is_replaced_and_its_group_is_scored_
 ) -> None:
     async with opened(f"{functions}:slow", timeout_s=20) as reward:
         (before,) = reward.pids
-        call = asyncio.ensure_future(ask(reward, "a"))
+        call = asyncio.ensure_future(send_command(reward, "a"))
         await asyncio.sleep(0.5)
         os.kill(before, signal.SIGKILL)
         assert await call == [1.0]
@@ -281,7 +281,7 @@ async def test_the_processes_a_hanging_reward_started_go_with_it(
 ) -> None:
     async with opened(f"{functions}:unkind", timeout_s=2.0) as reward:
         with pytest.raises(RewardError, match="no answer within 2 s"):
-            await ask(reward, "a", pids=str(tmp_path / "pids"))
+            await send_command(reward, "a", pids=str(tmp_path / "pids"))
     pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
     await until(lambda: not any(alive(pid) for pid in pids))
@@ -294,13 +294,13 @@ async def test_twenty_hangs_in_a_row_leave_the_configured_number_of_workers(
     async with opened(f"{functions}:sometimes", timeout_s=0.2, workers=2) as reward:
         first = set(reward.pids)
         results = await asyncio.gather(
-            *(ask(reward, "hang") for _ in range(20)), return_exceptions=True
+            *(send_command(reward, "hang") for _ in range(20)), return_exceptions=True
         )
         assert all(isinstance(r, RewardError) for r in results)
         assert len(reward.pids) == 2
         assert all(map(alive, reward.pids))
         assert not any(map(alive, first))
-        assert await ask(reward, "fine") == [1.0]
+        assert await send_command(reward, "fine") == [1.0]
 
 
 @in_loop
@@ -316,7 +316,7 @@ async def test_the_event_loop_goes_on_while_a_reward_thinks(functions: Path) -> 
 
         ticking = asyncio.create_task(tick())
         with pytest.raises(RewardError):
-            await ask(reward, "a")
+            await send_command(reward, "a")
         ticking.cancel()
         assert ticks > 10
 
@@ -324,7 +324,7 @@ async def test_the_event_loop_goes_on_while_a_reward_thinks(functions: Path) -> 
 @in_loop
 async def test_groups_are_scored_by_all_workers_at_once(functions: Path) -> None:
     async with opened(f"{functions}:pid", workers=2) as reward:
-        rewards = await asyncio.gather(*(ask(reward, "a") for _ in range(40)))
+        rewards = await asyncio.gather(*(send_command(reward, "a") for _ in range(40)))
         assert {int(r) for (r,) in rewards} == set(reward.pids)
 
 
@@ -334,28 +334,28 @@ async def test_prints_go_to_the_log_and_break_nothing(
 ) -> None:
     with caplog.at_level("INFO", logger="paceline.reward.process"):
         async with opened(f"{functions}:printing") as reward:
-            assert await ask(reward, "a", "b") == [0.5, 0.5]
+            assert await send_command(reward, "a", "b") == [0.5, 0.5]
             await until(lambda: "hello from the reward" in caplog.text and "raw" in caplog.text)
 
 
 @in_loop
 async def test_closing_lets_the_function_flush_its_files(functions: Path, tmp_path: Path) -> None:
     async with opened(f"{functions}:writing") as reward:
-        await ask(reward, "a", log=str(tmp_path / "log"))
+        await send_command(reward, "a", log=str(tmp_path / "log"))
     assert (tmp_path / "log").read_text() == "scored"
 
 
 @in_loop
 async def test_closing_ends_a_call_in_flight(functions: Path) -> None:
     async with opened(f"{functions}:sleeping", timeout_s=600) as reward:
-        call = asyncio.ensure_future(ask(reward, "a"))
+        call = asyncio.ensure_future(send_command(reward, "a"))
         await asyncio.sleep(0)
         async with asyncio.timeout(10):
             await reward.close()
             with pytest.raises(RewardError):
                 await call
     with pytest.raises(RewardError, match="closed"):
-        await ask(reward, "a")
+        await send_command(reward, "a")
 
 
 @pytest.mark.skipif(
@@ -467,7 +467,7 @@ async def test_a_module_on_the_path_works_too(
 ) -> None:
     monkeypatch.syspath_prepend(str(functions.parent))
     async with opened("my_rewards:good") as reward:
-        assert await ask(reward, "aa") == [3.0]
+        assert await send_command(reward, "aa") == [3.0]
 
 
 @in_loop
@@ -480,36 +480,36 @@ async def test_a_function_of_the_program_itself_is_a_reward_async_or_not() -> No
         return 1 / len(answer)
 
     reward = await open_reward(RewardSettings(timeout_s=0.2), None, judge)
-    assert await ask(reward, "a", "bb") == [
+    assert await send_command(reward, "a", "bb") == [
         {"reward": 1.0, "bonus": 1.0},
         {"reward": 2.0, "bonus": 1.0},
     ]
     with pytest.raises(RewardError, match=r"judge', prompt .*no answer within 0\.2 s"):
-        await ask(reward, "a", "")
+        await send_command(reward, "a", "")
     reward = await open_reward(RewardSettings(function="exact"), None, broken)
-    assert await ask(reward, "ab") == [0.5]
+    assert await send_command(reward, "ab") == [0.5]
     with pytest.raises(RewardError, match=r"broken', prompt .*raised ZeroDivisionError"):
-        await ask(reward, "")
+        await send_command(reward, "")
 
 
 @in_loop
 async def test_the_tasks_own_score_is_the_default() -> None:
     reward = await open_reward(RewardSettings(), task="sort:3")
-    assert isinstance(reward, TrustedReward)
-    assert await ask(reward, "123", "999", answer="123") == [1.0, 0.0]
+    assert isinstance(reward, BuiltinReward)
+    assert await send_command(reward, "123", "999", answer="123") == [1.0, 0.0]
     with pytest.raises(
         RewardError, match=r"reward 'sort:3', prompt 'q7': raised KeyError: 'answer'"
     ):
-        await ask(reward, "123")
+        await send_command(reward, "123")
     await reward.close()
 
 
 @in_loop
 async def test_verifiers_go_by_their_names() -> None:
     reward = await open_reward(RewardSettings(function="last_number"), task=None)
-    assert await ask(reward, "it is 7", answer="#### 7") == [1.0]
+    assert await send_command(reward, "it is 7", answer="#### 7") == [1.0]
     async with opened("regex") as reward:
-        assert await ask(reward, "A: 7", pattern=r"A: (\d)", answer="7") == [1.0]
+        assert await send_command(reward, "A: 7", pattern=r"A: (\d)", answer="7") == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -526,7 +526,7 @@ async def test_a_row_no_answer_can_be_compared_with_is_refused_by_its_place(
     name: str, row: dict[str, Any], message: str
 ) -> None:
     reward = await open_reward(RewardSettings(function=name), task=None)
-    assert isinstance(reward, TrustedReward)
+    assert isinstance(reward, BuiltinReward)
     reward.check([("a.jsonl:1", {"answer": "1"})])
     with pytest.raises(
         DataError,

@@ -76,7 +76,7 @@ def test_bytes_travel_while_the_trainer_still_gathers() -> None:
     def gathered() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors(1):
             if name == "d":
-                wait(lambda: engine.shelf.filled >= 3 * PIECE)
+                wait(lambda: engine.buffer.filled >= 3 * PIECE)
             yield name, tensor
 
     engine.fetch(1)
@@ -102,7 +102,7 @@ def test_an_engine_whose_source_ends_or_is_silent_goes_on_with_the_trainer_from_
             connection, _ = half.accept()
             with connection:
                 connection.recv(REQUEST.size)
-                connection.sendall(trainer._shelf.block.view[:PIECE])
+                connection.sendall(trainer._buffer.block.view[:PIECE])
 
         giver = threading.Thread(target=give_a_piece)
         giver.start()
@@ -116,10 +116,10 @@ def test_what_arrives_damaged_or_incomplete_is_refused_and_can_be_fetched_again(
     trainer = source()
     engine = receiver(trainer.server.port)
     checksum = trainer.write(tensors(1), 1)
-    trainer._shelf.block.bytes[5] ^= 1
+    trainer._buffer.block.bytes[5] ^= 1
     with pytest.raises(SyncError, match="version 1 arrived damaged"):
         received(engine, Weights(1, checksum))
-    trainer._shelf.block.bytes[5] ^= 1
+    trainer._buffer.block.bytes[5] ^= 1
     assert same(received(engine, Weights(1, checksum)), 1)
     with pytest.raises(SyncError, match=r"did not export \['d'\]"):
         trainer.write(tensors(2)[:3], 2)
@@ -143,7 +143,7 @@ def test_a_slow_reader_keeps_the_old_version_and_a_new_one_overtakes_it() -> Non
     old = Weights(1, trainer.write(tensors(1), 1))
     with socket.create_connection((HOST, trainer.server.port)) as slow:
         slow.sendall(REQUEST.pack(TOKEN, 1, 0))
-        wait(lambda: trainer._shelf.readers == 1)
+        wait(lambda: trainer._buffer.readers == 1)
         new = Weights(2, trainer.write(tensors(2), 2))
         engine = receiver(trainer.server.port)
         assert same(received(engine, new), 2)
@@ -151,10 +151,10 @@ def test_a_slow_reader_keeps_the_old_version_and_a_new_one_overtakes_it() -> Non
         while part := slow.recv(1 << 20):
             kept += part
     reader = receiver()
-    reader.shelf.begin(1)
-    reader.shelf.block.view[:] = kept
-    while not reader.shelf.done:
-        reader.shelf.advance()
+    reader.buffer.begin(1)
+    reader.buffer.block.view[:] = kept
+    while not reader.buffer.done:
+        reader.buffer.advance()
     assert same(reader.tensors(old), 1)
     with pytest.raises(SyncError, match="overtaken by version 2"):
         engine.tensors(old)

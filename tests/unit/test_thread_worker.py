@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import WorkerDied
-from paceline.place.local import ProcessWorker, ThreadWorker
+from paceline.workers.local import ProcessWorker, ThreadWorker
 
 
 class Gate:

@@ -9,7 +9,7 @@ import torch
 
 from paceline.data import tiny
 from paceline.errors import ConfigError, ModelError
-from paceline.models import load_model, load_tokenizer, model_fingerprint, resolve_model
+from paceline.model.loading import load_model, load_tokenizer, model_fingerprint, resolve_model
 
 SHORT = {"max_steps": 3, "batch": 8, "hidden": 48, "ffn": 32}
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline import models
 from paceline.data import tiny
 from paceline.errors import ModelError
-from paceline.models import load_model, load_tokenizer, model_fingerprint
+from paceline.model import loading
+from paceline.model.loading import load_model, load_tokenizer, model_fingerprint
 from paceline.train.settings import TrainSettings
 from paceline.train.single import SingleDevice
 
@@ -69,9 +69,9 @@ def test_a_gguf_file_gives_the_same_model(
 ) -> None:
     read: list[str] = []
     monkeypatch.setattr(
-        models,
+        loading,
         "_read_config",
-        lambda source, original=models._read_config: read.append(source) or original(source),
+        lambda source, original=loading._read_config: read.append(source) or original(source),
     )
     tokenizer = tiny.make_tokenizer()
     model = tiny.make_model(replace(tiny.Recipe("sort:5"), max_steps=2, hidden=192), tokenizer)

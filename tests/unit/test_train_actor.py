@@ -46,9 +46,9 @@ def test_an_on_policy_step_reports_a_ratio_of_one_and_no_gap() -> None:
         "ratio_max"
     ] == pytest.approx(1, abs=1e-5)
     assert (
-        metrics["clip_share"] == 0
+        metrics["clip_fraction"] == 0
         and metrics["kl"] == pytest.approx(0, abs=1e-6)
-        and metrics["logprob_gap_max"] < 1e-5
+        and metrics["logprob_diff_max"] < 1e-5
     )
     assert metrics["lr"] == 1e-2 and metrics["grad_norm"] > 0 and metrics["weights_changed"] == 1
     assert (
@@ -61,7 +61,7 @@ def test_epochs_and_mini_batches_make_that_many_updates_and_the_gap_is_of_the_fi
     who = actor(AlgorithmSettings(epochs=2, mini_batches=3))
     metrics = who.update(on_policy(who), step=0)
     assert metrics["updates"] == 6 and metrics["updates_skipped"] == 0
-    assert metrics["logprob_gap_max"] < 1e-5 < metrics["ratio_max"] - 1
+    assert metrics["logprob_diff_max"] < 1e-5 < metrics["ratio_max"] - 1
 
 
 def test_the_same_step_is_the_same_update() -> None:
@@ -98,12 +98,12 @@ def test_fresh_tokens_show_mismatch_and_older_ones_staleness() -> None:
     gap = np.abs(who.logprobs(batch) - batch.logprobs)[batch.mask]
     fresh = who.update(batch, step=0)
     assert (
-        fresh["logprob_gap_max"] == pytest.approx(float(gap.max()), rel=1e-5)
-        and fresh["logprob_gap_max"] > 0.1
+        fresh["logprob_diff_max"] == pytest.approx(float(gap.max()), rel=1e-5)
+        and fresh["logprob_diff_max"] > 0.1
     )
-    assert fresh["stale_share"] == 0 and not any(name.startswith("staleness") for name in fresh)
+    assert fresh["stale_fraction"] == 0 and not any(name.startswith("staleness") for name in fresh)
     stale = who.update(batch, step=5)
-    assert stale["stale_share"] == 1 and stale["staleness_ratio_max"] > 1
+    assert stale["stale_fraction"] == 1 and stale["staleness_ratio_max"] > 1
     assert not any(name.startswith(("mismatch", "logprob_gap")) for name in stale)
 
 
@@ -124,15 +124,15 @@ def test_with_one_update_per_step_recomputing_costs_no_forward_pass_and_gives_th
     assert not calls
     for name in (
         "loss",
-        "truncated_share",
-        "masked_share",
+        "truncated_fraction",
+        "masked_fraction",
         "ratio_max",
         "staleness_kl",
         "staleness_ratio_max",
-        "stale_share",
+        "stale_fraction",
     ):
         assert one[name] == pytest.approx(other[name], abs=1e-5), name
-    assert 0 < one["truncated_share"] < 1
+    assert 0 < one["truncated_fraction"] < 1
 
 
 def test_m2po_masks_over_the_whole_batch() -> None:
@@ -147,7 +147,7 @@ def test_m2po_masks_over_the_whole_batch() -> None:
         np.square((who.logprobs(batch) - batch.logprobs)[batch.mask].astype(np.float64))
     )
     kept = sum(np.mean(squares[: k + 1]) <= 0.04 for k in range(len(squares)))
-    assert who.update(batch, step=0)["masked_share"] == pytest.approx(
+    assert who.update(batch, step=0)["masked_fraction"] == pytest.approx(
         1 - kept / len(squares)
     ) and 0 < kept < len(squares)
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from paceline.rollout.native.weights import DecoderWeights, head_dim
+from paceline.model.packing import MicroBatch, cut_shared, make_varlen, micro_batch, trained_lengths
+from paceline.model.weights import DecoderWeights, head_dim
 from paceline.train.decoder import LayerPasses, TrainDecoder
 from paceline.train.operations import Attended, Operations, Positions, Shape
-from paceline.train.packing import MicroBatch, cut_shared, make_varlen, micro_batch, trained_lengths
 from tests.contract.test_train_engine import MODELS, random_batch, tiny
 
 
@@ -73,11 +73,11 @@ class TorchOperations(Operations):
         group = self.shape.heads // self.shape.kv_heads
         rows = []
         for row in range(len(queries) - 1):
-            ask, see = slice(*queries[row : row + 2]), slice(*keys[row : row + 2])
-            own, all_ = ask.stop - ask.start, see.stop - see.start
+            send_command, see = slice(*queries[row : row + 2]), slice(*keys[row : row + 2])
+            own, all_ = send_command.stop - send_command.start, see.stop - see.start
             visible = torch.arange(all_) <= torch.arange(all_ - own, all_)[:, None]
             scores = (
-                torch.einsum("qhd,khd->hqk", q[ask], k[see].repeat_interleave(group, 1))
+                torch.einsum("qhd,khd->hqk", q[send_command], k[see].repeat_interleave(group, 1))
                 * self.shape.dim**-0.5
             )
             weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)

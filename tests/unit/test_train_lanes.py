@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.train import packing, single
-from paceline.train.lanes import Lanes
-from paceline.train.packing import micro_batches
+from paceline.model import packing
+from paceline.model.packing import micro_batches
+from paceline.train import single
+from paceline.train.micro_batch_threads import MicroBatchThreads
 from paceline.train.settings import TrainSettings
 from paceline.train.single import SingleDevice
 from tests.contract.test_train_engine import LOSS, gradients, random_batch, tiny
@@ -17,7 +18,7 @@ from tests.contract.test_train_engine import LOSS, gradients, random_batch, tiny
 
 @pytest.fixture
 def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(packing, "LANE_TOKENS", 8)
+    monkeypatch.setattr(packing, "THREAD_TOKENS", 8)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -50,14 +51,14 @@ def test_log_probs_do_not_depend_on_the_lanes(two_threads: None) -> None:
     assert np.abs(two - one).max() < 1e-6
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 3])
+@pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("limit", [1, 25, 60, 10_000])
 def test_micro_batches_are_even_within_the_limit_and_enough_for_all_lanes(
-    lanes: int, limit: int, monkeypatch: pytest.MonkeyPatch
+    threads: int, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "LANE_TOKENS", 8)
+    monkeypatch.setattr(packing, "THREAD_TOKENS", 8)
     batch = random_batch(40)
-    found = list(micro_batches(batch, limit, torch.device("cpu"), lanes))
+    found = list(micro_batches(batch, limit, torch.device("cpu"), threads))
     sizes = [micro.layout.rows * micro.layout.longest for micro in found]
     assert all(
         size <= limit or micro.layout.rows == 1 for size, micro in zip(sizes, found, strict=True)
@@ -67,7 +68,7 @@ def test_micro_batches_are_even_within_the_limit_and_enough_for_all_lanes(
         == np.flatnonzero(batch.mask).tolist()
     )
     if limit == 10_000:
-        assert len(found) == lanes and max(sizes) - min(sizes) <= 0.25 * max(sizes)
+        assert len(found) == threads and max(sizes) - min(sizes) <= 0.25 * max(sizes)
 
 
 def test_results_come_in_order_and_lanes_really_run_side_by_side() -> None:
@@ -77,18 +78,18 @@ def test_results_come_in_order_and_lanes_really_run_side_by_side() -> None:
         meeting.wait()  # passes only when another item is being worked on
         return item * 10
 
-    assert list(Lanes(2).map(work, range(4))) == [0, 10, 20, 30]
+    assert list(MicroBatchThreads(2).map(work, range(4))) == [0, 10, 20, 30]
 
 
 def test_an_error_in_a_lane_reaches_the_caller_and_lanes_still_work() -> None:
-    lanes = Lanes(2)
+    threads = MicroBatchThreads(2)
     with pytest.raises(ZeroDivisionError):
-        list(lanes.map(lambda item: 1 // item, [1, 0, 2]))
-    assert list(lanes.map(lambda item: 1 // item, [1, 1, 1])) == [1, 1, 1]
+        list(threads.map(lambda item: 1 // item, [1, 0, 2]))
+    assert list(threads.map(lambda item: 1 // item, [1, 1, 1])) == [1, 1, 1]
 
 
 def test_a_lane_does_not_change_how_many_threads_its_caller_has(two_threads: None) -> None:
-    assert list(Lanes(2).map(lambda _: torch.get_num_threads(), range(2))) == [1, 1]
+    assert list(MicroBatchThreads(2).map(lambda _: torch.get_num_threads(), range(2))) == [1, 1]
     assert torch.get_num_threads() == 2
 
 
@@ -96,6 +97,6 @@ def test_a_model_too_large_for_a_gradient_per_lane_gets_one_lane(
     two_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = sum(p.numel() for p in tiny("qwen2").parameters())
-    for limit, lanes in ((2 * size, 2), (2 * size - 1, 1)):
-        monkeypatch.setattr(single, "LANE_PARAMETERS", limit)
-        assert SingleDevice(tiny("qwen2"), TrainSettings())._lanes.count == lanes
+    for limit, threads in ((2 * size, 2), (2 * size - 1, 1)):
+        monkeypatch.setattr(single, "THREAD_PARAMETERS", limit)
+        assert SingleDevice(tiny("qwen2"), TrainSettings())._threads.count == threads

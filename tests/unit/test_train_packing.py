@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import DataError
-from paceline.train.packing import micro_batches, select_rows
+from paceline.model.packing import micro_batches, select_rows
 from paceline.types import Batch
 
 CPU = torch.device("cpu")

@@ -12,8 +12,9 @@ from transformers.models.qwen2 import modeling_qwen2
 
 from paceline.algo.loss import LossTerms, PolicyLoss, TokenData, TokenOutputs
 from paceline.errors import ModelError, OutOfMemory
-from paceline.train import attention, head
-from paceline.train.neighbour import Neighbour
+from paceline.model import attention
+from paceline.train import head
+from paceline.train.colocated import ColocatedEngine
 from paceline.train.settings import TrainSettings
 from paceline.train.single import SingleDevice
 from tests.contract.test_train_engine import (
@@ -218,8 +219,8 @@ def test_out_of_memory_says_what_holds_the_memory_and_what_to_do() -> None:
 
     engine = SingleDevice(tiny("qwen2"), TrainSettings(micro_batch_tokens=512))
     made_way: list[bool] = []
-    engine.neighbours.append(
-        Neighbour("keys and values", lambda: 2**31, lambda: made_way.append(True))
+    engine.colocated.append(
+        ColocatedEngine("keys and values", lambda: 2**31, lambda: made_way.append(True))
     )
     with pytest.raises(
         OutOfMemory,

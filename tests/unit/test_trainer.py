@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paceline.algo.settings import AlgorithmSettings
-from paceline.place.worker import Worker
+from paceline.remote.worker import Worker
 from paceline.train.trainer import Trainer
 from paceline.types import Batch
 
@@ -57,7 +57,7 @@ def run(who: Trainer, step: int = 0, given: Batch | None = None) -> dict[str, fl
 def test_a_step_reports_the_advantages_it_trained_on() -> None:
     metrics = run(trainer(AlgorithmSettings(name="dr_grpo"), actor=Recorded(update=dict(LEARNING))))
     assert metrics["train/advantage_mean"] == 0 and metrics["train/advantage_std"] == 0.5
-    assert metrics["train/advantage_zero_share"] == 0
+    assert metrics["train/advantage_zero_fraction"] == 0
 
 
 def test_while_the_critic_warms_up_only_the_critic_learns() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from paceline.config import RunConfig
-from paceline.place.build import build_parts
 from paceline.types import Role
+from paceline.workers.build import build_parts
 
 SPOILED_VERSION = 2
 TIED = ("model.embed_tokens.weight", "lm_head.weight")  # one tensor under two names

@@ -74,9 +74,9 @@ def test_ten_fully_async_steps_keep_the_bound_and_the_books_and_engine_and_train
 ) -> None:
     summary = asyncio.run(train(config(model, tmp_path, "steps=10", *SEPARATE)))
     check_books(summary, 10, 2)
-    fresh = [row for row in rows(tmp_path) if "train/logprob_gap_max" in row]
+    fresh = [row for row in rows(tmp_path) if "train/logprob_diff_max" in row]
     assert fresh and all(
-        row["train/logprob_gap_max"] < 1e-3 and row["train/mismatch_beyond_share"] == 0
+        row["train/logprob_diff_max"] < 1e-3 and row["train/mismatch_outlier_fraction"] == 0
         for row in fresh
     )
 
@@ -92,9 +92,9 @@ def test_on_a_shared_pool_vllm_and_trainer_take_turns_and_each_phase_says_what_i
     )
     check_books(summary, 4, 0)
     for row in rows(tmp_path):
-        assert row["train/logprob_gap_max"] < 1e-3, "the engine did not have the trainer's weights"
-        assert min(row[f"memory/{phase}_bytes"] for phase in ("generate", "train", "hand_over")) > 0
-    assert set(summary["memory_phases"]) == {"start", "generate", "train", "hand_over"}
+        assert row["train/logprob_diff_max"] < 1e-3, "the engine did not have the trainer's weights"
+        assert min(row[f"memory/{phase}_bytes"] for phase in ("generate", "train", "sync")) > 0
+    assert set(summary["memory_phases"]) == {"start", "generate", "train", "sync"}
     assert all(row["train/weights_changed"] == 1 for row in rows(tmp_path))
 
 
@@ -115,7 +115,7 @@ def test_a_killed_engine_is_replaced_or_ends_the_run_by_name_in_time(
                 os.kill(engine.pid, signal.SIGKILL)
                 killed.append(time.monotonic())
 
-        def looked(self, *_: object) -> None:
+        def engines_polled(self, *_: object) -> None:
             return
 
     try:
@@ -134,7 +134,7 @@ def test_a_killed_engine_is_replaced_or_ends_the_run_by_name_in_time(
 def test_a_wrong_tensor_in_the_engine_stops_the_run_within_one_step(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.place.local.build_parts", faults.build_with_a_wrong_tensor)
+    monkeypatch.setattr("paceline.workers.local.build_parts", faults.build_with_a_wrong_tensor)
     with pytest.raises(
         MismatchError, match=r"step 3: engine and trainer do not have the same weights"
     ):

@@ -14,17 +14,17 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from paceline.errors import ModelError
+from paceline.model.weights import DecoderWeights, EngineWeights, head_dim, sliding_window
 from paceline.rollout.native.model import Decoder
 from paceline.rollout.native.sampling import draw, row_keys
 from paceline.rollout.native.slots import Sequence, Slots
-from paceline.rollout.native.weights import DecoderWeights, EngineWeights, head_dim, sliding_window
 
 PREFILL_TOKENS = 1024  # per forward pass: bounds its memory
 Tokens = tuple[NDArray[np.int32], NDArray[np.float32]]  # tokens and log-probs, both [step, row]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PrefillChunk:
     """Tokens start..stop of a sequence's context, to be put into the cache."""
 
     sequence: Sequence
@@ -65,7 +65,7 @@ class Backend(Protocol):
 
     def free(self, sequence: Sequence) -> None: ...
 
-    def prefill(self, pieces: list[Piece], row: int) -> None:
+    def prefill(self, pieces: list[PrefillChunk], row: int) -> None:
         """Compute keys and values; whole contexts go to rows from `row` on, in order."""
         ...
 
@@ -124,7 +124,7 @@ def choose_backend(
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class CompletedBurst:
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
 
@@ -166,7 +166,7 @@ class SimpleBackend(StepByStep):
         self._weights = weights
         self._model = Decoder(config, weights, slots, max_length)
 
-    def prefill(self, pieces: list[Piece], row: int) -> None:
+    def prefill(self, pieces: list[PrefillChunk], row: int) -> None:
         """Longest first, padded to the longest of a forward pass."""
         while pieces:
             length = pieces[0].stop
@@ -189,7 +189,7 @@ class SimpleBackend(StepByStep):
         for source, target in moves:
             self._model.copy(source, target, 1, int(slots.position[target]))
 
-    def decode(self, slots: Slots, steps: int) -> Ready:
+    def decode(self, slots: Slots, steps: int) -> CompletedBurst:
         n = len(slots.live)
         positions = slots.position[:n]
         logits = self._model.decode(
@@ -199,7 +199,7 @@ class SimpleBackend(StepByStep):
         tokens, logprobs = draw(
             logits, keys, slots.temperature[:n], slots.top_k[:n], slots.top_p[:n]
         )
-        return Ready(tokens[None], logprobs[None])
+        return CompletedBurst(tokens[None], logprobs[None])
 
     def cache_bytes(self) -> int:
         return self._model.kv.nbytes

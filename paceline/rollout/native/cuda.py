@@ -16,13 +16,13 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from paceline.errors import RolloutError
+from paceline.model.weights import DecoderWeights
 from paceline.rollout.native import small
-from paceline.rollout.native.backend import Piece, Tokens
+from paceline.rollout.native.backend import PrefillChunk, Tokens
 from paceline.rollout.native.forward import Cache, Forward
 from paceline.rollout.native.kernels import PAGE, State
 from paceline.rollout.native.pages import Pages
 from paceline.rollout.native.slots import Sequence, Slots
-from paceline.rollout.native.weights import DecoderWeights
 
 MOST_STEPS = 8  # of a burst: about 10 ms of work, so that the host keeps up and a stopped sequence does not run on for long
 FORWARD_TOKENS = 8192  # prefilled in one forward pass: bounds its memory
@@ -47,7 +47,7 @@ SIZES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class PendingTokens:
     """Tokens of a burst on their way to the host."""
 
     host: Tensor  # [step, 2, row], pinned
@@ -164,16 +164,16 @@ class CudaBackend:
         self.pages.give_back(sequence.pages)
         sequence.pages = []
 
-    def prefill(self, pieces: list[Piece], row: int) -> None:
+    def prefill(self, pieces: list[PrefillChunk], row: int) -> None:
         """In forward passes of at most FORWARD_TOKENS, sequences end to end."""
-        batch: list[Piece] = []
+        batch: list[PrefillChunk] = []
         room = FORWARD_TOKENS
         with self._here():
             for piece in pieces:
                 start = piece.start
                 while start < piece.stop:
                     stop = min(piece.stop, start + room)
-                    batch.append(Piece(piece.sequence, start, stop))
+                    batch.append(PrefillChunk(piece.sequence, start, stop))
                     room -= stop - start
                     start = stop
                     if room == 0:
@@ -237,7 +237,7 @@ class CudaBackend:
         self._table[self._live :] = 0
         self._table_changed = True
 
-    def decode(self, slots: Slots, steps: int) -> Reading:
+    def decode(self, slots: Slots, steps: int) -> PendingTokens:
         n = len(slots.live)
         truncated = bool(slots.top_k[:n].any() or (slots.top_p[:n] < 1).any())
         with self._here():
@@ -296,17 +296,17 @@ class CudaBackend:
         self.cache.tick.zero_()
         return graph
 
-    def _read(self, steps: int) -> Reading:
+    def _read(self, steps: int) -> PendingTokens:
         host = torch.empty(steps, 2, self.slots, dtype=torch.int32, pin_memory=True)
         host.copy_(self.out[:steps], non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record(self.stream)
-        return Reading(host, arrived)
+        return PendingTokens(host, arrived)
 
     def _upload(self, array: NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
 
-    def _prefill(self, batch: list[Piece]) -> None:
+    def _prefill(self, batch: list[PrefillChunk]) -> None:
         rows = [piece.sequence.context[piece.start : piece.stop] for piece in batch]
         tokens = np.array([token for row in rows for token in row], np.int32)
         positions = np.concatenate(

@@ -15,17 +15,17 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from paceline.errors import RolloutError
-from paceline.rollout.native.backend import Backend, Burst, Piece, choose_backend
+from paceline.model.weights import EngineWeights, position_limit
+from paceline.rollout.native.backend import Backend, Burst, PrefillChunk, choose_backend
 from paceline.rollout.native.slots import Sequence as Running
 from paceline.rollout.native.slots import Slots, already_ended, refusal
-from paceline.rollout.native.weights import EngineWeights, position_limit
 from paceline.types import Completion, Finish, Request
 
 Finished = list[tuple[str, Completion]]
 
 
 @dataclass(slots=True, eq=False)
-class Filling:
+class PendingPrefill:
     """A context on its way into the cache: of `source`, a new sequence, and of `copies` with the same one. A `source` that is
     live already has it, so that nothing remains to be done."""
 
@@ -46,7 +46,7 @@ class Filling:
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class InFlightBurst:
     """A burst that has been started, and for whom."""
 
     burst: Burst
@@ -80,8 +80,8 @@ class NativeEngine:
         self._slots = Slots(slots, max_length)
         self._decode = decode
         self._waiting: OrderedDict[str, Running] = OrderedDict()
-        self._filling: list[Filling] = []
-        self._flights: deque[Flight] = deque()
+        self._filling: list[PendingPrefill] = []
+        self._flights: deque[InFlightBurst] = deque()
         self._ended: dict[str, Completion] = {}  # complete, to be returned by the next step
         self._asleep = False
         self._arrivals = count()
@@ -172,7 +172,7 @@ class NativeEngine:
 
     def interrupt(self) -> Finished:
         """Empty the engine: everything comes back as it stands, to be resumed from there."""
-        self.settle()
+        self.wait_idle()
         while self._filling:
             self._unfill(self._filling[-1])
         finished = list(self._ended.items())
@@ -183,7 +183,7 @@ class NativeEngine:
         self._waiting.clear()
         return finished + self._release(dict.fromkeys(range(self.running), Finish.INTERRUPT))
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         """Wait for the bursts under way, so that nothing reads the weights any more. What has ended comes with the next step."""
         while self._flights:
             self._ended.update(self._land())
@@ -207,7 +207,7 @@ class NativeEngine:
         """Give the memory of keys and values back. Running sequences wait, and are prefilled again after `wake`."""
         if self._asleep:
             return
-        self.settle()
+        self.wait_idle()
         while self._filling or self._slots.live:
             self._preempt()
         self._backend.sleep()
@@ -251,7 +251,7 @@ class NativeEngine:
         live = {
             running.key: running for running in self._slots.live if running.epoch == self._epoch
         }
-        fillings: dict[int, Filling] = {}
+        fillings: dict[int, PendingPrefill] = {}
         for _ in range(min(free, len(self._waiting))):
             running = next(iter(self._waiting.values()))
             filling, holder = fillings.get(running.key), live.get(running.key)
@@ -263,9 +263,9 @@ class NativeEngine:
             if filling:
                 filling.copies.append(running)
             elif holder:
-                fillings[running.key] = Filling(holder, [running], new=False, done=0)
+                fillings[running.key] = PendingPrefill(holder, [running], new=False, done=0)
             else:
-                fillings[running.key] = Filling(running, [], new=True, done=0)
+                fillings[running.key] = PendingPrefill(running, [], new=True, done=0)
         self._filling += sorted(fillings.values(), key=lambda filling: -len(filling.source.context))
 
     def _fill(self) -> None:
@@ -275,7 +275,7 @@ class NativeEngine:
         pieces = []
         for filling in self._filling:
             if (tokens := min(filling.left, budget)) > 0:
-                pieces.append(Piece(filling.source, filling.done, filling.done + tokens))
+                pieces.append(PrefillChunk(filling.source, filling.done, filling.done + tokens))
                 filling.done += tokens
                 budget -= tokens
                 self._tokens_prefilled += tokens
@@ -306,7 +306,7 @@ class NativeEngine:
             steps = self._backend.steps(n)
             if self._backend.grow(slots, np.minimum(now + steps, limit)):
                 self._flights.append(
-                    Flight(
+                    InFlightBurst(
                         self._backend.decode(slots, steps), steps, list(slots.live), self._version
                     )
                 )
@@ -375,7 +375,7 @@ class NativeEngine:
         )
         self._remove([row])
 
-    def _unfill(self, filling: Filling) -> None:
+    def _unfill(self, filling: PendingPrefill) -> None:
         self._filling.remove(filling)
         for running in reversed(filling.sequences):
             self._backend.free(running)

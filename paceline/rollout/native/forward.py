@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from paceline.model.weights import DecoderWeights, Layer, Linear, head_dim
 from paceline.rollout.native import kernels, small
 from paceline.rollout.native.kernels import PAGE
 from paceline.rollout.native.sampling import token_hashes
-from paceline.rollout.native.weights import DecoderWeights, Layer, Linear, head_dim
 
 LOG2_E = 1.4426950408889634
 SPLITS, MORE_SPLITS = (

@@ -197,12 +197,12 @@ def join(
         for i in tl.static_range(TOGETHER):
             at = ((first + n + i) * KV + kv) * ROWS + g
             inside = mine & (n + i < count)
-            logs = logs + (
+            logs = logs + (  # noqa: RUF005 (Triton has no unpacking)
                 tl.load(part_log + at * DIM + d, mask=inside, other=-1e30, cache_modifier=".cg"),
-            )  # noqa: RUF005
-            parts = parts + (
+            )
+            parts = parts + (  # noqa: RUF005
                 tl.load(part + at * DIM + d, mask=inside, other=0, cache_modifier=".cg"),
-            )  # noqa: RUF005
+            )
         for i in tl.static_range(TOGETHER):
             higher = tl.maximum(most, logs[i])
             fade, weight = tl.exp2(most - higher), tl.exp2(logs[i] - higher)

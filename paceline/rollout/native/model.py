@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from paceline.rollout.native.weights import DecoderWeights, Layer, head_dim
+from paceline.model.weights import DecoderWeights, Layer, head_dim
 
 WINDOW = 16  # attention spans a multiple of this many positions
 

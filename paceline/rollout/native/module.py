@@ -17,18 +17,18 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from paceline.errors import ModelError
-from paceline.models import EXACT, ROUNDED, model_body
-from paceline.rollout.native.backend import PREFILL_TOKENS, Piece, Ready, StepByStep
-from paceline.rollout.native.sampling import draw, row_keys
-from paceline.rollout.native.slots import Sequence, Slots
-from paceline.rollout.native.weights import (
+from paceline.model.attention import PACKED
+from paceline.model.loading import EXACT, ROUNDED, model_body
+from paceline.model.weights import (
     ELSE,
     DecoderWeights,
     EngineWeights,
     is_fast,
     load_by_name,
 )
-from paceline.train.attention import PACKED
+from paceline.rollout.native.backend import PREFILL_TOKENS, CompletedBurst, PrefillChunk, StepByStep
+from paceline.rollout.native.sampling import draw, row_keys
+from paceline.rollout.native.slots import Sequence, Slots
 
 SLACK = (
     64  # columns beyond the longest sequence: rows are moved back to the left once in so many steps
@@ -137,7 +137,7 @@ class ModuleBackend(StepByStep):
         self._positions = "position_ids" in inspect.signature(self._model.forward).parameters
         self._check(min(slots, 2), max_length)
 
-    def prefill(self, pieces: list[Piece], row: int) -> None:
+    def prefill(self, pieces: list[PrefillChunk], row: int) -> None:
         """Longest first, padded to the longest of a forward pass."""
         while pieces:
             n = max(1, min(len(pieces), PREFILL_TOKENS // pieces[0].stop))
@@ -184,14 +184,14 @@ class ModuleBackend(StepByStep):
                 self._end - length,
             )
 
-    def decode(self, slots: Slots, steps: int) -> Ready:
+    def decode(self, slots: Slots, steps: int) -> CompletedBurst:
         n = len(slots.live)
         logits = self._decode(slots.last[:n])
         keys = row_keys(slots.seed[:n], slots.position[:n] + 1)
         tokens, logprobs = draw(
             logits, keys, slots.temperature[:n], slots.top_k[:n], slots.top_p[:n]
         )
-        return Ready(tokens[None], logprobs[None])
+        return CompletedBurst(tokens[None], logprobs[None])
 
     def _decode(self, tokens: NDArray[np.int64]) -> Tensor:
         """Logits after one more token of each of the first rows."""

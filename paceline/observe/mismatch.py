@@ -31,16 +31,16 @@ class MismatchMonitor:
         self._stale: deque[float] = deque(maxlen=REMEMBERED)
         self._said = False
 
-    def look(self, metrics: dict[str, float], step: int) -> None:
+    def check(self, metrics: dict[str, float], step: int) -> None:
         """Raises MismatchError when the engine cannot have had the weights it says it had."""
         gap, stale_gap = (
-            metrics.get("train/logprob_gap_mean"),
-            metrics.get("train/staleness_gap_mean"),
+            metrics.get("train/logprob_diff_mean"),
+            metrics.get("train/staleness_diff_mean"),
         )
-        fresh = metrics.get("train/tokens", 0.0) * (1 - metrics.get("train/stale_share", 0.0))
+        fresh = metrics.get("train/tokens", 0.0) * (1 - metrics.get("train/stale_fraction", 0.0))
         if gap is not None and fresh >= FEWEST and not gap <= self._limit:
             most, kl = (
-                metrics.get("train/logprob_gap_max", math.nan),
+                metrics.get("train/logprob_diff_max", math.nan),
                 metrics.get("train/mismatch_kl", math.nan),
             )
             raise MismatchError(

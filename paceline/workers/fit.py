@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from paceline.config import RunConfig
 from paceline.errors import ConfigError
-from paceline.models import load_config, model_shape
-from paceline.place.cluster import Device, Node, PlannedWorker
-from paceline.place.pools import find_nodes, plan_workers
+from paceline.model.loading import load_config, model_shape
 from paceline.train.memory import memory_estimate
 from paceline.types import Role
+from paceline.workers.cluster import Device, Node, PlannedWorker
+from paceline.workers.pools import find_nodes, plan_workers
 
 PROCESS = 300 << 20  # of host memory: an interpreter with torch in it
 GB = 1 << 30
@@ -30,24 +30,24 @@ TIPS_NODE = "lower placement.rollout_workers, train adapters ([train.lora]), add
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class MemoryNeed:
     """Bytes on each device of a worker."""
 
     fixed: int  # without these nothing works
     at_most: int  # with all activations and the whole cache
 
-    def __add__(self, other: "Need") -> "Need":
-        return Need(self.fixed + other.fixed, self.at_most + other.at_most)
+    def __add__(self, other: "MemoryNeed") -> "MemoryNeed":
+        return MemoryNeed(self.fixed + other.fixed, self.at_most + other.at_most)
 
 
-def needs(plan: PlannedWorker, config: RunConfig, model_path: str) -> dict[Role, Need]:
+def needs(plan: PlannedWorker, config: RunConfig, model_path: str) -> dict[Role, MemoryNeed]:
     """By role, on the rank that holds the most."""
     model = load_config(model_path)
     trains = {Role.ACTOR, Role.CRITIC, Role.REF} & set(plan.roles)
     parts = (
         memory_estimate(model, config.train, plan.processes) if trains else {}
     )  # engines alone are not split as trainers are
-    found: dict[Role, Need] = {}
+    found: dict[Role, MemoryNeed] = {}
     for role in plan.roles:
         if role in (Role.ACTOR, Role.CRITIC):
             kept = (
@@ -55,16 +55,16 @@ def needs(plan: PlannedWorker, config: RunConfig, model_path: str) -> dict[Role,
                 if role is Role.ACTOR and config.train.lora
                 else sum(parts.values()) - parts["activations"]
             )
-            found[role] = Need(kept, kept + parts["activations"])
+            found[role] = MemoryNeed(kept, kept + parts["activations"])
         elif role is Role.REF:
             kept = 0 if config.train.lora and Role.ACTOR in plan.roles else parts["parameters"]
-            found[role] = Need(kept, kept + parts["activations"])
+            found[role] = MemoryNeed(kept, kept + parts["activations"])
         elif role is Role.REWARD:
             assert config.reward.model
             size = _parameters(
                 load_config(config.reward.model), AutoModelForSequenceClassification
             ) * _itemsize(config)
-            found[role] = Need(size, size)
+            found[role] = MemoryNeed(size, size)
         else:
             found[role] = _rollout(config, model, shared=config.in_place and not config.train.lora)
     return found
@@ -87,7 +87,7 @@ def check_fit(
     used: dict[Device, Counter[str]] = defaultdict(Counter)  # by worker: what nothing works without
     at_most: Counter[Device] = Counter()
     for plan in plans:
-        need = sum(needs(plan, config, model_path).values(), Need(0, 0))
+        need = sum(needs(plan, config, model_path).values(), MemoryNeed(0, 0))
         for device in plan.devices:
             on_gpu = by_name[device.node].gpus > 0
             place = (
@@ -116,13 +116,13 @@ def check_fit(
     return warnings
 
 
-def _rollout(config: RunConfig, model: PretrainedConfig, shared: bool) -> Need:
+def _rollout(config: RunConfig, model: PretrainedConfig, shared: bool) -> MemoryNeed:
     """Weights, unless they are the trainer's own, and keys and values: of one sequence at least, of all slots at most."""
     weights = 0 if shared else _parameters(model) * _itemsize(config)
     shape = model_shape(model)
     token = 2 * shape.layers * shape.kv_heads * shape.head_dim * _itemsize(config)
     sequence = token * (config.data.max_prompt_length + config.rollout.max_response_length)
-    return Need(weights + sequence, weights + sequence * config.slots)
+    return MemoryNeed(weights + sequence, weights + sequence * config.slots)
 
 
 def _parameters(model: PretrainedConfig, kind: Any = AutoModelForCausalLM) -> int:

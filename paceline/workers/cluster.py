@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.place.worker import Worker
+from paceline.remote.worker import Worker
 from paceline.types import Role
 
 

@@ -9,7 +9,7 @@ import heapq
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.train.packing import cut_evenly, cut_rows
+from paceline.model.packing import cut_evenly, cut_rows
 
 Rows = NDArray[np.int64]
 

@@ -4,9 +4,9 @@ On a GPU it is what is in use when the phase ends, by everybody: allocators keep
 happens between phases. On a CPU it is the most this process held since the phase began (Linux; elsewhere since it was started).
 """
 
-from paceline.place.host import take_peak_memory
+from paceline.remote.host import take_peak_memory
 
-START, GENERATE, TRAIN, HAND_OVER = "start", "generate", "train", "hand_over"
+START, GENERATE, TRAIN, HAND_OVER = "start", "generate", "train", "sync"
 
 
 class Phases:

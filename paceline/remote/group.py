@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from paceline.errors import WorkerDied
-from paceline.place.worker import Build, Worker, seen
+from paceline.remote.worker import Build, Worker, seen
 from paceline.types import Role
 
 IN_RANKS = {Role.ACTOR, Role.CRITIC, Role.REF}  # the others live on the first rank alone

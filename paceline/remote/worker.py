@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.errors import WorkerDied
-from paceline.place.message import Call, Event, Reply
+from paceline.remote.message import Call, Event, Reply
 
 log = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Neighbour:
+class ColocatedEngine:
     name: str
     held: Callable[[], int]  # bytes on the device
-    make_way: (
+    release_device: (
         Callable[[], None] | None
     )  # called before training changes weights or needs memory; None: it works beside it

@@ -5,10 +5,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-LATE_S = 2.0  # between two looks at the clock, beyond what was to be waited for
+SUSPEND_THRESHOLD_S = 2.0  # between two looks at the clock, beyond what was to be waited for
 
 
-class AwakeClock:
+class SuspendAwareClock:
     """Time without stops."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -19,17 +19,17 @@ class AwakeClock:
     def now(self, waited: float = 0.0) -> float:
         """Up to `waited` seconds may have passed since the last look."""
         seen, self._seen = self._seen, self._monotonic()
-        if (late := self._seen - seen - waited) > LATE_S:
+        if (late := self._seen - seen - waited) > SUSPEND_THRESHOLD_S:
             self._stopped_s += late
         return self._seen - self._stopped_s
 
 
-def stay_awake(loop: asyncio.AbstractEventLoop) -> None:
+def ignore_suspended_time(loop: asyncio.AbstractEventLoop) -> None:
     """From here on this loop goes by such a clock. One that is not of asyncio's own make keeps its time."""
     waits: Any = getattr(loop, "_selector", None)
-    if waits is None or isinstance(getattr(loop.time, "__self__", None), AwakeClock):
+    if waits is None or isinstance(getattr(loop.time, "__self__", None), SuspendAwareClock):
         return
-    clock, select = AwakeClock(loop.time), waits.select
+    clock, select = SuspendAwareClock(loop.time), waits.select
 
     def watched(timeout: float | None = None) -> Any:
         clock.now()

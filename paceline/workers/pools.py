@@ -11,32 +11,32 @@ from pathlib import Path
 
 from paceline.config import RunConfig
 from paceline.errors import PacelineError, WorkerDied
-from paceline.place.cluster import Cluster, Device, Node, PlannedWorker
-from paceline.place.group import IN_RANKS
-from paceline.place.placement import Placement
-from paceline.place.worker import Worker
+from paceline.placement import Placement
+from paceline.remote.group import IN_RANKS
+from paceline.remote.worker import Worker
 from paceline.types import Role
+from paceline.workers.cluster import Cluster, Device, Node, PlannedWorker
 
 START_TIMEOUT_S = 300.0  # a cold import of torch on a slow disk takes its time
 
 
 async def open_cluster(config: RunConfig, model_path: str, log_folder: Path) -> Cluster:
     if config.cluster == "ray":
-        from paceline.place.ray import RayCluster
+        from paceline.workers.ray import RayCluster
 
         return await RayCluster.open(config, model_path, log_folder)
-    from paceline.place.local import LocalCluster
+    from paceline.workers.local import LocalCluster
 
     return LocalCluster(config, model_path, log_folder)
 
 
 async def find_nodes(config: RunConfig) -> list[Node]:
     """What a run would have to run on, without starting it."""
-    from paceline.place.local import this_machine
+    from paceline.workers.local import this_machine
 
     if config.cluster == "local" or config.ray.address == "local":
         return [this_machine()]
-    from paceline.place.ray import look_at
+    from paceline.workers.ray import look_at
 
     return await look_at(config.ray.address)
 

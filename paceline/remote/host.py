@@ -18,11 +18,11 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from paceline.place.message import Call, Event, Later, Reply, portable
+from paceline.remote.message import Call, Deferred, Event, Reply, portable
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.002  # how often an answer that is to come later is looked for
+POLL_INTERVAL_S = 0.002  # how often an answer that is to come later is looked for
 
 
 class Channel(Protocol):
@@ -69,14 +69,14 @@ def serve(channel: Channel, parts: Mapping[str, Any]) -> None:
     """Answer calls and let parts work until told to stop (None) or the controller is gone (EOFError)."""
     workers = {role: part for role, part in parts.items() if hasattr(part, "work")}
     busy = False
-    open_calls: list[tuple[Call, Later]] = []
+    open_calls: list[tuple[Call, Deferred]] = []
     while True:
-        if channel.poll(0 if busy else LOOK_S if open_calls else None):
+        if channel.poll(0 if busy else POLL_INTERVAL_S if open_calls else None):
             call = channel.recv()
             if call is None:
                 return
             reply = _answer(call, partial(_perform, call, parts))
-            if isinstance(reply.value, Later):
+            if isinstance(reply.value, Deferred):
                 open_calls.append((call, reply.value))
             else:
                 channel.send(reply)
@@ -120,7 +120,7 @@ class BusyClock:
         self.seconds += time.perf_counter() - self._since
 
 
-class Vitals:
+class ProcessStats:
     """The part every worker process has."""
 
     def pid(self) -> int:
@@ -154,7 +154,7 @@ def _counted_peak() -> int:
 
 
 def main() -> None:
-    """Entry point of a worker process: `python -m paceline.place.host FD PARENT_PID`. The first message is (build, arguments)."""
+    """Entry point of a worker process: `python -m paceline.remote.host FD PARENT_PID`. The first message is (build, arguments)."""
     end_with_parent(int(sys.argv[2]))
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
@@ -171,7 +171,7 @@ def main() -> None:
             channel.send(Reply(0, error=portable(error)))
             return
         channel.send(Reply(0))
-        serve(channel, {**parts, "host": Vitals()})
+        serve(channel, {**parts, "host": ProcessStats()})
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the controller is gone; nothing to tell anybody
 

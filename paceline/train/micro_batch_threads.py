@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 
 
-class Lanes:
+class MicroBatchThreads:
     def __init__(self, count: int) -> None:
         self.count = count
         self._pool = (

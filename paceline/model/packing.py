@@ -30,7 +30,7 @@ PER_TOKEN = (
     "token_rewards",
 )
 TOKEN_BYTES = 4  # of Batch.tokens
-LANE_TOKENS = 256  # fewer for each lane are done sooner by one
+THREAD_TOKENS = 256  # fewer for each lane are done sooner by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def trained_lengths(batch: Batch) -> NDArray[np.int64]:
 
 
 def micro_batches(
-    batch: Batch, limit: int, device: torch.device, lanes: int = 1
+    batch: Batch, limit: int, device: torch.device, threads: int = 1
 ) -> Iterator[MicroBatch]:
     """Cut a batch into micro-batches of at most `limit` tokens each; a longer row goes alone.
 
@@ -111,9 +111,9 @@ def micro_batches(
     order = np.argsort(-needed, kind="stable")
     order = order[needed[order] > 0]
     lengths = needed[order].tolist()
-    lanes = max(1, min(lanes, sum(lengths) // LANE_TOKENS))
+    threads = max(1, min(threads, sum(lengths) // THREAD_TOKENS))
     start = 0
-    for count in cut_evenly(lengths, limit, -(-len(cut_rows(lengths, limit)) // lanes) * lanes):
+    for count in cut_evenly(lengths, limit, -(-len(cut_rows(lengths, limit)) // threads) * threads):
         yield micro_batch(batch, order[start : start + count], needed, device)
         start += count
 

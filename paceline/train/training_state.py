@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from paceline.errors import CheckpointError
-from paceline.place.group import is_first_rank
+from paceline.remote.group import is_first_rank
 from paceline.train.optimizer import STATE, load_optimizer_state
 
 MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
@@ -82,13 +82,14 @@ def load_training(
             check_same_model(
                 folder / trained_file,
                 shapes,
-                {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()},
-            )  # noqa: SIM118
+                {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()},  # noqa: SIM118
+            )
             weights = {name: _read(file, name, region(name)) for name in parameters}
         with safe_open(folder / OPTIMIZER_FILE, "pt") as file:
             state = {
-                key: _read(file, key, _state_region(key, parameters, region)) for key in file.keys()
-            }  # noqa: SIM118
+                key: _read(file, key, _state_region(key, parameters, region))
+                for key in file.keys()  # noqa: SIM118
+            }
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read the trained model in {folder}: {error}") from error
     load_optimizer_state(optimizer, dict(parameters), state)

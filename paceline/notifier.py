@@ -3,11 +3,11 @@
 import asyncio
 
 
-class Pulse:
+class Notifier:
     def __init__(self) -> None:
         self._waiters: dict[asyncio.Future[None], None] = {}  # in the order they came: runs repeat
 
-    def fire(self) -> None:
+    def notify_all(self) -> None:
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)

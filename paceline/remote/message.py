@@ -43,7 +43,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Later:
+class Deferred:
     """What a method returns when its answer is not there yet: others are answered meanwhile, and parts work."""
 
     done: Callable[[], bool]

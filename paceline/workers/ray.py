@@ -21,14 +21,14 @@ from typing import Any
 
 from paceline.config import RunConfig
 from paceline.errors import ConfigError, PacelineError, WorkerDied
-from paceline.place.build import build_parts
-from paceline.place.cluster import Node, PlannedWorker
-from paceline.place.group import IN_RANKS, Rank, WorkerGroup, start_rank
-from paceline.place.local import available_cores
-from paceline.place.mailbox import PULL_S
-from paceline.place.message import Reply
-from paceline.place.ray_host import RayHost, smallest_gpu
-from paceline.place.worker import Build, Worker
+from paceline.remote.group import IN_RANKS, Rank, WorkerGroup, start_rank
+from paceline.remote.mailbox import PULL_S
+from paceline.remote.message import Reply
+from paceline.remote.worker import Build, Worker
+from paceline.workers.build import build_parts
+from paceline.workers.cluster import Node, PlannedWorker
+from paceline.workers.local import available_cores
+from paceline.workers.ray_host import RayHost, smallest_gpu
 
 try:
     import ray

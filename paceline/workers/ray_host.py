@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import IO, Any
 
-from paceline.place.host import Vitals, serve
-from paceline.place.mailbox import Mailbox
-from paceline.place.message import Reply, portable
+from paceline.remote.host import ProcessStats, serve
+from paceline.remote.mailbox import Mailbox
+from paceline.remote.message import Reply, portable
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class RayHost:
                 log.exception("the worker could not start")
                 return mailbox.send(Reply(0, error=portable(error)))
             mailbox.send(Reply(0))
-            serve(mailbox, {**parts, "host": Vitals()})
+            serve(mailbox, {**parts, "host": ProcessStats()})
             mailbox.send(None)
         except BaseException as error:
             log.exception("the worker failed")

@@ -14,16 +14,16 @@ ALARMS: tuple[
         "the learning rate is 0, so nothing is learned; set train.learning_rate above 0 and look at train.lr_schedule",
     ),
     (
-        "train/advantage_zero_share",
+        "train/advantage_zero_fraction",
         1.0,
         "every token has advantage 0: all attempts at each prompt got the same reward. The task is too easy or too hard for the model, "
         "or the reward is constant; look at reward/mean and the answers, or set algorithm.dynamic_sampling = true",
     ),
     (
-        "train/masked_share",
+        "train/masked_fraction",
         1.0,
         "the off-policy correction left no token to learn from: the trainer's log-probs and the engine's do not belong together; look "
-        "at train/logprob_gap_max for fresh tokens, and widen correction_range or reject_range or lower max_staleness for stale ones",
+        "at train/logprob_diff_max for fresh tokens, and widen correction_range or reject_range or lower max_staleness for stale ones",
     ),
     (
         CONSEQUENCE,
@@ -44,7 +44,7 @@ class Health:
             None  # what was wrong with the step before; None: there was none
         )
 
-    def look(self, metrics: dict[str, float], step: int) -> None:
+    def check(self, metrics: dict[str, float], step: int) -> None:
         found = [alarm for alarm in ALARMS if metrics.get(alarm[0]) == alarm[1]]
         alone = set() if self._before is None else {name for name, _, _ in found} - self._before
         self._before = {name for name, _, _ in found}

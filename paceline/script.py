@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from paceline.config import RunConfig
-from paceline.models import resolve_model
-from paceline.place.cluster import Cluster
-from paceline.place.pools import close_workers, open_cluster, plan_workers, start_workers
-from paceline.place.worker import Worker
+from paceline.model.loading import resolve_model
+from paceline.remote.worker import Worker
 from paceline.types import Role
+from paceline.workers.cluster import Cluster
+from paceline.workers.pools import close_workers, open_cluster, plan_workers, start_workers
 
 T = TypeVar("T")
 
 
-class Answer(Generic[T]):
+class PendingResult(Generic[T]):
     """What a call with `blocking=False` returns: the answer to be."""
 
     def __init__(self, future: "Future[T]") -> None:
@@ -39,7 +39,7 @@ class Answer(Generic[T]):
         return self._future.done()
 
 
-class RoleCalls:
+class RoleProxy:
     """One role: each of its methods, with `blocking` as an extra argument."""
 
     def __init__(self, call: Callable[..., "Future[Any]"]) -> None:
@@ -47,7 +47,7 @@ class RoleCalls:
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         def call(*args: Any, blocking: bool = True) -> Any:
-            answer = Answer(self._call(method, *args))
+            answer = PendingResult(self._call(method, *args))
             return answer.get() if blocking else answer
 
         return call
@@ -78,7 +78,7 @@ class Workers:
         self._thread.join()
         self._loop.close()
 
-    def __getattr__(self, role: str) -> RoleCalls:
+    def __getattr__(self, role: str) -> RoleProxy:
         workers = self._workers.get(role) if role in list(Role) else None  # type: ignore[call-overload]
         if not workers:
             raise AttributeError(
@@ -90,7 +90,7 @@ class Workers:
                 workers[0].call(role, method, *args), self._loop
             )
 
-        return RoleCalls(call)
+        return RoleProxy(call)
 
     async def _start(self) -> None:
         model_path = resolve_model(self._config.model, self._config.data.task)

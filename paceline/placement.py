@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pydantic import Field, model_validator
 
 from paceline.errors import ConfigError
-from paceline.place.cluster import Device, Node
 from paceline.settings import Settings
 from paceline.types import Role
+from paceline.workers.cluster import Device, Node
 
 
 class RaySettings(Settings):

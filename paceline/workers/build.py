@@ -21,8 +21,8 @@ def build_parts(
 ) -> Mapping[str, Any]:
     import torch
 
-    from paceline.place.group import is_first_rank
-    from paceline.place.phases import Phases
+    from paceline.remote.group import is_first_rank
+    from paceline.train.phases import Phases
 
     beside = config.placement.overlap and {Role.ACTOR, Role.ROLLOUT} <= set(roles)
     torch.set_num_threads(max(1, threads // 2) if beside else threads)
@@ -47,7 +47,7 @@ def build_parts(
 
 def _engine(config: RunConfig, model_path: str, head: Literal["policy", "value"] = "policy") -> Any:
     """The back end the run asks for, with this model in it; a critic is one without its output layer."""
-    from paceline.models import load_model, model_body
+    from paceline.model.loading import load_model, model_body
 
     settings, temperature = config.train, config.rollout.temperature
     if settings.backend == "megatron":
@@ -75,8 +75,8 @@ def _device() -> str:
 
 def _megatron(config: RunConfig, model_path: str, head: Literal["policy", "value"]) -> Any:
     """Each rank reads its own part of the weights; only what is not in safetensors is loaded whole."""
-    from paceline.models import load_config, load_model
-    from paceline.train.tensor_file import TensorFiles
+    from paceline.model.loading import load_config, load_model
+    from paceline.model.tensor_file import TensorFiles
 
     try:
         from paceline.train.megatron import Megatron
@@ -94,7 +94,7 @@ def _megatron(config: RunConfig, model_path: str, head: Literal["policy", "value
 
 
 def _actor(config: RunConfig, model_path: str, phases: Any) -> tuple[Any, Any]:
-    from paceline.models import load_model
+    from paceline.model.loading import load_model
     from paceline.train.actor import Actor
     from paceline.train.lora import LoraDevice
     from paceline.train.service import ActorService
@@ -141,10 +141,10 @@ def _reward(config: RunConfig) -> Any:
 
 
 def _rollout(config: RunConfig, model_path: str, actor: Any) -> Any:
-    from paceline.models import load_config, load_tokenizer
+    from paceline.model.loading import load_config, load_tokenizer
     from paceline.rollout.native.engine import NativeEngine
     from paceline.rollout.service import RolloutService
-    from paceline.train.neighbour import Neighbour
+    from paceline.train.colocated import ColocatedEngine
     from paceline.train.single import SingleDevice
 
     decode: Callable[[list[int]], str] | None = (
@@ -161,22 +161,24 @@ def _rollout(config: RunConfig, model_path: str, actor: Any) -> Any:
         brief=config.placement.overlap,
     )
     if isinstance(actor, SingleDevice):
-        make_way = (
+        release_device = (
             None
             if config.placement.overlap
             else engine.sleep
             if config.train.offload
-            else engine.settle
+            else engine.wait_idle
         )
-        actor.neighbours.append(
-            Neighbour("keys and values of the rollout engine", engine.cache_bytes, make_way)
+        actor.colocated.append(
+            ColocatedEngine(
+                "keys and values of the rollout engine", engine.cache_bytes, release_device
+            )
         )
     return RolloutService(engine, newest)
 
 
 def _rollout_weights(config: RunConfig, model_path: str, actor: Any) -> tuple[Any, Any]:
     """The engine's weights, and where it gets newer ones when the trainer is here but its weights are not the engine's own."""
-    from paceline.models import load_model
+    from paceline.model.loading import load_model
     from paceline.rollout.native.module import engine_weights
     from paceline.train.lora import LoraDevice
     from paceline.train.single import SingleDevice
@@ -184,7 +186,7 @@ def _rollout_weights(config: RunConfig, model_path: str, actor: Any) -> tuple[An
     longest = config.data.max_prompt_length + config.rollout.max_response_length
     if isinstance(actor, SingleDevice) and not isinstance(actor, LoraDevice):
         if not config.placement.overlap:
-            return actor.lend_weights(longest), None
+            return actor.shared_weights(longest), None
         return actor.copied_weights(longest), lambda: nullcontext(actor.current_weights())
     weights = engine_weights(
         load_model(model_path, config.train.dtype).to(_device()), share=True, max_length=longest
@@ -196,11 +198,11 @@ def _rollout_weights(config: RunConfig, model_path: str, actor: Any) -> tuple[An
 
 def _vllm(config: RunConfig, model_path: str, actor: Any, service: Any) -> Any:
     """vLLM has its weights in a form of its own, so they are copied even where the trainer is in the same worker."""
-    from paceline.models import load_tokenizer
+    from paceline.model.loading import load_tokenizer
     from paceline.rollout.service import RolloutService
     from paceline.rollout.vllm import VllmEngine
+    from paceline.train.colocated import ColocatedEngine
     from paceline.train.lora import LoraDevice
-    from paceline.train.neighbour import Neighbour
 
     engine = VllmEngine(
         model_path,
@@ -214,8 +216,8 @@ def _vllm(config: RunConfig, model_path: str, actor: Any, service: Any) -> Any:
     )
     if service is None:
         return RolloutService(engine)
-    actor.neighbours.append(
-        Neighbour("vLLM", engine.held_bytes, engine.sleep if config.train.offload else None)
+    actor.colocated.append(
+        ColocatedEngine("vLLM", engine.held_bytes, engine.sleep if config.train.offload else None)
     )
     weights = (
         actor.merged_weights

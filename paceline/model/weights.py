@@ -82,7 +82,7 @@ class DecoderWeights:
         check_supported(model.config)
         body: Any = model.model
         named: dict[str, Tensor] = {}
-        take = _Taker(model, share, None if share else dtype, named)
+        take = _WeightReader(model, share, None if share else dtype, named)
         layers = tuple(
             take.layer(f"model.layers.{i}", layer) for i, layer in enumerate(body.layers)
         )
@@ -190,7 +190,7 @@ def load_by_name(
             target.copy_(incoming[name])
 
 
-class _Taker:
+class _WeightReader:
     """Reads tensors out of a module, fusing some, and notes under which name each is found."""
 
     def __init__(

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from paceline.train.packing import RowLayout, Varlen
+from paceline.model.packing import RowLayout, Varlen
 
 PACKED = "paceline_packed"
 # Up to this row length two plain matrix products beat the fused CPU kernel (by 2x at 70 tokens); beyond it the scores

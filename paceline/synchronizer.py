@@ -14,7 +14,7 @@ from typing import Literal
 from pydantic import Field
 
 from paceline.errors import PacelineError, SyncError, WorkerDied
-from paceline.queue.pulse import Pulse
+from paceline.notifier import Notifier
 from paceline.rollout.fleet import Fleet
 from paceline.rollout.member import Member, State
 from paceline.rollout.rollouter import Rollouter
@@ -38,7 +38,7 @@ class SyncSettings(Settings):
     """How often a failed hand-over is tried again before the run ends (or the one engine that fails is replaced)."""
     timeout_s: float = Field(60.0, gt=0)
     """Longest one hand-over may take."""
-    grace_s: float = Field(5.0, gt=0)
+    straggler_timeout_s: float = Field(5.0, gt=0)
     """How long the other engines are waited for once one has the new weights; a later one is out of rotation until it has them."""
 
 
@@ -50,7 +50,7 @@ class ParameterSynchronizer:
         rollouter: Rollouter,
         on_sync: OnSync,
         settings: SyncSettings | None = None,
-        lent: bool = False,
+        shares_weights: bool = False,
     ) -> None:
         """`lent`: the engine computes with the trainer's very own weights, which a train step changes."""
         self.version = 0  # what every engine in rotation has
@@ -61,14 +61,14 @@ class ParameterSynchronizer:
         self._rollouter = rollouter
         self._on_sync = on_sync
         self._settings = settings or SyncSettings()
-        self._lent = lent
+        self._shares_weights = shares_weights
         self._weights: Weights | None = None  # the newest; None while they are being published
-        self._published = Pulse()
+        self._published = Notifier()
 
-    async def make_way(self) -> None:
+    async def pause_before_update(self) -> None:
         """Before a train step: if it changes weights under running generations, these stop first, as `on_sync` says, so that every token
         is of the version it says. They go on after `sync_weights`."""
-        if self._lent:
+        if self._shares_weights:
             await self._rollouter.pause_rollout("sync")
 
     async def sync_weights(self, version: int) -> bool:
@@ -92,7 +92,7 @@ class ParameterSynchronizer:
     async def catch_up(self, member: Member) -> None:
         """Give the newest weights to an engine that is new or has missed a hand-over, and put it in rotation."""
         failures = 0
-        while member.state in (State.STARTING, State.BEHIND):
+        while member.state in (State.STARTING, State.CATCHING_UP):
             while (weights := self._weights) is None:
                 await self._published.wait()
             try:
@@ -123,9 +123,12 @@ class ParameterSynchronizer:
                     return
                 await asyncio.sleep(BACK_OFF_S * 2**failures)
                 continue
-            if weights.version >= self.version and member.state in (State.STARTING, State.BEHIND):
+            if weights.version >= self.version and member.state in (
+                State.STARTING,
+                State.CATCHING_UP,
+            ):
                 member.state = State.LIVE
-                self._fleet.changed.fire()
+                self._fleet.changed.notify_all()
 
     async def _hand_over(self, version: int) -> None:
         for attempt in range(self._settings.retries + 1):
@@ -138,7 +141,7 @@ class ParameterSynchronizer:
                 async with asyncio.timeout(self._settings.timeout_s):
                     weights = await self._transport.publish(version)
                 self._weights = weights
-                self._published.fire()
+                self._published.notify_all()
                 who = "any engine"
                 await self._load_all(weights)
                 return
@@ -168,7 +171,7 @@ class ParameterSynchronizer:
                 load.cancel()
         while not self._holders(weights.version):
             for error in failures:
-                if not (isinstance(error, WorkerDied) and self._fleet.heals):
+                if not (isinstance(error, WorkerDied) and self._fleet.replaces_dead_engines):
                     raise error
             await self._fleet.changed.wait()
 
@@ -179,7 +182,7 @@ class ParameterSynchronizer:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             finished |= done
         if pending:
-            finished |= (await asyncio.wait(pending, timeout=self._settings.grace_s))[0]
+            finished |= (await asyncio.wait(pending, timeout=self._settings.straggler_timeout_s))[0]
         return [error for load in finished if isinstance(error := load.exception(), Exception)]
 
     async def _load(self, member: Member, weights: Weights) -> None:

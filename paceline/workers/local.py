@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import RunConfig
-from paceline.place.build import build_parts
-from paceline.place.cluster import Node, PlannedWorker
-from paceline.place.group import IN_RANKS, Rank, WorkerGroup, start_rank
-from paceline.place.host import ThreadChannel, serve
-from paceline.place.message import Call, Reply
-from paceline.place.worker import Build, Worker
+from paceline.remote.group import IN_RANKS, Rank, WorkerGroup, start_rank
+from paceline.remote.host import ThreadChannel, serve
+from paceline.remote.message import Call, Reply
+from paceline.remote.worker import Build, Worker
 from paceline.types import Role
+from paceline.workers.build import build_parts
+from paceline.workers.cluster import Node, PlannedWorker
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class ProcessWorker(Rank):
                 [
                     sys.executable,
                     "-m",
-                    "paceline.place.host",
+                    "paceline.remote.host",
                     str(theirs.fileno()),
                     str(os.getpid()),
                 ],

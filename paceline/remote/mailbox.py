@@ -7,7 +7,7 @@ import pickle
 import threading
 from typing import Any
 
-from paceline.place.host import ThreadChannel
+from paceline.remote.host import ThreadChannel
 
 PULL_S = 1.0  # an empty answer at least this often: a sign of life
 

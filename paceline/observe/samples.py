@@ -1,4 +1,4 @@
-"""What the model said: answers.jsonl holds some prompts of every step with all answers and their rewards, for people to read.
+"""What the model said: samples.jsonl holds some prompts of every step with all answers and their rewards, for people to read.
 
 Figures can look well while the answers do not (a reward that is fooled, answers cut off, one phrase over and over).
 """
@@ -15,10 +15,10 @@ from rich.text import Text
 from paceline.errors import CheckpointError
 from paceline.types import Group, Trajectory
 
-NAME = "answers.jsonl"
+NAME = "samples.jsonl"
 
 
-class Answers:
+class Samples:
     """Writes the first `groups` groups of each step, one a line."""
 
     def __init__(self, folder: Path, groups: int, first_step: int) -> None:
@@ -51,7 +51,7 @@ def read_answers(folder: Path, step: int | None = None) -> list[dict[str, Any]]:
         )
     steps = [at for _, at in _lines(path)]
     if not steps:
-        raise CheckpointError(f"{path} is empty: no step is done yet, or save_answers = 0")
+        raise CheckpointError(f"{path} is empty: no step is done yet, or save_samples = 0")
     wanted = steps[-1] if step is None else step
     if wanted not in steps:
         raise CheckpointError(f"{path} has no step {wanted}; it has {steps[0]} to {steps[-1]}")
