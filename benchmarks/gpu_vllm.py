@@ -30,7 +30,7 @@ from paceline.rollout.vllm_settings import VllmSettings, check_vllm  # noqa: E40
 from paceline.sync.connect import connect  # noqa: E402
 from paceline.types import Completion, Request, Role, Sampling  # noqa: E402
 from paceline.workers.build import build_parts  # noqa: E402
-from paceline.workers.local import ProcessWorker  # noqa: E402
+from paceline.remote.process import ProcessWorker  # noqa: E402
 
 TARGETS = {"hand_over_s": 0.5, "sleep_and_wake_s": 2.0}
 PROMPT = 128

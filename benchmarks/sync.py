@@ -34,7 +34,8 @@ from paceline.sync.collective import BroadcastGroup, Collective
 from paceline.sync.stream import Stream
 from paceline.sync.transport import SharedMemory
 from paceline.train.service import ActorService
-from paceline.workers.local import ProcessWorker, available_cores
+from paceline.remote.process import ProcessWorker
+from paceline.workers.local import available_cores
 
 RESULTS = Path(__file__).parent / "results" / "sync.json"
 TRANSPORTS: dict[str, Any] = {

@@ -31,7 +31,7 @@ from paceline.errors import (
 )
 from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger
-from paceline.queue.message_queue import DropReason, Item, MessageQueue
+from paceline.queue.message_queue import DropReason, Item, MessageQueueClient
 from paceline.rollout.engine import EngineStats
 from paceline.rollout.fleet import Fleet
 from paceline.rollout.rollouter import Rollouter
@@ -85,7 +85,7 @@ class Loop:
         source: Source,
         rollouter: Rollouter,
         fleet: Fleet,
-        queue: MessageQueue,
+        queue: MessageQueueClient,
         admission: Admission,
         ledger: Ledger,
         trainer: StepTrainer,
@@ -100,7 +100,8 @@ class Loop:
         self._source = source
         self._rollouter = rollouter
         self._fleet = fleet
-        self._queue = queue
+        self._client = queue
+        self._queue = queue.queue
         self._admission = admission
         self._ledger = ledger
         self._trainer = trainer
@@ -108,16 +109,16 @@ class Loop:
         self._observer = observer
         self._save = save
         self._guards = guards
-        self._changed = queue.changed
+        self._changed = self._queue.changed
         self._rollouts: set[asyncio.Task[None]] = set()
         self._failed = 0
         self._equal: Counter[float] = Counter()  # rewards of groups filtered since the last step
         self._stopping = False
         self._taking = False  # the trainer waits for groups, so that somebody else has to move
-        queue.on_drop = self._dropped
-        if not (admission.changed is rollouter.changed is queue.changed):
+        self._queue.on_drop = self._dropped
+        if not (admission.changed is rollouter.changed is self._changed):
             raise ValueError(
-                "queue, admission and rollouter must share one pulse, or the loop misses their changes"
+                "queue, admission and rollouter must share one notifier, or the loop misses their changes"
             )
 
     async def run(self, first_step: int = 0) -> None:
@@ -170,7 +171,7 @@ class Loop:
             if self._settings.dynamic_sampling and _all_equal(group):
                 self._filtered(group)
             else:
-                self._queue.put(group, group.version_min, key=seq)
+                self._client.put_samples(group, group.version_min, key=seq)
 
     async def _train(self) -> None:
         clock = asyncio.get_running_loop().time
@@ -221,13 +222,14 @@ class Loop:
         self._taking = True
         while True:
             wanted = self._admission.oldest(count)
-            if (
-                len(wanted) == count
-                and (items := self._queue.get(count, self.step, keys=wanted)) is not None
-            ):
+            groups: list[Group] | None = None
+            if len(wanted) == count:
+                groups = self._client.get_samples(
+                    count, current_param_version=self.step, keys=wanted
+                )
+            if groups is not None:
                 self._taking = False
                 self._admission.take(wanted)
-                groups: list[Group] = [item.payload for item in items]
                 return groups
             missing = [seq for seq in wanted if seq not in self._queue]
             self.waiting_for["train"] = (
@@ -306,7 +308,8 @@ class Loop:
             "staleness/max": float(max(staleness)),
             "sample_age_s": float(np.mean([taken_s - group.started_s for group in groups])),
             "queue/utilization": self._queue.utilization,
-            "queue/dropped": float(self._ledger.dropped.total()),
+            "queue/dropped": float(self._queue.counts.dropped),
+            "rollout/failed_groups": float(self._failed),
             "fleet/engines": float(len(self._fleet.in_rotation)),
             "fleet/replaced": float(self._fleet.replaced),
             "fleet/fenced_messages": float(self._fleet.fenced_messages),

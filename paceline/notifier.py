@@ -1,11 +1,11 @@
-"""A wake-up call for everyone who waits for a state to change: wait, look again, wait again."""
+"""Notifier for state changes. Every waiter wakes up and rechecks its own condition."""
 
 import asyncio
 
 
 class Notifier:
     def __init__(self) -> None:
-        self._waiters: dict[asyncio.Future[None], None] = {}  # in the order they came: runs repeat
+        self._waiters: dict[asyncio.Future[None], None] = {}  # in order, so that runs repeat
 
     def notify_all(self) -> None:
         for waiter in self._waiters:
@@ -14,7 +14,10 @@ class Notifier:
         self._waiters.clear()
 
     async def wait(self) -> None:
-        """Returns after the next `fire()`. Never miss one: check the state and call this without awaiting in between."""
+        """Return after the next `notify_all()`.
+
+        Check the condition and call this without awaiting in between, or a notification can be missed.
+        """
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters[waiter] = None
         try:

@@ -18,7 +18,7 @@ from paceline.train.engine import TrainEngine
 from paceline.train.offload import Moved
 from paceline.train.settings import TrainSettings
 from paceline.types import Batch, FloatArray
-from paceline.workers.local import process_group
+from paceline.remote.process import process_group
 
 Make = Callable[..., TrainEngine]  # (model, settings, temperature=, head=), in each rank
 Arrays = dict[str, NDArray[Any]]

@@ -1,8 +1,12 @@
-"""Admission: the staleness control. A group needs a ticket to start and gives it back only when the weights it was
-trained into are live on the engines, or when it is dropped. Everything else about staleness follows from this. A queue that holds
-fewer groups than may be under way holds admission back as well: it would have to drop groups that the trainer is about to take.
+"""Admission: the staleness control. Every group needs a ticket to start.
 
-Waits for: nothing. Waited for by: the feed (for a free ticket), the trainer (for the oldest tickets' groups).
+A group keeps its ticket until the weights it was trained into are live on the engines, or until it
+is dropped. The staleness bound follows from this. A queue that is smaller than the number of
+tickets limits admission too, because it would have to drop groups that the trainer is about to
+take.
+
+Waits for: nothing. Awaited by: the feed (for a free ticket) and the trainer (for the oldest
+groups).
 """
 
 from paceline.errors import LedgerError
@@ -16,10 +20,10 @@ class Admission:
         self.capacity = capacity
         self.queue_size = queue_size or capacity
         self.changed = changed or Notifier()
-        self._coming: dict[
-            int, None
-        ] = {}  # to the queue, or in it; insertion order is the order of admission
-        self._taken: dict[int, None] = {}  # by the trainer, but not yet in the engines' weights
+        # Being generated or queued; insertion order is the order of admission.
+        self._coming: dict[int, None] = {}
+        # Taken by the trainer, but not yet part of the engines' weights.
+        self._taken: dict[int, None] = {}
 
     @property
     def outstanding(self) -> int:
@@ -32,24 +36,26 @@ class Admission:
     def admit(self, seq: int) -> None:
         if self.free <= 0 or seq in self._coming or seq in self._taken:
             raise LedgerError(
-                f"group {seq} admitted without a free ticket ({self.outstanding} of {self.capacity} are out)"
+                f"group {seq} admitted without a free ticket "
+                f"({self.outstanding} of {self.capacity} are in use)"
             )
         self._coming[seq] = None
         self.changed.notify_all()
 
     def oldest(self, count: int) -> list[int]:
-        """The next `count` groups to train, in order of admission; fewer if fewer are out."""
+        """Return the next `count` groups to train, in order of admission, or all if there are
+        fewer."""
         return [seq for seq, _ in zip(self._coming, range(count), strict=False)]
 
     def take(self, seqs: list[int]) -> None:
-        """The trainer has these now."""
+        """Mark groups as taken by the trainer."""
         for seq in seqs:
             del self._coming[seq]
             self._taken[seq] = None
         self.changed.notify_all()
 
     def release_trained(self) -> None:
-        """The weights these groups were trained into are live on the engines."""
+        """Free the tickets of taken groups: the weights they were trained into are live."""
         self._taken.clear()
         self.changed.notify_all()
 

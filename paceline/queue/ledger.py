@@ -1,7 +1,7 @@
-"""The books: every prompt that was issued was trained once, dropped for a named reason, or is still out. Nothing else.
+"""The ledger: every issued prompt was trained once, dropped for a named reason, or is outstanding.
 
-The file is one JSON line per event. A checkpoint stores the state and the file's length; continuing from it cuts the
-file there, so books and weights always speak of the same moment.
+The file has one JSON line per event. A checkpoint stores the state and the length of the file; a
+resumed run truncates the file there, so that ledger and weights describe the same moment.
 """
 
 import json
@@ -17,9 +17,7 @@ from paceline.errors import LedgerError
 @dataclass(frozen=True, slots=True)
 class LedgerState:
     next_seq: int  # the prompt cursor: the first prompt never issued
-    outstanding: tuple[
-        int, ...
-    ]  # issued, neither trained nor dropped; issued again after a restart
+    outstanding: tuple[int, ...]  # neither trained nor dropped; issued again after a restart
     trained: int
     dropped: dict[str, int]
     length: int  # bytes of the file when this was taken
@@ -55,7 +53,7 @@ class Ledger:
         return self.next_seq
 
     def issue(self) -> int:
-        """The next prompt to generate from: first those a stopped run left unfinished, then new ones."""
+        """Return the next prompt: first those that the run left unfinished, then new ones."""
         if self._reissue:
             seq = self._reissue.pop(0)
             self._write("reissued", seq)
@@ -87,7 +85,7 @@ class Ledger:
     def check(self) -> None:
         settled = self.trained_count + self.dropped.total() + len(self._outstanding)
         if settled != self.issued:
-            raise LedgerError(f"the ledger does not add up: {self.counts()}")
+            raise LedgerError(f"the ledger does not balance: {self.counts()}")
 
     def state(self) -> LedgerState:
         length = 0
@@ -112,7 +110,8 @@ class Ledger:
     def _settle(self, seq: int, what: str) -> None:
         if seq not in self._outstanding:
             raise LedgerError(
-                f"group {seq} was {what}, but it is not outstanding: it was settled before, or never issued"
+                f"group {seq} was {what}, but it is not outstanding: it was settled before, "
+                "or never issued"
             )
         del self._outstanding[seq]
 

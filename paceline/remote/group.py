@@ -1,7 +1,7 @@
-"""Several processes that hold one model together. Each is a rank; all get every call, in the same order.
+"""A group of ranks: several processes that hold one model and receive every call in the same order.
 
-The first rank answers for all, once all have answered. A rank that dies or fails alone takes the group with it: the others
-may be waiting for it inside a collective operation, where they can hear nobody.
+Rank 0 answers for the group, once all ranks have replied. A rank that dies or fails alone ends the
+whole group, because the others may be blocked in a collective operation.
 """
 
 import asyncio
@@ -19,17 +19,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from paceline.errors import WorkerDied
-from paceline.remote.worker import Build, Worker, seen
-from paceline.types import Role
+from paceline.remote.worker import Build, Worker, mark_seen
 
-IN_RANKS = {Role.ACTOR, Role.CRITIC, Role.REF}  # the others live on the first rank alone
 SIOCGIFADDR = 0x8915  # Linux: the address of a network interface
-LAST_BYTES = 1 << 14  # of a log that may be long
-GRACE_S = 5.0  # for the other ranks to say what became of a call that failed on one
+LAST_BYTES = 1 << 14  # of a log, to find its last lines
+GRACE_S = 5.0  # for the other ranks to reply to a call that failed on one
 
 
 class Rank(Worker):
-    """A worker in a process of its own, so that it can be one of a group: ended without being asked, and its output is in a file."""
+    """A worker in a separate process: it can be killed, and its output is in a log file."""
 
     def __init__(self, name: str, log_path: Path) -> None:
         super().__init__(name)
@@ -39,7 +37,7 @@ class Rank(Worker):
     def kill(self) -> None: ...
 
     def last_lines(self) -> str:
-        """The end of its output, to be added to a message."""
+        """Return the last lines of its log, formatted to follow a message."""
         if not self._log_path.exists():
             return ""
         with self._log_path.open("rb") as log:
@@ -53,7 +51,7 @@ class Rank(Worker):
 
 
 class WorkerGroup(Worker):
-    """A Worker of several ranks. Roles in `first_only` live on the first rank alone."""
+    """A Worker of several ranks. Parts in `first_only` exist on rank 0 alone."""
 
     def __init__(
         self,
@@ -71,18 +69,16 @@ class WorkerGroup(Worker):
         for rank in ranks:
             rank.died.add_done_callback(self._rank_died)
 
-    def listen(self, role: str, listener: Callable[[Any], None]) -> None:
-        self.ranks[0].listen(role, listener)
+    def listen(self, part: str, listener: Callable[[Any], None]) -> None:
+        self.ranks[0].listen(part, listener)
 
-    def start_call(self, role: str, method: str, *args: Any) -> asyncio.Future[Any]:
+    def start_call(self, part: str, method: str, *args: Any) -> asyncio.Future[Any]:
         if self.died.done():
             self.died.result()
-        if role in self._first_only:
-            return self.ranks[0].start_call(role, method, *args)
-        answers = [rank.start_call(role, method, *args) for rank in self.ranks]
-        for answer in answers:
-            answer.add_done_callback(seen)
-        return asyncio.ensure_future(self._together(f"{role}.{method}", answers))
+        if part in self._first_only:
+            return self.ranks[0].start_call(part, method, *args)
+        replies = [mark_seen(rank.start_call(part, method, *args)) for rank in self.ranks]
+        return asyncio.ensure_future(self._combine(f"{part}.{method}", replies))
 
     async def ready(self) -> None:
         starting = [asyncio.ensure_future(rank.ready()) for rank in self.ranks]
@@ -104,28 +100,28 @@ class WorkerGroup(Worker):
         await asyncio.gather(*(rank.close() for rank in self.ranks))
         self._clean_up()
 
-    async def _together(self, what: str, answers: list[asyncio.Future[Any]]) -> Any:
-        """The first rank's answer. An error that all ranks agree on is the call's; one that only some meet ends the group."""
-        _, waiting = await asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)
+    async def _combine(self, what: str, replies: list[asyncio.Future[Any]]) -> Any:
+        """Return rank 0's reply or the error of all ranks; an error on some ends the group."""
+        _, waiting = await asyncio.wait(replies, return_when=asyncio.FIRST_EXCEPTION)
         if waiting:
-            _, waiting = await asyncio.wait(answers, timeout=GRACE_S)
+            _, waiting = await asyncio.wait(replies, timeout=GRACE_S)
         if self.died.done():
             self.died.result()
         errors = {
-            rank: answer.exception()
-            for rank, answer in enumerate(answers)
-            if answer.done() and answer.exception() is not None
+            rank: reply.exception()
+            for rank, reply in enumerate(replies)
+            if reply.done() and reply.exception() is not None
         }
-        if errors and (waiting or len(errors) < len(answers)):
+        if errors and (waiting or len(errors) < len(replies)):
             rank, error = next(iter(errors.items()))
             self._fail(
                 WorkerDied(
-                    f"{self.ranks[rank].name!r} failed in {what} while other ranks did not: {type(error).__name__}: {error}"
-                    + self.ranks[rank].last_lines()
+                    f"{self.ranks[rank].name!r} failed in {what} while other ranks did not: "
+                    f"{type(error).__name__}: {error}{self.ranks[rank].last_lines()}"
                 )
             )
             self.died.result()
-        return answers[0].result()
+        return replies[0].result()
 
     def _rank_died(self, died: asyncio.Future[None]) -> None:
         error = None if died.cancelled() else died.exception()
@@ -136,22 +132,25 @@ class WorkerGroup(Worker):
         if self._closing or self.died.done():
             return
         self.died.set_exception(error)
-        self.died.exception()  # mark as seen: those who wait get it anyway
+        self.died.exception()  # mark as retrieved: every waiter gets it anyway
         self._kill()
 
     def _kill(self) -> None:
         for rank in self.ranks:
             rank.kill()
 
-    def _send(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         for rank in self.ranks:
-            rank._send(message)
+            rank.send(message)
 
 
 def start_rank(
     rank: int, count: int, store: str, build: Build, args: tuple[Any, ...]
 ) -> Mapping[str, Any]:
-    """In the rank's process: meet the other ranks at `store` (a file:// of this machine, or tcp://host:port), then build the parts."""
+    """Join the other ranks at `store` and build the parts. Runs in the rank's process.
+
+    `store` is a file:// of this machine or tcp://host:port.
+    """
     import torch
     import torch.distributed as dist
 
@@ -167,7 +166,7 @@ def start_rank(
         use_interface(url.hostname)
         listening = (
             int(url.query.removeprefix("fd=")) if url.query else None
-        )  # the first rank's own socket
+        )  # the socket of rank 0
         tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]
         meeting = tcp_store(
             url.hostname, url.port, count, listening is not None, master_listen_fd=listening
@@ -178,7 +177,10 @@ def start_rank(
 
 
 def use_interface(host: str) -> None:
-    """Have gloo talk over the network interface that leads to `host`; the machine's own name, which it would ask, may not resolve."""
+    """Have gloo use the network interface that leads to `host`.
+
+    By default gloo resolves the machine's host name, which may fail.
+    """
     if sys.platform != "linux":
         return
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -186,7 +188,7 @@ def use_interface(host: str) -> None:
         address = probe.getsockname()[0]
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode())
-            with contextlib.suppress(OSError):  # it has no address
+            with contextlib.suppress(OSError):  # an interface without an address
                 if (
                     socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24])
                     == address
@@ -195,7 +197,7 @@ def use_interface(host: str) -> None:
 
 
 def is_first_rank() -> bool:
-    """Whether this process answers for its group; true outside of one."""
+    """Return whether this process is rank 0 of its group, or not in a group."""
     import torch.distributed as dist
 
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0

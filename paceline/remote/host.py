@@ -1,7 +1,8 @@
-"""The worker's side: one loop that answers calls and, in between, lets its parts work.
+"""The worker's side of a call: one loop that answers calls and runs its parts in between.
 
-A host runs in a process of its own or on a thread of the controller; the loop is the same. Because everything in it
-happens one after the other, roles on one pool take turns by construction, and weights change only between decode steps.
+A host runs in a separate process or on a thread of the controller; the loop is the same. Everything
+in it happens one after the other, so roles of one pool alternate, and weights change only between
+decode steps.
 """
 
 import atexit
@@ -22,7 +23,7 @@ from paceline.remote.message import Call, Deferred, Event, Reply, portable
 
 log = logging.getLogger(__name__)
 
-POLL_INTERVAL_S = 0.002  # how often an answer that is to come later is looked for
+POLL_INTERVAL_S = 0.002  # of deferred replies
 
 
 class Channel(Protocol):
@@ -32,15 +33,15 @@ class Channel(Protocol):
 
 
 class Part(Protocol):
-    """What plays a role. Public methods can be called from the controller; `work` is called when there are no calls."""
+    """What plays a role. The controller can call its public methods; `work` runs between calls."""
 
     def work(self) -> list[Any] | None:
-        """Do one unit of work and return what it produced, or None when there is nothing to do."""
+        """Do one unit of work and return what it produced, or None if there is nothing to do."""
         ...
 
 
 class ThreadChannel:
-    """The worker's end of a pair of queues, for a worker on a thread."""
+    """The worker's end of two queues, for a worker on a thread."""
 
     def __init__(self) -> None:
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -66,7 +67,7 @@ class ThreadChannel:
 
 
 def serve(channel: Channel, parts: Mapping[str, Any]) -> None:
-    """Answer calls and let parts work until told to stop (None) or the controller is gone (EOFError)."""
+    """Answer calls and run parts until the controller sends None or is gone (EOFError)."""
     workers = {role: part for role, part in parts.items() if hasattr(part, "work")}
     busy = False
     open_calls: list[tuple[Call, Deferred]] = []
@@ -75,7 +76,7 @@ def serve(channel: Channel, parts: Mapping[str, Any]) -> None:
             call = channel.recv()
             if call is None:
                 return
-            reply = _answer(call, partial(_perform, call, parts))
+            reply = _reply(call, partial(_perform, call, parts))
             if isinstance(reply.value, Deferred):
                 open_calls.append((call, reply.value))
             else:
@@ -85,7 +86,7 @@ def serve(channel: Channel, parts: Mapping[str, Any]) -> None:
         busy = False
         for call, later in [(call, later) for call, later in open_calls if later.done()]:
             open_calls.remove((call, later))
-            channel.send(_answer(call, later.result))
+            channel.send(_reply(call, later.result))
         for role, part in workers.items():
             produced = part.work()
             if produced is not None:
@@ -95,19 +96,19 @@ def serve(channel: Channel, parts: Mapping[str, Any]) -> None:
 
 
 def _perform(call: Call, parts: Mapping[str, Any]) -> Any:
-    return getattr(parts[call.role], call.method)(*call.args)
+    return getattr(parts[call.part], call.method)(*call.args)
 
 
-def _answer(call: Call, work: Callable[[], Any]) -> Reply:
+def _reply(call: Call, work: Callable[[], Any]) -> Reply:
     try:
         return Reply(call.id, work())
     except Exception as error:
-        log.exception("%s.%s failed", call.role, call.method)
+        log.exception("%s.%s failed", call.part, call.method)
         return Reply(call.id, error=portable(error))
 
 
 class BusyClock:
-    """Seconds a part spent computing since it was made."""
+    """Seconds that a part has spent computing."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -121,7 +122,7 @@ class BusyClock:
 
 
 class ProcessStats:
-    """The part every worker process has."""
+    """The part that every worker process has."""
 
     def pid(self) -> int:
         return os.getpid()
@@ -130,16 +131,16 @@ class ProcessStats:
         return peak_memory()
 
 
-_highest = 0  # before the count was last started again
+_highest = 0  # before the last reset of the kernel's counter
 
 
 def peak_memory() -> int:
-    """Most bytes this process ever held."""
+    """Return the peak resident bytes of this process."""
     return max(_highest, _counted_peak())
 
 
 def take_peak_memory() -> int:
-    """Most bytes this process held since this was last called (Linux; elsewhere: ever)."""
+    """Return the peak resident bytes since the last call (Linux) or since the start (elsewhere)."""
     global _highest
     peak = _counted_peak()
     _highest = max(_highest, peak)
@@ -154,11 +155,13 @@ def _counted_peak() -> int:
 
 
 def main() -> None:
-    """Entry point of a worker process: `python -m paceline.remote.host FD PARENT_PID`. The first message is (build, arguments)."""
+    """Run a worker process: `python -m paceline.remote.host FD PARENT_PID`.
+
+    The first message is (build, arguments).
+    """
     end_with_parent(int(sys.argv[2]))
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C goes to the controller, which stops the workers in order
+    # Ctrl-C goes to the controller, which stops the workers in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     channel: Connection[Any, Any] = Connection(int(sys.argv[1]))
     try:
@@ -167,17 +170,17 @@ def main() -> None:
         try:
             parts = build(*args)
         except Exception as error:
-            log.exception("the worker could not start")
+            log.exception("the worker failed to start")
             channel.send(Reply(0, error=portable(error)))
             return
         channel.send(Reply(0))
         serve(channel, {**parts, "host": ProcessStats()})
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass  # the controller is gone; nothing to tell anybody
+        pass  # the controller has exited
 
 
 def leave() -> None:
-    """End this process at once: taking a whole torch apart object by object costs seconds on a busy machine, and nobody needs it."""
+    """Exit at once: destroying all objects of torch takes seconds on a busy machine."""
     atexit._run_exitfuncs()
     logging.shutdown()
     sys.stdout.flush()
@@ -185,7 +188,10 @@ def leave() -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent dies (Linux). Elsewhere the closed pipe ends it."""
+    """Have the kernel kill this process when its parent dies (Linux).
+
+    Elsewhere the closed pipe ends it.
+    """
     if sys.platform == "linux":
         import ctypes
 

@@ -1,4 +1,4 @@
-"""What controller and workers say to each other, over a pipe or between threads."""
+"""Messages between the controller and its workers, over a pipe, a Ray actor or between threads."""
 
 import pickle
 from collections.abc import Callable
@@ -8,43 +8,47 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Controller to worker: call `method` of the part that plays `role`."""
+    """Controller to worker: call `method` of a part."""
 
     id: int
-    role: str
+    part: str
     method: str
     args: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Worker to controller: the result of a call, or the error it ended with."""
+    """Worker to controller: the result of a call, or its error."""
 
     id: int
     value: Any = None
     error: BaseException | None = None
 
 
-def portable(error: BaseException) -> BaseException:
-    """The error, or one that says the same: those of some libraries can be pickled but not unpickled, so nobody would hear of them."""
-    try:
-        pickle.loads(pickle.dumps(error))
-        return error
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-
-
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Worker to controller, unasked: something a role produced."""
+    """Worker to controller: something that a part produced between calls."""
 
-    role: str
+    part: str
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """What a method returns when its answer is not there yet: others are answered meanwhile, and parts work."""
+    """Return value of a method whose result is not available yet. The worker serves other calls and
+    runs its parts until `done()`."""
 
     done: Callable[[], bool]
     result: Callable[[], Any]
+
+
+def portable(error: BaseException) -> BaseException:
+    """Return the error, or an equivalent one if it cannot be unpickled.
+
+    Errors of some libraries can be pickled but not unpickled, so they would never arrive.
+    """
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")

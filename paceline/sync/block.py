@@ -1,4 +1,4 @@
-"""All weights of one version in one run of bytes, in the order in which the trainer exports them: what transports carry."""
+"""The bytes of all weights of one version, in the order in which the trainer exports them."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -13,12 +13,12 @@ Layout = list[tuple[str, tuple[int, ...], str]]  # name, shape, dtype
 
 ALIGNMENT = 64
 MULTIPLIER = 0x9E3779B97F4A7C15
-PIECE = 4 << 20  # bytes that are sent and summed at a time
+CHUNK = 4 << 20  # bytes that are sent and summed at a time; part of the checksum
 
 
 class WeightBlock:
-    """Named tensors over the bytes; in a file that others map too, or (no path) in memory of its own, of the host or of a device, or in
-    memory that is there already."""
+    """Named tensors over the bytes: of a file that other processes map too (`path`), of existing
+    memory (`over`), or of new memory on `device`."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class WeightBlock:
         return self.bytes.numpy().data
 
     def write(self, tensors: "Iterable[tuple[str, torch.Tensor]]") -> int:
-        """Copy all tensors in; returns the checksum."""
+        """Copy all tensors in and return the checksum."""
         missing = set(self.tensors)
         for name, tensor in tensors:
             self.tensors[name].copy_(tensor)
@@ -63,31 +63,36 @@ class WeightBlock:
     def check_complete(self, missing: set[str]) -> None:
         if missing:
             raise SyncError(
-                f"the trainer did not export {sorted(missing)[:3]}; all {len(self.tensors)} tensors of the layout are needed"
+                f"the trainer did not export {sorted(missing)[:3]}; "
+                f"expected all {len(self.tensors)} tensors of the layout"
             )
 
     def checksum(self) -> int:
         total = 0
-        for start in range(0, len(self.bytes), PIECE):
-            total = add_to_checksum(total, self.bytes[start : start + PIECE])
+        for start in range(0, len(self.bytes), CHUNK):
+            total = add_to_checksum(total, self.bytes[start : start + CHUNK])
         return total
 
     def verify(self, weights: Weights) -> None:
         check(self.checksum(), weights)
 
 
-def add_to_checksum(total: int, piece: "torch.Tensor") -> int:
-    """The checksum with one more piece in it: a sum of words, as fast as memory on any device, and the order of pieces counts. It notices
-    every flipped bit and every piece that is missing, of another version or in the wrong place."""
+def add_to_checksum(total: int, chunk: "torch.Tensor") -> int:
+    """Return the checksum with one more chunk: a sum of words, as fast as memory on any device.
+
+    The order of chunks counts. Every flipped bit changes the checksum, and so does every chunk that
+    is missing, misplaced or of another version.
+    """
     import torch
 
-    return (total * MULTIPLIER + int(piece.view(torch.int64).sum())) % (1 << 64)
+    return (total * MULTIPLIER + int(chunk.view(torch.int64).sum())) % (1 << 64)
 
 
 def check(found: int, weights: Weights) -> None:
     if found != weights.checksum:
         raise SyncError(
-            f"weights of version {weights.version} arrived damaged: checksum {found:#x}, expected {weights.checksum:#x}"
+            f"weights of version {weights.version} are corrupted: checksum {found:#x}, "
+            f"expected {weights.checksum:#x}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Picks the way for weights to go from where the trainer is to where the engines are."""
+"""Selects the weight transport: by `sync.transport`, or by where trainer and engines run."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -6,9 +6,9 @@ from typing import Literal
 from paceline.remote.worker import Worker
 from paceline.sync.collective import Collective
 from paceline.sync.ipc import CudaIpc
+from paceline.sync.shared_memory import SharedMemory
 from paceline.sync.stream import Stream
-from paceline.sync.transport import SharedMemory, WeightTransport
-from paceline.types import Role
+from paceline.sync.transport import SOURCE, TARGET, WeightTransport
 
 
 async def connect(
@@ -18,17 +18,15 @@ async def connect(
     engines: Sequence[Worker],
     dtype: str,
 ) -> WeightTransport:
-    """`dtype`: what engines compute with."""
+    """Open a transport. `dtype`: what engines compute with."""
     if kind == "auto":
-        gpus = [
-            await trainer.call(Role.ACTOR, "gpu"),
-            *[await engine.call(Role.ROLLOUT, "gpu") for engine in engines],
-        ]
+        gpus = [await trainer.call(SOURCE, "gpu")]
+        gpus += [await engine.call(TARGET, "gpu") for engine in engines]
         if one_machine and gpus[0] and len(set(gpus)) == 1:
             return await CudaIpc.connect(trainer, engines, dtype)
         if one_machine:
             return await SharedMemory.connect(trainer, engines)
-        kind = (
-            "collective" if None not in gpus and len(set(gpus)) == len(gpus) else "stream"
-        )  # NCCL wants a GPU for each
+        # NCCL needs a separate GPU for each process.
+        distinct = None not in gpus and len(set(gpus)) == len(gpus)
+        kind = "collective" if distinct else "stream"
     return await (Collective if kind == "collective" else Stream).connect(trainer, engines)

@@ -1,8 +1,10 @@
-"""Weights over TCP, to engines on any machine. Engines fetch: one that is new, late or back asks like any other, and nobody waits for it.
+"""Weight transfer over TCP, to engines on any machine. Engines fetch; no other component waits for
+them.
 
-The trainer writes a version into a block and sends its bytes on while it still gathers the rest. An engine receives them beside its
-work, passes them on to others as they come (a tree, so that the trainer sends each byte once or twice, however many engines there
-are), and swaps them in whole once the checksum is right. If the one it fetches from fails, it goes on with the trainer from where it is.
+The trainer writes a version into a buffer and sends its bytes while it still gathers the rest. An
+engine receives them on a thread, passes them on to other engines as they arrive (a tree, so that
+the trainer sends each byte at most twice), and loads them once the checksum matches. If the
+connection to one source fails, the engine continues with the trainer from the byte it has reached.
 """
 
 import hmac
@@ -11,38 +13,42 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import SyncError
-from paceline.remote.worker import Worker, seen
-from paceline.sync.block import PIECE, Layout, WeightBlock, add_to_checksum, check
+from paceline.remote.message import Deferred
+from paceline.remote.worker import Worker, mark_seen
+from paceline.sync.block import CHUNK, Layout, WeightBlock, add_to_checksum, check
+from paceline.sync.transport import SOURCE, TARGET, Load, SourceEnd, TargetEnd, publish
 from paceline.sync.weights import Weights
-from paceline.types import Role
 
 if TYPE_CHECKING:
     import torch
+
+    from paceline.sync.transport import Tensors
 
 log = logging.getLogger(__name__)
 
 Address = tuple[str, int]
 
 REQUEST = struct.Struct("!32sqq")  # token, version, first byte wanted
-SILENCE_S = 5.0  # without a byte from one source before the next is asked
-PATIENCE_S = 0.02  # before memory for another version is made
-FAN_OUT = 2  # engines that fetch from one
+SILENCE_S = 5.0  # without a byte from one source before the next is tried
+READER_TIMEOUT_S = 0.02  # for a reader to finish before memory for another version is allocated
+FAN_OUT = 2  # engines that fetch from one source
 
 
 class WeightBuffer:
-    """One version's bytes as they arrive, and whoever waits for them."""
+    """The bytes of one version as they arrive, with the readers that wait for them."""
 
     def __init__(self, layout: Layout, changed: threading.Condition, device: str = "cpu") -> None:
-        """`changed` is shared by all shelves of a worker: who waits for a version does not know on which it will be."""
+        """`changed` is shared by all buffers of a worker: a reader waits for a version, which may
+        arrive in any of them."""
         self.block = WeightBlock(None, layout, device)
         self.size = len(self.block.bytes)
         self.version = -1
-        self.filled = 0  # bytes that are there
-        self.checksum = 0  # of these
+        self.filled = 0  # bytes that have arrived
+        self.checksum = 0  # of the bytes that have arrived
         self.readers = 0
         self.failure: str | None = None
         self._changed = changed
@@ -52,13 +58,13 @@ class WeightBuffer:
             self.version, self.filled, self.checksum, self.failure = version, 0, 0, None
             self._changed.notify_all()
 
-    def piece(self) -> tuple[int, int]:
-        """Where the next piece begins and ends."""
-        return self.filled, min(self.size, self.filled + PIECE)
+    def next_chunk(self) -> tuple[int, int]:
+        """Return where the next chunk begins and ends."""
+        return self.filled, min(self.size, self.filled + CHUNK)
 
     def advance(self) -> None:
-        """The next piece is there."""
-        start, end = self.piece()
+        """Mark the next chunk as arrived."""
+        start, end = self.next_chunk()
         checksum = add_to_checksum(self.checksum, self.block.bytes[start:end])
         with self._changed:
             self.filled, self.checksum = end, checksum
@@ -70,7 +76,7 @@ class WeightBuffer:
             self._changed.notify_all()
 
     def wait(self, version: int, start: int) -> int:
-        """How many bytes of `version` are there, once there are more than `start`; 0 when there will not be, or not in time."""
+        """Wait for bytes of `version` beyond `start`; return their number, or 0 on timeout."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self.version > version or (self.version == version and self.filled > start),
@@ -79,9 +85,9 @@ class WeightBuffer:
             return self.filled if self.version == version and self.filled > start else 0
 
     def free(self) -> bool:
-        """Whether nobody reads it any more. Who has sent the last byte is given a moment to say so."""
+        """Return whether no reader is left, after a short wait for the last one."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self.readers, PATIENCE_S)
+            return self._changed.wait_for(lambda: not self.readers, READER_TIMEOUT_S)
 
     @property
     def done(self) -> bool:
@@ -89,7 +95,7 @@ class WeightBuffer:
 
 
 class StreamServer:
-    """Sends the bytes of a shelf to whoever knows the token and asks for a version that is there, or on its way."""
+    """Sends the bytes of a buffer to every client that knows the token."""
 
     def __init__(
         self,
@@ -127,7 +133,7 @@ class StreamServer:
             buffer.readers += 1
         try:
             while sent < buffer.size and (filled := buffer.wait(version, sent)):
-                end = min(filled, sent + PIECE)
+                end = min(filled, sent + CHUNK)
                 connection.sendall(buffer.block.bytes[sent:end].cpu().numpy().data)
                 sent = end
         finally:
@@ -137,40 +143,41 @@ class StreamServer:
 
 
 class StreamSource:
-    """In the trainer's worker: gathers a version and serves it, the last one for as long as somebody reads it."""
+    """The trainer's end: gathers a version and serves it until the next one."""
 
     def __init__(self, layout: Layout, host: str, token: bytes) -> None:
         self._layout, self._changed = layout, threading.Condition()
         self._buffer = WeightBuffer(layout, self._changed)
-        self.server = StreamServer(host, token, lambda: self._buffer, self._changed)
+        self._server = StreamServer(host, token, lambda: self._buffer, self._changed)
 
-    def write(self, tensors: "Iterable[tuple[str, torch.Tensor]]", version: int) -> int:
-        """Returns the checksum. Engines that ask meanwhile get the bytes that are there."""
+    @property
+    def address(self) -> int:
+        """The port where engines fetch."""
+        return self._server.port
+
+    def write(self, tensors: "Tensors", version: int) -> int:
         self._new_buffer()
         return self._fill(tensors, version)
 
     def _new_buffer(self) -> None:
         if not self._buffer.free():
-            self._buffer = WeightBuffer(
-                self._layout, self._changed
-            )  # whoever is slow goes on reading the old one
+            # A slow reader keeps reading the old buffer.
+            self._buffer = WeightBuffer(self._layout, self._changed)
 
-    def _fill(self, tensors: "Iterable[tuple[str, torch.Tensor]]", version: int) -> int:
+    def _fill(self, tensors: "Tensors", version: int) -> int:
         buffer = self._buffer
         buffer.begin(version)
-        block, missing, names = (
-            buffer.block,
-            set(buffer.block.tensors),
-            [name for name, _, _ in self._layout],
-        )
+        block, missing = buffer.block, set(buffer.block.tensors)
+        names = [name for name, _, _ in self._layout]
         for expected, (name, tensor) in zip(names, tensors, strict=False):
             if name != expected:
                 raise SyncError(
-                    f"the trainer exported {name} where {expected} was expected; the order may not change between versions"
+                    f"the trainer exported {name} where {expected} was expected; "
+                    "the order must be the same in every version"
                 )
             block.tensors[name].copy_(tensor)
             missing.discard(name)
-            while block.ends[name] - buffer.filled >= PIECE:
+            while block.ends[name] - buffer.filled >= CHUNK:
                 buffer.advance()
         block.check_complete(missing)
         while not buffer.done:
@@ -178,29 +185,45 @@ class StreamSource:
         return buffer.checksum
 
 
-class StreamReceiver:
-    """In an engine's worker: fetches a version on a thread, and passes it on."""
+class StreamTarget:
+    """An engine's end: fetches a version on a thread and serves it to other engines."""
+
+    intact = True  # the engine copies only complete, verified buffers
 
     def __init__(self, layout: Layout, host: str, token: bytes, device: str = "cpu") -> None:
         self._changed = threading.Condition()
         self.buffer = WeightBuffer(layout, self._changed, device)
-        self.buffer.filled = self.buffer.size  # nothing is on its way
-        self.sources: Sequence[Address] = ()
+        self.buffer.filled = self.buffer.size  # nothing is in transfer
+        self._sources: Sequence[Address] = ()
         self._layout, self._token, self._device = layout, token, device
         self._thread = threading.Thread()
-        self.server = StreamServer(host, token, lambda: self.buffer, self._changed)
+        self._server = StreamServer(host, token, lambda: self.buffer, self._changed)
+
+    @property
+    def address(self) -> int:
+        """The port where other engines fetch."""
+        return self._server.port
+
+    def set_sources(self, sources: Sequence[Address]) -> None:
+        """Set where to fetch from, in order of preference."""
+        self._sources = sources
 
     def fetch(self, version: int) -> None:
-        """Begin, unless it is on its way or here already."""
-        if self.buffer.version == version and not self.buffer.failure:
-            return
-        self._start(version)
+        """Start to fetch a version, unless it is in transfer or complete."""
+        if self.buffer.version != version or self.buffer.failure:
+            self._start(version)
+
+    def load(self, weights: Weights, into: Load) -> Deferred:
+        self.fetch(weights.version)
+        return Deferred(
+            lambda: self.done(weights.version),
+            lambda: into(self.tensors(weights).items(), weights.version),
+        )
 
     def _start(self, version: int, *args: Any) -> None:
         if not (self.buffer.done and self.buffer.free()):
-            self.buffer = WeightBuffer(
-                self._layout, self._changed, self._device
-            )  # somebody is still at the old one
+            # The old buffer still has a reader or a writer.
+            self.buffer = WeightBuffer(self._layout, self._changed, self._device)
         self.buffer.begin(version)
         self._thread = threading.Thread(
             target=self._fetch, args=(self.buffer, version, *args), name="weights", daemon=True
@@ -211,15 +234,14 @@ class StreamReceiver:
         return self.buffer.version != version or (self.buffer.done and not self._thread.is_alive())
 
     def tensors(self, weights: Weights) -> "dict[str, torch.Tensor]":
-        """What was fetched, if it is that."""
-        if self.buffer.version != weights.version:
+        """Return the fetched tensors. Raise SyncError if they are incomplete or corrupted."""
+        version = weights.version
+        if self.buffer.version != version:
             raise SyncError(
-                f"version {weights.version} was overtaken by version {self.buffer.version}"
+                f"version {version} was replaced by version {self.buffer.version} in transfer"
             )
         if self.buffer.failure:
-            raise SyncError(
-                f"version {weights.version} could not be fetched: {self.buffer.failure}"
-            )
+            raise SyncError(f"version {version} could not be fetched: {self.buffer.failure}")
         try:
             check(self.buffer.checksum, weights)
         except SyncError as error:
@@ -229,7 +251,7 @@ class StreamReceiver:
 
     def _fetch(self, buffer: WeightBuffer, version: int) -> None:
         problems = []
-        for source in self.sources:
+        for source in self._sources:
             try:
                 return self._fetch_from(source, buffer, version)
             except OSError as error:
@@ -241,9 +263,9 @@ class StreamReceiver:
             prepare(connection)
             connection.sendall(REQUEST.pack(self._token, version, buffer.filled))
             while not buffer.done:
-                start, end = buffer.piece()
-                piece = buffer.block.bytes[start:end]
-                host = piece.cpu()  # the piece itself, unless it is on a device
+                start, end = buffer.next_chunk()
+                chunk = buffer.block.bytes[start:end]
+                host = chunk.cpu()  # the chunk itself, unless it is on a GPU
                 view, at = host.numpy().data, 0
                 while at < len(view):
                     got = connection.recv_into(view[at:], 0, socket.MSG_WAITALL)
@@ -252,55 +274,47 @@ class StreamReceiver:
                             f"the connection ended after {start + at} of {buffer.size} bytes"
                         )
                     at += got
-                if host is not piece:
-                    piece.copy_(host)
+                if host is not chunk:
+                    chunk.copy_(host)
                 buffer.advance()
 
 
 class Stream:
-    """The transport, as the controller sees it."""
+    """A WeightTransport."""
 
-    KIND = "stream"  # what workers make for it
+    ENDS: tuple[Callable[..., SourceEnd], Callable[..., TargetEnd]] = (StreamSource, StreamTarget)
 
     def __init__(self, trainer: Worker, layout: Layout, token: bytes, source: Address) -> None:
         self._trainer, self._layout, self._token, self._source = trainer, layout, token, source
-        self._engines: dict[Worker, Address] = {}  # in the order in which they came
+        self._engines: dict[Worker, Address] = {}  # in the order in which they were attached
 
     @classmethod
     async def connect(cls, trainer: Worker, engines: Sequence[Worker]) -> "Stream":
-        layout: Layout = await trainer.call(Role.ACTOR, "weights_layout")
+        layout: Layout = await trainer.call(SOURCE, "layout")
         token = secrets.token_bytes(32)
-        port: int = await trainer.call(
-            Role.ACTOR, "stream_weights", cls.KIND, layout, trainer.host, token
-        )
+        port: int = await trainer.call(SOURCE, "open", cls.ENDS[0], layout, trainer.host, token)
         stream = cls(trainer, layout, token, (trainer.host, port))
         for engine in engines:
             await stream.attach(engine)
         return stream
 
     async def publish(self, version: int) -> Weights:
-        for engine in self._living():
-            engine.start_call(Role.ROLLOUT, "fetch_weights", version).add_done_callback(
-                seen
-            )  # while the trainer gathers
-        checksum: int = await self._trainer.call(Role.ACTOR, "publish_weights", version)
-        return Weights(version, checksum)
+        for engine in self._living():  # they fetch while the trainer gathers
+            self._fetch(engine, version)
+        return await publish(self._trainer, version)
 
     async def attach(self, engine: Worker) -> None:
-        """It fetches from one that came before it, or else from the trainer."""
+        """Have it fetch from an engine that was attached before it, or else from the trainer."""
         before = [address for other, address in self._living().items() if other is not engine]
         parent = before[(len(before) - 1) // FAN_OUT] if before else self._source
+        args = self._layout, engine.host, self._token
+        port: int = await engine.call(TARGET, "open", self.ENDS[1], *args)
         sources = list(dict.fromkeys([parent, self._source]))
-        port: int = await engine.call(
-            Role.ROLLOUT,
-            "stream_weights",
-            self.KIND,
-            self._layout,
-            engine.host,
-            self._token,
-            sources,
-        )
+        await engine.call(TARGET, "run", StreamTarget.set_sources, sources)
         self._engines[engine] = engine.host, port
+
+    def _fetch(self, engine: Worker, version: int) -> None:
+        mark_seen(engine.start_call(TARGET, "run", StreamTarget.fetch, version))
 
     def _living(self) -> dict[Worker, Address]:
         self._engines = {
@@ -310,8 +324,10 @@ class Stream:
 
 
 def prepare(connection: socket.socket) -> None:
-    """Large pieces: the kernel waits, with a limit, until one is through (Python would look after every buffer), and the end of a piece
-    does not wait for the next."""
+    """Set kernel timeouts and disable Nagle's algorithm.
+
+    With kernel timeouts a call transfers a whole chunk; with Python's it would return per buffer.
+    """
     connection.settimeout(None)
     limit = struct.pack("@ll", int(SILENCE_S), int(SILENCE_S % 1 * 1e6))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)

@@ -1,102 +1,166 @@
-"""Ways for new weights to reach the engines. A transport publishes a version on the trainer's side and says what the
-engines need to take it; the engines check it before they use it."""
+"""What every weight transport has: a source in the trainer's worker, a target in the engine's
+worker.
 
-import logging
-import os
-import tempfile
-from collections.abc import Sequence
-from typing import IO, Protocol
+A transport is one class for the controller and two ends, all in the same module. The workers hold a
+`WeightSource` and a `WeightTarget`; the transport opens its ends in them and calls the ends'
+methods.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.errors import SyncError
+from paceline.remote.group import is_first_rank
+from paceline.remote.message import Deferred
 from paceline.remote.worker import Worker
-from paceline.sync.block import Layout, block_size
+from paceline.sync.block import Layout, layout_of
 from paceline.sync.weights import Weights
-from paceline.types import Role
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    import torch
+
+    Tensors = Iterable[tuple[str, torch.Tensor]]
+
+SOURCE, TARGET = "weight_source", "weight_target"  # names of the two parts in their workers
+
+Load = Callable[["Tensors", int], None]  # an engine's method: copy these tensors, of this version
 
 
 class WeightTransport(Protocol):
+    """The controller's view of a transport."""
+
     async def publish(self, version: int) -> Weights:
-        """Take the trainer's weights and make them available; what engines need to load them."""
+        """Make the trainer's weights available and return what engines need to load them."""
         ...
 
     async def attach(self, engine: Worker) -> None:
-        """Prepare an engine that joins later, or that has returned, to load what is published."""
+        """Prepare an engine that joins later or has recovered to load what is published."""
         ...
 
 
+class SourceEnd(Protocol):
+    """The trainer's end of a transport."""
+
+    @property
+    def address(self) -> Any:
+        """What targets need to connect."""
+        ...
+
+    def write(self, tensors: "Tensors", version: int) -> int:
+        """Publish all tensors and return their checksum."""
+        ...
+
+
+class TargetEnd(Protocol):
+    """An engine's end of a transport."""
+
+    intact: bool  # False while the engine has a mix of two versions
+
+    @property
+    def address(self) -> Any:
+        """What other engines need to fetch from this one."""
+        ...
+
+    def load(self, weights: Weights, into: Load) -> Deferred | None:
+        """Verify the published weights and load them into the engine."""
+        ...
+
+
+class WeightSource:
+    """The part of a trainer's worker that publishes weights. All ranks gather; rank 0 writes."""
+
+    def __init__(
+        self,
+        export: Callable[[], Iterator[tuple[str, "torch.Tensor"]]],
+        on_device: AbstractContextManager[None] | None = None,
+    ) -> None:
+        """`on_device`: held while weights are exported, if the trainer shares its device."""
+        self._export, self._on_device = export, on_device or nullcontext()
+        self._end: SourceEnd | None = None
+
+    def layout(self) -> Layout:
+        with self._on_device:
+            return layout_of(self._export())
+
+    def gpu(self) -> str | None:
+        return this_gpu()
+
+    def open(self, end: Callable[..., SourceEnd], *args: Any) -> Any:
+        """Create the end of a transport on rank 0 and return its address."""
+        if not is_first_rank():
+            return None
+        self._end = end(*args)
+        return self._end.address
+
+    def run(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Call a method of the open end."""
+        return method(self._end, *args) if is_first_rank() else None
+
+    def publish(self, version: int) -> int:
+        """Gather the weights on all ranks, write them on rank 0 and return the checksum."""
+        with self._on_device:
+            weights = self._export()
+            if not is_first_rank():
+                for _ in weights:
+                    pass
+                return 0
+            if self._end is None:
+                raise SyncError(f"version {version} was published before a transport was opened")
+            return self._end.write(weights, version)
+
+
+class WeightTarget:
+    """The part of an engine's worker that receives weights."""
+
+    def __init__(self) -> None:
+        self._end: TargetEnd | None = None
+
+    @property
+    def intact(self) -> bool:
+        return self._end is None or self._end.intact
+
+    def gpu(self) -> str | None:
+        return this_gpu()
+
+    def open(self, end: Callable[..., TargetEnd], *args: Any) -> Any:
+        """Create the end of a transport, once, and return its address."""
+        if self._end is None:
+            self._end = end(*args)
+        return self._end.address
+
+    def run(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Call a method of the open end."""
+        return method(self._end, *args)
+
+    def load(self, weights: Weights, into: Load) -> Deferred | None:
+        if self._end is None:
+            raise SyncError(
+                f"version {weights.version} was announced before the engine was attached"
+            )
+        return self._end.load(weights, into)
+
+
 class InPlace:
-    """The engine is in the trainer's worker and reads its parameters, where they are or (LoRA) merged into a copy: nothing travels,
-    only the version does."""
+    """No transfer: the engine is in the trainer's worker and reads its parameters."""
 
     async def publish(self, version: int) -> Weights:
         return Weights(version)
 
     async def attach(self, engine: Worker) -> None:
-        """It has them already."""
+        """Do nothing: the engine has the weights already."""
 
 
-class SharedMemory:
-    """One block of shared memory: the trainer writes all tensors and their checksum, engines verify and copy.
-
-    The file has no name once it is made: workers open it through our descriptor, so nothing is left behind however the run ends.
-    """
-
-    def __init__(self, trainer: Worker, layout: Layout, file: IO[bytes]) -> None:
-        self._trainer, self._layout, self._file = trainer, layout, file
-
-    @classmethod
-    async def connect(cls, trainer: Worker, engines: Sequence[Worker]) -> "SharedMemory":
-        layout: Layout = await trainer.call(Role.ACTOR, "weights_layout")
-        memory = cls(trainer, layout, shared_file(block_size(layout)))
-        await trainer.call(Role.ACTOR, "attach_weights", memory._path, layout)
-        for engine in engines:
-            await memory.attach(engine)
-        return memory
-
-    async def publish(self, version: int) -> Weights:
-        checksum: int = await self._trainer.call(Role.ACTOR, "publish_weights", version)
-        return Weights(version, checksum)
-
-    async def attach(self, engine: Worker) -> None:
-        await engine.call(Role.ROLLOUT, "attach_weights", self._path, self._layout)
-
-    @property
-    def _path(self) -> str:
-        return (
-            self._file.name
-            if isinstance(self._file.name, str)
-            else f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
-        )
+async def publish(trainer: Worker, version: int) -> Weights:
+    """Have the trainer's source publish a version."""
+    checksum: int = await trainer.call(SOURCE, "publish", version)
+    return Weights(version, checksum)
 
 
-def shared_file(size: int, memory: str = "/dev/shm") -> IO[bytes]:
-    """In memory if there is room for all of it (a container often has only 64 MB), else on disk: whoever wrote to a page that is not to
-    be had would be killed."""
-    # without /proc there is no way to a file that has no name, so it keeps its name as long as we live
-    make = tempfile.TemporaryFile if os.path.isdir("/proc/self/fd") else tempfile.NamedTemporaryFile
-    places = [memory, tempfile.gettempdir()] if os.path.isdir(memory) else [tempfile.gettempdir()]
-    for place in places:
-        file = make(prefix="paceline-weights-", dir=place)
-        try:
-            _reserve(file, max(1, size))
-            return file
-        except OSError as error:
-            file.close()
-            log.warning(
-                "%s has no room for %.2f GB of weights on their way to the engines: %s",
-                place,
-                size / 1e9,
-                error.strerror,
-            )
-    raise SyncError(
-        f"no room for {size / 1e9:.2f} GB of weights in {' or '.join(places)}; make some, or set sync.transport = 'stream'"
-    )
+def this_gpu() -> str | None:
+    """Return the UUID of the GPU of this process, or None."""
+    import torch
 
-
-def _reserve(file: IO[bytes], size: int) -> None:
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file.fileno(), 0, size)
-    else:
-        file.truncate(size)
+    if not torch.cuda.is_available():
+        return None
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)

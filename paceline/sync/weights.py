@@ -1,4 +1,4 @@
-"""The description of one published set of weights, as it travels from the trainer to the engines."""
+"""Description of one published version of the weights, sent to the engines."""
 
 from dataclasses import dataclass
 
@@ -6,6 +6,4 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Weights:
     version: int
-    checksum: int | None = (
-        None  # over all bytes; None when the engine reads the trainer's own memory
-    )
+    checksum: int | None = None  # over all bytes; None if the engine reads the trainer's memory

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from paceline.config import RunConfig
 from paceline.errors import PacelineError, WorkerDied
-from paceline.placement import Placement
+from paceline.workers.devices import Placement
 from paceline.remote.group import IN_RANKS
 from paceline.remote.worker import Worker
 from paceline.types import Role

@@ -21,11 +21,11 @@ from typing import Any
 
 from paceline.config import RunConfig
 from paceline.errors import ConfigError, PacelineError, WorkerDied
-from paceline.remote.group import IN_RANKS, Rank, WorkerGroup, start_rank
+from paceline.remote.group import Rank, WorkerGroup, start_rank
 from paceline.remote.mailbox import PULL_S
 from paceline.remote.message import Reply
 from paceline.remote.worker import Build, Worker
-from paceline.workers.build import build_parts
+from paceline.workers.build import FIRST_RANK_ONLY, build_parts
 from paceline.workers.cluster import Node, PlannedWorker
 from paceline.workers.local import available_cores
 from paceline.workers.ray_host import RayHost, smallest_gpu
@@ -83,7 +83,7 @@ class RayWorker(Rank):
 
     def begin(self, build: Build, args: tuple[Any, ...]) -> None:
         """Have it build its parts."""
-        self._send((build, args))
+        self.send((build, args))
         self._tasks = [
             self._loop.create_task(self._guarded(work)) for work in (self._push, self._pull)
         ]
@@ -93,7 +93,7 @@ class RayWorker(Rank):
         found: tuple[str, int, int] = await self._retried("address", self.host)
         return found
 
-    def _send(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         self._outbox.append(message)
         self._more.set()
 
@@ -162,7 +162,7 @@ class RayWorker(Rank):
             )
             self.kill()
 
-    def _last_words(self) -> str:
+    def _exit_details(self) -> str:
         return f" on node {self.node}{self.last_lines()}"
 
     def kill(self) -> None:
@@ -171,7 +171,7 @@ class RayWorker(Rank):
     async def close(self) -> None:
         self._closing = True
         if self._tasks and not self.died.done():
-            self._send(None)
+            self.send(None)
             await asyncio.wait(
                 {self._end, *self._tasks}, timeout=5, return_when=asyncio.FIRST_COMPLETED
             )
@@ -247,7 +247,7 @@ class RayCluster:
         for rank, worker in enumerate(ranks):
             store = f"tcp://{host}:{port}" + (f"?fd={descriptor}" if rank == 0 else "")
             worker.begin(start_rank, (rank, plan.ranks, store, build_parts, args))
-        return WorkerGroup(plan.name, ranks, set(plan.roles) - IN_RANKS)
+        return WorkerGroup(plan.name, ranks, FIRST_RANK_ONLY)
 
     def _worker(self, plan: PlannedWorker, rank: int, name: str, log_name: str) -> RayWorker:
         """On the device that was reserved for it, or (it has joined later) on the node with the fewest of us."""

@@ -25,7 +25,8 @@ from paceline.train.lora import LoraDevice
 from paceline.train.settings import LoraSettings, TrainSettings
 from paceline.types import Completion, Finish, OnSync, Request, Role, Sampling
 from paceline.workers.build import build_parts
-from paceline.workers.local import ProcessWorker, ThreadWorker
+from paceline.remote.process import ProcessWorker
+from paceline.remote.thread import ThreadWorker
 from tests.models import random_model, random_other_model
 from tests.processes import children
 

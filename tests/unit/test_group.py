@@ -13,7 +13,7 @@ import pytest
 
 from paceline.errors import DataError, WorkerDied
 from paceline.remote.group import WorkerGroup
-from paceline.workers.local import process_group
+from paceline.remote.process import process_group
 from tests.processes import children
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.config import RunConfig, load_config
 from paceline.errors import ConfigError
-from paceline.placement import ResourcePool, split
+from paceline.workers.devices import ResourcePool, split
 from paceline.types import Role
 from paceline.workers import local
 from paceline.workers.cluster import Device, Node, PlannedWorker

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import WorkerDied
-from paceline.workers.local import ProcessWorker
+from paceline.remote.process import ProcessWorker
 from tests.processes import children
 
 

@@ -1,13 +1,12 @@
-"""The message queue: freshness exactly as promised, drop-oldest when full, versions that only make sense forwards."""
+"""Message queue and admission: freshness, drop-oldest, monotonic versions, tickets."""
 
-import asyncio
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.errors import LedgerError
+from paceline.errors import ConfigError, LedgerError
 from paceline.queue.admission import Admission
 from paceline.queue.message_queue import (
     DropReason,
@@ -16,77 +15,81 @@ from paceline.queue.message_queue import (
     MessageQueue,
     MessageQueueClient,
 )
-from tests.virtual import run_virtual
 
 
-def make(**settings: Any) -> tuple[MessageQueue, MessageQueueClient, list[tuple[Any, DropReason]]]:
+def make(
+    max_queue_size: int = 1000, max_staleness: int = 3
+) -> tuple[MessageQueue, MessageQueueClient, list[tuple[Any, DropReason]]]:
     dropped: list[tuple[Any, DropReason]] = []
 
     def on_drop(item: Item, reason: DropReason) -> None:
         dropped.append((item.payload, reason))
 
-    queue = MessageQueue(**settings, on_drop=on_drop)
-    return queue, MessageQueueClient(queue), dropped
+    queue = MessageQueue(max_queue_size, on_drop)
+    return queue, MessageQueueClient(queue, max_staleness), dropped
 
 
-def test_a_sample_made_at_version_1_is_not_handed_out_at_version_5_when_max_staleness_is_3() -> (
-    None
-):
+def test_get_samples_withholds_version_1_at_version_5_when_max_staleness_is_3() -> None:
     queue, client, dropped = make(max_staleness=3)
-
-    async def scenario() -> list[Any]:
-        assert await client.put_samples("old", param_version=1)
-        assert await client.put_samples("fresh", param_version=2)
-        return await client.get_samples(current_param_version=5)
-
-    assert run_virtual(scenario()) == ["fresh"]
-    assert dropped == [("old", DropReason.STALE)] and queue.counts.dropped_stale == 1
+    assert client.put_samples("old", param_version=1)
+    assert client.put_samples("fresh", param_version=2)
+    assert client.get_samples(current_param_version=5) == ["fresh"]
+    assert dropped == [("old", DropReason.STALE)] and queue.counts.dropped == 1
 
 
-def test_get_samples_waits_until_there_are_enough_and_times_out_when_there_never_are() -> None:
+def test_get_samples_returns_none_when_all_samples_are_stale() -> None:
+    _, client, _ = make(max_staleness=3)
+    client.put_samples("old", param_version=1)
+    assert client.get_samples(current_param_version=5) is None
+
+
+def test_get_samples_returns_none_when_samples_are_missing() -> None:
+    queue, client, _ = make()
+    client.put_samples("a", param_version=0)
+    assert client.get_samples(2, current_param_version=0) is None
+    client.put_samples("b", param_version=0)
+    assert client.get_samples(2, current_param_version=0) == ["a", "b"]
+    assert queue.counts.taken == 2
+
+
+def test_get_samples_takes_chosen_keys_when_all_are_present() -> None:
     _, client, _ = make()
-
-    async def scenario() -> None:
-        async def late() -> None:
-            await asyncio.sleep(5)
-            await client.put_samples("b", param_version=0)
-
-        await client.put_samples("a", param_version=0)
-        task = asyncio.create_task(late())
-        assert await client.get_samples(2, current_param_version=0, timeout_s=10) == ["a", "b"]
-        await task
-        with pytest.raises(TimeoutError):
-            await client.get_samples(1, current_param_version=0, timeout_s=10)
-
-    run_virtual(scenario())
+    for key in (1, 2, 3):
+        client.put_samples(str(key), 0, key)
+    assert client.get_samples(2, current_param_version=0, keys=[3, 4]) is None
+    assert client.get_samples(2, current_param_version=0, keys=[3, 1]) == ["3", "1"]
 
 
-def test_a_full_queue_drops_its_oldest_and_counts_it() -> None:
-    queue, _, dropped = make(max_queue_size=2)
+def test_get_samples_rejects_negative_count() -> None:
+    with pytest.raises(ConfigError, match="count = -1: expected 0 or more"):
+        make()[1].get_samples(-1, current_param_version=0)
+
+
+def test_queue_drops_oldest_item_when_full() -> None:
+    queue, client, dropped = make(max_queue_size=2)
     for number in range(4):
         assert queue.put(number, param_version=0)
     assert dropped == [(0, DropReason.QUEUE_FULL), (1, DropReason.QUEUE_FULL)]
-    assert queue.counts.dropped_full == 2 and queue.utilization == 1.0
-    items = queue.get(2, current_param_version=0)
-    assert items and [item.payload for item in items] == [2, 3]
+    assert queue.counts.dropped == 2 and queue.utilization == 1.0
+    assert client.get_samples(2, current_param_version=0) == [2, 3]
 
 
-def test_a_version_from_the_future_is_refused() -> None:
-    queue, _, dropped = make()
+def test_queue_rejects_version_when_trainer_has_not_reached_it() -> None:
+    queue, client, dropped = make()
     queue.put("future", param_version=6)
-    assert queue.get(1, current_param_version=5) is None
+    assert client.get_samples(current_param_version=5) is None
     assert dropped == [("future", DropReason.FUTURE)]
     queue.set_version(5)
     with pytest.raises(FutureVersionError, match=r"version 6.*reached version 5"):
         queue.put("again", param_version=6)
-    with pytest.raises(FutureVersionError, match="went back from 5 to 4"):
+    with pytest.raises(FutureVersionError, match="decreased from 5 to 4"):
         queue.set_version(4)
 
 
-def test_the_same_key_is_taken_once() -> None:
+def test_queue_accepts_key_once() -> None:
     queue, _, _ = make()
     assert queue.put("a", 0, key="k") and not queue.put("a again", 0, key="k")
-    assert len(queue) == 1 and queue.counts.duplicates_refused == 1
+    assert len(queue) == 1 and queue.counts.duplicates == 1
 
 
 @given(
@@ -94,10 +97,10 @@ def test_the_same_key_is_taken_once() -> None:
     st.integers(1, 5),
     st.integers(0, 3),
 )
-def test_whatever_happens_every_item_is_taken_once_dropped_once_or_still_there(
+def test_every_item_is_taken_once_dropped_once_or_still_queued(
     actions: list[tuple[str, int]], size: int, max_staleness: int
 ) -> None:
-    queue, _, dropped = make(max_queue_size=size, max_staleness=max_staleness)
+    queue, _, dropped = make(size)
     version, put, taken = 0, 0, []
     for action, number in actions:
         if action == "put":
@@ -106,7 +109,7 @@ def test_whatever_happens_every_item_is_taken_once_dropped_once_or_still_there(
         elif action == "step":
             version += number
             queue.set_version(version)
-        elif (items := queue.get(number, version)) is not None:
+        elif (items := queue.take(number, version, max_staleness)) is not None:
             assert all(0 <= version - item.param_version <= max_staleness for item in items)
             taken += [item.payload for item in items]
         assert len(queue) <= size
@@ -114,7 +117,7 @@ def test_whatever_happens_every_item_is_taken_once_dropped_once_or_still_there(
     assert len(gone) == len(set(gone)) and len(gone) + len(queue) == put
 
 
-def test_admission_refuses_a_group_without_a_free_ticket() -> None:
+def test_admission_rejects_group_when_no_ticket_is_free() -> None:
     admission = Admission(capacity=1)
     admission.admit(0)
     with pytest.raises(LedgerError, match="without a free ticket"):
@@ -125,9 +128,7 @@ def test_admission_refuses_a_group_without_a_free_ticket() -> None:
     assert admission.free == 1
 
 
-def test_a_queue_smaller_than_what_may_be_under_way_holds_admission_back_until_the_trainer_takes() -> (
-    None
-):
+def test_admission_waits_for_trainer_when_queue_is_smaller_than_capacity() -> None:
     admission = Admission(capacity=6, queue_size=2)
     for seq in range(2):
         admission.admit(seq)

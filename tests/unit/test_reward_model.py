@@ -14,7 +14,7 @@ from paceline.reward.model import ModelReward, RewardModel, check_reward_model
 from paceline.types import Prompt, Role, Trajectory
 from paceline.workers.cluster import PlannedWorker
 from paceline.workers.fit import needs
-from paceline.workers.local import ThreadWorker
+from paceline.remote.thread import ThreadWorker
 from tests.models import random_model, random_reward_model
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from paceline.errors import WorkerDied
-from paceline.workers.local import ProcessWorker, ThreadWorker
+from paceline.remote.process import ProcessWorker
+from paceline.remote.thread import ThreadWorker
 
 
 class Gate:

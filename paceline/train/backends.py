@@ -1,0 +1,37 @@
+"""Opens the train engine that `train.backend` selects."""
+
+from paceline.errors import ConfigError
+from paceline.train.engine import TrainEngine
+from paceline.train.lora import LoraDevice
+from paceline.train.packed import Head
+from paceline.train.settings import TrainSettings
+from paceline.train.single import SingleDevice
+
+
+def open_actor(
+    model_path: str, settings: TrainSettings, temperature: float, seed: int
+) -> TrainEngine:
+    """Open the engine of the policy; `seed` initializes its adapters if it trains adapters."""
+    if settings.lora:
+        return LoraDevice.open_with_adapters(model_path, settings, temperature, seed)
+    return open_engine(model_path, settings, temperature)
+
+
+def open_engine(
+    model_path: str, settings: TrainSettings, temperature: float, head: Head = "policy"
+) -> TrainEngine:
+    """Open an engine for the whole model; with head = "value", a critic without its output layer."""
+    if settings.backend == "fsdp":
+        from paceline.train.fsdp import Fsdp
+
+        return Fsdp.open(model_path, settings, temperature, head)
+    if settings.backend == "megatron":
+        try:
+            from paceline.train.megatron import Megatron
+        except ImportError as error:
+            raise ConfigError(
+                f"train.backend = 'megatron' needs megatron-core ({error}): "
+                "pip install 'paceline[megatron]'"
+            ) from error
+        return Megatron.open(model_path, settings, temperature, head)
+    return SingleDevice.open(model_path, settings, temperature, head)
