@@ -55,11 +55,11 @@ class EngineService:
         }
 
     def gradients(self, key: int) -> Arrays:
-        from paceline.train.training_state import whole
+        from paceline.train.training_state import full_tensor
 
         engine: Any = self._engines[key]
         return {
-            name: whole(p.grad).cpu().numpy()
+            name: full_tensor(p.grad).cpu().numpy()
             for name, p in engine._parameters.items()
             if p.grad is not None
         }

@@ -1,7 +1,8 @@
-"""The train engine of several devices: FSDP2 shards a Hugging Face module over ranks, tensor parallel may split its layers besides.
+"""Train engine for several devices: FSDP2 shards a Hugging Face module over ranks.
 
-Each rank holds a slice of every parameter, gradient and optimizer state, and works on its own rows. Gradients are added, never
-averaged: the loss weights are those of the whole batch already.
+Tensor parallelism can also split each layer. Each rank holds a slice of every parameter, gradient
+and optimizer state, and processes its rows of the batch. Gradients are summed, not averaged,
+because the loss weights already refer to the whole batch.
 """
 
 import logging
@@ -9,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -43,22 +44,26 @@ from paceline.train.memory import COLUMNS, ROWS
 from paceline.train.offload import HostOffload, Moved
 from paceline.train.optimizer import adamw, optimizer_state
 from paceline.train.packed import Head, LossAccumulator, PackedModel
-from paceline.train.row_assignment import passes
+from paceline.train.row_assignment import assign_passes
 from paceline.train.settings import TrainSettings
 from paceline.train.sharded_decoder import ShardedDecoder
-from paceline.train.training_state import MODEL_FILE, Region, load_training, save_training, whole
+from paceline.train.training_state import (
+    MODEL_FILE,
+    Region,
+    full_tensor,
+    load_training,
+    save_training,
+)
 from paceline.types import Batch, FloatArray
 
 log = logging.getLogger(__name__)
 
-BY_HEAD = (
-    "q_norm.weight",
-    "k_norm.weight",
-)  # whole on every rank, but each sees only its own heads
+# Replicated on all tensor-parallel ranks, but each rank's gradient covers only its heads.
+BY_HEAD = ("q_norm.weight", "k_norm.weight")
 
 
 class Fsdp:
-    """A TrainEngine; every rank of the process group makes one, from the same whole model."""
+    """A TrainEngine. Every rank of the process group creates one from the same unsharded model."""
 
     def __init__(
         self,
@@ -74,15 +79,15 @@ class Fsdp:
             else torch.device("cpu")
         )
         self._mesh = _mesh(self._device, settings.tensor_parallel)
-        self._packed = PackedModel(
-            model, settings, temperature, head
-        )  # looks at the model while it is whole
+        # PackedModel checks the model, so it must be created before sharding.
+        self._packed = PackedModel(model, settings, temperature, head)
         self._packed.fused = self._fused(model, temperature or 1.0) if head == "policy" else None
         _shard(self._packed, self._mesh, settings)
         self._parameters = {
             name: cast(DTensor, p) for name, p in self._packed.trained_parameters().items()
         }
-        # The optimizer works on this rank's slices as plain tensors: its fused kernel knows no mixture of meshes.
+        # The optimizer gets this rank's slices as plain tensors, because its fused kernel does not
+        # support DTensors of different meshes.
         self._slices = {name: nn.Parameter(_local(p)) for name, p in self._parameters.items()}
         self._optimizer = adamw(self._slices, settings)
         self._host_offload = HostOffload()
@@ -111,47 +116,46 @@ class Fsdp:
         return self._read(batch, "values")
 
     def forward_backward(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]:
-        tally, weights = LossAccumulator(batch), loss_fn.weights(batch)
+        totals, weights = LossAccumulator(batch), loss_fn.weights(batch)
         for micro, is_last in self._micro_batches(batch):
-            self._let_go(is_last)
+            self._set_release_after_backward(is_last)
             outputs = self._packed(micro)
             if len(micro.flat) == 0:
-                torch.stack(
-                    [tensor.sum() for tensor in outputs.values()]
-                ).sum().backward()  # adds 0, and lets the others go on
+                # Adds a gradient of 0; the other ranks wait for this rank's collectives.
+                torch.stack([tensor.sum() for tensor in outputs.values()]).sum().backward()
                 continue
             terms = loss_fn(TokenOutputs(**outputs), token_data(batch, micro, weights))
             terms.loss.backward()
-            tally.add(terms)
-        parts: list[tuple[float, dict[str, float], dict[str, float]]] = [
-            (0.0, {}, {})
-        ] * self._mesh.size(0)
-        dist.all_gather_object(parts, tally.totals(), self._mesh.get_group("data"))
-        total = LossAccumulator(batch)
+            totals.add(terms)
+        parts: list[Any] = [None] * self._mesh.size(0)
+        dist.all_gather_object(parts, totals.totals(), self._mesh.get_group("data"))
+        result = LossAccumulator(batch)
         for part in parts:
-            total.merge(*part)
-        return total.metrics()
+            result.merge(*part)
+        return result.metrics()
 
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[MicroBatch, bool]]:
-        """This rank's, and whether it is the last one."""
-        needed = trained_lengths(batch)
-        share = passes(needed, self._settings.micro_batch_tokens, self._mesh.size(0))[
-            self._mesh.get_local_rank("data")
-        ]
-        for left, rows in zip(reversed(range(len(share))), share, strict=True):
-            yield (
-                micro_batch(batch, rows, needed, self._device)
+        """Yield this rank's micro-batches, each with whether it is the last."""
+        lengths = trained_lengths(batch)
+        limit, ranks = self._settings.micro_batch_tokens, self._mesh.size(0)
+        assigned = assign_passes(lengths, limit, ranks)[self._mesh.get_local_rank("data")]
+        for number, rows in enumerate(assigned, 1):
+            micro = (
+                micro_batch(batch, rows, lengths, self._device)
                 if len(rows)
-                else empty_micro_batch(self._device),
-                left == 0,
+                else empty_micro_batch(self._device)
             )
+            yield micro, number == len(assigned)
 
-    def _let_go(self, of_it: bool) -> None:
-        """Of gathered weights and their gradients, after the next backward pass? One rank alone need not before the last."""
+    def _set_release_after_backward(self, release: bool) -> None:
+        """Set whether the next backward pass releases gathered weights and reduces their gradients.
+
+        With only one data-parallel rank, this is necessary only after the last micro-batch.
+        """
         if self._mesh.size(0) == 1:
             root = cast(FSDPModule, self._packed)
-            root.set_requires_gradient_sync(of_it)
-            root.set_reshard_after_backward(of_it)
+            root.set_requires_gradient_sync(release)
+            root.set_reshard_after_backward(release)
 
     @torch.no_grad()
     def _read(self, batch: Batch, name: Literal["logprobs", "values"]) -> FloatArray:
@@ -163,7 +167,7 @@ class Fsdp:
         return result
 
     def _reshard(self) -> None:
-        """Without a backward pass, what was gathered would stay and grow stale."""
+        """Release gathered weights: without a backward pass they would stay and become outdated."""
         for module in self._packed.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -175,9 +179,8 @@ class Fsdp:
         norm = self._norm(gradients)
         if math.isfinite(norm):
             if gradients:
-                torch._foreach_mul_(
-                    list(gradients.values()), min(1.0, self._settings.max_grad_norm / (norm + 1e-6))
-                )
+                scale = min(1.0, self._settings.max_grad_norm / (norm + 1e-6))
+                torch._foreach_mul_(list(gradients.values()), scale)
             for name, gradient in gradients.items():
                 self._slices[name].grad = gradient
             for group in self._optimizer.param_groups:
@@ -191,7 +194,11 @@ class Fsdp:
         return norm if math.isfinite(norm) else math.nan
 
     def _gradients(self) -> dict[str, Tensor]:
-        """This rank's slices. What tensor parallel does not split is brought to the same bits on all ranks that have it."""
+        """Return the gradients of this rank's slices.
+
+        Gradients of parameters that tensor parallelism does not split are made identical, bit for
+        bit, on all tensor-parallel ranks.
+        """
         gradients = {
             name: _local(p.grad) for name, p in self._parameters.items() if p.grad is not None
         }
@@ -210,20 +217,18 @@ class Fsdp:
             holders = [
                 1.0 if self._is_split(name) else float(self._mesh.size(1)) for name in gradients
             ]
-            total = (
-                squares / torch.tensor(holders, dtype=torch.float64, device=self._device)
-            ).sum()
+            total = (squares / squares.new_tensor(holders)).sum()
         dist.all_reduce(total)
         return float(total.sqrt())
 
     def _is_split(self, name: str) -> bool:
         return self._parameters[name].device_mesh.ndim == 2
 
-    # -- weights out and in
+    # -- export, save and load
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._packed.model.state_dict().items():
-            yield name, whole(tensor)
+            yield name, full_tensor(tensor)
 
     def save(self, folder: Path) -> None:
         state = optimizer_state(self._optimizer, self._slices)
@@ -236,7 +241,7 @@ class Fsdp:
             self._packed.model.config.save_pretrained(folder)
 
     def _sharded(self, name: str, tensor: Tensor) -> Tensor:
-        """A slice of optimizer state seen as what it is a slice of."""
+        """Return this rank's slice of optimizer state as a DTensor, sharded like its parameter."""
         p = self._parameters[name]
         return DTensor.from_local(
             tensor, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
@@ -268,12 +273,13 @@ class Fsdp:
         yield from (tensor for state in self._optimizer.state.values() for tensor in state.values())
 
 
-@cache  # roles that live together share it
+@cache  # roles in the same process share the mesh
 def _mesh(device: torch.device, tensor: int) -> DeviceMesh:
     ranks = dist.get_world_size()
     if ranks % tensor:
         raise ConfigError(
-            f"train.tensor_parallel = {tensor} does not divide the {ranks} ranks; set placement.train_ranks to a multiple of it"
+            f"train.tensor_parallel = {tensor} does not divide the {ranks} ranks; set "
+            "placement.train_ranks to a multiple of it"
         )
     return init_device_mesh(
         device.type, (ranks // tensor, tensor), mesh_dim_names=("data", "tensor")
@@ -281,22 +287,24 @@ def _mesh(device: torch.device, tensor: int) -> DeviceMesh:
 
 
 def _shard(packed: PackedModel, mesh: DeviceMesh, settings: TrainSettings) -> None:
-    """Layer by layer, so that only one of them is whole at a time. Embedding, last norm and head stay whole from forward to backward."""
+    """Shard the model by layer, so that only one layer is gathered at a time.
+
+    The embedding, the final norm and the head stay gathered from forward to backward.
+    """
     layers = decoder_layers(packed.model)
     if mesh.size(1) > 1:
         _split_layers(packed.model, layers, mesh["tensor"])
-    narrow = torch.bfloat16 if settings.dtype == "bfloat16" else None
-    # Inputs are not cast: the sum that runs from layer to layer stays float32, as on a single device.
+    dtype = torch.bfloat16 if settings.dtype == "bfloat16" else None
+    # Inputs are not cast: the residual stream stays float32, as on a single device.
     policy = MixedPrecisionPolicy(
-        narrow, torch.float32 if narrow else None, cast_forward_inputs=False
+        dtype, torch.float32 if dtype else None, cast_forward_inputs=False
     )
     for layer in layers:
         fully_shard(
             layer, mesh=mesh["data"], reshard_after_forward=mesh.size(0) > 1, mp_policy=policy
         )
-    rest = (
-        MixedPrecisionPolicy() if packed.fused is None else policy
-    )  # a module casts by itself what it wants narrow
+    # Without fused passes, the module casts the remaining weights where it needs bfloat16.
+    rest = MixedPrecisionPolicy() if packed.fused is None else policy
     fully_shard(packed, mesh=mesh["data"], reshard_after_forward=False, mp_policy=rest)
     for module in packed.modules():
         if isinstance(module, FSDPModule):
@@ -305,13 +313,14 @@ def _shard(packed: PackedModel, mesh: DeviceMesh, settings: TrainSettings) -> No
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Every architecture has a name of its own for them."""
+    """Find the decoder layers by their number, because their name depends on the architecture."""
     count = model.config.get_text_config().num_hidden_layers
-    for module in model.modules():  # from the outside in: not the experts of a layer
+    for module in model.modules():  # outermost first, so that a layer's experts are not found
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise ModelError(
-        f"{type(model).__name__} has no list of {count} decoder layers to shard; use train.backend = 'single'"
+        f"{type(model).__name__} has no list of {count} decoder layers to shard; use "
+        "train.backend = 'single'"
     )
 
 
@@ -319,39 +328,44 @@ def _split_layers(model: PreTrainedModel, layers: nn.ModuleList, mesh: DeviceMes
     heads, ranks = model_shape(model.config).kv_heads, mesh.size()
     if heads % ranks:
         raise ConfigError(
-            f"train.tensor_parallel = {ranks} does not divide the model's {heads} key-value heads; use a number that does"
+            f"train.tensor_parallel = {ranks} does not divide the model's {heads} key-value heads; "
+            "use a divisor"
         )
     for layer in layers:
-        names = [
-            name for name, module in layer.named_modules() if isinstance(module, nn.Linear)
-        ]  # all ranks in the same order
+        # A list: all ranks must split the layers in the same order.
+        names = [name for name, module in layer.named_modules() if isinstance(module, nn.Linear)]
         plan: dict[str, ParallelStyle] = {
             name: ColwiseParallel() for name in names if name.endswith(COLUMNS)
         }
         plan |= {name: RowwiseParallel() for name in names if name.endswith(ROWS)}
         if len(plan) != len(names) or len(plan) != len(COLUMNS + ROWS):
             raise ModelError(
-                f"{type(model).__name__} has other layers than tensor parallel knows ({', '.join(COLUMNS + ROWS)}); set it to 1"
+                f"{type(model).__name__}: tensor parallelism supports only decoder layers with the "
+                f"linear layers {', '.join(COLUMNS + ROWS)}; set train.tensor_parallel = 1"
             )
         parallelize_module(layer, mesh, plan)
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's slice, on the same memory."""
+    """Return this rank's slice, which shares the tensor's memory."""
     assert isinstance(tensor, DTensor), "all parameters are sharded"
     with torch.no_grad():
         return tensor.to_local()
 
 
 def _region(parameter: DTensor) -> Region:
-    """Which part of the whole this rank has. Tensor parallel, the last dimension of the mesh, cuts first; FSDP cuts what that leaves."""
+    """Return the part of the full tensor that this rank holds.
+
+    Tensor parallelism, the last dimension of the mesh, splits first; FSDP splits the remainder.
+    """
     mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate()
     assert coordinate is not None, "every rank is in the mesh"
     region = [slice(0, size) for size in parameter.shape]
     for axis in reversed(range(mesh.ndim)):
         placement = parameter.placements[axis]
         if not placement.is_replicate():
-            part = region[placement.dim]  # type: ignore[attr-defined]  # every other placement is a kind of Shard
+            # Every other placement is a kind of Shard.
+            part = region[placement.dim]  # type: ignore[attr-defined]
             size = -(-(part.stop - part.start) // mesh.size(axis))
             start = min(part.stop, part.start + size * coordinate[axis])
             region[placement.dim] = slice(start, min(part.stop, start + size))  # type: ignore[attr-defined]

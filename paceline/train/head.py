@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from paceline.algo.loss import TokenOutputs
+from paceline.model.operations import matmul_float32
 
 CHUNK_LOGITS = {
     "cpu": 2**20,
@@ -83,7 +84,7 @@ class ChunkedLogprobs(torch.autograd.Function):
             if d_weight.dtype == d_logits.dtype:
                 d_weight.addmm_(d_logits.t(), hidden[rows])
             else:
-                d_weight += wide_product(d_logits.t(), hidden[rows])
+                d_weight += matmul_float32(d_logits.t(), hidden[rows])
         return (
             d_hidden,
             d_weight if ctx.gradient is None else None,
@@ -115,7 +116,7 @@ class FusedLogprobs(torch.autograd.Function):
         logprobs, entropy, logs = (torch.empty(len(hidden), device=hidden.device) for _ in range(3))
         narrow = weight.to(hidden.dtype)
         for rows in chunks(len(hidden), chunk):
-            logits = wide_product(hidden[rows], narrow.t())
+            logits = matmul_float32(hidden[rows], narrow.t())
             kernels.read_logits[(len(logits),)](
                 logits, targets[rows], logprobs[rows], entropy[rows], logs[rows], 1 / temperature,
                 VOCABULARY=len(weight), BLOCK=BLOCK, num_warps=8,
@@ -142,7 +143,7 @@ class FusedLogprobs(torch.autograd.Function):
             d_weight = torch.zeros_like(weight, dtype=torch.float32)
         narrow = weight.to(hidden.dtype)
         for rows in chunks(len(hidden), ctx.chunk):
-            logits = wide_product(hidden[rows], narrow.t())
+            logits = matmul_float32(hidden[rows], narrow.t())
             d_logits = torch.empty_like(logits, dtype=hidden.dtype)
             kernels.logits_backward[(len(logits), -(-len(weight) // BLOCK))](
                 logits, targets[rows], logs[rows], entropy[rows], to_logprobs[rows], logs if to_entropy is None else to_entropy[rows],
@@ -169,18 +170,11 @@ def chunks(count: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
-def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """Matrix product with at least float32 coming out; bfloat16 logits would be off by some hundredths."""
-    if a.dtype == torch.bfloat16 and a.is_cuda:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.mm(a, b).to(torch.promote_types(a.dtype, torch.float32))
-
-
 def _log_softmax(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, cap: float | None
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """And how much a capped logit follows the product."""
-    logits, slope = wide_product(hidden, weight.t()), None
+    logits, slope = matmul_float32(hidden, weight.t()), None
     if bias is not None:
         logits += bias
     if cap is not None:

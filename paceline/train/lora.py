@@ -1,7 +1,7 @@
-"""LoRA: the actor's weights stay as they are, small adapters beside them learn.
+"""LoRA train engine: the actor's weights are frozen, and small adapters are trained.
 
-Nobody else needs to know of adapters: what leaves the engine are plain weights with the adapters added in, one tensor at
-a time. The frozen weights are also the reference model, whenever the adapters are off.
+Adapters stay inside this engine: it exports plain weights, merged with the adapters one tensor at a
+time. With the adapters disabled, the frozen weights also serve as the reference model.
 """
 
 import json
@@ -21,13 +21,17 @@ from paceline.train.settings import LoraSettings, TrainSettings
 from paceline.train.single import SingleDevice
 from paceline.train.training_state import MODEL_FILE, write_tensors
 
-ADAPTER = "default"  # peft's own name for the one adapter a layer has
-FOLDER = "adapter"  # not beside the merged weights: transformers would take the whole folder for an adapter
+ADAPTER = "default"  # PEFT's name for a layer's only adapter
+# A subdirectory: transformers would load a directory with an adapter_config.json as an adapter.
+FOLDER = "adapter"
 
 
 class LoraDevice(SingleDevice):
-    """A SingleDevice that trains adapters. A checkpoint holds them as a PEFT folder (`adapter/`), which is what a run goes on
-    from, and the merged model beside it, for everybody else."""
+    """A SingleDevice that trains adapters.
+
+    A checkpoint holds the adapters in PEFT format (`adapter/`), from which a run resumes, and the
+    merged model for all other uses.
+    """
 
     trained_file = f"{FOLDER}/adapter_model.safetensors"
 
@@ -42,7 +46,10 @@ class LoraDevice(SingleDevice):
         super().__init__(model, settings, temperature)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight of the base model under its Hugging Face name, with its adapter added in. Merged ones are new tensors."""
+        """Yield each weight of the base model by Hugging Face name, merged with its adapter.
+
+        Merged weights are new tensors.
+        """
         yield from self.merged_weights().items()
 
     def merged_weights(self) -> "MergedWeights":
@@ -50,7 +57,7 @@ class LoraDevice(SingleDevice):
 
     @contextmanager
     def adapters_off(self) -> Iterator[None]:
-        """Inside, the model is the base model."""
+        """Disable the adapters inside the context, so that the model is the base model."""
         for layer in adapted_layers(self._model).values():
             layer.enable_adapters(False)
         try:
@@ -65,24 +72,26 @@ class LoraDevice(SingleDevice):
             json.dumps(self._config, indent=1, sort_keys=True)
         )
         merged = self.merged_weights()
+        # named_parameters lists tied weights once.
         base = {
             _base_name(name): p
             for name, p in self._model.named_parameters()
             if ".lora_" not in name
-        }  # tied ones once
+        }
         layout = [(name, tuple(p.shape), p.dtype) for name, p in base.items()]
         write_tensors(folder / MODEL_FILE, layout, (merged[name] for name in base))
 
     def _trained_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the adapters' parameters by the names that PEFT writes."""
         trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         return {
             f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": p
             for name, p in trained.items()
-        }  # as PEFT names them
+        }
 
 
 class MergedWeights(Mapping[str, Tensor]):
-    """The base model's weights by name, each computed when it is looked at: there is never a second model in memory."""
+    """Merged weights by name. Each is computed on access, so no second model is in memory."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._base = {
@@ -97,10 +106,10 @@ class MergedWeights(Mapping[str, Tensor]):
         layer = self._layers.get(name)
         if layer is None:
             return weight
-        if weight.ndim != 2:  # of all experts
+        if weight.ndim != 2:  # one tensor holds the weights of all experts
             return weight + layer.get_delta_weight(ADAPTER).detach()
         a, b = layer.lora_A[ADAPTER].weight.detach(), layer.lora_B[ADAPTER].weight.detach()
-        if layer.fan_in_fan_out:  # kept as [in, out]
+        if layer.fan_in_fan_out:  # the weight is stored as [in, out]
             a, b = b.t(), a.t()
         return torch.addmm(weight, b, a, alpha=layer.scaling[ADAPTER])
 
@@ -112,13 +121,16 @@ class MergedWeights(Mapping[str, Tensor]):
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> dict[str, Any]:
-    """Put adapters into the model, which stays of its own class; they change nothing yet. Only they are left to train.
-    Returns their PEFT configuration."""
+    """Add adapters to the model in place, freeze all other weights, return the PEFT configuration.
+
+    The model keeps its class and, until the adapters are trained, its outputs.
+    """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
         raise ConfigError(
-            "train.lora is set, but the package peft is not installed: pip install 'paceline[lora]'"
+            "train.lora is set, but the package peft is not installed; run "
+            "pip install 'paceline[lora]'"
         ) from None
 
     targets = _check_targets(model, settings.targets)
@@ -132,7 +144,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> d
         inference_mode=False,
     )
     with torch.random.fork_rng():
-        torch.manual_seed(seed)  # the same adapters in every mode
+        torch.manual_seed(seed)  # every mode starts with the same adapters
         inject_adapter_in_model(config, model)
     written = {
         key: sorted(value) if isinstance(value, set) else value
@@ -142,7 +154,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> d
 
 
 def adapted_layers(model: PreTrainedModel) -> dict[str, Any]:
-    """By the name of the weight they change."""
+    """Return the layers that have an adapter, by the name of the adapted weight."""
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
     return {
         _base_name(f"{name}.{getattr(layer, 'parameter_name', 'weight')}"): layer
@@ -151,26 +163,29 @@ def adapted_layers(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _base_name(name: str) -> str:
-    while ".base_layer." in name:  # experts have a layer around each of their tensors
+    while ".base_layer." in name:  # nested for experts: one wrapper per tensor
         name = name.replace(".base_layer.", ".")
     return name
 
 
-def _check_targets(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]:
-    """Names of linear layers inside the decoder; the output layer is not among them, since it is read without its module."""
+def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> list[str]:
+    """Return the names of the linear layers that get an adapter.
+
+    The output layer cannot have one, because training uses its weight without calling its module.
+    """
     linear = {
         name.rpartition(".")[2]
         for name, module in model_body(model).named_modules()
         if isinstance(module, nn.Linear | Conv1D)
     }
-    unknown = [name for name in wanted if name not in linear]
+    unknown = [name for name in targets if name not in linear]
     if unknown:
         raise ConfigError(
-            f"train.lora.targets names {', '.join(map(repr, unknown))}; {type(model).__name__} can have adapters at "
-            f"{', '.join(sorted(linear))}"
+            f"train.lora.targets contains {', '.join(map(repr, unknown))}; expected linear layers "
+            f"of {type(model).__name__}: {', '.join(sorted(linear))}"
         )
     if not linear:
         raise ModelError(
-            f"{type(model).__name__} has no linear layers that could have adapters; unset train.lora"
+            f"{type(model).__name__} has no linear layers for adapters; remove train.lora"
         )
-    return list(wanted) or sorted(linear)
+    return list(targets) or sorted(linear)

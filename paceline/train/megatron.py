@@ -1,8 +1,9 @@
-"""The train engine for models that need tensor and pipeline parallelism: Megatron's layers, schedule and distributed optimizer.
+"""Train engine with tensor and pipeline parallelism, built on megatron-core.
 
-Every rank of the group makes the same calls with the same batch. Rows are dealt out to data-parallel replicas by tokens; within one,
-tensor-parallel ranks and pipeline stages work on the same micro-batches. Loss weights are of the whole batch, so gradients of
-micro-batches and replicas are added, never averaged.
+Megatron provides the layers, the pipeline schedule and the distributed optimizer. Every rank makes
+the same calls with the same batch. Rows are assigned to data-parallel replicas by token count;
+within a replica, all ranks process the same micro-batches. Gradients are summed, not averaged,
+because the loss weights already refer to the whole batch.
 """
 
 import logging
@@ -37,7 +38,7 @@ from paceline.train.megatron_shards import Read, Shards
 from paceline.train.offload import HostOffload, Moved
 from paceline.train.optimizer import STATE, adamw
 from paceline.train.packed import Head, LossAccumulator
-from paceline.train.row_assignment import passes
+from paceline.train.row_assignment import assign_passes
 from paceline.train.settings import TrainSettings
 from paceline.train.training_state import (
     MODEL_FILE,
@@ -54,8 +55,11 @@ Finish = Callable[[MicroBatch, TokenOutputs], Tensor]
 
 
 class Megatron:
-    """A TrainEngine on every rank of a process group. `weights` are those of the causal language model, by Hugging Face name.
-    Sequence parallelism comes with tensor parallelism unless told otherwise."""
+    """A TrainEngine on every rank of a process group.
+
+    `weights` are the causal language model's, by Hugging Face name. `sequence_parallel` defaults to
+    True with tensor parallelism.
+    """
 
     def __init__(
         self,
@@ -77,9 +81,8 @@ class Megatron:
             if torch.cuda.is_available()
             else torch.device("cpu")
         )
-        self._model = Decoder(
-            parallel, config, temperature or 1.0, head
-        )  # greedy (0) reads log-probs at 1
+        # At temperature 0 (greedy), log-probs are those at temperature 1.
+        self._model = Decoder(parallel, config, temperature or 1.0, head)
         if settings.dtype != "float32":
             self._model.use_autocast(self._device)
         self._shards = Shards(self._model, config, head)
@@ -95,35 +98,36 @@ class Megatron:
     def logprobs(self, batch: Batch) -> FloatArray:
         if self._head != "policy":
             raise ModelError(
-                "log-probs asked of a critic: this engine was built with head = 'value'; ask the actor's"
+                "a critic has no log-probs: this engine was created with head = 'value'; use the "
+                "actor's engine"
             )
         return self._read(batch, "logprobs")
 
     def values(self, batch: Batch) -> FloatArray:
         if self._head != "value":
             raise ModelError(
-                "values asked of a policy: this engine was built with head = 'policy'; ask the critic's"
+                "a policy has no values: this engine was created with head = 'policy'; use the "
+                "critic's engine"
             )
         return self._read(batch, "values")
 
     def forward_backward(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]:
-        tally, weights = LossAccumulator(batch), loss_fn.weights(batch)
+        totals, weights = LossAccumulator(batch), loss_fn.weights(batch)
 
         def finish(micro: MicroBatch, outputs: TokenOutputs) -> Tensor:
-            if (
-                len(micro.flat) == 0
-            ):  # a replica without rows: no loss, but gradients of 0 to exchange
-                return 0.0 * _only(outputs).sum()
+            if len(micro.flat) == 0:
+                # A replica without rows has no loss, but must exchange gradients of 0.
+                return 0.0 * _main_output(outputs).sum()
             terms = loss_fn(outputs, token_data(batch, micro, weights))
-            if self._speaks():
-                tally.add(terms)
+            if self._reports():
+                totals.add(terms)
             return terms.loss
 
         self._run(batch, finish, train=True)
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, tally.totals())
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, totals.totals())
         result = LossAccumulator(batch)
-        for part in found:
+        for part in parts:
             result.merge(*part)
         return result.metrics()
 
@@ -132,23 +136,24 @@ class Megatron:
 
         def finish(micro: MicroBatch, outputs: TokenOutputs) -> Tensor:
             values: Tensor = getattr(outputs, name)
-            if self._speaks() and len(micro.flat):
+            if self._reports() and len(micro.flat):
                 result[micro.flat] = values.float().cpu().numpy()
             return values.sum()
 
         with torch.no_grad():
             self._run(batch, finish, train=False)
-        dist.all_reduce(
-            torch.from_numpy(result)
-        )  # every token was read by one rank, the others have 0
+        # One rank has the value of each token; the other ranks have 0.
+        dist.all_reduce(torch.from_numpy(result))
         return result
 
     def _run(self, batch: Batch, finish: Finish, train: bool) -> None:
-        """All micro-batches of this replica through the pipeline; the last stage has `finish` make a loss of the outputs."""
+        """Run this replica's micro-batches through the pipeline.
+
+        The last stage calls `finish` to turn the outputs of a micro-batch into a loss.
+        """
         micros = self._micro_batches(batch)
-        self._model.train(
-            train and self._settings.gradient_checkpointing
-        )  # Megatron recomputes only in train mode
+        # Megatron recomputes activations only in train mode.
+        self._model.train(train and self._settings.gradient_checkpointing)
         model = self._train_parts()[0] if train else self._model
 
         def step(
@@ -157,11 +162,8 @@ class Megatron:
             micro = next(data)
 
             def loss(outputs: TokenOutputs) -> tuple[Tensor, Tensor, Any]:
-                return (
-                    finish(micro, outputs),
-                    torch.zeros([], dtype=torch.int, device=self._device),
-                    None,
-                )
+                token_count = torch.zeros([], dtype=torch.int, device=self._device)
+                return finish(micro, outputs), token_count, None
 
             return model(micro), loss
 
@@ -170,27 +172,28 @@ class Megatron:
             data_iterator=iter(micros),
             model=[model],
             num_microbatches=len(micros),
-            seq_length=1,  # each micro-batch says its own
+            seq_length=1,  # ignored: sequence lengths are variable
             micro_batch_size=1,
             forward_only=not train,
         )
 
     def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
-        """This replica's share. A pipeline wants as many micro-batches as stages; replicas need not have equally many."""
-        needed = trained_lengths(batch)
-        replicas, limit = (
-            parallel_state.get_data_parallel_world_size(),
-            self._settings.micro_batch_tokens,
-        )
-        if self._pipeline > 1:
-            limit = min(limit, -(-int(needed.sum()) // (replicas * self._pipeline)))
-        rows = passes(needed, limit, replicas)[parallel_state.get_data_parallel_rank()]
-        return [micro_batch(batch, some, needed, self._device) for some in rows if len(some)] or [
-            _nothing(self._device)
-        ]
+        """Return this replica's micro-batches; replicas can have different numbers.
 
-    def _speaks(self) -> bool:
-        """One rank of each replica tells what the replica found."""
+        A pipeline is efficient with at least as many micro-batches as stages.
+        """
+        lengths = trained_lengths(batch)
+        replicas = parallel_state.get_data_parallel_world_size()
+        limit = self._settings.micro_batch_tokens
+        if self._pipeline > 1:
+            limit = min(limit, -(-int(lengths.sum()) // (replicas * self._pipeline)))
+        assigned = assign_passes(lengths, limit, replicas)
+        passes = assigned[parallel_state.get_data_parallel_rank()]
+        micros = [micro_batch(batch, rows, lengths, self._device) for rows in passes if len(rows)]
+        return micros or [_untrained_token(self._device)]
+
+    def _reports(self) -> bool:
+        """Return whether this rank reports the results of its replica: one rank of each does."""
         return (
             bool(parallel_state.is_pipeline_last_stage())
             and parallel_state.get_tensor_model_parallel_rank() == 0
@@ -199,7 +202,10 @@ class Megatron:
     # -- update
 
     def _train_parts(self) -> tuple[DistributedDataParallel, DistributedOptimizer]:
-        """Gradient buffers and optimizer. Made when first needed: a reference model never is trained."""
+        """Return the gradient buffers and the optimizer.
+
+        They are created on first use, because a reference model is never trained.
+        """
         if self._trained is None:
             ddp = DistributedDataParallel(
                 self._model.config,
@@ -233,9 +239,8 @@ class Megatron:
         ddp, optimizer = self._train_parts()
         finalize_model_grads([ddp])
         optimizer.prepare_grads()
-        norm = float(
-            optimizer.clip_grad_norm(self._settings.max_grad_norm)
-        )  # of all ranks, so all take the same branch
+        # The norm covers all ranks, so all of them take the same branch.
+        norm = float(optimizer.clip_grad_norm(self._settings.max_grad_norm))
         if math.isfinite(norm):
             for group in optimizer.param_groups:
                 group["lr"] = lr
@@ -247,7 +252,7 @@ class Megatron:
         optimizer.zero_grad()
         return norm if math.isfinite(norm) else math.nan
 
-    # -- weights out and in
+    # -- export, save and load
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._shards.gather():
@@ -280,23 +285,23 @@ class Megatron:
         return (tensor for _, tensor in self._shards.gather(read))
 
     def _state(self) -> Iterator[Tensor]:
-        """AdamW's state in the order of STATE: how many steps it has made, and two moments of each weight."""
+        """Yield AdamW's state in the order of STATE: step counts, then moments of each weight."""
         yield from (torch.tensor(float(self._steps)) for _ in self._shards.shapes())
         yield from self._tensors(lambda parameter: self._moment(parameter, "exp_avg"))
         yield from self._tensors(lambda parameter: self._moment(parameter, "exp_avg_sq"))
 
     def _moment(self, parameter: nn.Parameter, key: str) -> Tensor:
-        """Of this rank's part of a weight; each data-parallel replica keeps a stretch of it."""
+        """Gather a moment of this rank's shard; each data-parallel replica holds a slice of it."""
         flat = torch.zeros(parameter.numel(), device=parameter.device)
-        stretch = self._stretch(parameter)
-        if stretch is not None:
-            main, where = stretch
+        held = self._optimizer_slice(parameter)
+        if held is not None:
+            main, where = held
             flat[where] = self._train_parts()[1].state[main][key]
         dist.all_reduce(flat, group=parallel_state.get_data_parallel_group())
         return flat.view_as(parameter)
 
-    def _stretch(self, parameter: nn.Parameter) -> tuple[Tensor, slice] | None:
-        """What the optimizer here has of a parameter: the tensor it updates, and where in the parameter that is."""
+    def _optimizer_slice(self, parameter: nn.Parameter) -> tuple[Tensor, slice] | None:
+        """Return the tensor that this rank's optimizer updates and its range in the parameter."""
         optimizer = self._train_parts()[1]
         if parameter not in optimizer.model_param_group_index_map:
             return None
@@ -319,16 +324,15 @@ class Megatron:
         self._shards.load(weights)
         optimizer.state.clear()
         self._steps = int(max(float(state[f"step:{name}"]) for name in shapes)) if len(state) else 0
-        for slot, parameter in self._shards.own():
-            stretch = self._stretch(parameter) if len(state) else None
-            if stretch is not None:
-                main, where = stretch
-                entry = {
-                    "step": state[f"step:{next(iter(slot.parts))}"].to(self._device, copy=True)
-                }
+        for mapping, parameter in self._shards.local():
+            held = self._optimizer_slice(parameter) if len(state) else None
+            if held is not None:
+                main, where = held
+                step = state[f"step:{next(iter(mapping.parts))}"]
+                entry = {"step": step.to(self._device, copy=True)}
                 for key in MOMENTS:
                     shard = torch.empty_like(parameter)
-                    self._shards.fill(shard, slot, lambda name, key=key: state[f"{key}:{name}"])  # type: ignore[misc]
+                    self._shards.fill(shard, mapping, state, prefix=f"{key}:")
                     entry[key] = shard.view(-1)[where].clone()
                 optimizer.state[main] = entry
         ddp.zero_grad_buffer()
@@ -349,7 +353,10 @@ class Megatron:
 
 
 def join_group(tensor: int, pipeline: int) -> None:
-    """Lay the process group out: tensor-parallel neighbours first, pipeline stages last. Once per process, for all its models."""
+    """Initialize Megatron's process groups, once per process for all its models.
+
+    Adjacent ranks are tensor-parallel; pipeline stages are furthest apart.
+    """
     if not dist.is_initialized():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
@@ -360,8 +367,9 @@ def join_group(tensor: int, pipeline: int) -> None:
     world = dist.get_world_size()
     if world % (tensor * pipeline):
         raise ConfigError(
-            f"{world} ranks cannot be divided into replicas of train.tensor_parallel x train.pipeline_parallel = {tensor} x {pipeline}: "
-            "set placement.train_ranks to a multiple"
+            f"{world} ranks cannot be divided into replicas of train.tensor_parallel x "
+            f"train.pipeline_parallel = {tensor} x {pipeline}; set placement.train_ranks to a "
+            "multiple"
         )
     if parallel_state.model_parallel_is_initialized():
         found = (
@@ -370,28 +378,29 @@ def join_group(tensor: int, pipeline: int) -> None:
         )
         if found != (tensor, pipeline):
             raise ConfigError(
-                f"models in one worker group share its layout: tensor x pipeline is {found} here, not {(tensor, pipeline)}"
+                f"train.tensor_parallel x train.pipeline_parallel = {(tensor, pipeline)}: all "
+                f"models of a worker group share one layout, which is {found}"
             )
         return
     parallel_state.initialize_model_parallel(tensor, pipeline, create_gloo_process_groups=False)
     try:
-        model_parallel_cuda_manual_seed(
-            0
-        )  # nothing here is random, but Megatron wants its generators set
+        # Megatron requires its random generators to be seeded, although training is not random.
+        model_parallel_cuda_manual_seed(0)
     except (AssertionError, RuntimeError) as error:
         raise ConfigError(
-            f"train.backend = 'megatron' needs a CUDA device ({error}); use 'single' or 'fsdp' here"
+            f"train.backend = 'megatron' needs a CUDA device ({error}); use 'single' or 'fsdp'"
         ) from error
 
 
-def _only(outputs: TokenOutputs) -> Tensor:
-    found = outputs.logprobs if outputs.logprobs is not None else outputs.values
-    assert found is not None
-    return found
+def _main_output(outputs: TokenOutputs) -> Tensor:
+    """Return the log-probs of a policy or the values of a critic."""
+    output = outputs.logprobs if outputs.logprobs is not None else outputs.values
+    assert output is not None
+    return output
 
 
-def _nothing(device: torch.device) -> MicroBatch:
-    """A forward pass over one token that teaches nothing."""
+def _untrained_token(device: torch.device) -> MicroBatch:
+    """Return a micro-batch of one token that is not trained on."""
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     return MicroBatch(
         zero[None], zero[None], RowLayout(1, 1, zero, zero), zero, zero, zero, np.zeros(0, np.int64)

@@ -1,7 +1,8 @@
-"""Log-probs and entropy from an output layer whose rows are spread over tensor-parallel ranks.
+"""Log-probs and entropy from an output layer that is split over tensor-parallel ranks.
 
-No rank ever has all logits of a token: maxima, sums and the target's logit are exchanged instead, three numbers per token. As in
-`head.py` logits live for a chunk of rows at a time and are computed again in the backward pass, which exchanges nothing.
+No rank has all logits of a token: ranks exchange maxima, sums, the target's log-prob and the
+entropy. As in `head.py`, logits exist for one chunk of rows at a time and are recomputed in the
+backward pass, which needs no communication.
 """
 
 from typing import Any
@@ -11,13 +12,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from paceline.train.head import chunks, wide_product
+from paceline.model.operations import matmul_float32
+from paceline.train.head import chunks
 
 
 class VocabularyParallelLogprobs(torch.autograd.Function):
-    """(hidden [M, D], weight [rows of this rank, D], targets [M]) -> log-prob of the targets [M], entropy [M], alike on all ranks.
+    """Log-probs of the targets [M] and entropy [M], equal on all ranks.
 
-    The gradient of `hidden` is this rank's part; ranks' parts are to be added."""
+    Inputs: hidden [M, D], this rank's rows of the weight [V_rank, D], targets [M]. The gradient of
+    `hidden` covers this rank's rows; the caller sums it over ranks.
+    """
 
     @staticmethod
     def forward(
@@ -32,9 +36,9 @@ class VocabularyParallelLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         both = torch.empty(2, len(hidden), device=hidden.device)
         norm = torch.empty(len(hidden), device=hidden.device)
-        narrow, local = weight.to(hidden.dtype), targets - first
+        matrix, local = weight.to(hidden.dtype), targets - first
         for rows in chunks(len(hidden), chunk):
-            logits = wide_product(hidden[rows], narrow.t()) / temperature
+            logits = matmul_float32(hidden[rows], matrix.t()) / temperature
             peak = logits.amax(-1)
             dist.all_reduce(peak, dist.ReduceOp.MAX, group)
             total = (logits - peak[:, None]).exp().sum(-1)
@@ -55,24 +59,25 @@ class VocabularyParallelLogprobs(torch.autograd.Function):
         to_logprobs, to_entropy = upstream
         by_entropy = bool(to_entropy.any())
         d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight)
-        narrow = weight.to(hidden.dtype)
+        matrix = weight.to(hidden.dtype)
         inside = (local >= 0) & (local < len(weight))
         for rows in chunks(len(hidden), ctx.chunk):
-            log_p = wide_product(hidden[rows], narrow.t()) / ctx.temperature - norm[rows, None]
+            logits = matmul_float32(hidden[rows], matrix.t()) / ctx.temperature
+            log_p = logits - norm[rows, None]
             p = log_p.exp()
             d_logits = p * -to_logprobs[rows, None]
-            here = (to_logprobs[rows] * inside[rows])[:, None]
-            d_logits.scatter_add_(1, local[rows, None].clamp(0, len(weight) - 1), here)
+            at_target = (to_logprobs[rows] * inside[rows])[:, None]
+            d_logits.scatter_add_(1, local[rows, None].clamp(0, len(weight) - 1), at_target)
             if by_entropy:
                 d_logits -= p * (log_p + entropy[rows, None]) * to_entropy[rows, None]
             d_logits = (d_logits / ctx.temperature).to(hidden.dtype)
-            torch.mm(d_logits, narrow, out=d_hidden[rows])
-            d_weight += wide_product(d_logits.t(), hidden[rows])
+            torch.mm(d_logits, matrix, out=d_hidden[rows])
+            d_weight += matmul_float32(d_logits.t(), hidden[rows])
         return d_hidden, d_weight, None, None, None, None, None
 
 
 def _at(log_p: Tensor, local: Tensor) -> Tensor:
-    """The target's log-prob where this rank has it, 0 elsewhere."""
+    """Return the target's log-prob if this rank has the target, otherwise 0."""
     inside = (local >= 0) & (local < log_p.shape[1])
     return log_p.gather(1, local.clamp(0, log_p.shape[1] - 1)[:, None])[:, 0] * inside
 
@@ -86,7 +91,10 @@ def vocabulary_parallel_logprobs(
     group: dist.ProcessGroup,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    """`weight` is the output layer from vocabulary entry `first` on, without padding; `chunk` rows at a time, alike on all ranks."""
+    """Compute log-probs and entropy in chunks of `chunk` rows, which must be equal on all ranks.
+
+    `weight` is the output layer from vocabulary entry `first` on, without padding.
+    """
     logprobs, entropy = VocabularyParallelLogprobs.apply(
         hidden, weight, targets, first, temperature, chunk, group
     )

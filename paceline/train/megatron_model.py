@@ -1,7 +1,8 @@
-"""A decoder of Megatron's parallel layers that computes what the Hugging Face model of the same config does.
+"""Decoder of Megatron's parallel layers, equivalent to the Hugging Face model of the same config.
 
-Megatron brings the layers, split over tensor-parallel ranks and pipeline stages. What it would need Transformer Engine for is
-ours: rows packed end to end (the same micro-batches as on one device), norms under sequence parallelism, and the head.
+Megatron provides layers split over tensor-parallel ranks and pipeline stages. This module replaces
+the parts for which Megatron needs Transformer Engine: packed rows (the same micro-batches as on one
+device), norms with sequence parallelism, and the head.
 """
 
 from collections.abc import Callable
@@ -70,13 +71,14 @@ def transformer_config(
         pipeline_dtype=torch.float32,
         autocast_dtype=getattr(torch, settings.dtype),
         use_cpu_initialization=True,
-        perform_initialization=False,  # weights are loaded right after
-        calculate_per_token_loss=True,  # gradients of micro-batches and ranks are added: our loss weights are of the whole batch
+        perform_initialization=False,  # the caller loads the weights
+        # Sum the gradients of micro-batches and ranks: loss weights refer to the whole batch.
+        calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,  # needs Apex
         bias_activation_fusion=torch.cuda.is_available(),
         batch_p2p_comm=False,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # there are no experts, but variable lengths are refused without it
+        moe_token_dispatcher_type="alltoall",  # required by variable lengths, also without experts
         **(recompute if settings.gradient_checkpointing else {}),
     )
 
@@ -95,13 +97,14 @@ def _check_supported(config: PretrainedConfig) -> None:
         ),
         (
             set(getattr(config, "layer_types", None) or ()) - {"full_attention"},
-            "has other than full attention",
+            "has layers without full attention",
         ),
     ]
-    for is_so, what in wrong:
-        if is_so:
+    for is_wrong, problem in wrong:
+        if is_wrong:
             raise ModelError(
-                f"this model {what}; train.backend = 'megatron' knows plain {', '.join(SUPPORTED)}: take 'fsdp' instead"
+                f"the model {problem}; train.backend = 'megatron' supports standard "
+                f"{', '.join(SUPPORTED)}. Use 'fsdp' instead"
             )
 
 
@@ -113,48 +116,57 @@ def _check_divisible(config: PretrainedConfig, tensor: int, pipeline: int) -> No
     ):
         if count % ranks:
             raise ConfigError(
-                f"train.{setting} = {ranks} does not divide the model's {name} = {count}: choose one that does"
+                f"train.{setting} = {ranks} does not divide the model's {name} = {count}; use a "
+                "divisor"
             )
 
 
 class RmsNorm(nn.Module):
-    """Megatron's own without Transformer Engine refuses sequence parallelism, where each rank norms a part of the tokens."""
+    """RMS norm for sequence parallelism, which Megatron supports only with Transformer Engine."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # Megatron adds up gradients by this
+        # Megatron sums the gradients of parameters that have this attribute over ranks.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self._eps, self._dtype = eps, config.autocast_dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        """In the type of the products that follow, since Megatron's linear layers exchange their input as it comes."""
-        wide = x.float()
-        return (
-            self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps))
-        ).to(self._dtype)
+        """Normalize in float32 and return the compute dtype.
+
+        Megatron's linear layers exchange their inputs between ranks in the dtype they get.
+        """
+        x = x.float()
+        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._eps)
+        return (self.weight * normed).to(self._dtype)
 
 
 def add_residual(training: bool, fused: bool) -> Callable[..., Tensor]:
-    """Megatron's own would round the residual stream to the type of what is added; here it stays float32, as on one device."""
+    """Return an addition that keeps the residual stream float32, as on one device.
+
+    Megatron's function would round it to the dtype of the addend.
+    """
     return lambda x_and_bias, residual, dropout: residual + x_and_bias[0]
 
 
 class PackedAttention(nn.Module):
-    """In place of Megatron's core attention: rows are packed, the mask says how."""
+    """Replacement for Megatron's core attention over packed rows; `mask` encodes their layout."""
 
     def __init__(self, **_: Any) -> None:
         super().__init__()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **_: Any) -> Tensor:
-        q, k, v = (
-            part.permute(1, 2, 0, 3) for part in (query, key, value)
-        )  # [T, 1, heads, size] -> [1, heads, T, size]
+        # [T, 1, heads, size] -> [1, heads, T, size]
+        q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
         out = packed_attention(self, q, k, v, None, row_layout=layout_of(mask, len(query)))[0]
         return out.transpose(0, 1).flatten(2)
 
 
 def mask_of(layout: RowLayout) -> Tensor:
-    """[2, rows, longest]: `spread`, and `slots` filled up. One tensor, because recomputation hands nothing else through."""
+    """Encode a layout as [2, rows, longest]: `spread`, and `slots` padded.
+
+    One tensor, because activation recomputation passes no other argument through.
+    """
     slots = F.pad(layout.slots, (0, layout.rows * layout.longest - len(layout.slots)))
     return torch.stack([layout.spread, slots]).view(2, layout.rows, layout.longest)
 
@@ -162,12 +174,13 @@ def mask_of(layout: RowLayout) -> Tensor:
 def layout_of(mask: Tensor, tokens: int) -> RowLayout:
     _, rows, longest = mask.shape
     spread, slots = mask.flatten(1)
-    # Padding for sequence parallelism may exceed the rectangle; its tokens get any attention, since nobody looks at them.
+    # Padding for sequence parallelism can exceed the rectangle. The attention of its tokens is
+    # arbitrary, because their outputs are not used.
     return RowLayout(rows, longest, spread, F.pad(slots, (0, tokens - len(slots))))
 
 
 class Decoder(GPTModel):  # type: ignore[misc]
-    """One pipeline stage. Answers with hidden states, on the last stage with what its head says of the trained tokens."""
+    """One pipeline stage. It returns hidden states; the last stage returns the head's outputs."""
 
     def __init__(
         self,
@@ -193,7 +206,8 @@ class Decoder(GPTModel):  # type: ignore[misc]
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
             share_embeddings_and_output_weights=head == "policy" and config.tie_word_embeddings,
-            position_embedding_type="none",  # rotary angles are computed here, since positions restart at every row
+            # `forward` computes the rotary angles, because positions restart at every row.
+            position_embedding_type="none",
         )
         if head == "value" and self.post_process:
             del self.output_layer
@@ -205,7 +219,10 @@ class Decoder(GPTModel):  # type: ignore[misc]
         self._valid = min(self._shard, config.vocab_size - self._first)
 
     def use_autocast(self, device: torch.device) -> None:
-        """Layer by layer, so that recomputation does the same; the residual stream between layers stays float32."""
+        """Enable autocast for each layer, so that recomputation uses it too.
+
+        The residual stream between layers stays float32.
+        """
         for layer in self.decoder.layers:
             layer.forward = torch.autocast(device.type, dtype=self.config.autocast_dtype)(
                 layer.forward
@@ -224,10 +241,12 @@ class Decoder(GPTModel):  # type: ignore[misc]
         return self._head(hidden, micro) if self.post_process else hidden
 
     def _head(self, hidden: Tensor, micro: MicroBatch) -> TokenOutputs:
-        """Every rank gets the hidden states of all trained tokens; those of a policy then look at their part of the vocabulary."""
-        split = not hasattr(
-            self, "value_head"
-        )  # ranks' gradients of the hidden states are parts to add up, not copies
+        """Compute log-probs or values of the trained tokens, whose hidden states every rank gets.
+
+        The ranks of a policy each process their part of the vocabulary, so their gradients of the
+        hidden states must be summed. A critic's ranks have equal gradients.
+        """
+        split = not hasattr(self, "value_head")
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=split)
         elif split:
@@ -254,7 +273,7 @@ class Decoder(GPTModel):  # type: ignore[misc]
 
 
 def _rotary(config: PretrainedConfig) -> Tensor:
-    """Hugging Face's own frequencies, scaled or not. Only what stays the same at every length can be used."""
+    """Return Hugging Face's rotary frequencies, which must not depend on the sequence length."""
     module = LlamaRotaryEmbedding(config)
     if (
         module.attention_scaling != 1.0
@@ -262,7 +281,8 @@ def _rotary(config: PretrainedConfig) -> Tensor:
         or module.rope_type == "longrope"
     ):
         raise ModelError(
-            f"rope_type = {module.rope_type!r} is unknown to train.backend = 'megatron': take 'fsdp' instead"
+            f"train.backend = 'megatron' does not support rope_type = {module.rope_type!r}; use "
+            "'fsdp' instead"
         )
     frequencies: Tensor = module.inv_freq
     return frequencies

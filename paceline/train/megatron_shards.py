@@ -1,6 +1,7 @@
-"""A model spread over tensor-parallel ranks and pipeline stages: whole tensors in, each rank keeps its part; parts put together again.
+"""Splits Hugging Face tensors over Megatron's ranks and pipeline stages and gathers them again.
 
-Works on parameters and on anything of their shape. All ranks must ask for the same things in the same order.
+It handles parameters and all tensors of the same shape, such as optimizer state. All ranks must
+make the same calls in the same order.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,89 +13,93 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from paceline.errors import ModelError
-from paceline.train.megatron_weights import ParameterMapping, Shape, slots
+from paceline.train.megatron_weights import ParameterMapping, Shape, parameter_mappings
 from paceline.train.packed import Head
 
 Read = Callable[[nn.Parameter], Tensor]
 
 
 class Shards:
-    """This rank's parameters, and how they make up the Hugging Face model."""
+    """This rank's parameters and their mapping to Hugging Face tensors."""
 
     def __init__(self, model: nn.Module, config: PretrainedConfig, head: Head) -> None:
-        self._stages, self._stage = (
-            parallel_state.get_pipeline_model_parallel_world_size(),
-            parallel_state.get_pipeline_model_parallel_rank(),
-        )
-        self._ranks, self._rank = (
-            parallel_state.get_tensor_model_parallel_world_size(),
-            parallel_state.get_tensor_model_parallel_rank(),
-        )
-        self._slots = slots(config, self._stages, head)
+        self._stages = parallel_state.get_pipeline_model_parallel_world_size()
+        self._stage = parallel_state.get_pipeline_model_parallel_rank()
+        self._ranks = parallel_state.get_tensor_model_parallel_world_size()
+        self._rank = parallel_state.get_tensor_model_parallel_rank()
+        self._mappings = parameter_mappings(config, self._stages, head)
         self.parameters = dict(model.named_parameters())
-        mine = {slot.name: slot for slot in self._slots if slot.stage == self._stage}
-        if mine.keys() != self.parameters.keys():
+        local = {mapping.name: mapping for mapping in self._mappings if self._is_local(mapping)}
+        if local.keys() != self.parameters.keys():
             raise ModelError(
-                f"no rule for Megatron's parameters {sorted(mine.keys() ^ self.parameters.keys())}: another megatron-core?"
+                "no mapping for Megatron's parameters "
+                f"{sorted(local.keys() ^ self.parameters.keys())}; use the megatron-core version "
+                "that paceline[megatron] installs"
             )
-        for (
-            name,
-            slot,
-        ) in mine.items():  # Megatron counts a replica once in the gradient's norm, and parts each
-            self.parameters[name].tensor_model_parallel = slot.kind != "whole"  # type: ignore[attr-defined]
+        # Megatron counts replicated parameters once in the gradient norm, and every shard.
+        for name, mapping in local.items():
+            is_split = mapping.kind != "replicated"
+            self.parameters[name].tensor_model_parallel = is_split  # type: ignore[attr-defined]
+
+    def _is_local(self, mapping: ParameterMapping) -> bool:
+        return mapping.stage == self._stage
 
     def shapes(self) -> dict[str, Shape]:
-        """Of the whole tensors, in the order `gather` gives them."""
+        """Return the shapes of the Hugging Face tensors, in the order of `gather`."""
         return {
             name: shape
-            for slot in self._slots
-            if not slot.copy
-            for name, shape in slot.parts.items()
+            for mapping in self._mappings
+            if not mapping.copy
+            for name, shape in mapping.parts.items()
         }
 
-    def own(self) -> Iterator[tuple[ParameterMapping, nn.Parameter]]:
-        for slot in self._slots:
-            if slot.stage == self._stage:
-                yield slot, self.parameters[slot.name]
+    def local(self) -> Iterator[tuple[ParameterMapping, nn.Parameter]]:
+        """Yield the parameters of this rank's pipeline stage with their mappings."""
+        for mapping in filter(self._is_local, self._mappings):
+            yield mapping, self.parameters[mapping.name]
 
     @torch.no_grad()
-    def fill(self, target: Tensor, slot: ParameterMapping, read: Callable[[str], Tensor]) -> None:
-        """This rank's part of whole tensors that are read by name."""
-        target.copy_(slot.split([read(name) for name in slot.parts], self._rank, self._ranks))
+    def fill(
+        self, target: Tensor, mapping: ParameterMapping, tensors: Mapping[str, Tensor], prefix: str
+    ) -> None:
+        """Copy this rank's shard of Hugging Face tensors into `target`."""
+        parts = [tensors[prefix + name] for name in mapping.parts]
+        target.copy_(mapping.split(parts, self._rank, self._ranks))
 
     def load(self, weights: Mapping[str, Tensor], prefix: str = "") -> None:
-        """Take this rank's part of every weight. A value head that is not there stays as it is."""
-        for slot, parameter in self.own():
-            missing = [name for name in slot.parts if prefix + name not in weights]
-            if missing and slot.name.startswith("value_head"):
+        """Load this rank's shard of every weight; a missing value head keeps its initial values."""
+        for mapping, parameter in self.local():
+            missing = [name for name in mapping.parts if prefix + name not in weights]
+            if missing and mapping.name.startswith("value_head"):
                 continue
             if missing:
                 raise ModelError(
-                    f"the model has no weight {prefix + missing[0]!r}: is it of another architecture, or incomplete?"
+                    f"the model has no weight {prefix + missing[0]!r}: it is incomplete or has "
+                    "another architecture; check the model's files"
                 )
-            self.fill(parameter, slot, lambda name: weights[prefix + name])
+            self.fill(parameter, mapping, weights, prefix)
 
     def gather(
         self, read: Read = lambda parameter: parameter.detach()
     ) -> Iterator[tuple[str, Tensor]]:
-        """What `read` gives of each parameter, as whole Hugging Face tensors on every rank, one by one."""
-        for slot in self._slots:
-            if not slot.copy:
-                yield from zip(slot.parts, self._whole(slot, read), strict=True)
+        """Yield `read(parameter)` of each parameter as full Hugging Face tensors, on every rank."""
+        for mapping in self._mappings:
+            if not mapping.copy:
+                yield from zip(mapping.parts, self._full_tensors(mapping, read), strict=True)
 
-    def _whole(self, slot: ParameterMapping, read: Read) -> list[Tensor]:
+    def _full_tensors(self, mapping: ParameterMapping, read: Read) -> list[Tensor]:
         device = next(iter(self.parameters.values())).device
-        if slot.stage == self._stage:
-            shard = read(self.parameters[slot.name]).contiguous()
+        if self._is_local(mapping):
+            shard = read(self.parameters[mapping.name]).contiguous()
             shards = [shard]
-            if slot.kind != "whole" and self._ranks > 1:
+            if mapping.kind != "replicated" and self._ranks > 1:
                 shards = [torch.empty_like(shard) for _ in range(self._ranks)]
                 dist.all_gather(shards, shard, parallel_state.get_tensor_model_parallel_group())
-            parts = [part.contiguous() for part in slot.join(shards)]
+            parts = [part.contiguous() for part in mapping.join(shards)]
         else:
-            parts = [torch.empty(shape, device=device) for shape in slot.parts.values()]
+            parts = [torch.empty(shape, device=device) for shape in mapping.parts.values()]
         if self._stages > 1:
             group = parallel_state.get_pipeline_model_parallel_group()
             for part in parts:
-                dist.broadcast(part, dist.get_global_rank(group, slot.stage), group)
+                dist.broadcast(part, dist.get_global_rank(group, mapping.stage), group)
         return parts

@@ -1,8 +1,9 @@
-"""Hugging Face weights to Megatron's layout and back.
+"""Conversion between Hugging Face weights and Megatron's layout.
 
-Megatron fuses q, k and v by key head, and gate and up by rank; pads the vocabulary; splits over tensor-parallel ranks; numbers the
-layers of each pipeline stage from 0. A `Slot` is one Megatron parameter and knows which Hugging Face tensors it is made of. What
-holds for weights holds for everything of their shape, so optimizer state goes the same way.
+Megatron fuses q, k and v by key head and gate and up by rank, pads the vocabulary, splits weights
+over tensor-parallel ranks and numbers the layers of each pipeline stage from 0. A
+`ParameterMapping` maps one Megatron parameter to its Hugging Face tensors. Optimizer state has the
+same shapes and is converted the same way.
 """
 
 from collections.abc import Sequence
@@ -16,22 +17,22 @@ from transformers import PretrainedConfig
 from paceline.model.weights import head_dim
 from paceline.train.packed import Head
 
-Kind = Literal["whole", "rows", "columns", "vocabulary", "qkv", "gate_up"]
+Kind = Literal["replicated", "rows", "columns", "vocabulary", "qkv", "gate_up"]
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterMapping:
     stage: int
-    name: str  # of the parameter in its stage's module
-    parts: dict[str, Shape]  # Hugging Face tensors in it, whole
+    name: str  # name of the parameter in the module of its stage
+    parts: dict[str, Shape]  # full shapes of its Hugging Face tensors
     kind: Kind
-    groups: int  # key heads: queries are fused with the key they look at
-    copy: bool = False  # of another slot's weight, on another stage
+    groups: int  # number of key heads; each is fused with its queries
+    copy: bool = False  # whether it is a copy of a weight on another stage
 
     def split(self, full: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
-        """This rank's part of the Hugging Face tensors, in Megatron's layout."""
-        if self.kind == "whole":
+        """Return this rank's shard of the Hugging Face tensors in Megatron's layout."""
+        if self.kind == "replicated":
             return full[0]
         if self.kind == "columns":
             return full[0].chunk(ranks, 1)[rank]
@@ -46,8 +47,8 @@ class ParameterMapping:
         return rows.chunk(ranks)[rank]
 
     def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """The Hugging Face tensors from all ranks' parts."""
-        if self.kind == "whole":
+        """Return the Hugging Face tensors, given the shards of all ranks."""
+        if self.kind == "replicated":
             return [shards[0]]
         if self.kind == "columns":
             return [cat(list(shards), 1)]
@@ -69,61 +70,64 @@ def padded_vocabulary(size: int, ranks: int) -> int:
     return -(-size // ranks) * ranks
 
 
-def slots(config: PretrainedConfig, stages: int, head: Head) -> list[ParameterMapping]:
-    """Every parameter of every stage, in the order Hugging Face has them. A critic's are named as its backbone alone names them."""
+def parameter_mappings(config: PretrainedConfig, stages: int, head: Head) -> list[ParameterMapping]:
+    """Return the mappings of all parameters of all stages, in the order of Hugging Face.
+
+    The names of a critic's weights have no "model." prefix, as in its backbone.
+    """
     prefix = "model." if head == "policy" else ""
     vocabulary: Shape = (config.vocab_size, config.hidden_size)
     groups = config.num_key_value_heads
     embedding = {f"{prefix}embed_tokens.weight": vocabulary}
-    found = [
+    mappings = [
         ParameterMapping(0, "embedding.word_embeddings.weight", embedding, "vocabulary", groups)
     ]
     per_stage = config.num_hidden_layers // stages
     for layer in range(config.num_hidden_layers):
         stage, local = divmod(layer, per_stage)
         for name, parts, kind in _layer(config):
-            theirs = {f"{prefix}layers.{layer}.{part}": shape for part, shape in parts.items()}
-            found.append(
-                ParameterMapping(stage, f"decoder.layers.{local}.{name}", theirs, kind, groups)
+            tensors = {f"{prefix}layers.{layer}.{part}": shape for part, shape in parts.items()}
+            mappings.append(
+                ParameterMapping(stage, f"decoder.layers.{local}.{name}", tensors, kind, groups)
             )
     last = stages - 1
-    found.append(
+    mappings.append(
         ParameterMapping(
             last,
             "decoder.final_layernorm.weight",
             {f"{prefix}norm.weight": (config.hidden_size,)},
-            "whole",
+            "replicated",
             groups,
         )
     )
     if head == "value":
-        found.append(
+        mappings.append(
             ParameterMapping(
                 last,
                 "value_head.linear.weight",
                 {"value_head.weight": (1, config.hidden_size)},
-                "whole",
+                "replicated",
                 groups,
             )
         )
-        found.append(
+        mappings.append(
             ParameterMapping(
-                last, "value_head.linear.bias", {"value_head.bias": (1,)}, "whole", groups
+                last, "value_head.linear.bias", {"value_head.bias": (1,)}, "replicated", groups
             )
         )
     elif not config.tie_word_embeddings:
-        found.append(
+        mappings.append(
             ParameterMapping(
                 last, "output_layer.weight", {"lm_head.weight": vocabulary}, "vocabulary", groups
             )
         )
     elif stages > 1:
-        found.append(
+        mappings.append(
             ParameterMapping(
                 last, "output_layer.weight", embedding, "vocabulary", groups, copy=True
             )
         )
-    return found
+    return mappings
 
 
 def _layer(config: PretrainedConfig) -> list[tuple[str, dict[str, Shape], Kind]]:
@@ -147,8 +151,8 @@ def _layer(config: PretrainedConfig) -> list[tuple[str, dict[str, Shape], Kind]]
             "gate_up",
         ),
         ("mlp.linear_fc2.weight", {"mlp.down_proj.weight": (hidden, inner)}, "columns"),
-        ("input_layernorm.weight", {"input_layernorm.weight": (hidden,)}, "whole"),
-        ("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (hidden,)}, "whole"),
+        ("input_layernorm.weight", {"input_layernorm.weight": (hidden,)}, "replicated"),
+        ("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (hidden,)}, "replicated"),
     ]
     if config.model_type == "qwen2":
         biases: dict[str, Shape] = {
@@ -160,7 +164,7 @@ def _layer(config: PretrainedConfig) -> list[tuple[str, dict[str, Shape], Kind]]
             (
                 f"self_attention.{name}_layernorm.weight",
                 {f"self_attn.{name}_norm.weight": (size,)},
-                "whole",
+                "replicated",
             )
             for name in "qk"
         ]

@@ -1,7 +1,8 @@
-"""Micro-batches side by side on CPU: one core each, instead of all cores on one operation after the other.
+"""Threads that process micro-batches in parallel on a CPU, one core each.
 
-Small models spend much of a step in operations too small to be divided; whole micro-batches always can be. torch gives up Python's
-lock while it computes, so threads are enough. Results come in order, so sums do not depend on which lane was faster.
+Small models spend much of a step in operations too small to split over cores; whole micro-batches
+can run in parallel. torch releases the GIL while it computes, so threads suffice. Results arrive in
+order, so sums do not depend on which thread is faster.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,11 +21,16 @@ class MicroBatchThreads:
     def __init__(self, count: int) -> None:
         self.count = count
         self._pool = (
-            ThreadPoolExecutor(count, "lane", torch.set_num_threads, (1,)) if count > 1 else None
+            ThreadPoolExecutor(count, "micro-batch", torch.set_num_threads, (1,))
+            if count > 1
+            else None
         )
 
     def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-        """`function` of each item, in order; at most `count` at a time are worked on or waiting to be taken."""
+        """Yield `function(item)` for each item, in order.
+
+        At most `count` items are in progress or finished but not yet consumed.
+        """
         items = iter(items)
         while wave := list(islice(items, self.count)):
             if self._pool is None or len(wave) == 1:
@@ -32,13 +38,13 @@ class MicroBatchThreads:
             else:
                 yield from self._pool.map(function, wave)
 
-    def alone(
+    def run_alone(
         self,
         function: Callable[Arguments, Result],
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Result:
-        """Run what is too small to be divided on one core: on a busy machine, threads that wait for each other wait long."""
+        """Run a small function on one core: on a busy machine, synchronizing threads is slow."""
         return (
             function(*args, **kwargs)
             if self._pool is None

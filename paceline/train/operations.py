@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.model.operations import next_power_of_two
 from paceline.model.packing import Varlen
 
 PROGRAMS = 1056  # of kernels that add up over tokens: 8 for each multiprocessor of a large GPU
@@ -57,7 +58,7 @@ class Operations:
         width = x.shape[1]
         self._kernels.add_norm[(len(x),)](
             x, x if delta is None else delta, weight, total, out, self.shape.eps,
-            WIDTH=width, BLOCK=_power(width), ADD=delta is not None, num_warps=_warps(width),
+            WIDTH=width, BLOCK=next_power_of_two(width), ADD=delta is not None, num_warps=_warps(width),
         )  # fmt: skip
         return total, out
 
@@ -78,7 +79,7 @@ class Operations:
             self.shape.eps,
             len(x),
             WIDTH=width,
-            BLOCK=_power(width),
+            BLOCK=next_power_of_two(width),
             num_warps=_warps(width),
         )
         d_weight += parts.sum(0)
@@ -107,7 +108,7 @@ class Operations:
         s = self.shape
         self._kernels.rotate[(len(qkv),)](
             qkv, out, at.cos, at.sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, s.eps,
-            HEADS=s.heads, KV=s.kv_heads, DIM=s.dim, ROWS=_power(s.heads + 2 * s.kv_heads), NORMED=q_norm is not None,
+            HEADS=s.heads, KV=s.kv_heads, DIM=s.dim, ROWS=next_power_of_two(s.heads + 2 * s.kv_heads), NORMED=q_norm is not None,
         )  # fmt: skip
         return out
 
@@ -125,7 +126,7 @@ class Operations:
         self._kernels.rotate_backward[(programs,)](
             d_qkv, qkv, at.cos, at.sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
             d_qkv if norms is None else norms, s.eps, len(qkv),
-            HEADS=s.heads, KV=s.kv_heads, DIM=s.dim, ROWS=_power(s.heads + 2 * s.kv_heads), NORMED=q_norm is not None,
+            HEADS=s.heads, KV=s.kv_heads, DIM=s.dim, ROWS=next_power_of_two(s.heads + 2 * s.kv_heads), NORMED=q_norm is not None,
         )  # fmt: skip
         if norms is None:
             return None
@@ -182,10 +183,5 @@ class Operations:
         return q.unflatten(1, (s.heads, s.dim)), k, v
 
 
-def _power(n: int) -> int:
-    """The next power of two."""
-    return 1 << (n - 1).bit_length()
-
-
 def _warps(width: int) -> int:
-    return min(8, max(1, _power(width) // 256))
+    return min(8, max(1, next_power_of_two(width) // 256))

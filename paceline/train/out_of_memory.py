@@ -1,4 +1,4 @@
-"""When a device is full during training: what holds its memory, and what to do about it."""
+"""Error message for a device that runs out of memory: what holds the memory, and what to change."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,10 +10,13 @@ from paceline.train.settings import TrainSettings
 
 
 @contextmanager
-def memory_explained(
+def explain_out_of_memory(
     device: torch.device, settings: TrainSettings, held: Callable[[], Mapping[str, int]]
 ) -> Iterator[None]:
-    """Turns torch's error into one that says what holds the memory. `held`: bytes by what they are for, asked only then."""
+    """Turn torch's error into an OutOfMemory that lists what holds the memory.
+
+    `held` returns the known bytes by purpose; it is called only after an error.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -21,7 +24,7 @@ def memory_explained(
 
 
 def _message(
-    device: torch.device, settings: TrainSettings, known: Mapping[str, int], said: str
+    device: torch.device, settings: TrainSettings, known: Mapping[str, int], reason: str
 ) -> str:
     holders = dict(known)
     if device.type == "cuda":
@@ -30,17 +33,19 @@ def _message(
         holders["activations and other tensors of this process"] = max(
             0, ours - sum(known.values())
         )
-        holders["kept by torch for reuse"] = reserved - ours
+        holders["cached by torch"] = reserved - ours
         holders["other processes and the driver"] = max(0, total - free - reserved)
         holders["free"] = free
-    parts = ", ".join(f"{what} {size / 2**30:.2f} GiB" for what, size in holders.items() if size)
+    parts = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in holders.items() if size)
     tips = [f"lower train.micro_batch_tokens (now {settings.micro_batch_tokens})"]
-    tips += [] if settings.gradient_checkpointing else ["set train.gradient_checkpointing = true"]
-    tips += (
-        []
-        if settings.offload
-        else [
-            "on a device shared with generation set train.offload = true or lower rollout.kv_memory_fraction"
-        ]
+    if not settings.gradient_checkpointing:
+        tips.append("set train.gradient_checkpointing = true")
+    if not settings.offload:
+        tips.append(
+            "on a device shared with generation, set train.offload = true or lower "
+            "rollout.kv_memory_fraction"
+        )
+    return (
+        f"training ran out of memory on {device} ({reason.partition('. ')[0]}). "
+        f"Memory in use: {parts}. To reduce it: {'; '.join(tips)}"
     )
-    return f"training ran out of memory on {device} ({said.partition('. ')[0]}). Held there: {parts}. {'; '.join(tips)}"

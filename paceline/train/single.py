@@ -1,6 +1,6 @@
-"""The train engine of one device: a Hugging Face module, AdamW, packed micro-batches.
+"""Train engine for one device: a Hugging Face module, AdamW and packed micro-batches.
 
-Parameters are only ever changed in place, so a rollout engine may read the very same ones.
+The engine changes parameters only in place, so a rollout engine can share their memory.
 """
 
 import logging
@@ -26,7 +26,7 @@ from paceline.train.fused import fused_policy
 from paceline.train.micro_batch_threads import MicroBatchThreads
 from paceline.train.offload import HostOffload, Moved
 from paceline.train.optimizer import adamw, clip_gradients, optimizer_state
-from paceline.train.out_of_memory import memory_explained
+from paceline.train.out_of_memory import explain_out_of_memory
 from paceline.train.packed import Head, LossAccumulator, PackedModel
 from paceline.train.settings import TrainSettings
 from paceline.train.training_state import MODEL_FILE, load_training, save_training
@@ -34,13 +34,14 @@ from paceline.types import Batch, FloatArray
 
 log = logging.getLogger(__name__)
 
-THREAD_PARAMETERS = 2**26  # in the gradients of all lanes together
+# Limit on the gradient elements of all micro-batch threads together; each thread has a gradient.
+THREAD_PARAMETERS = 2**26
 
 
 class SingleDevice:
-    """A TrainEngine. `head` says what the model is for: "policy" reads its output layer, "value" adds one of its own."""
+    """A TrainEngine. Head "policy" is the model's output layer; "value" adds a value head."""
 
-    trained_file = MODEL_FILE  # where a checkpoint holds what is trained
+    trained_file = MODEL_FILE  # file of a checkpoint that holds the trained weights
 
     def __init__(
         self,
@@ -72,8 +73,11 @@ class SingleDevice:
         return self._model
 
     def shared_weights(self, max_length: int) -> EngineWeights:
-        """The weights as an engine for sequences of this length wants them, for a reader at any time: what training computes with, not a
-        copy. From now on `place` leaves them where they are."""
+        """Return the weights that training computes with, not a copy, for a rollout engine.
+
+        From now on `place` leaves them on the device. `max_length` is the engine's maximum
+        sequence length.
+        """
         self._shares_weights = True
         return (
             self._fused.weights
@@ -82,12 +86,15 @@ class SingleDevice:
         )
 
     def copied_weights(self, max_length: int) -> EngineWeights:
-        """A copy of the weights for such an engine, in the type of products on a GPU; `current_weights` brings it up to date."""
-        narrow = torch.bfloat16 if self._fused is not None else None
-        return engine_weights(self._model, share=False, max_length=max_length, dtype=narrow)
+        """Return a copy of the weights for a rollout engine, in bfloat16 if training is fused.
+
+        The engine updates the copy from `current_weights`.
+        """
+        dtype = torch.bfloat16 if self._fused is not None else None
+        return engine_weights(self._model, share=False, max_length=max_length, dtype=dtype)
 
     def current_weights(self) -> dict[str, Tensor]:
-        """Every weight by name, tied ones once, as training computes with them."""
+        """Return the weights that training computes with, by name; tied weights appear once."""
         return (
             dict(self._fused.weights.named)
             if self._fused is not None
@@ -95,7 +102,7 @@ class SingleDevice:
         )
 
     def _trained_parameters(self) -> dict[str, nn.Parameter]:
-        """What the optimizer changes, by the names a checkpoint has for it."""
+        """Return the parameters that the optimizer updates, by their names in a checkpoint."""
         return dict(self._model.named_parameters())
 
     # -- forward and backward
@@ -109,19 +116,20 @@ class SingleDevice:
         return self._read(batch, "values")
 
     def forward_backward(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]:
-        tally, weights = LossAccumulator(batch), loss_fn.weights(batch)
-        self._my_turn()
-        with self._memory_explained():
+        totals, weights = LossAccumulator(batch), loss_fn.weights(batch)
+        self._claim_device()
+        with self._explain_out_of_memory():
             if self._fused is None:
-                self._module_gradient(batch, loss_fn, weights, tally)
+                self._module_gradient(batch, loss_fn, weights, totals)
             else:
                 for micro in self._micro_batches(batch):
                     data = token_data(batch, micro, weights)
-                    tally.add(self._fused.add_gradient(micro, partial(_loss_of, loss_fn, data)))
-            return tally.metrics()
+                    loss = partial(_loss_of, loss_fn, data)
+                    totals.add(self._fused.add_gradient(micro, loss))
+            return totals.metrics()
 
     def _module_gradient(
-        self, batch: Batch, loss_fn: LossFn, weights: FloatArray, tally: LossAccumulator
+        self, batch: Batch, loss_fn: LossFn, weights: FloatArray, totals: LossAccumulator
     ) -> None:
         parameters = list(self._parameters.values())
 
@@ -129,9 +137,9 @@ class SingleDevice:
             terms = loss_fn(TokenOutputs(**self._packed(micro)), token_data(batch, micro, weights))
             return terms, torch.autograd.grad(terms.loss, parameters, allow_unused=True)
 
-        for terms, parts in self._threads.map(gradient, self._micro_batches(batch)):
-            self._threads.alone(_add_gradient, parameters, parts)
-            tally.add(terms)
+        for terms, gradients in self._threads.map(gradient, self._micro_batches(batch)):
+            self._threads.run_alone(_add_gradients, parameters, gradients)
+            totals.add(terms)
 
     def _micro_batches(self, batch: Batch) -> Iterator[MicroBatch]:
         if self._fused is not None:
@@ -143,13 +151,13 @@ class SingleDevice:
     def _read(self, batch: Batch, name: Literal["logprobs", "values"]) -> FloatArray:
         @torch.no_grad()
         def read(micro: MicroBatch) -> tuple[MicroBatch, FloatArray]:
-            found = (
+            values = (
                 self._packed(micro)[name] if self._fused is None else self._fused.logprobs(micro)
             )
-            return micro, found.float().cpu().numpy()
+            return micro, values.float().cpu().numpy()
 
         result = np.zeros(batch.num_tokens, np.float32)
-        with self._memory_explained():
+        with self._explain_out_of_memory():
             for micro, values in self._threads.map(read, self._micro_batches(batch)):
                 result[micro.flat] = values
         return result
@@ -157,8 +165,8 @@ class SingleDevice:
     # -- update
 
     def optimizer_step(self, lr: float) -> float:
-        with self._memory_explained():
-            return self._threads.alone(self._step, lr)
+        with self._explain_out_of_memory():
+            return self._threads.run_alone(self._step, lr)
 
     def _step(self, lr: float) -> float:
         norm = clip_gradients(list(self._parameters.values()), self._settings.max_grad_norm)
@@ -173,7 +181,7 @@ class SingleDevice:
             self._fused.weights_changed()
         return norm if math.isfinite(norm) else math.nan
 
-    # -- weights out and in
+    # -- export, save and load
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._model.state_dict().items():
@@ -198,10 +206,10 @@ class SingleDevice:
     def place(self, where: Literal["device", "host"]) -> Moved:
         if where == "host":
             return self._host_offload.offload(self._movable())
-        self._my_turn()
+        self._claim_device()
         return self._host_offload.restore()
 
-    def _my_turn(self) -> None:
+    def _claim_device(self) -> None:
         for other in self.colocated:
             if other.release_device is not None:
                 other.release_device()
@@ -215,16 +223,15 @@ class SingleDevice:
         elif not self._shares_weights:
             yield from self._packed.parameters()
 
-    def _memory_explained(self) -> AbstractContextManager[None]:
-        return memory_explained(self._device, self._settings, self._held)
+    def _explain_out_of_memory(self) -> AbstractContextManager[None]:
+        return explain_out_of_memory(self._device, self._settings, self._held)
 
     def _held(self) -> dict[str, int]:
         state = (tensor for state in self._optimizer.state.values() for tensor in state.values())
+        copy = () if self._fused is None else self._fused.weights.named.values()
         held = {
             "parameters": _bytes(self._packed.parameters()),
-            "their bfloat16 copy": _bytes(self._fused.weights.named.values())
-            if self._fused is not None
-            else 0,
+            "bfloat16 copy of the parameters": _bytes(copy),
             "gradients": _bytes(p.grad for p in self._parameters.values() if p.grad is not None),
             "optimizer state": _bytes(state),
         }
@@ -240,15 +247,18 @@ def _loss_of(loss_fn: LossFn, data: TokenData, outputs: TokenOutputs) -> LossTer
 
 
 def _thread_count(parameters: dict[str, nn.Parameter], device: torch.device) -> int:
-    """One for each thread, if the model is small: every lane has a gradient of its own, and what large models compute divides well."""
+    """Return the number of micro-batch threads: one per core on a CPU if the model is small.
+
+    Each thread needs memory for a gradient, and the operations of a large model use all cores.
+    """
     threads = torch.get_num_threads()
     small = threads * sum(p.numel() for p in parameters.values()) <= THREAD_PARAMETERS
     return threads if device.type == "cpu" and small else 1
 
 
-def _add_gradient(parameters: list[nn.Parameter], parts: tuple[Tensor | None, ...]) -> None:
-    for parameter, part in zip(parameters, parts, strict=True):
-        if part is not None and parameter.grad is None:
-            parameter.grad = part
-        elif part is not None and parameter.grad is not None:
-            parameter.grad.add_(part)
+def _add_gradients(parameters: list[nn.Parameter], gradients: tuple[Tensor | None, ...]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None and parameter.grad is None:
+            parameter.grad = gradient
+        elif gradient is not None and parameter.grad is not None:
+            parameter.grad.add_(gradient)

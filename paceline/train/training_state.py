@@ -1,7 +1,9 @@
-"""What a train engine leaves on disk: one format for every back end and number of ranks, so that a run can go on with others.
+"""File format of trained weights and optimizer state.
 
-Two safetensors files hold whole tensors under their Hugging Face names: the trained weights, and AdamW's state as "key:name".
-Tensors are gathered and written one at a time, and each rank reads only its own part of them, so nobody ever holds a second model.
+All backends and numbers of ranks share it, so a run can resume with a different backend. Two
+safetensors files hold unsharded tensors by Hugging Face name: the trained weights, and AdamW's
+state as "key:name". Tensors are gathered and written one at a time, and each rank reads only its
+part, so no process holds a second model.
 """
 
 import json
@@ -29,12 +31,12 @@ DTYPES = {
 }
 
 Shape = tuple[int, ...]
-Region = tuple[slice, ...]  # the part of a tensor that a rank holds; () is all of it
+Region = tuple[slice, ...]  # part of a tensor that a rank holds; () means the full tensor
 Layout = list[tuple[str, Shape, torch.dtype]]
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A sharded tensor gathered from all ranks, which must all ask for it; any other as it is."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Gather a sharded tensor (all ranks must call it); return any other tensor detached."""
     with torch.no_grad():
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
@@ -42,14 +44,17 @@ def whole(tensor: Tensor) -> Tensor:
 def save_training(
     folder: Path, trained_file: str, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]
 ) -> None:
-    """Write weights and optimizer state, sharded or not. All ranks must call it; the first one writes."""
+    """Write weights and optimizer state, sharded or not. All ranks must call it; rank 0 writes."""
     for name, tensors in ((trained_file, weights), (OPTIMIZER_FILE, state)):
         layout = [(key, tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()]
-        write_tensors(folder / name, layout, (whole(tensor) for tensor in tensors.values()))
+        write_tensors(folder / name, layout, (full_tensor(tensor) for tensor in tensors.values()))
 
 
 def write_tensors(path: Path, layout: Layout, tensors: Iterable[Tensor]) -> None:
-    """A safetensors file from tensors that come one by one in the order of `layout`. Other ranks than the first only take part."""
+    """Write a safetensors file from tensors that arrive one by one in the order of `layout`.
+
+    Only rank 0 writes; the other ranks consume `tensors` to take part in gathering.
+    """
     if not is_first_rank():
         deque(tensors, maxlen=0)
         return
@@ -75,8 +80,11 @@ def load_training(
     shapes: Mapping[str, Shape],
     region: Callable[[str], Region] = lambda name: (),
 ) -> None:
-    """Take over what was saved, in place; all or nothing. `parameters` are this rank's own parts, of tensors that are `shapes` in
-    all; `region` says which part."""
+    """Load saved weights and optimizer state in place, all or nothing.
+
+    `parameters` are this rank's parts of tensors with the full shapes `shapes`; `region` returns
+    which part this rank holds. Raises CheckpointError.
+    """
     try:
         with safe_open(folder / trained_file, "pt") as file:
             check_same_model(
@@ -102,7 +110,8 @@ def check_same_model(path: Path, own: Mapping[str, Shape], saved: Mapping[str, S
     if own != saved:
         name = min(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
         raise CheckpointError(
-            f"{path} is of another model: {name} is {saved.get(name)} there and {own.get(name)} here"
+            f"{path} belongs to another model: the shape of {name} is {saved.get(name)} there and "
+            f"{own.get(name)} in this run"
         )
 
 
@@ -115,7 +124,6 @@ def _state_region(
 
 def _read(file: Any, name: str, region: Region) -> Tensor:
     if any(part.start == part.stop for part in region):
-        return torch.zeros(
-            [part.stop - part.start for part in region]
-        )  # a rank may have nothing of a small tensor
+        # A rank can hold no part of a small tensor.
+        return torch.zeros([part.stop - part.start for part in region])
     return file.get_slice(name)[region] if region else file.get_tensor(name)

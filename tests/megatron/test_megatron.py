@@ -340,7 +340,7 @@ def test_what_cannot_be_laid_out_is_refused_with_a_sentence(pair: Ranks) -> None
         in_ranks(pair, "qwen2", {}).forward_backward(
             replace(batch, mask=np.zeros_like(batch.mask)), GRPO
         )
-    with pytest.raises(ModelError, match="values asked of a policy"):
+    with pytest.raises(ModelError, match="a policy has no values"):
         in_ranks(pair, "qwen2", {}).values(random_batch())
 
 

@@ -190,7 +190,7 @@ def test_a_checkpoint_of_another_rank_is_refused(tmp_path: Path) -> None:
     trained().save(tmp_path)
     with pytest.raises(
         CheckpointError,
-        match=r"adapter_model\.safetensors is of another model: \S*lora_A\.weight is \(4, 48\) there and \(2, 48\)",
+        match=r"adapter_model\.safetensors belongs to another model: the shape of \S*lora_A\.weight is \(4, 48\) there and \(2, 48\)",
     ):
         lora(settings=TrainSettings(lora=LoraSettings(rank=2))).load(tmp_path)
 
@@ -200,7 +200,7 @@ def test_targets_choose_layers_and_unknown_ones_are_refused() -> None:
     assert {name.split(".")[-2] for name in adapted_layers(engine.model)} == {"q_proj", "v_proj"}
     with pytest.raises(
         ConfigError,
-        match=r"train\.lora\.targets names 'lm_head'; Qwen2ForCausalLM can have adapters at down_proj, gate_proj",
+        match=r"train\.lora\.targets contains 'lm_head'; expected .* Qwen2ForCausalLM: down_proj, gate_proj",
     ):
         lora(settings=TrainSettings(lora=LoraSettings(targets=("q_proj", "lm_head"))))
 

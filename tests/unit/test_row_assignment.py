@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.train.row_assignment import deal_rows, passes
+from paceline.train.row_assignment import assign_passes, assign_rows
 
 LENGTHS = st.lists(st.integers(0, 50), max_size=40).map(lambda lengths: np.array(lengths, np.int64))
 
@@ -13,7 +13,7 @@ LENGTHS = st.lists(st.integers(0, 50), max_size=40).map(lambda lengths: np.array
 def test_every_row_with_tokens_has_one_rank_and_no_rank_has_a_row_too_many(
     lengths: np.ndarray, ranks: int
 ) -> None:
-    shares = deal_rows(lengths, ranks)
+    shares = assign_rows(lengths, ranks)
     assert sorted(np.concatenate(shares).tolist()) == np.flatnonzero(lengths).tolist()
     loads = [int(lengths[share].sum()) for share in shares]
     assert all(
@@ -27,7 +27,7 @@ def test_every_row_with_tokens_has_one_rank_and_no_rank_has_a_row_too_many(
 def test_all_ranks_make_the_same_number_of_passes_within_the_limit(
     lengths: np.ndarray, ranks: int, limit: int
 ) -> None:
-    plan = passes(lengths, limit, ranks)
+    plan = assign_passes(lengths, limit, ranks)
     assert len({len(mine) for mine in plan}) == 1
     assert (
         sorted(np.concatenate([rows for mine in plan for rows in mine] or [np.zeros(0)]).tolist())
@@ -38,7 +38,7 @@ def test_all_ranks_make_the_same_number_of_passes_within_the_limit(
 
 
 def test_fewer_rows_than_ranks_leave_some_with_nothing_to_do_but_the_same_passes() -> None:
-    assert [[rows.tolist() for rows in mine] for mine in passes(np.array([3, 9]), 100, 4)] == [
+    assert [[rows.tolist() for rows in mine] for mine in assign_passes(np.array([3, 9]), 100, 4)] == [
         [[1]],
         [[0]],
         [[]],
