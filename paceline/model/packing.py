@@ -14,9 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.algo.loss import TokenData
 from paceline.errors import DataError
-from paceline.types import Batch, FloatArray
+from paceline.types import Batch
 
 PER_TOKEN = (
     "tokens",
@@ -254,27 +253,6 @@ def upload(array: NDArray[Any], device: torch.device) -> Tensor:
         tensor.pin_memory().to(device, non_blocking=True)
         if device.type == "cuda"
         else tensor.to(device)
-    )
-
-
-def token_data(batch: Batch, micro: MicroBatch, weights: FloatArray) -> TokenData:
-    """What the loss needs to know of the trained tokens of one micro-batch."""
-    device = micro.predict.device
-
-    def pick(array: NDArray[np.float32] | NDArray[np.int32] | None) -> Tensor | None:
-        return None if array is None else upload(array[micro.flat], device)
-
-    logprobs, versions, weight = pick(batch.logprobs), pick(batch.versions), pick(weights)
-    assert logprobs is not None and versions is not None and weight is not None
-    return TokenData(
-        rows=micro.rows,
-        weights=weight,
-        logprobs=logprobs,
-        versions=versions,
-        advantages=pick(batch.advantages),
-        returns=pick(batch.returns),
-        values=pick(batch.values),
-        ref_logprobs=pick(batch.ref_logprobs),
     )
 
 

@@ -29,12 +29,12 @@ from transformers import PreTrainedModel
 
 from paceline.algo.loss import LossFn, TokenOutputs
 from paceline.errors import ConfigError, ModelError
-from paceline.model.loading import ROUNDED, model_shape
+from paceline.model.device import default_device
+from paceline.model.loading import ROUNDED, load_model, model_body
 from paceline.model.packing import (
     MicroBatch,
     empty_micro_batch,
     micro_batch,
-    token_data,
     trained_lengths,
 )
 from paceline.remote.group import is_first_rank
@@ -43,7 +43,7 @@ from paceline.train.fused import can_fuse
 from paceline.train.memory import COLUMNS, ROWS
 from paceline.train.offload import HostOffload, Moved
 from paceline.train.optimizer import adamw, optimizer_state
-from paceline.train.packed import Head, LossAccumulator, PackedModel
+from paceline.train.packed import Head, LossAccumulator, PackedModel, token_data
 from paceline.train.row_assignment import assign_passes
 from paceline.train.settings import TrainSettings
 from paceline.train.sharded_decoder import ShardedDecoder
@@ -73,11 +73,7 @@ class Fsdp:
         head: Head = "policy",
     ) -> None:
         self._settings = settings
-        self._device = (
-            torch.device("cuda", torch.cuda.current_device())
-            if torch.cuda.is_available()
-            else torch.device("cpu")
-        )
+        self._device = default_device()
         self._mesh = _mesh(self._device, settings.tensor_parallel)
         # PackedModel checks the model, so it must be created before sharding.
         self._packed = PackedModel(model, settings, temperature, head)
@@ -104,6 +100,14 @@ class Fsdp:
         return ShardedDecoder(
             model, LayerPasses(model.config, settings.gradient_checkpointing), temperature
         )
+
+    @classmethod
+    def open(
+        cls, model_path: str, settings: TrainSettings, temperature: float, head: Head
+    ) -> "Fsdp":
+        """Load the whole model in float32 on this rank and shard it."""
+        model = load_model(model_path)
+        return cls(model if head == "policy" else model_body(model), settings, temperature, head)
 
     # -- forward and backward
 

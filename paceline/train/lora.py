@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from paceline.errors import ConfigError, ModelError
-from paceline.model.loading import model_body
+from paceline.model.device import default_device
+from paceline.model.loading import load_model, model_body
 from paceline.train.settings import LoraSettings, TrainSettings
 from paceline.train.single import SingleDevice
 from paceline.train.training_state import MODEL_FILE, write_tensors
@@ -45,15 +46,27 @@ class LoraDevice(SingleDevice):
         self._config = add_adapters(model, settings.lora or LoraSettings(), seed)
         super().__init__(model, settings, temperature)
 
+    @classmethod
+    def open_with_adapters(
+        cls, model_path: str, settings: TrainSettings, temperature: float, seed: int
+    ) -> "LoraDevice":
+        return cls(load_model(model_path).to(default_device()), settings, temperature, seed)
+
+    def rollout_weights(self, max_length: int, copy: bool) -> None:
+        """Return None: the parameters with adapters are not what an engine reads."""
+
+    def current_weights(self) -> "MergedWeights":
+        return MergedWeights(self._model)
+
+    def named_weights(self) -> "MergedWeights":
+        return MergedWeights(self._model)
+
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each weight of the base model by Hugging Face name, merged with its adapter.
 
         Merged weights are new tensors.
         """
-        yield from self.merged_weights().items()
-
-    def merged_weights(self) -> "MergedWeights":
-        return MergedWeights(self._model)
+        yield from MergedWeights(self._model).items()
 
     @contextmanager
     def adapters_off(self) -> Iterator[None]:
@@ -71,7 +84,7 @@ class LoraDevice(SingleDevice):
         (folder / FOLDER / "adapter_config.json").write_text(
             json.dumps(self._config, indent=1, sort_keys=True)
         )
-        merged = self.merged_weights()
+        merged = MergedWeights(self._model)
         # named_parameters lists tied weights once.
         base = {
             _base_name(name): p

@@ -31,13 +31,15 @@ from transformers import PretrainedConfig
 
 from paceline.algo.loss import LossFn, TokenOutputs
 from paceline.errors import ConfigError, ModelError
-from paceline.model.packing import MicroBatch, RowLayout, micro_batch, token_data, trained_lengths
+from paceline.model.device import default_device
+from paceline.model.loading import load_config, load_model
+from paceline.model.packing import MicroBatch, RowLayout, micro_batch, trained_lengths
 from paceline.model.tensor_file import TensorFiles
 from paceline.train.megatron_model import Decoder, transformer_config
 from paceline.train.megatron_shards import Read, Shards
 from paceline.train.offload import HostOffload, Moved
 from paceline.train.optimizer import STATE, adamw
-from paceline.train.packed import Head, LossAccumulator
+from paceline.train.packed import Head, LossAccumulator, token_data
 from paceline.train.row_assignment import assign_passes
 from paceline.train.settings import TrainSettings
 from paceline.train.training_state import (
@@ -76,11 +78,7 @@ class Megatron:
         parallel = transformer_config(
             config, settings, tensor > 1 if sequence_parallel is None else sequence_parallel
         )
-        self._device = (
-            torch.device("cuda", torch.cuda.current_device())
-            if torch.cuda.is_available()
-            else torch.device("cpu")
-        )
+        self._device = default_device()
         # At temperature 0 (greedy), log-probs are those at temperature 1.
         self._model = Decoder(parallel, config, temperature or 1.0, head)
         if settings.dtype != "float32":
@@ -92,6 +90,15 @@ class Megatron:
         self._pipeline = pipeline
         self._host_offload, self._steps = HostOffload(), 0
         self._trained: tuple[DistributedDataParallel, DistributedOptimizer] | None = None
+
+    @classmethod
+    def open(
+        cls, model_path: str, settings: TrainSettings, temperature: float, head: Head
+    ) -> "Megatron":
+        """Read this rank's part of the weights; load the whole model if it is not in safetensors."""
+        files = sorted(Path(model_path).glob("*.safetensors"))
+        weights = TensorFiles(files) if files else load_model(model_path).state_dict()
+        return cls(load_config(model_path), weights, settings, temperature, head)
 
     # -- forward and backward
 

@@ -9,15 +9,16 @@ from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from paceline.algo.loss import LossTerms, TokenOutputs
+from paceline.algo.loss import LossTerms, TokenData, TokenOutputs
 from paceline.errors import DataError, ModelError
 from paceline.model.attention import PACKED
 from paceline.model.loading import EXACT, model_body
-from paceline.model.packing import MicroBatch, micro_batches
+from paceline.model.packing import MicroBatch, micro_batches, upload
 from paceline.train.head import PolicyHead, ValueHead
 from paceline.train.settings import TrainSettings
 from paceline.types import Batch, FloatArray
@@ -231,6 +232,27 @@ def _few_rows(model: PreTrainedModel) -> Batch:
     mask[[0, 7]] = False
     zeros = np.zeros(11, np.float32)
     return Batch(tokens, lengths, mask, zeros, tokens, zeros[:2], lengths)
+
+
+def token_data(batch: Batch, micro: MicroBatch, weights: FloatArray) -> TokenData:
+    """Return what the loss needs of the trained tokens of one micro-batch."""
+    device = micro.predict.device
+
+    def pick(array: NDArray[np.float32] | NDArray[np.int32] | None) -> Tensor | None:
+        return None if array is None else upload(array[micro.flat], device)
+
+    logprobs, versions, weight = pick(batch.logprobs), pick(batch.versions), pick(weights)
+    assert logprobs is not None and versions is not None and weight is not None
+    return TokenData(
+        rows=micro.rows,
+        weights=weight,
+        logprobs=logprobs,
+        versions=versions,
+        advantages=pick(batch.advantages),
+        returns=pick(batch.returns),
+        values=pick(batch.values),
+        ref_logprobs=pick(batch.ref_logprobs),
+    )
 
 
 class LossAccumulator:

@@ -5,7 +5,7 @@ The engine changes parameters only in place, so a rollout engine can share their
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -17,17 +17,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paceline.algo.loss import LossFn, LossTerms, TokenData, TokenOutputs
-from paceline.model.loading import ROUNDED
-from paceline.model.packing import MicroBatch, grouped_micro_batches, micro_batches, token_data
+from paceline.model.device import default_device
+from paceline.model.loading import ROUNDED, load_model, model_body
+from paceline.model.packing import MicroBatch, grouped_micro_batches, micro_batches
 from paceline.model.weights import EngineWeights
-from paceline.rollout.native.module import engine_weights
+from paceline.model.module_weights import engine_weights
 from paceline.train.colocated import ColocatedEngine
 from paceline.train.fused import fused_policy
 from paceline.train.micro_batch_threads import MicroBatchThreads
 from paceline.train.offload import HostOffload, Moved
 from paceline.train.optimizer import adamw, clip_gradients, optimizer_state
 from paceline.train.out_of_memory import explain_out_of_memory
-from paceline.train.packed import Head, LossAccumulator, PackedModel
+from paceline.train.packed import Head, LossAccumulator, PackedModel, token_data
 from paceline.train.settings import TrainSettings
 from paceline.train.training_state import MODEL_FILE, load_training, save_training
 from paceline.types import Batch, FloatArray
@@ -68,9 +69,21 @@ class SingleDevice:
         self._shares_weights = False
         self.colocated: list[ColocatedEngine] = []
 
+    @classmethod
+    def open(
+        cls, model_path: str, settings: TrainSettings, temperature: float, head: Head
+    ) -> "SingleDevice":
+        """Load the model in float32 (train.dtype is the compute dtype) onto the default device."""
+        model = load_model(model_path).to(default_device())
+        return cls(model if head == "policy" else model_body(model), settings, temperature, head)
+
     @property
     def model(self) -> PreTrainedModel:
         return self._model
+
+    def rollout_weights(self, max_length: int, copy: bool) -> EngineWeights | None:
+        """Return weights for a rollout engine in the same worker; None: it loads its own."""
+        return self.copied_weights(max_length) if copy else self.shared_weights(max_length)
 
     def shared_weights(self, max_length: int) -> EngineWeights:
         """Return the weights that training computes with, not a copy, for a rollout engine.
@@ -93,13 +106,17 @@ class SingleDevice:
         dtype = torch.bfloat16 if self._fused is not None else None
         return engine_weights(self._model, share=False, max_length=max_length, dtype=dtype)
 
-    def current_weights(self) -> dict[str, Tensor]:
+    def current_weights(self) -> Mapping[str, Tensor]:
         """Return the weights that training computes with, by name; tied weights appear once."""
         return (
             dict(self._fused.weights.named)
             if self._fused is not None
             else {n: p.detach() for n, p in self._model.named_parameters()}
         )
+
+    def named_weights(self) -> Mapping[str, Tensor]:
+        """Return the weights in float32 by Hugging Face name, tied weights under each name."""
+        return dict(self.export_weights())
 
     def _trained_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters that the optimizer updates, by their names in a checkpoint."""

@@ -176,7 +176,7 @@ def test_adapters_learn_and_reach_the_engine_merged(name: str) -> None:
     for _ in range(2):
         trainer.forward_backward(rows, Likelier())
         trainer.optimizer_step(0.1)
-    engine.load(trainer.merged_weights(), 1)
+    engine.load(trainer.current_weights(), 1)
     after = generate(engine)
     assert [c.tokens.tolist() for c in after] != [c.tokens.tolist() for c in before]
     found = trainer.logprobs(rows := batch(PROMPTS, after))[rows.mask]
