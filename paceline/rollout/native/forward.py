@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from paceline.model.kernels import silu_mul
 from paceline.model.operations import matmul_float32, next_power_of_two
 from paceline.model.weights import DecoderWeights, Layer, Linear, head_dim
 from paceline.rollout.native import kernels, small
@@ -251,7 +252,7 @@ class Forward:
     def _silu_mul(self, gate_up: Tensor) -> Tensor:
         width = gate_up.shape[1] // 2
         out = torch.empty(len(gate_up), width, device=gate_up.device, dtype=gate_up.dtype)
-        kernels.silu_mul[(len(gate_up), -(-width // 1024))](gate_up, out, WIDTH=width, BLOCK=1024)
+        silu_mul[(len(gate_up), -(-width // 1024))](gate_up, out, WIDTH=width, BLOCK=1024)
         return out
 
 
