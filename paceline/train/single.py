@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paceline.algo.loss import LossFn, LossTerms, TokenData, TokenOutputs
+from paceline.model.engine_weights import engine_weights
 from paceline.model.loading import ROUNDED
 from paceline.model.packing import MicroBatch, grouped_micro_batches, micro_batches, token_data
 from paceline.model.weights import EngineWeights
-from paceline.rollout.native.module import engine_weights
 from paceline.train.colocated import ColocatedEngine
 from paceline.train.fused import fused_policy
 from paceline.train.micro_batch_threads import MicroBatchThreads

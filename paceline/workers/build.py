@@ -178,8 +178,8 @@ def _rollout(config: RunConfig, model_path: str, actor: Any) -> Any:
 
 def _rollout_weights(config: RunConfig, model_path: str, actor: Any) -> tuple[Any, Any]:
     """The engine's weights, and where it gets newer ones when the trainer is here but its weights are not the engine's own."""
+    from paceline.model.engine_weights import engine_weights
     from paceline.model.loading import load_model
-    from paceline.rollout.native.module import engine_weights
     from paceline.train.lora import LoraDevice
     from paceline.train.single import SingleDevice
 
