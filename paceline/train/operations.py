@@ -44,9 +44,8 @@ Attended = tuple[
 
 class Operations:
     def __init__(self, shape: Shape) -> None:
-        from paceline.rollout.native.kernels import (
-            silu_mul,
-        )  # needs triton, which only machines with a GPU have
+        # Only machines with a GPU have Triton, which these modules need.
+        from paceline.model.kernels import silu_mul
         from paceline.train import kernels
 
         self.shape, self._kernels, self._silu_mul = shape, kernels, silu_mul

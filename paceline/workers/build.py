@@ -118,7 +118,7 @@ def _native(
 ) -> "RolloutService":
     from paceline.model.device import default_device
     from paceline.model.loading import load_config, load_model, load_tokenizer
-    from paceline.model.module_weights import engine_weights
+    from paceline.model.engine_weights import engine_weights
     from paceline.rollout.native.engine import NativeEngine
     from paceline.rollout.service import RolloutService
     from paceline.train.colocated import ColocatedEngine

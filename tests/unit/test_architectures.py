@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from paceline.algo.loss import LossTerms, TokenData, TokenOutputs
+from paceline.model.engine_weights import ModuleWeights, engine_weights
 from paceline.model.loading import model_body
 from paceline.rollout.native.engine import NativeEngine
-from paceline.rollout.native.module import ModuleWeights, engine_weights
 from paceline.train.lora import LoraDevice
 from paceline.train.settings import LoraSettings, TrainSettings
 from paceline.train.single import SingleDevice

@@ -22,9 +22,9 @@ from paceline.config import load_config as load_settings
 from paceline.data.tiny import make_tokenizer
 from paceline.errors import ModelError
 from paceline.inputs import load_inputs
+from paceline.model.engine_weights import engine_weights
 from paceline.model.loading import load_generation_config
 from paceline.rollout.native.engine import NativeEngine
-from paceline.rollout.native.module import engine_weights
 from paceline.types import Request, Sampling
 from tests.models import random_model
 

@@ -9,9 +9,10 @@ import torch
 from transformers import PreTrainedModel
 
 from paceline.errors import ModelError, SyncError
+from paceline.model.engine_weights import ModuleWeights
 from paceline.rollout.native import module
 from paceline.rollout.native.engine import NativeEngine
-from paceline.rollout.native.module import SLACK, ModuleWeights
+from paceline.rollout.native.module import SLACK
 from paceline.types import Request, Sampling
 from tests.architectures import tiny_architecture
 from tests.unit import test_native_engine as own

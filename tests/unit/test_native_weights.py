@@ -20,9 +20,9 @@ from transformers import (
 )
 
 from paceline.errors import ModelError, SyncError
+from paceline.model.engine_weights import ModuleWeights, engine_weights
 from paceline.model.weights import DecoderWeights, check_generates
 from paceline.rollout.native.engine import NativeEngine
-from paceline.rollout.native.module import ModuleWeights, engine_weights
 from paceline.types import Request, Sampling
 
 SHAPE = {

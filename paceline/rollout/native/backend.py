@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from paceline.errors import ModelError
+from paceline.model.engine_weights import ModuleWeights
 from paceline.model.weights import DecoderWeights, EngineWeights, head_dim, sliding_window
 from paceline.rollout.native.model import Decoder
 from paceline.rollout.native.sampling import draw, row_keys
@@ -102,7 +103,7 @@ def choose_backend(
     config: PretrainedConfig, weights: EngineWeights, slots: int, max_length: int, kv_memory_fraction: float, brief: bool
 ) -> "Backend":  # fmt: skip
     if not isinstance(weights, DecoderWeights):
-        from paceline.rollout.native.module import ModuleBackend, ModuleWeights
+        from paceline.rollout.native.module import ModuleBackend
 
         assert isinstance(weights, ModuleWeights), "there are two kinds of weights"
         return ModuleBackend(weights, slots, max_length)

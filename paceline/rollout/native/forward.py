@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from paceline.model.kernels import silu_mul
+from paceline.model.operations import matmul_float32, next_power_of_two
 from paceline.model.weights import DecoderWeights, Layer, Linear, head_dim
 from paceline.rollout.native import kernels, small
 from paceline.rollout.native.kernels import PAGE
@@ -31,7 +33,7 @@ class Forward:
         self.weights = weights
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.dim, self.eps = head_dim(config), config.rms_norm_eps
-        self.group_rows = max(16, _power(self.heads // self.kv_heads))
+        self.group_rows = max(16, next_power_of_two(self.heads // self.kv_heads))
         self.scale = self.dim**-0.5 * LOG2_E
         self.share = SHARE // self.kv_heads
         self.few = small.MOST_ROWS if _few_supported(config, weights) else 0
@@ -55,7 +57,7 @@ class Forward:
         """One token for each of the first `rows` rows."""
         kernels.plan[(1,)](
             state, cache.table, cache.tick, cache.places, cache.pieces, state.stride(0), self.pages_each,
-            SHARE=self.share, ROWS=rows, BLOCK=_power(rows), num_warps=8 if rows > 256 else 4,
+            SHARE=self.share, ROWS=rows, BLOCK=next_power_of_two(rows), num_warps=8 if rows > 256 else 4,
         )  # fmt: skip
 
         def attend(qkv: Tensor, kv: Tensor) -> Tensor:
@@ -73,7 +75,7 @@ class Forward:
                 state[kernels.State.LAST, :rows], self.weights.embedding
             )
             self._layers(x, state[kernels.State.POSITION], cache, cache.places, attend, whole=True)
-        logits = _wide_product(self._norm(x, self.weights.norm), self.weights.head.t())
+        logits = matmul_float32(self._norm(x, self.weights.norm), self.weights.head.t())
         vocabulary = len(self.weights.head)
         if truncated:
             kernels.truncate[(rows,)](
@@ -169,7 +171,7 @@ class Forward:
         between = empty(inner)
         small.embed[(rows,)](
             state, weights.embedding, weights.layers[0].input_norm, *stream, state.stride(0),
-            WIDTH=width, BLOCK=_power(width), TILES=tiles["down"], TILES_BLOCK=_power(tiles["down"]),
+            WIDTH=width, BLOCK=next_power_of_two(width), TILES=tiles["down"], TILES_BLOCK=next_power_of_two(tiles["down"]),
         )  # fmt: skip
         gains = [layer.input_norm for layer in weights.layers[1:]] + [weights.norm]
         for index, layer in enumerate(weights.layers):
@@ -209,8 +211,8 @@ class Forward:
         rows, width = stream[0].shape
         small.from_stream[(len(linear.weight) // shape.tile,)](
             *stream[1:], linear.weight, linear.weight if linear.bias is None else linear.bias, out, self.eps,
-            ROWS=rows, PADDED=_power(rows), WIDTH=width, OUT=out.shape[1], TILE=shape.tile, PARTS=shape.parts, PART=shape.part,
-            TOGETHER=shape.together(width, rows), TILES=tiles, TILES_BLOCK=_power(tiles), BIASED=linear.bias is not None,
+            ROWS=rows, PADDED=next_power_of_two(rows), WIDTH=width, OUT=out.shape[1], TILE=shape.tile, PARTS=shape.parts, PART=shape.part,
+            TOGETHER=shape.together(width, rows), TILES=tiles, TILES_BLOCK=next_power_of_two(tiles), BIASED=linear.bias is not None,
             GATED=out.shape[1] < len(linear.weight), launch_pdl=follows, num_warps=shape.parts,
         )  # fmt: skip
 
@@ -220,7 +222,7 @@ class Forward:
         (rows, width), out = values.shape, stream[0].shape[1]
         small.to_stream[(out // shape.tile,)](
             values, linear.weight, linear.weight if linear.bias is None else linear.bias, gain, *stream,
-            ROWS=rows, PADDED=_power(rows), WIDTH=width, OUT=out, TILE=shape.tile, PARTS=shape.parts, PART=shape.part,
+            ROWS=rows, PADDED=next_power_of_two(rows), WIDTH=width, OUT=out, TILE=shape.tile, PARTS=shape.parts, PART=shape.part,
             TOGETHER=shape.together(width, rows), BIASED=linear.bias is not None, launch_pdl=True, num_warps=shape.parts,
         )  # fmt: skip
 
@@ -230,12 +232,12 @@ class Forward:
         normed = layer.q_norm is not None
         kernels.rotate_and_cache[(len(qkv),)](
             qkv, self.cos, self.sin, positions, places, kv, layer.q_norm if normed else qkv, layer.k_norm if normed else qkv, self.eps,
-            HEADS=self.heads, KV=self.kv_heads, DIM=self.dim, ROWS=_power(self.heads + 2 * self.kv_heads), NORMED=normed,
+            HEADS=self.heads, KV=self.kv_heads, DIM=self.dim, ROWS=next_power_of_two(self.heads + 2 * self.kv_heads), NORMED=normed,
         )  # fmt: skip
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         out = torch.empty_like(x, dtype=weight.dtype)
-        block = _power(x.shape[1])
+        block = next_power_of_two(x.shape[1])
         kernels.norm[(len(x),)](
             x,
             weight,
@@ -250,7 +252,7 @@ class Forward:
     def _silu_mul(self, gate_up: Tensor) -> Tensor:
         width = gate_up.shape[1] // 2
         out = torch.empty(len(gate_up), width, device=gate_up.device, dtype=gate_up.dtype)
-        kernels.silu_mul[(len(gate_up), -(-width // 1024))](gate_up, out, WIDTH=width, BLOCK=1024)
+        silu_mul[(len(gate_up), -(-width // 1024))](gate_up, out, WIDTH=width, BLOCK=1024)
         return out
 
 
@@ -316,15 +318,3 @@ def _few_supported(config: PretrainedConfig, weights: DecoderWeights) -> bool:
     whole = all(n % 16 == 0 for n in (width, inner))  # tiles; heads always are
     wanted = ((small.QKV, width), (small.OUT, attended), (small.GATE, width), (small.DOWN, inner))
     return whole and all(small.fits(shapes, n, small.MOST_ROWS) for shapes, n in wanted)
-
-
-def _power(n: int) -> int:
-    """The next power of two."""
-    return 1 << (n - 1).bit_length()
-
-
-def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """With float32 coming out: bfloat16 logits would be off by some hundredths."""
-    if a.dtype == torch.float32:
-        return torch.mm(a, b)
-    return torch.mm(a, b, out_dtype=torch.float32)

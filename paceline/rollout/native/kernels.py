@@ -56,18 +56,6 @@ def norm(x, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def silu_mul(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < WIDTH
-    gate = tl.load(gate_up + row * 2 * WIDTH + at, mask=inside, other=0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + at, mask=inside, other=0).to(tl.float32)
-    tl.store(
-        out + row * WIDTH + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside
-    )
-
-
-@triton.jit
 def rotate_and_cache(
     qkv, cos, sin, positions, places, cache, q_norm, k_norm, eps,
     HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, NORMED: tl.constexpr,

@@ -5,27 +5,19 @@ key and value in the same column of the cache. That is what every model of trans
 the position of each token. What comes out is compared with the plain model once, before anything is generated.
 """
 
-import copy
 import inspect
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache
 
 from paceline.errors import ModelError
-from paceline.model.attention import PACKED
+from paceline.model.engine_weights import ModuleWeights
 from paceline.model.loading import EXACT, ROUNDED, model_body
-from paceline.model.weights import (
-    ELSE,
-    DecoderWeights,
-    EngineWeights,
-    is_fast,
-    load_by_name,
-)
+from paceline.model.weights import ELSE
 from paceline.rollout.native.backend import PREFILL_TOKENS, CompletedBurst, PrefillChunk, StepByStep
 from paceline.rollout.native.sampling import draw, row_keys
 from paceline.rollout.native.slots import Sequence, Slots
@@ -33,56 +25,6 @@ from paceline.rollout.native.slots import Sequence, Slots
 SLACK = (
     64  # columns beyond the longest sequence: rows are moved back to the left once in so many steps
 )
-
-
-def engine_weights(
-    model: PreTrainedModel, share: bool, max_length: int, dtype: torch.dtype | None = None
-) -> EngineWeights:
-    """The weights as the fastest engine for this model and sequences of this length reads them. `share`: the module's own memory, which
-    may only be changed in place from then on; otherwise a copy, in `dtype` if one is given."""
-    if is_fast(model.config, max_length):
-        try:
-            return DecoderWeights.from_module(model, share, dtype)
-        except ModelError:
-            pass  # a shape of its own under a known name
-    return ModuleWeights(model, share, dtype)
-
-
-class ModuleWeights:
-    """A module, and its tensors by name."""
-
-    def __init__(
-        self, model: PreTrainedModel, share: bool, dtype: torch.dtype | None = None
-    ) -> None:
-        self.module = model if share else copy.deepcopy(model).requires_grad_(False)
-        self.module.set_attn_implementation(
-            PACKED
-        )  # without packed rows it is plain attention, caps and sinks included
-        if dtype is not None and not share:
-            for parameter in (
-                self.module.parameters()
-            ):  # not the buffers: rotary frequencies stay as precise as they are
-                parameter.data = parameter.data.to(dtype)
-        self.named = {
-            name: parameter.detach() for name, parameter in self.module.named_parameters()
-        }
-        self._known = {
-            name for name, _ in self.module.named_parameters(remove_duplicate=False)
-        } | set(self.module.state_dict())
-        self._buffers = {
-            name: buffer for name, buffer in self.module.named_buffers() if name in self._known
-        }
-
-    @property
-    def vocabulary(self) -> int:
-        return self.module.get_input_embeddings().weight.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        return next(iter(self.named.values())).device
-
-    def load(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
-        load_by_name(self.named, tensors, self._known, self._buffers)
 
 
 class SlotCache(Cache):  # type: ignore[misc]  # transformers says nothing of its types
