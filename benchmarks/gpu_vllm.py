@@ -25,12 +25,12 @@ sys.path.insert(0, str(ROOT))
 import paceline.run  # noqa: E402
 from benchmarks.gpu_loop import make_model, make_prompts, no_checkpoint  # noqa: E402
 from paceline.config import RunConfig, load_config  # noqa: E402
+from paceline.remote.process import ProcessWorker  # noqa: E402
 from paceline.rollout.client import EngineClient  # noqa: E402
 from paceline.rollout.vllm_settings import VllmSettings, check_vllm  # noqa: E402
 from paceline.sync.connect import connect  # noqa: E402
 from paceline.types import Completion, Request, Role, Sampling  # noqa: E402
 from paceline.workers.build import build_parts  # noqa: E402
-from paceline.remote.process import ProcessWorker  # noqa: E402
 
 TARGETS = {"hand_over_s": 0.5, "sleep_and_wake_s": 2.0}
 PROMPT = 128

@@ -27,10 +27,11 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from paceline.queue import remote
-from paceline.queue.message_queue import MessageQueue, Producer
 from paceline.queue.remote import QueueServer, RemoteQueueClient
 from paceline.queue.wire import decode, encode
+
+from paceline.queue import remote
+from paceline.queue.message_queue import MessageQueue, Producer
 from paceline.types import Completion, Finish, Group, Prompt, Trajectory, Turn
 
 RESULTS = Path(__file__).parent / "results" / "message_queue.json"

@@ -29,12 +29,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from paceline.remote.message import Deferred
+from paceline.remote.process import ProcessWorker
 from paceline.rollout.service import RolloutService
 from paceline.sync.collective import BroadcastGroup, Collective
 from paceline.sync.stream import Stream
 from paceline.sync.transport import SharedMemory
 from paceline.train.service import ActorService
-from paceline.remote.process import ProcessWorker
 from paceline.workers.local import available_cores
 
 RESULTS = Path(__file__).parent / "results" / "sync.json"

@@ -17,7 +17,8 @@ from paceline.model.loading import (
     model_fingerprint,
     resolve_model,
 )
-from paceline.model.weights import SUPPORTED, check_generates, is_fast, position_limit
+from paceline.model.shape import position_limit
+from paceline.model.support import FAST, check_generates, is_fast
 from paceline.reward.model import check_reward_model
 from paceline.rollout.vllm_settings import check_vllm
 
@@ -66,7 +67,7 @@ def check_model(config: RunConfig, model_path: str, source: PromptSource) -> Non
         if not is_fast(model, asked + answered):
             log.warning(
                 "model_type %r generates through transformers' own module, slower than what has a fast path: %s without a sliding window",
-                model.model_type, ", ".join(SUPPORTED),
+                model.model_type, ", ".join(FAST),
             )  # fmt: skip
     if source.highest_token >= shape.vocab_size:
         raise ModelError(

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from paceline.algo.loss import LossFn
 from paceline.remote.group import WorkerGroup
+from paceline.remote.process import process_group
 from paceline.train.engine import TrainEngine
 from paceline.train.offload import Moved
 from paceline.train.settings import TrainSettings
 from paceline.types import Batch, FloatArray
-from paceline.remote.process import process_group
 
 Make = Callable[..., TrainEngine]  # (model, settings, temperature=, head=), in each rank
 Arrays = dict[str, NDArray[Any]]

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from paceline.errors import ModelError
 from paceline.model.attention import PACKED
-from paceline.model.weights import DecoderWeights, EngineWeights, is_fast, load_by_name
+from paceline.model.support import is_fast
+from paceline.model.weights import DecoderWeights, EngineWeights, load_by_name
 
 
 def engine_weights(

@@ -7,7 +7,6 @@ import hashlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -103,50 +102,6 @@ def model_body(model: PreTrainedModel) -> Any:
     return next(
         part for part in model.children() if isinstance(part, PreTrainedModel)
     )  # under a name other than it says
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """Sizes of a decoder, whatever its configuration calls them."""
-
-    layers: int
-    hidden: int
-    wide: int  # inside the MLP; with experts, all that a token goes through
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-
-
-def model_shape(config: PretrainedConfig) -> ModelShape:
-    text = config.get_text_config()
-    hidden, heads = text.hidden_size, text.num_attention_heads
-
-    def first(*names: str) -> int | None:
-        return next(
-            (
-                value
-                for name in names
-                if isinstance(value := getattr(text, name, None), int) and value > 0
-            ),
-            None,
-        )
-
-    experts = (first("num_experts_per_tok", "moe_topk") or 0) * (
-        first("moe_intermediate_size", "intermediate_size") or 0
-    )
-    wide = first("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size") or 4 * hidden
-    kv_heads = first("num_key_value_heads", "num_kv_heads") or heads
-    head_dim = first("head_dim") or hidden // heads
-    return ModelShape(
-        text.num_hidden_layers,
-        hidden,
-        max(wide, experts),
-        heads,
-        kv_heads,
-        head_dim,
-        text.vocab_size,
-    )
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

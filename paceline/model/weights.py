@@ -1,7 +1,8 @@
-"""The weights of a decoder as the native engine reads them: q/k/v and gate/up fused, everything else as Hugging Face has it.
+"""The weights of a decoder in the layout of the native engine: q/k/v and gate/up are fused.
 
-Nothing is derived from the weights ahead of time, so after an in-place update there is nothing stale. With `share` the
-module's own parameters become views of the fused storage: an optimizer that updates in place updates the engine too.
+Nothing is derived from the weights ahead of time, so an in-place update leaves nothing stale. With
+`share` the module's parameters become views of the fused storage: an optimizer that updates them in
+place updates the engine too.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,19 +12,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from paceline.errors import ModelError, SyncError
-
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")  # by our own forward pass
-ELSE = "rollout.engine = 'vllm' may be able to generate with it"
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-CHANGING_ROPE = ("dynamic", "longrope")  # with the length of the longest sequence of a forward pass
-ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
+from paceline.model.shape import head_dim
+from paceline.model.support import ALTERNATIVE, check_fast
 
 
 class EngineWeights(Protocol):
-    """What everybody but a backend needs to know of an engine's weights."""
+    """The weights of an engine, without the layout that only its backend knows."""
 
     @property
     def named(self) -> dict[str, Tensor]: ...
@@ -31,7 +28,7 @@ class EngineWeights(Protocol):
     def vocabulary(self) -> int: ...
 
     def load(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
-        """Copy new values in: all of them, or none if a name or a shape is wrong (SyncError)."""
+        """Copy all new values in, or none and raise SyncError if a name or a shape is wrong."""
         ...
 
 
@@ -44,7 +41,7 @@ class Linear:
         return nn.functional.linear(x, self.weight, self.bias)
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
-        """residual += self(x), without a tensor in between."""
+        """Compute residual += self(x) without a temporary tensor."""
         residual.addmm_(x, self.weight.t())
         if self.bias is not None:
             residual.add_(self.bias)
@@ -76,10 +73,13 @@ class DecoderWeights:
     def from_module(
         cls, model: PreTrainedModel, share: bool, dtype: torch.dtype | None = None
     ) -> "DecoderWeights":
-        """`share`: re-point the module's q/k/v and gate/up parameters to views of one storage (the Parameter objects stay)
-        and read all others where they are. After that the parameters may only be changed in place. Otherwise: a copy, in
-        `dtype` if one is given, as when the trainer keeps float32 and generation is to be fast."""
-        check_supported(model.config)
+        """Read the weights of a module.
+
+        `share`: turn the q/k/v and gate/up parameters into views of one storage (the Parameter
+        objects stay) and read all others where they are; from then on parameters may only be
+        changed in place. Otherwise copy them, in `dtype` if one is given.
+        """
+        check_fast(model.config)
         body: Any = model.model
         named: dict[str, Tensor] = {}
         take = _WeightReader(model, share, None if share else dtype, named)
@@ -93,12 +93,12 @@ class DecoderWeights:
         unknown = sorted(set(dict(model.named_parameters())) - set(named))
         if unknown:
             raise ModelError(
-                f"{model.config.model_type}: the native engine does not know the parameters {unknown[:4]}; {ELSE}"
+                f"{model.config.model_type}: the native engine does not know the parameters {unknown[:4]}; {ALTERNATIVE}"
             )
         rotary = body.rotary_emb
         if 2 * rotary.inv_freq.numel() != head_dim(model.config):
             raise ModelError(
-                f"{model.config.model_type}: heads rotated only in part are not supported by the native engine; {ELSE}"
+                f"{model.config.model_type}: heads rotated only in part are not supported by the native engine; {ALTERNATIVE}"
             )
         return cls(
             embedding,
@@ -120,7 +120,7 @@ class DecoderWeights:
         )
 
     def zeros(self, dtype: torch.dtype) -> "DecoderWeights":
-        """The same tensors, fused and tied in the same way, all 0."""
+        """Return zeros that are fused and tied in the same way."""
         made: dict[int, Tensor] = {}
 
         def like(tensor: Tensor) -> Tensor:
@@ -162,8 +162,11 @@ def load_by_name(
     also: AbstractSet[str],
     optional: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Copy new values in: all of `named`, or none if a name or a shape is wrong; of a mapping one tensor at a time is held.
-    `also`: names that may come besides, such as the second ones of tied weights; what is in `optional` is taken if it comes."""
+    """Copy new values into all of `named`, or into none and raise SyncError if a name is wrong.
+
+    `also`: names that may be present and are ignored, such as the second name of a tied weight.
+    Tensors in `optional` are copied if they are present. Of a mapping, one tensor is held at a time.
+    """
     incoming = tensors if isinstance(tensors, Mapping) else dict(tensors)
     missing, unknown = (
         sorted(named.keys() - incoming.keys()),
@@ -183,7 +186,7 @@ def load_by_name(
             )
     with torch.no_grad():
         if isinstance(tensors, dict) and next(iter(named.values())).is_cuda:
-            # all at once, since each copy alone is over before the next can be started
+            # One launch: each copy alone would finish before the next could start.
             torch._foreach_copy_(list(targets.values()), [incoming[name] for name in targets])
             return
         for name, target in targets.items():
@@ -191,7 +194,7 @@ def load_by_name(
 
 
 class _WeightReader:
-    """Reads tensors out of a module, fusing some, and notes under which name each is found."""
+    """Reads tensors from a module, fuses some, and records each under its name."""
 
     def __init__(
         self,
@@ -216,7 +219,7 @@ class _WeightReader:
         return self.single(name) if name in self.parameters else None
 
     def fused(self, names: list[str]) -> Tensor:
-        """One tensor holding all of these, one after the other along the first dimension."""
+        """Return one tensor that concatenates these along the first dimension."""
         storage = torch.cat([self.parameters[name].detach() for name in names])
         storage = storage.to(self.dtype or storage.dtype)
         for name, view in zip(
@@ -251,84 +254,3 @@ class _WeightReader:
             gate_up=self.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
             down=self.linear(f"{mlp}.down_proj"),
         )
-
-
-def head_dim(config: PretrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def sliding_window(config: PretrainedConfig) -> int | None:
-    """How far a token sees, where that is limited at all."""
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None and "sliding_attention" not in layer_types:
-        return None
-    return getattr(config, "sliding_window", None)
-
-
-def check_supported(config: PretrainedConfig) -> None:
-    """Raises ModelError for what our own forward pass does not know."""
-    if config.model_type not in SUPPORTED:
-        raise ModelError(f"model_type {config.model_type!r} is not one of {', '.join(SUPPORTED)}")
-    if config.hidden_act != "silu":
-        raise ModelError(f"hidden_act {config.hidden_act!r} is not 'silu'")
-    rope = config.rope_parameters["rope_type"]
-    if rope not in STATIC_ROPE:
-        raise ModelError(f"rope_type {rope!r} is not one of {', '.join(STATIC_ROPE)}")
-
-
-def check_generates(config: PretrainedConfig, max_length: int) -> None:
-    """Raises ModelError for a model, or sequences of a length, that the native engine cannot generate with at all."""
-    kind, text = config.model_type, config.get_text_config()
-    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if model is None or config.is_encoder_decoder:
-        raise ModelError(
-            f"model_type {kind!r} is no causal language model: give a decoder that makes text from text"
-        )
-    other = sorted(set(getattr(text, "layer_types", None) or ()) - set(ATTENTION))
-    if other or getattr(model, "_is_stateful", False):
-        raise ModelError(
-            f"model_type {kind!r} remembers more than keys and values ({', '.join(other) or 'a state'}), which the native engine cannot "
-            f"keep; {ELSE}, or take a model with attention alone"
-        )
-    reach = rope_reach(text)
-    if reach is not None and max_length > reach:
-        raise ModelError(
-            f"the positions of model_type {kind!r} mean something else as soon as a sequence of the batch is longer than {reach} tokens: "
-            f"keep data.max_prompt_length + rollout.max_response_length, {max_length} now, within that; {ELSE}"
-        )
-
-
-def rope_reach(text: PretrainedConfig) -> int | None:
-    """Up to which length rotary frequencies stay the same, where they change with it."""
-    rope = getattr(text, "rope_parameters", None) or {}
-    parts = (
-        [rope]
-        if "rope_type" in rope
-        else [part for part in rope.values() if isinstance(part, dict)]
-    )  # by kind of layer
-    reaches = [
-        part.get("original_max_position_embeddings") or text.max_position_embeddings
-        for part in parts
-        if part.get("rope_type") in CHANGING_ROPE
-    ]
-    return min(reaches, default=None)
-
-
-def position_limit(config: PretrainedConfig) -> int | None:
-    """Where positions end, in models that keep a table of them instead of turning by an angle."""
-    text = config.get_text_config()
-    return (
-        None
-        if getattr(text, "rope_parameters", None)
-        else getattr(text, "max_position_embeddings", None)
-    )
-
-
-def is_fast(config: PretrainedConfig, max_length: int) -> bool:
-    """Can our own forward pass generate sequences of this length?"""
-    try:
-        check_supported(config)
-    except ModelError:
-        return False
-    window = sliding_window(config)
-    return window is None or max_length <= window

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from paceline.model.packing import MicroBatch
-from paceline.model.weights import DecoderWeights, Layer, Linear, head_dim
+from paceline.model.shape import head_dim
+from paceline.model.weights import DecoderWeights, Layer, Linear
 from paceline.train.operations import Attended, Operations, Positions, Shape
 
 

@@ -31,6 +31,7 @@ from paceline.algo.loss import LossFn, TokenOutputs
 from paceline.errors import ConfigError, ModelError
 from paceline.model.device import default_device
 from paceline.model.loading import ROUNDED, load_model, model_body
+from paceline.model.shape import model_shape
 from paceline.model.packing import (
     MicroBatch,
     empty_micro_batch,

@@ -14,7 +14,9 @@ from transformers import PreTrainedModel
 from paceline.algo.loss import LossTerms, TokenOutputs
 from paceline.errors import ModelError
 from paceline.model.packing import MicroBatch
-from paceline.model.weights import DecoderWeights, check_supported, sliding_window
+from paceline.model.shape import sliding_window
+from paceline.model.support import check_fast
+from paceline.model.weights import DecoderWeights
 from paceline.train.decoder import LayerPasses, TrainDecoder
 from paceline.train.head import chunked_logprobs
 from paceline.train.settings import TrainSettings
@@ -102,7 +104,7 @@ def can_fuse(
     ):
         return False
     try:
-        check_supported(model.config)
+        check_fast(model.config)
         with torch.device("meta"):
             weights = DecoderWeights.from_module(type(model)(model.config), share=False)
     except ModelError:

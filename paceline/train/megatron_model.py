@@ -27,14 +27,14 @@ from paceline.algo.loss import TokenOutputs
 from paceline.errors import ConfigError, ModelError
 from paceline.model.attention import packed_attention
 from paceline.model.packing import MicroBatch, RowLayout
-from paceline.model.weights import head_dim
+from paceline.model.shape import head_dim
 from paceline.train.head import CHUNK_LOGITS, ValueHead
 from paceline.train.megatron_head import vocabulary_parallel_logprobs
 from paceline.train.megatron_weights import padded_vocabulary
 from paceline.train.packed import Head
 from paceline.train.settings import TrainSettings
 
-SUPPORTED = ("llama", "qwen2", "qwen3")
+FAST = ("llama", "qwen2", "qwen3")
 
 
 def transformer_config(
@@ -85,7 +85,7 @@ def transformer_config(
 
 def _check_supported(config: PretrainedConfig) -> None:
     wrong = [
-        (config.model_type not in SUPPORTED, f"is a {config.model_type}"),
+        (config.model_type not in FAST, f"is a {config.model_type}"),
         (
             getattr(config, "attention_bias", False) and config.model_type != "qwen2",
             "has attention biases",
@@ -104,7 +104,7 @@ def _check_supported(config: PretrainedConfig) -> None:
         if is_wrong:
             raise ModelError(
                 f"the model {problem}; train.backend = 'megatron' supports standard "
-                f"{', '.join(SUPPORTED)}. Use 'fsdp' instead"
+                f"{', '.join(FAST)}. Use 'fsdp' instead"
             )
 
 

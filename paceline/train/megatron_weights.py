@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, cat
 from transformers import PretrainedConfig
 
-from paceline.model.weights import head_dim
+from paceline.model.shape import head_dim
 from paceline.train.packed import Head
 
 Kind = Literal["replicated", "rows", "columns", "vocabulary", "qkv", "gate_up"]

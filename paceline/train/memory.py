@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from paceline.model.attention import SHORT_ROW
-from paceline.model.loading import model_shape
+from paceline.model.shape import model_shape
 from paceline.train.head import CHUNK_LOGITS
 from paceline.train.settings import TrainSettings
 
@@ -81,7 +81,7 @@ def activation_bound(config: PretrainedConfig, settings: TrainSettings) -> int:
     # before and after rotation and unpacking, the output of attention twice, five tensors of the MLP, and on a CPU, where rows of
     # up to SHORT_ROW have them, attention's scores.
     narrow = 2 if settings.dtype == "bfloat16" else FLOAT
-    split = 8 * (query + 2 * key) + 2 * query + 5 * shape.wide
+    split = 8 * (query + 2 * key) + 2 * query + 5 * shape.mlp
     split += 0 if torch.cuda.is_available() else 3 * SHORT_ROW * shape.heads
     layer = 10 * hidden * FLOAT + split * narrow // settings.tensor_parallel
     layers = -(-shape.layers // settings.pipeline_parallel)

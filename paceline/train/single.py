@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 from paceline.algo.loss import LossFn, LossTerms, TokenData, TokenOutputs
 from paceline.model.device import default_device
+from paceline.model.engine_weights import engine_weights
 from paceline.model.loading import ROUNDED, load_model, model_body
 from paceline.model.packing import MicroBatch, grouped_micro_batches, micro_batches
 from paceline.model.weights import EngineWeights
-from paceline.model.engine_weights import engine_weights
 from paceline.train.colocated import ColocatedEngine
 from paceline.train.fused import fused_policy
 from paceline.train.micro_batch_threads import MicroBatchThreads

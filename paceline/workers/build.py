@@ -113,12 +113,10 @@ def _rollout(
     return _native(config, model_path, trainer)
 
 
-def _native(
-    config: RunConfig, model_path: str, trainer: "SingleDevice | None"
-) -> "RolloutService":
+def _native(config: RunConfig, model_path: str, trainer: "SingleDevice | None") -> "RolloutService":
     from paceline.model.device import default_device
-    from paceline.model.loading import load_config, load_model, load_tokenizer
     from paceline.model.engine_weights import engine_weights
+    from paceline.model.loading import load_config, load_model, load_tokenizer
     from paceline.rollout.native.engine import NativeEngine
     from paceline.rollout.service import RolloutService
     from paceline.train.colocated import ColocatedEngine

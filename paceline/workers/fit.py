@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from paceline.config import RunConfig
 from paceline.errors import ConfigError
-from paceline.model.loading import load_config, model_shape
+from paceline.model.loading import load_config
+from paceline.model.shape import model_shape
 from paceline.train.memory import memory_estimate
 from paceline.types import Role
 from paceline.workers.cluster import Device, Node, PlannedWorker

@@ -95,5 +95,3 @@ def _count_gpus() -> tuple[int, int]:
     return count, min(
         (torch.cuda.get_device_properties(index).total_memory for index in range(count)), default=0
     )
-
-

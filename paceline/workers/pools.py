@@ -11,12 +11,12 @@ from pathlib import Path
 
 from paceline.config import RunConfig
 from paceline.errors import PacelineError, WorkerDied
-from paceline.workers.devices import Placement
-from paceline.remote.group import IN_RANKS
 from paceline.remote.worker import Worker
 from paceline.types import Role
 from paceline.workers.cluster import Cluster, Device, Node, PlannedWorker
+from paceline.workers.devices import Placement
 
+TRAINED_ROLES = {Role.ACTOR, Role.CRITIC, Role.REF}  # held by all ranks of a group
 START_TIMEOUT_S = 300.0  # a cold import of torch on a slow disk takes its time
 
 
@@ -87,7 +87,7 @@ def used_roles(config: RunConfig) -> list[Role]:
 def _ranks(config: RunConfig, roles: Sequence[Role]) -> int:
     return (
         config.placement.train_ranks
-        if config.train.backend != "single" and IN_RANKS & set(roles)
+        if config.train.backend != "single" and TRAINED_ROLES & set(roles)
         else 0
     )
 

@@ -23,7 +23,6 @@ from paceline.config import RunConfig
 from paceline.errors import ConfigError, PacelineError, WorkerDied
 from paceline.remote.group import Rank, WorkerGroup, start_rank
 from paceline.remote.mailbox import PULL_S
-from paceline.remote.message import Reply
 from paceline.remote.worker import Build, Worker
 from paceline.workers.build import FIRST_RANK_ONLY, build_parts
 from paceline.workers.cluster import Node, PlannedWorker
@@ -75,7 +74,6 @@ class RayWorker(Rank):
             .remote(environment)
         )
         self._outbox: list[Any] = []
-        self._started = False
         self._sent = 0  # numbers given to messages so far
         self._more = asyncio.Event()
         self._end: asyncio.Future[None] = self._loop.create_future()
@@ -127,7 +125,6 @@ class RayWorker(Rank):
         elif isinstance(message, BaseException):
             self._dead(message)
         else:
-            self._started = self._started or (isinstance(message, Reply) and message.id == 0)
             self._receive(message)
 
     async def _retried(self, method: str, *args: Any) -> Any:
@@ -135,7 +132,7 @@ class RayWorker(Rank):
         while True:
             try:
                 # its start has a limit of its own, and loading libraries can keep it from saying anything
-                async with asyncio.timeout(PULL_S + SILENCE_S if self._started else None):
+                async with asyncio.timeout(PULL_S + SILENCE_S if not self.starting else None):
                     return await getattr(self._actor, method).remote(*args)
             except ActorUnavailableError as error:
                 log.info(

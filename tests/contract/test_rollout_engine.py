@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from paceline.config import load_config
 from paceline.data.tiny import make_tokenizer
 from paceline.errors import RolloutError, SyncError
+from paceline.remote.process import ProcessWorker
+from paceline.remote.thread import ThreadWorker
 from paceline.remote.worker import Worker
 from paceline.rollout.client import EngineClient
 from paceline.rollout.engine import RolloutEngine
@@ -25,8 +27,6 @@ from paceline.train.lora import LoraDevice
 from paceline.train.settings import LoraSettings, TrainSettings
 from paceline.types import Completion, Finish, OnSync, Request, Role, Sampling
 from paceline.workers.build import build_parts
-from paceline.remote.process import ProcessWorker
-from paceline.remote.thread import ThreadWorker
 from tests.models import random_model, random_other_model
 from tests.processes import children
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.remote.process import ProcessWorker
 from paceline.remote.worker import Worker
 from paceline.rollout.service import RolloutService
 from paceline.sync import collective
 from paceline.sync.collective import Collective
 from paceline.train.service import ActorService
-from paceline.remote.process import ProcessWorker
 from tests.processes import children
 
 SHAPES = {"a": (1 << 20,), "b": (3, 5), "c": (1 << 20, 2)}

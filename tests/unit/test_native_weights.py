@@ -21,7 +21,8 @@ from transformers import (
 
 from paceline.errors import ModelError, SyncError
 from paceline.model.engine_weights import ModuleWeights, engine_weights
-from paceline.model.weights import DecoderWeights, check_generates
+from paceline.model.support import check_generates
+from paceline.model.weights import DecoderWeights
 from paceline.rollout.native.engine import NativeEngine
 from paceline.types import Request, Sampling
 

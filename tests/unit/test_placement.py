@@ -10,10 +10,10 @@ import pytest
 
 from paceline.config import RunConfig, load_config
 from paceline.errors import ConfigError
-from paceline.workers.devices import ResourcePool, split
 from paceline.types import Role
 from paceline.workers import local
 from paceline.workers.cluster import Device, Node, PlannedWorker
+from paceline.workers.devices import ResourcePool, split
 from paceline.workers.fit import check_fit
 from paceline.workers.pools import plan_workers
 from tests.models import random_model

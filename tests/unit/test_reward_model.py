@@ -10,11 +10,11 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Debe
 
 from paceline.config import load_config
 from paceline.errors import ConfigError, ModelError, RewardError
+from paceline.remote.thread import ThreadWorker
 from paceline.reward.model import ModelReward, RewardModel, check_reward_model
 from paceline.types import Prompt, Role, Trajectory
 from paceline.workers.cluster import PlannedWorker
 from paceline.workers.fit import needs
-from paceline.remote.thread import ThreadWorker
 from tests.models import random_model, random_reward_model
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"

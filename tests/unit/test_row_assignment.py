@@ -38,7 +38,9 @@ def test_all_ranks_make_the_same_number_of_passes_within_the_limit(
 
 
 def test_fewer_rows_than_ranks_leave_some_with_nothing_to_do_but_the_same_passes() -> None:
-    assert [[rows.tolist() for rows in mine] for mine in assign_passes(np.array([3, 9]), 100, 4)] == [
+    assert [
+        [rows.tolist() for rows in mine] for mine in assign_passes(np.array([3, 9]), 100, 4)
+    ] == [
         [[1]],
         [[0]],
         [[]],

@@ -15,7 +15,8 @@ from transformers import PretrainedConfig
 
 from paceline.errors import ModelError
 from paceline.model.engine_weights import ModuleWeights
-from paceline.model.weights import DecoderWeights, EngineWeights, head_dim, sliding_window
+from paceline.model.shape import head_dim, sliding_window
+from paceline.model.weights import DecoderWeights, EngineWeights
 from paceline.rollout.native.model import Decoder
 from paceline.rollout.native.sampling import draw, row_keys
 from paceline.rollout.native.slots import Sequence, Slots

@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from paceline.errors import RolloutError
-from paceline.model.weights import EngineWeights, position_limit
+from paceline.model.shape import position_limit
+from paceline.model.weights import EngineWeights
 from paceline.rollout.native.backend import Backend, Burst, PrefillChunk, choose_backend
 from paceline.rollout.native.slots import Sequence as Running
 from paceline.rollout.native.slots import Slots, already_ended, refusal

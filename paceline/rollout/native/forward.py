@@ -9,7 +9,8 @@ from transformers import PretrainedConfig
 
 from paceline.model.kernels import silu_mul
 from paceline.model.operations import matmul_float32, next_power_of_two
-from paceline.model.weights import DecoderWeights, Layer, Linear, head_dim
+from paceline.model.shape import head_dim
+from paceline.model.weights import DecoderWeights, Layer, Linear
 from paceline.rollout.native import kernels, small
 from paceline.rollout.native.kernels import PAGE
 from paceline.rollout.native.sampling import token_hashes

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from paceline.model.weights import DecoderWeights, Layer, head_dim
+from paceline.model.shape import head_dim
+from paceline.model.weights import DecoderWeights, Layer
 
 WINDOW = 16  # attention spans a multiple of this many positions
 

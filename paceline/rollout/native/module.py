@@ -17,7 +17,7 @@ from transformers import Cache
 from paceline.errors import ModelError
 from paceline.model.engine_weights import ModuleWeights
 from paceline.model.loading import EXACT, ROUNDED, model_body
-from paceline.model.weights import ELSE
+from paceline.model.support import ALTERNATIVE
 from paceline.rollout.native.backend import PREFILL_TOKENS, CompletedBurst, PrefillChunk, StepByStep
 from paceline.rollout.native.sampling import draw, row_keys
 from paceline.rollout.native.slots import Sequence, Slots
@@ -208,11 +208,11 @@ class ModuleBackend(StepByStep):
             gap = float(((found - plain).abs() / (1 + plain.abs())).mean())
         except Exception as error:  # whatever a model of unknown make does not like
             raise ModelError(
-                f"{type(self._model).__name__} cannot be used by the native engine ({error}); {ELSE}"
+                f"{type(self._model).__name__} cannot be used by the native engine ({error}); {ALTERNATIVE}"
             ) from error
         if not gap <= (EXACT if logits[0].dtype == torch.float32 else ROUNDED):
             raise ModelError(
                 f"{type(self._model).__name__} cannot be used by the native engine: with kept keys and values its log-probs differ by "
-                f"{gap:.2g} (relative, on average) from those of the plain model; {ELSE}"
+                f"{gap:.2g} (relative, on average) from those of the plain model; {ALTERNATIVE}"
             )
         self._end = max_length

@@ -1,0 +1,70 @@
+"""Which models the native engine can generate with, and which of them its fast path supports."""
+
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+
+from paceline.errors import ModelError
+from paceline.model.shape import sliding_window
+
+FAST = ("llama", "mistral", "qwen2", "qwen3")
+ALTERNATIVE = "rollout.engine = 'vllm' may support it"
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+CHANGING_ROPE = ("dynamic", "longrope")  # depends on the longest sequence of a forward pass
+ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
+
+
+def check_fast(config: PretrainedConfig) -> None:
+    """Raise ModelError for an architecture that the hand-written forward pass does not support."""
+    if config.model_type not in FAST:
+        raise ModelError(f"model_type {config.model_type!r} is not one of {', '.join(FAST)}")
+    if config.hidden_act != "silu":
+        raise ModelError(f"hidden_act {config.hidden_act!r} is not 'silu'")
+    rope = config.rope_parameters["rope_type"]
+    if rope not in STATIC_ROPE:
+        raise ModelError(f"rope_type {rope!r} is not one of {', '.join(STATIC_ROPE)}")
+
+
+def is_fast(config: PretrainedConfig, max_length: int) -> bool:
+    """Return whether the hand-written forward pass supports sequences of this length."""
+    try:
+        check_fast(config)
+    except ModelError:
+        return False
+    window = sliding_window(config)
+    return window is None or max_length <= window
+
+
+def check_generates(config: PretrainedConfig, max_length: int) -> None:
+    """Raise ModelError for a model or a sequence length that the native engine does not support."""
+    kind, text = config.model_type, config.get_text_config()
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model is None or config.is_encoder_decoder:
+        raise ModelError(
+            f"model_type {kind!r} is not a causal language model: use a decoder-only text model"
+        )
+    other = sorted(set(getattr(text, "layer_types", None) or ()) - set(ATTENTION))
+    if other or getattr(model, "_is_stateful", False):
+        raise ModelError(
+            f"model_type {kind!r} keeps more than a KV cache ({', '.join(other) or 'a state'}), "
+            f"which the native engine does not support; {ALTERNATIVE}, or use a model with "
+            "attention only"
+        )
+    limit = rope_limit(text)
+    if limit is not None and max_length > limit:
+        raise ModelError(
+            f"model_type {kind!r} changes its position encoding when a sequence of the batch is "
+            f"longer than {limit} tokens: data.max_prompt_length + rollout.max_response_length = "
+            f"{max_length} must not exceed that; {ALTERNATIVE}"
+        )
+
+
+def rope_limit(text: PretrainedConfig) -> int | None:
+    """Return the length up to which rotary frequencies are constant, or None if they always are."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    # Some models have parameters for each kind of layer.
+    parts = [rope] if "rope_type" in rope else [p for p in rope.values() if isinstance(p, dict)]
+    limits = [
+        part.get("original_max_position_embeddings") or text.max_position_embeddings
+        for part in parts
+        if part.get("rope_type") in CHANGING_ROPE
+    ]
+    return min(limits, default=None)
