@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from paceline.errors import ConfigError
-from paceline.reward.worker import RewardFunctionError, find_callable
+from paceline.plugins import PluginError, find_callable
 
 
 class Curriculum(Protocol):
@@ -64,7 +64,7 @@ def load_curriculum(name: str, num_rows: int, seed: int) -> Curriculum:
         )
     try:
         curriculum: Curriculum = find_callable(name)(num_rows, seed)
-    except RewardFunctionError as problem:
+    except PluginError as problem:
         raise ConfigError(f"data.curriculum = {name!r}: {problem}") from None
     missing = [
         method

@@ -5,8 +5,6 @@ prints. It ends with its parent, whatever the function is doing. Only the standa
 """
 
 import ctypes
-import importlib
-import importlib.util
 import inspect
 import json
 import math
@@ -21,11 +19,13 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
+from paceline.plugins import PluginError, find_callable
+from paceline.remote.parent import end_with_parent
+
 LARGEST = 3.4e38  # rewards are kept as float32
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_CHILD_SUBREAPER = 36
 
 
 class RewardFunctionError(Exception):
@@ -40,25 +40,6 @@ OTHER_LIBRARIES = {
         'return {name}(row["data_source"], answer, row["reward_model"]["ground_truth"], row.get("extra_info"))',
     ),
 }
-
-
-def find_callable(spec: str) -> Callable[..., Any]:
-    """The function or class that "module:name" or "file.py:name" names."""
-    place, _, name = spec.rpartition(":")
-    module = _load_file(Path(place).expanduser()) if place.endswith(".py") else _load_module(place)
-    found: Any = module
-    for part in name.split("."):
-        if not hasattr(found, part):
-            have = [n for n, f in vars(module).items() if callable(f) and not n.startswith("_")]
-            raise RewardFunctionError(
-                f"no {name!r} in {module.__file__}; it has {', '.join(have) or 'no functions'}"
-            )
-        found = getattr(found, part)
-    if not callable(found):
-        raise RewardFunctionError(
-            f"{name!r} in {module.__file__} is {type(found).__name__}, not a function"
-        )
-    return found
 
 
 def find_function(spec: str) -> Callable[..., Any]:
@@ -163,39 +144,6 @@ def _short(value: Any, quote: bool = True) -> str:
     return text if len(text) <= 200 else text[:200] + "..."
 
 
-def _load_module(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as e:
-        if e.name is None or not (name == e.name or name.startswith(e.name + ".")):
-            raise  # the module is there; something it imports is not
-        raise RewardFunctionError(
-            f"no module {name!r}; looked in {', '.join(p or os.getcwd() for p in sys.path)}"
-        ) from e
-
-
-def _load_file(file: Path) -> Any:
-    if not file.is_file():
-        raise RewardFunctionError(f"no file {str(file)!r} (looked from {os.getcwd()})")
-    sys.path.insert(0, str(file.resolve().parent))  # so that it can import its neighbours
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _end_with_parent(parent: int) -> None:
-    """Linux: be killed when the parent ends, also inside C code; and adopt orphaned grandchildren, so that the parent finds them."""
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
-    if os.getppid() != parent:
-        sys.exit("the parent is gone")
-
-
 def _watch(connection: Connection, requests: "queue.SimpleQueue[Any]") -> None:
     """Take requests from the socket; when the parent closes it, end after a moment, whatever the function is doing."""
     try:
@@ -208,7 +156,9 @@ def _watch(connection: Connection, requests: "queue.SimpleQueue[Any]") -> None:
 
 
 def main(fd: int, parent: int, spec: str) -> None:
-    _end_with_parent(parent)
+    end_with_parent(parent)
+    if sys.platform == "linux":  # adopt orphaned grandchildren, so that the parent finds them
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     connection = Connection(fd)
 
     def reply(**message: Any) -> None:
@@ -216,7 +166,7 @@ def main(fd: int, parent: int, spec: str) -> None:
 
     try:
         function = find_function(spec)
-    except RewardFunctionError as e:
+    except (PluginError, RewardFunctionError) as e:
         return reply(problem=str(e))
     except (Exception, SystemExit) as e:
         frame = [

@@ -391,9 +391,9 @@ async def test_workers_end_with_a_parent_that_is_killed(functions: Path, name: s
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("no_such_module:f", "no module 'no_such_module'; looked in .*"),
-        ("no/such/file.py:f", r"no file 'no/such/file\.py' \(looked from "),
-        ("{file}:gud", "no 'gud' in .*my_rewards.py; it has good, true"),
+        ("no_such_module:f", "no module 'no_such_module'; searched .*"),
+        ("no/such/file.py:f", r"no file 'no/such/file\.py' \(relative paths start at "),
+        ("{file}:gud", "no 'gud' in .*my_rewards.py; it defines good, true"),
         ("{file}:number", "'number' in .*my_rewards.py is int, not a function"),
         (
             "{file}:one_argument",
