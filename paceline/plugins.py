@@ -1,4 +1,4 @@
-"""Lookup of user code by name: "module:name" or "file.py:name", for rewards, curricula and agent loops.
+"""Lookup of user code by "module:name" or "file.py:name": rewards, curricula and agent loops.
 
 Imports only the standard library, because reward processes import this module and must start fast.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class PluginError(Exception):
-    """A name that does not lead to a callable. The message does not name the setting; callers add it."""
+    """A spec that names no callable. Callers add the name of the setting to the message."""
 
 
 def find_callable(spec: str) -> Callable[..., Any]:
