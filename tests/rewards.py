@@ -1,44 +1,44 @@
-"""Rewards that tests hand to the system as a user would: `reward.function = "tests/rewards.py:name"`."""
+"""Reward functions that tests select like a user: `reward.function = "tests/rewards.py:name"`."""
 
 from typing import Any
 
 
-def letters(answer: str, row: dict[str, Any]) -> float:
-    """Share of letters in the answer: even a random model gets some, so there is always something to learn."""
-    return sum(c.isalpha() for c in answer) / 8
+def letters(completion: str, row: dict[str, Any]) -> float:
+    """Count letters, divided by 8. Even a random model earns some reward, so it can learn."""
+    return sum(c.isalpha() for c in completion) / 8
 
 
-def raises(answer: str, row: dict[str, Any]) -> float:
+def raises(completion: str, row: dict[str, Any]) -> float:
     raise KeyError("no such column")
 
 
-def nothing(answer: str, row: dict[str, Any]) -> None:
+def nothing(completion: str, row: dict[str, Any]) -> None:
     return None
 
 
-def nan(answer: str, row: dict[str, Any]) -> float:
+def nan(completion: str, row: dict[str, Any]) -> float:
     return float("nan")
 
 
-def hangs(answer: str, row: dict[str, Any]) -> float:
+def hangs(completion: str, row: dict[str, Any]) -> float:
     while True:
         pass
 
 
-def sometimes_raises(answer: str, row: dict[str, Any]) -> float:
+def sometimes_raises(completion: str, row: dict[str, Any]) -> float:
     if row["prompt"].count("1"):
-        raise ValueError("I do not like ones")
-    return letters(answer, row)
+        raise ValueError("the prompt contains a 1")
+    return letters(completion, row)
 
 
-def always_one(answer: str, row: dict[str, Any]) -> float:
+def always_one(completion: str, row: dict[str, Any]) -> float:
     return 1.0
 
 
-def prints(answer: str, row: dict[str, Any]) -> float:
-    print("looking at", answer)
-    return letters(answer, row)
+def prints(completion: str, row: dict[str, Any]) -> float:
+    print("scoring", completion)
+    return letters(completion, row)
 
 
-def in_parts(answer: str, row: dict[str, Any]) -> dict[str, float]:
-    return {"reward": letters(answer, row), "length": len(answer)}
+def in_parts(completion: str, row: dict[str, Any]) -> dict[str, float]:
+    return {"reward": letters(completion, row), "length": len(completion)}

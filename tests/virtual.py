@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps: sleeping costs nothing, so thousands of seeds of the real loop run in seconds."""
+"""Event loop with a virtual clock: sleeping takes no time, so thousands of runs take seconds."""
 
 import asyncio
 import selectors
@@ -13,7 +13,7 @@ class _JumpingSelector(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None:
-            raise RuntimeError("deadlock: every coroutine waits and no timer is set")
+            raise RuntimeError("deadlock: every task waits and no timer is set")
         self.now += max(timeout, 0.0)
         return []
 
@@ -28,7 +28,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(work: Coroutine[Any, Any, Any], limit_s: float = 1e6) -> Any:
-    """Run to the end in virtual time; a wait that would never end raises instead of hanging."""
+    """Run `work` in virtual time; a wait that would never end raises an error."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(_limited(work, limit_s))
 

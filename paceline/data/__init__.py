@@ -1,1 +1,1 @@
-"""What the policy is asked: prompt files, chat templates, built-in tasks and the tiny model that goes with them."""
+"""Prompts: data files, chat templates, built-in tasks, and the tiny model made for them."""

@@ -1,4 +1,4 @@
-"""Chat messages to text and tokens, and which tokens end an answer."""
+"""Chat templates: messages to text, checks of messages, and the tokens that end a completion."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 
-# Tokens that end a turn in the chat formats in use; models often name only one of them as their eos.
+# Tokens that end a turn in common chat formats; models often list only one of them as EOS.
 END_OF_TURN = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -28,7 +28,10 @@ def has_template(tokenizer: "PreTrainedTokenizerBase") -> bool:
 def render(
     tokenizer: "PreTrainedTokenizerBase", prompt: str | Sequence[Message], system: str | None = None
 ) -> str:
-    """The prompt as the model wants to see it, up to where its answer begins. `system` goes first unless it brings its own."""
+    """Render the prompt with the chat template, up to where the completion begins.
+
+    `system` is put first unless the prompt has a system message.
+    """
     text = tokenizer.apply_chat_template(
         conversation(prompt, system), tokenize=False, add_generation_prompt=True
     )
@@ -39,14 +42,17 @@ def render(
 def conversation(
     prompt: str | Sequence[Message], system: str | None = None
 ) -> list[dict[str, Any]]:
-    """A row's prompt as plain messages: text is what the user says; parts of text are put together; what is null is left out, since
-    tables have every field in every message, and templates ask whether one is there."""
+    """Return the prompt of a row as plain chat messages.
+
+    Text becomes a user message and text parts are joined. Null fields are left out: tabular files
+    have every field in every message, and templates check whether a field is defined.
+    """
     messages: Sequence[Message] = (
         [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     )
     turns = [
         {name: value for name, value in m.items() if value is not None}
-        | {"content": _words(m.get("content"))}
+        | {"content": _joined_text(m.get("content"))}
         for m in messages
     ]
     if system is not None and turns[0]["role"] != "system":
@@ -54,14 +60,18 @@ def conversation(
     return turns
 
 
-def _words(content: Any) -> str:
+def _joined_text(content: Any) -> str:
     return content if isinstance(content, str) else "".join(part["text"] for part in content or ())
 
 
 def stop_token_ids(
     tokenizer: "PreTrainedTokenizerBase", generation: "GenerationConfig | None" = None
 ) -> tuple[int, ...]:
-    """Every token after which an answer is over: the tokenizer's eos, end-of-turn tokens of its vocabulary, and the model's eos list."""
+    """Return the tokens that end a completion.
+
+    These are the tokenizer's EOS, the end-of-turn tokens of its vocabulary, and the EOS tokens of
+    the model's generation config.
+    """
     ids = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
     vocabulary = tokenizer.get_vocab()
     ids |= {vocabulary[token] for token in END_OF_TURN if token in vocabulary}
@@ -72,7 +82,7 @@ def stop_token_ids(
 
 
 def message_problem(prompt: Any) -> str | None:
-    """What is wrong with a prompt given as chat messages; None when nothing is."""
+    """Return what is wrong with a prompt given as chat messages, or None."""
     if not prompt:
         return "the list of messages is empty"
     for number, message in enumerate(prompt, 1):
@@ -87,15 +97,15 @@ def message_problem(prompt: Any) -> str | None:
             return f"message {number} has a part of type {kinds[0]!r}; only text can be trained on"
         if not isinstance(content, str | list):
             return f'message {number} is not {{"role": text, "content": text}}'
-    text = "".join(_words(m.get("content")) for m in prompt)
+    text = "".join(_joined_text(m.get("content")) for m in prompt)
     if not text.strip():
         return "the prompt is empty"
     try:
         text.encode()
     except UnicodeEncodeError:
-        return "the text holds half a character (a lone surrogate)"
+        return "the text contains a lone surrogate, which is not a valid character"
     if prompt[-1]["role"] == "assistant":
-        return "the last message is the assistant's, so there is nothing left to answer"
+        return "the last message has the role assistant; expected a message to respond to"
     return None
 
 

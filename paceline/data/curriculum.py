@@ -1,6 +1,7 @@
-"""Which row comes next, when the order should follow what the model can do. The default order needs none of this.
+"""Curricula: an order of rows that follows the rewards of the model. The default order uses none.
 
-A curriculum of your own is a class `C(num_rows, seed)` with these methods, named in `data.curriculum = "file.py:C"`.
+A custom curriculum is a class `C(num_rows, seed)` with the methods of `Curriculum`, selected with
+`data.curriculum = "file.py:C"`.
 """
 
 import random
@@ -8,32 +9,33 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from paceline.errors import ConfigError
-from paceline.reward.worker import RewardFunctionError, find_callable
+from paceline.plugins import PluginError, find_callable
 
 
 class Curriculum(Protocol):
     def pick(self, seq: int) -> int:
-        """The row (0 .. num_rows - 1) for position `seq` of the stream."""
+        """Return the row (0 .. num_rows - 1) for position `seq` of the stream."""
         ...
 
     def observe(self, row: int, rewards: Sequence[float]) -> None:
-        """The attempts at this row were trained on and had these rewards."""
+        """Learn from the rewards of the trajectories of a row, after they were trained on."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold, as JSON."""
+        """Return the state for a checkpoint, as JSON values."""
         ...
 
     def load_state(self, state: dict[str, Any]) -> None: ...
 
 
 class Adaptive:
-    """Prefers rows the model sometimes solves: of a few drawn at random, the one whose mean reward is nearest to a half.
+    """Curriculum that prefers rows the model sometimes solves.
 
-    Rows never seen count as a half, so each gets its turn.
+    It samples a few rows and picks the one whose mean reward is closest to 0.5. A row without
+    rewards counts as 0.5, so that new rows are picked too.
     """
 
-    DRAWN = 4
+    CANDIDATES = 4
 
     def __init__(self, num_rows: int, seed: int) -> None:
         self._num_rows, self._seed = num_rows, seed
@@ -41,8 +43,8 @@ class Adaptive:
 
     def pick(self, seq: int) -> int:
         rng = random.Random(f"{self._seed}.{seq}")
-        drawn = [rng.randrange(self._num_rows) for _ in range(self.DRAWN)]
-        return min(drawn, key=lambda row: abs(self._means.get(row, 0.5) - 0.5))
+        candidates = [rng.randrange(self._num_rows) for _ in range(self.CANDIDATES)]
+        return min(candidates, key=lambda row: abs(self._means.get(row, 0.5) - 0.5))
 
     def observe(self, row: int, rewards: Sequence[float]) -> None:
         mean = sum(rewards) / len(rewards)
@@ -60,19 +62,16 @@ def load_curriculum(name: str, num_rows: int, seed: int) -> Curriculum:
         return Adaptive(num_rows, seed)
     if ":" not in name:
         raise ConfigError(
-            f"data.curriculum = {name!r}: use 'adaptive', 'module:Class' or 'file.py:Class'"
+            f"data.curriculum = {name!r}: expected 'adaptive', 'module:Class' or 'file.py:Class'"
         )
     try:
         curriculum: Curriculum = find_callable(name)(num_rows, seed)
-    except RewardFunctionError as problem:
+    except PluginError as problem:
         raise ConfigError(f"data.curriculum = {name!r}: {problem}") from None
-    missing = [
-        method
-        for method in ("pick", "observe", "state", "load_state")
-        if not hasattr(curriculum, method)
-    ]
-    if missing:
-        raise ConfigError(
-            f"data.curriculum = {name!r} has no method {missing[0]!r}; a curriculum has pick, observe, state and load_state"
-        )
+    for method in ("pick", "observe", "state", "load_state"):
+        if not hasattr(curriculum, method):
+            raise ConfigError(
+                f"data.curriculum = {name!r} has no method {method!r}; "
+                "expected pick, observe, state and load_state"
+            )
     return curriculum

@@ -1,4 +1,7 @@
-"""Rows out of JSON, CSV, parquet and arrow files. A row that cannot be read is reported with its place, never dropped in silence."""
+"""Readers of JSON, CSV, Parquet and Arrow files.
+
+A row that cannot be read is reported with its file and number, never dropped silently.
+"""
 
 import csv
 import glob
@@ -29,92 +32,89 @@ class ParsedRow:
 
 
 def find_files(patterns: tuple[str, ...]) -> list[Path]:
-    """The files that paths and glob patterns name, each once, in a stable order."""
+    """Return the files that paths and glob patterns match, each once, in a stable order."""
     files: dict[Path, None] = {}
     for pattern in patterns:
         plain = Path(pattern).expanduser()
-        found = (
-            [plain]
-            if plain.exists()
-            else sorted(Path(p) for p in glob.glob(str(plain), recursive=True))
-        )
-        if not found:
+        matches = [plain]
+        if not plain.exists():
+            matches = sorted(Path(p) for p in glob.glob(str(plain), recursive=True))
+        if not matches:
             raise DataError(
-                f"no data file at {pattern!r} (looked from {Path.cwd()}); check data.path"
+                f"no data file at {pattern!r} (relative paths start at {Path.cwd()}); "
+                "check data.path"
             )
-        for place in found:
-            for file in _saved_data_set(place) if place.is_dir() else [place]:
-                if _ending(file) not in READABLE:
+        for match in matches:
+            for file in _saved_dataset(match) if match.is_dir() else [match]:
+                if _extension(file) not in READABLE:
                     raise DataError(
-                        f"{file}: cannot read {file.suffix or 'a file without ending'}; data files end in {_endings()}"
+                        f"{file}: cannot read {file.suffix or 'a file without extension'}; "
+                        f"expected one of {', '.join(READABLE)} (text also with .gz)"
                     )
                 files[file] = None
     return list(files)
 
 
 def read_files(files: list[Path]) -> Iterator[ParsedRow]:
-    """All rows, file by file. A file goes by its name, or by its path where another one has the same name."""
+    """Yield all rows. A file is labeled by its name, or by its path if two names are equal."""
     names = Counter(file.name for file in files)
     for file in files:
         label = file.name if names[file.name] == 1 else str(file)
         try:
             if file.stat().st_size == 0:
                 raise DataError(f"{file} is empty; expected at least one row")
-            yield from (
-                _read_arrow(file, label) if _ending(file) in ARROW else _read_text(file, label)
-            )
+            is_arrow = _extension(file) in ARROW
+            yield from _read_arrow(file, label) if is_arrow else _read_text(file, label)
         except OSError as e:
             raise DataError(f"cannot read {file}: {e.strerror or e}") from e
         except (EOFError, zlib.error) as e:
-            raise DataError(f"{file} is not a whole gzip file: {e}") from e
+            raise DataError(f"{file} is not a complete gzip file: {e}") from e
 
 
-def _ending(file: Path) -> str:
-    """What it holds, compressed or not: "a.JSONL.gz" is ".jsonl"."""
+def _extension(file: Path) -> str:
+    """Return the extension of the uncompressed content: "a.JSONL.gz" has ".jsonl"."""
     suffixes = [suffix.lower() for suffix in file.suffixes[-2:]]
-    return (
-        suffixes[-2]
-        if len(suffixes) == 2 and suffixes[-1] == ".gz" and suffixes[-2] not in ARROW
-        else "".join(suffixes[-1:])
-    )
+    if len(suffixes) == 2 and suffixes[-1] == ".gz" and suffixes[-2] not in ARROW:
+        return suffixes[-2]
+    return "".join(suffixes[-1:])
 
 
-def _endings() -> str:
-    return f"{', '.join(READABLE)} (text also with .gz)"
+def _saved_dataset(folder: Path) -> list[Path]:
+    """Return the files of a dataset saved by the library `datasets`.
 
-
-def _saved_data_set(folder: Path) -> list[Path]:
-    """The files of a data set that the library `datasets` saved there; other folders are refused with what is in them."""
+    Raises DataError for any other directory and suggests a pattern for the files in it.
+    """
     if (folder / "state.json").is_file():
         try:
-            return [
-                folder / part["filename"]
-                for part in json.loads((folder / "state.json").read_text())["_data_files"]
-            ]
+            state = json.loads((folder / "state.json").read_text())
+            return [folder / part["filename"] for part in state["_data_files"]]
         except (ValueError, KeyError, TypeError) as e:
             raise DataError(
-                f"{folder / 'state.json'} is not that of a saved data set: {e!r}"
+                f"{folder / 'state.json'} does not describe a saved dataset: {e!r}"
             ) from e
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(str(state.parent) for state in folder.glob("*/state.json"))
         raise DataError(
-            f"data.path {str(folder)!r} is a data set of several splits; name one: {' or '.join(splits)}"
+            f"data.path = {str(folder)!r} is a dataset with several splits; "
+            f"select one: {' or '.join(splits)}"
         )
     inside = [
         file
         for depth in ("*", "*/*")
         for file in sorted(folder.glob(depth))
-        if _ending(file) in READABLE
+        if _extension(file) in READABLE
     ]
     hint = f"{inside[0].parent}/*{''.join(inside[0].suffixes)}" if inside else f"{folder}/*.jsonl"
-    raise DataError(f"data.path {str(folder)!r} is a folder; name its files, for example '{hint}'")
+    raise DataError(
+        f"data.path = {str(folder)!r} is a directory; expected its files, for example '{hint}'"
+    )
 
 
 def _read_text(file: Path, label: str) -> Iterator[ParsedRow]:
     compressed = file.suffix.lower() == ".gz"
     with gzip.open(file, "rb") if compressed else file.open("rb") as raw:
         content = io.BufferedReader(raw)
-        if _ending(file) in CSV:
+        if _extension(file) in CSV:
             yield from _read_csv(content, file, label)
         elif content.peek(64).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
             yield from _read_array(content, file, label)
@@ -126,7 +126,7 @@ def _read_lines(lines: Iterable[bytes], label: str) -> Iterator[ParsedRow]:
     for number, line in enumerate(lines, 1):
         where = f"{label}:{number}"
         if not line.strip():
-            continue  # blank lines (the end of many files) are not rows
+            continue  # a blank line, as at the end of many files, is not a row
         try:
             row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except UnicodeDecodeError as e:
@@ -141,35 +141,28 @@ def _read_array(content: IO[bytes], file: Path, label: str) -> Iterator[ParsedRo
     try:
         rows = json.loads(content.read().decode("utf-8-sig"))
     except (ValueError, RecursionError) as e:
-        raise DataError(f"{file} begins like a JSON array of rows and is none: {e}") from e
+        raise DataError(f"{file} starts with [ but is not a JSON array of rows: {e}") from e
     for number, row in enumerate(rows, 1):
         yield _object(row, f"{label}:{number}")
 
 
 def _object(row: Any, where: str) -> ParsedRow:
-    return (
-        ParsedRow(where, row)
-        if isinstance(row, dict)
-        else ParsedRow(where, {}, f"expected a JSON object, got {type(row).__name__}")
-    )
+    if isinstance(row, dict):
+        return ParsedRow(where, row)
+    return ParsedRow(where, {}, f"expected a JSON object, got {type(row).__name__}")
 
 
 def _read_csv(content: IO[bytes], file: Path, label: str) -> Iterator[ParsedRow]:
-    """Columns by the names in the first line; every value is text."""
+    """Yield the rows of a CSV file. The first line has the column names; every value is text."""
     csv.field_size_limit(sys.maxsize)
     lines = io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
-    rows = csv.DictReader(lines, delimiter="\t" if _ending(file) == ".tsv" else ",", strict=True)
+    rows = csv.DictReader(lines, delimiter="\t" if _extension(file) == ".tsv" else ",", strict=True)
     number = 0
     try:
         for number, row in enumerate(rows, 1):
             fits = None not in row and None not in row.values()
-            yield ParsedRow(
-                f"{label}:{number}",
-                row,
-                ""
-                if fits
-                else f"has not the {len(rows.fieldnames or ())} fields of the first line",
-            )
+            wrong = f"does not have the {len(rows.fieldnames or ())} fields of the first line"
+            yield ParsedRow(f"{label}:{number}", row, "" if fits else wrong)
     except (csv.Error, UnicodeDecodeError) as e:
         raise DataError(f"{file} is not a readable CSV file (after row {number}): {e}") from e
 
@@ -181,23 +174,20 @@ def _read_arrow(file: Path, label: str) -> Iterator[ParsedRow]:
         import pyarrow.parquet
     except ImportError as e:
         raise DataError(
-            f'{file}: reading {file.suffix} needs pyarrow; install it with: pip install "paceline[parquet]"'
+            f"{file}: reading {file.suffix} requires pyarrow; "
+            'install it with: pip install "paceline[parquet]"'
         ) from e
     number = 0
     try:
-        stored = pyarrow.parquet.ParquetFile(file) if _ending(file) == ".parquet" else None
-        for batch in (
-            stored.iter_batches()
-            if stored
-            else pyarrow.ipc.open_stream(pyarrow.memory_map(str(file)))
-        ):
+        if _extension(file) == ".parquet":
+            batches = pyarrow.parquet.ParquetFile(file).iter_batches()
+        else:
+            batches = pyarrow.ipc.open_stream(pyarrow.memory_map(str(file)))
+        for batch in batches:
             for row in batch.to_pylist():
                 number += 1
                 yield ParsedRow(f"{label}:{number}", row)
     except pyarrow.ArrowException as e:
-        kind = (
-            "parquet file"
-            if _ending(file) == ".parquet"
-            else "arrow stream, as the library datasets writes it"
-        )
+        is_parquet = _extension(file) == ".parquet"
+        kind = "Parquet file" if is_parquet else "Arrow stream as written by the library datasets"
         raise DataError(f"{file} is not a readable {kind} (after row {number}): {e}") from e

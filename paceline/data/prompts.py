@@ -1,6 +1,7 @@
-"""The stream of prompts: any position of it, at any time.
+"""Stream of prompts from data files or a built-in task, with random access.
 
-`source[seq]` is a pure function of (settings, seed, seq), so the cursor of a run is one integer and resuming is exact.
+Without a curriculum, `source[seq]` is a pure function of (settings, seed, seq), so one integer is
+the cursor of a run and resuming is exact.
 """
 
 import hashlib
@@ -25,12 +26,12 @@ from paceline.errors import ConfigError, DataError
 from paceline.settings import Settings
 from paceline.types import Group, Prompt
 
-if TYPE_CHECKING:  # importing transformers takes seconds, and settings are read for --help too
+if TYPE_CHECKING:  # importing transformers takes seconds, and --help needs only the settings
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
-LIKELY = (
+LIKELY_PROMPT_KEYS = (
     "prompt",
     "question",
     "problem",
@@ -42,32 +43,38 @@ LIKELY = (
     "input",
     "text",
 )
-TOGETHER = 1024  # texts tokenized at a time
-SHOWN = 5  # bad rows spelled out in a message; the rest are counted
+TOKENIZER_BATCH = 1024  # texts
+SHOWN_BAD_ROWS = 5  # listed in a message; the rest are counted
 
 
 class DataSettings(Settings):
     task: str | None = None
-    """A built-in task, "name" or "name:difficulty", for example "sort:5". Give this or path."""
+    """Built-in task, "name" or "name:difficulty", for example "sort:5". Set either task or path."""
     path: str | tuple[str, ...] | None = None
-    """Files of prompts (JSONL, JSON, CSV, parquet, a folder that `datasets` saved): a path, a glob pattern, or a list of them."""
+    """Prompt files: a path, a glob pattern, or a list of them. Formats: JSONL, JSON, CSV, TSV,
+    Parquet, or a directory saved by the library `datasets`."""
     prompt_key: str = "prompt"
-    """The column that holds the prompt: text, or a list of chat messages. The rest of the row goes to the reward."""
+    """Column with the prompt: text or a list of chat messages. The reward function gets the whole
+    row."""
     answer_key: str | None = None
-    """The column that a reward finds as row["answer"]; "a.b" is b inside a. Unset: the row's own "answer", if it has one."""
+    """Column with the reference answer, which the reward function reads as row["answer"]; "a.b" is
+    field b of column a. Default: the column "answer", if there is one."""
     max_prompt_length: int = Field(default=512, ge=1)
-    """Tokens; a longer prompt is a bad row."""
+    """Maximum prompt length in tokens. A longer prompt is a bad row."""
     shuffle: bool = True
-    """A new order in every epoch, each row once per epoch."""
+    """Shuffle the rows in every epoch. Each row occurs once per epoch."""
     curriculum: str | None = None
-    """Choose rows by what the model can do: "adaptive", or a class of your own as "file.py:Class". Unset: every row once per epoch."""
+    """Order of rows by the rewards of the model: "adaptive", or a custom class as "file.py:Class".
+    Default: every row once per epoch."""
     limit: int | None = Field(default=None, ge=1)
-    """Use only the first rows; for a task, the number of rows in an epoch."""
+    """Number of rows to use, from the first. Default: all rows; 8192 rows per epoch for a task."""
     chat: bool | None = None
-    """Put prompts through the tokenizer's chat template. Unset: yes if it has one; text then becomes one user message."""
+    """Render prompts with the tokenizer's chat template; text becomes one user message.
+    Default: true if the tokenizer has a chat template."""
     system: str | None = None
-    """A system message for prompts without one; needs the chat template."""
+    """System message for prompts without one. Requires a chat template."""
     on_bad_row: Literal["fail", "skip"] = "fail"
+    """Reaction to a row that cannot be used: end the run with an error, or leave the row out."""
 
     @field_validator("task")
     @classmethod
@@ -75,10 +82,10 @@ class DataSettings(Settings):
         return spec if spec is None else get_task(spec).spec
 
     @model_validator(mode="after")
-    def _one_origin(self) -> Self:
+    def _task_or_path(self) -> Self:
         if self.task is not None and self.path is not None:
             raise ValueError(
-                f"task = {self.task!r} and path = {self.path!r} are both set; prompts come from one of them"
+                f"task = {self.task!r} and path = {self.path!r} are both set; remove one of them"
             )
         return self
 
@@ -93,12 +100,16 @@ class BadRow:
 
 
 class PromptSource:
-    """All prompts of a run. Position seq wraps over epochs; every epoch has each row once, in its own order when shuffling."""
+    """All prompts of a run, as an endless sequence.
+
+    Every epoch has each row once, in a different order per epoch if shuffling is on. A curriculum
+    replaces this order.
+    """
 
     bad_rows: tuple[BadRow, ...]
     """Rows left out because on_bad_row = "skip"."""
     fingerprint: str
-    """Changes when any prompt or row does; a run is only resumed on the same data."""
+    """Hash of all prompts and rows; a run resumes only on the same data."""
 
     def __init__(
         self, settings: DataSettings, tokenizer: "PreTrainedTokenizerBase", seed: int
@@ -112,9 +123,8 @@ class PromptSource:
             else None
         )
         self._number = {row.uid: number for number, row in enumerate(self._rows)}
-        self._order = lru_cache(maxsize=4)(
-            self._make_order
-        )  # the epochs in flight; an async run straddles two
+        # Cache several epochs, because the prompts in flight of an async run span two.
+        self._order = lru_cache(maxsize=4)(self._make_order)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -126,12 +136,12 @@ class PromptSource:
         return Prompt(row.uid, tuple(row.tokens.tolist()), row.text, row.row)
 
     def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Every row with where it stands."""
+        """Return every row with its location."""
         return ((row.where, row.row) for row in self._rows)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt."""
+        """Length of the longest prompt in tokens."""
         return max(len(row.tokens) for row in self._rows)
 
     @property
@@ -139,7 +149,7 @@ class PromptSource:
         return max(int(row.tokens.max()) for row in self._rows)
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """These were trained on; a curriculum learns from how they went."""
+        """Report groups that were trained on to the curriculum, if there is one."""
         if self._curriculum:
             for group in groups:
                 self._curriculum.observe(
@@ -159,20 +169,21 @@ class PromptSource:
             row = self._curriculum.pick(seq)
             if not (isinstance(row, int) and 0 <= row < len(self._rows)):
                 raise DataError(
-                    f"data.curriculum = {self._settings.curriculum!r} picked row {row!r} of {len(self._rows)}"
+                    f"data.curriculum = {self._settings.curriculum!r} picked row {row!r}; "
+                    f"expected an integer from 0 to {len(self._rows) - 1}"
                 )
             return row
-        epoch, place = divmod(seq, len(self._rows))
-        return int(self._order(epoch)[place]) if self._settings.shuffle else place
+        epoch, position = divmod(seq, len(self._rows))
+        return int(self._order(epoch)[position]) if self._settings.shuffle else position
 
     def _make_order(self, epoch: int) -> NDArray[np.intp]:
-        # Raw PCG64 words are the same in every numpy; `Generator.permutation` does not promise that.
+        # Raw PCG64 words are the same in every numpy version; `Generator.permutation` is not.
         keys = np.random.PCG64([self._seed, epoch]).random_raw(len(self._rows))
         return np.argsort(keys, kind="stable")
 
 
 class _Unusable(Exception):
-    """Why a row cannot become a prompt."""
+    """The reason why a row cannot become a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +210,7 @@ def _load(
         except (_Unusable, TemplateError) as e:
             problems[i] = str(e)
         except (TypeError, ValueError, LookupError, AttributeError) as e:
-            problems[i] = f"the chat template fails on it: {type(e).__name__}: {e}"
+            problems[i] = f"the chat template failed: {type(e).__name__}: {e}"
     rows: dict[str, _Row] = {}
     for (i, text), tokens in zip(
         texts.items(), _tokens(list(texts.values()), tokenizer, not use_chat), strict=True
@@ -207,21 +218,22 @@ def _load(
         read = reads[i]
         name = read.row.get("id")
         uid = read.where if name is None else str(name)
-        if uid in rows:  # the id of a passage with several questions, say
+        if uid in rows:  # for example, several questions may share the id of their passage
             uid = f"{uid} ({read.where})"
         if not 0 < len(tokens) <= settings.max_prompt_length:
             problems[i] = (
-                f"the prompt has {len(tokens)} tokens; data.max_prompt_length = {settings.max_prompt_length}"
+                f"the prompt has {len(tokens)} tokens; "
+                f"data.max_prompt_length = {settings.max_prompt_length}"
             )
         else:
             rows[uid] = _Row(uid, read.where, text, tokens, given[i])
     bad = tuple(BadRow(reads[i].where, problems[i]) for i in sorted(problems))
-    _judge(bad, len(rows), origin, settings)
+    _report(bad, len(rows), origin, settings)
     return list(rows.values()), bad
 
 
 def _read(settings: DataSettings, seed: int) -> tuple[str, Sequence[ParsedRow]]:
-    """Where the rows come from, and all of them."""
+    """Return the origin of the rows, and all rows."""
     if settings.task is not None:
         task = get_task(settings.task)
         return task.spec, [
@@ -230,7 +242,8 @@ def _read(settings: DataSettings, seed: int) -> tuple[str, Sequence[ParsedRow]]:
         ]
     if settings.path is None:
         raise ConfigError(
-            "there are no prompts: set data.task (for example 'sort:5') or data.path (for example 'prompts.jsonl')"
+            "there are no prompts: set data.task (for example 'sort:5') "
+            "or data.path (for example 'prompts.jsonl')"
         )
     patterns = (settings.path,) if isinstance(settings.path, str) else settings.path
     files = find_files(patterns)
@@ -238,10 +251,10 @@ def _read(settings: DataSettings, seed: int) -> tuple[str, Sequence[ParsedRow]]:
     reads = list(islice(read_files(files), settings.limit))
     columns = dict.fromkeys(name for read in reads for name in read.row)
     if columns and settings.prompt_key not in columns:
-        likely = next((name for name in LIKELY if name in columns), "NAME")
+        likely = next((name for name in LIKELY_PROMPT_KEYS if name in columns), "NAME")
         raise DataError(
             f"no column {settings.prompt_key!r} in {origin}; columns found: {', '.join(columns)}. "
-            f"Say which one holds the prompt: data.prompt_key={likely}"
+            f"Select the prompt column, for example data.prompt_key={likely}"
         )
     return origin, reads
 
@@ -250,11 +263,13 @@ def _use_chat(settings: DataSettings, tokenizer: "PreTrainedTokenizerBase") -> b
     use_chat = chat.has_template(tokenizer) if settings.chat is None else settings.chat
     if use_chat and not chat.has_template(tokenizer):
         raise ConfigError(
-            "data.chat = true, but the model's tokenizer has no chat template; unset data.chat or use a chat model"
+            "data.chat = true, but the model's tokenizer has no chat template; "
+            "remove data.chat or use a chat model"
         )
     if settings.system is not None and not use_chat:
         raise ConfigError(
-            "data.system is set, but prompts do not go through a chat template; unset data.system or use a chat model"
+            "data.system is set, but prompts are not rendered with a chat template; "
+            "remove data.system or use a chat model"
         )
     return use_chat
 
@@ -262,13 +277,14 @@ def _use_chat(settings: DataSettings, tokenizer: "PreTrainedTokenizerBase") -> b
 def _text(
     read: ParsedRow, settings: DataSettings, tokenizer: "PreTrainedTokenizerBase", use_chat: bool
 ) -> str:
-    """The prompt of a row as the model sees it."""
+    """Return the prompt of a row as the text the model reads."""
     key = settings.prompt_key
     if read.problem:
         raise _Unusable(read.problem)
     if key not in read.row:
         raise _Unusable(
-            f"no {key!r} (data.prompt_key); the row has {', '.join(map(repr, read.row)) or 'nothing'}"
+            f"no {key!r} (data.prompt_key); "
+            f"the row has {', '.join(map(repr, read.row)) or 'no columns'}"
         )
     prompt = read.row[key]
     if not isinstance(prompt, str | list):
@@ -277,7 +293,8 @@ def _text(
         )
     if isinstance(prompt, list) and not use_chat:
         raise _Unusable(
-            f"{key!r} is a list of chat messages, but data.chat is false or the tokenizer has no chat template"
+            f"{key!r} is a list of chat messages, "
+            "but data.chat is false or the tokenizer has no chat template"
         )
     problem = chat.message_problem(
         [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -303,21 +320,20 @@ def _with_answer(row: Mapping[str, Any], key: str | None) -> Mapping[str, Any]:
 def _tokens(
     texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase", special: bool
 ) -> Iterator[NDArray[np.int32]]:
-    """A part at a time: what a tokenizer says beside the tokens takes a hundred bytes per token."""
-    for start in range(0, len(texts), TOGETHER):
-        for tokens in tokenizer(texts[start : start + TOGETHER], add_special_tokens=special)[
-            "input_ids"
-        ]:
+    """Tokenize in batches, because the other outputs of a tokenizer take 100 bytes per token."""
+    for start in range(0, len(texts), TOKENIZER_BATCH):
+        batch = texts[start : start + TOKENIZER_BATCH]
+        for tokens in tokenizer(batch, add_special_tokens=special)["input_ids"]:
             yield np.array(tokens, np.int32)
 
 
-def _judge(bad: Sequence[BadRow], good: int, origin: str, settings: DataSettings) -> None:
-    """Stop on bad rows, or on no rows at all; otherwise say how many were left out."""
-    shown = "".join(f"\n  {row}" for row in bad[:SHOWN]) + (
-        f"\n  ... and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
+def _report(bad: Sequence[BadRow], good: int, origin: str, settings: DataSettings) -> None:
+    """Raise DataError for bad rows, or if no row is left; log the rows that are left out."""
+    shown = "".join(f"\n  {row}" for row in bad[:SHOWN_BAD_ROWS]) + (
+        f"\n  ... and {len(bad) - SHOWN_BAD_ROWS} more" if len(bad) > SHOWN_BAD_ROWS else ""
     )
     if bad and settings.on_bad_row == "fail":
-        advice = "Mend them, or leave them out with data.on_bad_row = 'skip'."
+        advice = "Fix them, or leave them out with data.on_bad_row = 'skip'."
         raise DataError(
             f"{len(bad)} of {len(bad) + good} rows of {origin} cannot be used:{shown}\n{advice}"
         )

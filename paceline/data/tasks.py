@@ -1,10 +1,12 @@
-"""Built-in tasks: endless prompts whose answers can be checked, so that a run needs no data set and no network.
+"""Built-in tasks: unlimited generated prompts with checkable answers, without dataset or network.
 
-A task is written `name` or `name:difficulty` ("reverse", "sort:5"). Its rows are a pure function of (seed, index).
+A task is written `name` or `name:difficulty` ("reverse", "sort:5"). Its rows are a pure function of
+(seed, index).
 
-Scoring: an exact answer is worth 1. Where a near miss means something, a wrong answer of the right length earns at most
-`PARTIAL`, in proportion to the characters in their right place; anything else is 0. The gap between PARTIAL and 1 keeps the
-mean reward close to the share of exact answers, while groups without any exact answer still show which attempt was nearer.
+An exact completion scores 1. In graded tasks, a wrong completion of the right length earns up to
+`PARTIAL`, in proportion to the characters in their right place. Anything else scores 0. The gap
+between PARTIAL and 1 keeps the mean reward close to the fraction of exact completions, while groups
+without an exact completion still get different rewards.
 """
 
 import difflib
@@ -18,9 +20,8 @@ from paceline.errors import ConfigError
 
 PARTIAL = 0.2
 
-Make = Callable[
-    [random.Random, int], tuple[str, str]
-]  # (random numbers, difficulty) -> (question, answer)
+# (random numbers, difficulty) -> (question, reference answer)
+Make = Callable[[random.Random, int], tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Task:
     difficulty: int
     make: Make
     graded: bool  # near misses earn partial credit
-    size: int = 8192  # rows in an epoch unless the settings say otherwise; `row` itself has no end
+    size: int = 8192  # rows per epoch unless data.limit is set; `row` accepts any index
 
     @property
     def spec(self) -> str:
@@ -41,9 +42,9 @@ class Task:
         question, answer = self.make(random.Random(f"{self.spec}/{seed}/{index}"), self.difficulty)
         return {"prompt": f"{self.name} {question}=", "answer": answer}
 
-    def score(self, answer: str, row: Mapping[str, Any]) -> float:
-        """1 if exact (spaces around it aside), else up to PARTIAL as the module says."""
-        given, wanted = answer.strip(), str(row["answer"])
+    def score(self, completion: str, row: Mapping[str, Any]) -> float:
+        """Return 1 if exact, ignoring surrounding spaces, else up to PARTIAL (see the module)."""
+        given, wanted = completion.strip(), str(row["answer"])
         if given == wanted:
             return 1.0
         if not self.graded or len(given) != len(wanted):
@@ -119,7 +120,7 @@ class _Kind:
 
 
 _KINDS = {
-    "copy": _Kind("n digits as they are", _copy, 5, 64),
+    "copy": _Kind("n digits unchanged", _copy, 5, 64),
     "reverse": _Kind("n digits backwards", _reverse, 5, 64),
     "sort": _Kind("n digits in order", _sort, 5, 64),
     "max": _Kind("the largest of n digits", _max, 5, 64, graded=False),
@@ -135,12 +136,12 @@ TASKS = tuple(_KINDS)
 
 
 def describe_tasks() -> list[tuple[str, str]]:
-    """Name and meaning of every task, with the difficulty it has when none is given."""
+    """Return name and description of every task, with its default difficulty."""
     return [(name, f"{kind.what} (n = {kind.default})") for name, kind in _KINDS.items()]
 
 
 def get_task(spec: str) -> Task:
-    """The task a spec such as "reverse" or "sort:5" means."""
+    """Return the task for a spec such as "reverse" or "sort:5"."""
     name, colon, number = spec.partition(":")
     kind = _KINDS.get(name)
     if kind is None:
@@ -152,6 +153,7 @@ def get_task(spec: str) -> Task:
     difficulty = int(number) if number.isascii() and number.isdigit() else 0
     if not 1 <= difficulty <= kind.hardest:
         raise ConfigError(
-            f"task {spec!r}: the difficulty must be a whole number from 1 to {kind.hardest}; did you mean '{name}:{kind.default}'?"
+            f"task {spec!r}: expected a difficulty from 1 to {kind.hardest}; "
+            f"did you mean '{name}:{kind.default}'?"
         )
     return Task(name, difficulty, kind.make, kind.graded)

@@ -1,8 +1,9 @@
-"""The tiny model: a Qwen2 of 0.6M parameters with one token per byte, made on first use.
+"""Tiny model: a Qwen2 with 0.6M parameters and one token per byte, created on first use.
 
-It is warmed up by supervised learning with smoothed labels, so that it learns how its task goes but stays unsure of every
-character, as a real model is before reinforcement learning: it answers right now and then, however long the warm-up. Same
-recipe, same bits (on one machine): one thread, fixed seeds. The result is kept in PACELINE_CACHE or ~/.cache/paceline.
+Supervised warm-up with label smoothing teaches it the task but keeps it unsure of every character,
+like a real model before RL: only some sampled completions are exact, however long the warm-up. On
+one machine, the same recipe gives the same bits, because warm-up uses one thread and fixed seeds.
+The model is cached in $PACELINE_CACHE, by default ~/.cache/paceline.
 """
 
 import hashlib
@@ -32,10 +33,10 @@ from paceline.data.tasks import Task, get_task
 log = logging.getLogger(__name__)
 
 DEFAULT_TASK = "reverse:5"
-Progress = Callable[[int, int], None]  # (steps made, steps at most)
+Progress = Callable[[int, int], None]  # (steps done, maximum number of steps)
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
-# Content follows content, so a lone user message is the same tokens with and without the template.
+# It only concatenates contents, so a single user message has the same tokens without the template.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -44,7 +45,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Everything the finished model depends on; its hash names the folder."""
+    """Everything the model depends on. Its hash is part of the directory name."""
 
     task: str
     version: str = __version__
@@ -53,9 +54,8 @@ class Recipe:
     layers: int = 2
     batch: int = 64
     learning_rate: float = 2.5e-3
-    target: float = (
-        0.25  # how often an answer sampled at temperature 1 is exact when warm-up is over
-    )
+    # Fraction of completions sampled at temperature 1 that are exact after warm-up.
+    target: float = 0.25
     max_steps: int = 120
     seed: int = 0
 
@@ -66,11 +66,11 @@ class Recipe:
 
 
 def tiny_model(spec: str = DEFAULT_TASK, progress: Progress | None = None) -> Path:
-    """The folder of the tiny model for a task; made now if it is not there yet."""
+    """Return the directory of the tiny model for a task; create the model if necessary."""
     recipe = Recipe(get_task(spec).spec)
     folder = cache_folder() / recipe.folder
     if not folder.exists():
-        log.info("making the tiny model for task %s (once; kept in %s)", recipe.task, folder)
+        log.info("creating the tiny model for task %s (cached in %s)", recipe.task, folder)
         _install(folder, recipe, progress)
     return folder
 
@@ -80,7 +80,7 @@ def cache_folder() -> Path:
 
 
 def _install(folder: Path, recipe: Recipe, progress: Progress | None) -> None:
-    """Build beside the final place and rename, so that nobody ever sees half a model."""
+    """Build in a temporary directory and rename it, so that no process sees an incomplete model."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -89,7 +89,7 @@ def _install(folder: Path, recipe: Recipe, progress: Progress | None) -> None:
         model = make_model(recipe, tokenizer, progress)
         with no_progress_bars():
             model.save_pretrained(temporary)
-        with suppress(OSError):  # another process was faster; its model has the same bits
+        with suppress(OSError):  # another process was faster and made the same model
             temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -97,10 +97,11 @@ def _install(folder: Path, recipe: Recipe, progress: Progress | None) -> None:
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Keep transformers from drawing bars for what takes no time."""
+    """Suppress the progress bars of transformers for fast operations."""
     enabled = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
-    bar, gguf.tqdm = gguf.tqdm, lambda items, **_: items  # it asks nobody
+    # The GGUF reader ignores the setting above.
+    bar, gguf.tqdm = gguf.tqdm, lambda items, **_: items
     try:
         yield
     finally:
@@ -110,8 +111,11 @@ def no_progress_bars() -> Iterator[None]:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, so that any text can be written. In the form of Qwen2's own tokenizer (byte-level BPE, here without
-    merges), because transformers loads whatever lies beside a Qwen2 model as one."""
+    """Return a tokenizer with one token per byte, which can represent any text.
+
+    It is a byte-level BPE without merges, because transformers loads the tokenizer of a Qwen2 model
+    as a byte-level BPE.
+    """
     vocabulary = {
         token: i for i, token in enumerate([PAD, BOS, EOS, *sorted(ByteLevel.alphabet())])
     }
@@ -132,7 +136,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def make_model(
     recipe: Recipe, tokenizer: PreTrainedTokenizerFast, progress: Progress | None = None
 ) -> Qwen2ForCausalLM:
-    """Warm up from random weights. One thread and a private random state: the same bits every time, and no trace left."""
+    """Create the model from random weights and warm it up.
+
+    One thread and a private random state make it reproducible and leave the caller's state alone.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -169,15 +176,12 @@ def _warm_up(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.01
     )
-    exact = 0.0  # running mean of the chance that a sampled answer is exact
+    exact = 0.0  # running mean of the probability that a sampled completion is exact
     for step in range(recipe.max_steps):
         tokens, is_answer = _examples(task, step, recipe.batch, tokenizer)
+        schedule = min(1.0, (step + 1) / 10) * (1 - 0.9 * step / recipe.max_steps)
         for group in optimizer.param_groups:
-            group["lr"] = (
-                recipe.learning_rate
-                * min(1.0, (step + 1) / 10)
-                * (1 - 0.9 * step / recipe.max_steps)
-            )
+            group["lr"] = recipe.learning_rate * schedule
         logits = model(input_ids=tokens[:, :-1]).logits
         loss = cross_entropy(
             logits[is_answer[:, 1:]], tokens[:, 1:][is_answer[:, 1:]], label_smoothing=smoothing
@@ -186,34 +190,35 @@ def _warm_up(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        logprobs = (
-            logits.detach().log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
-            * is_answer[:, 1:]
-        )
-        exact = 0.8 * exact + 0.2 * logprobs.sum(1).exp().mean().item()
+        logprobs = logits.detach().log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+        exact = 0.8 * exact + 0.2 * (logprobs * is_answer[:, 1:]).sum(1).exp().mean().item()
         progress(step + 1, recipe.max_steps)
         if step % 20 == 19:
-            log.info("warm-up step %d: loss %.3f, exact answers %.2f", step + 1, loss.item(), exact)
+            log.info(
+                "warm-up step %d: loss %.3f, exact completions %.2f", step + 1, loss.item(), exact
+            )
         if exact >= 0.9 * recipe.target:
             return
 
 
 def _smoothing(task: Task, target: float) -> float:
-    """The label smoothing with which a model that has learned everything gives an exact answer `target` of the time."""
+    """Return the label smoothing at which a perfect learner is exact with probability `target`."""
     rows = [task.row(i, seed=-1) for i in range(256)]
-    characters = sum(len(row["answer"]) + 1 for row in rows) / len(rows)  # one more to end it
+    characters = sum(len(row["answer"]) + 1 for row in rows) / len(rows)  # 1 is the EOS token
     return 1 - target ** (1 / characters)
 
 
 def _examples(
     task: Task, step: int, size: int, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch of prompts with their answers [size, longest], and which tokens are answer. Its seed is no run's seed."""
+    """Return prompts with reference answers [size, longest], and the mask of the answer tokens.
+
+    The seed of the rows is -1, which no run uses.
+    """
     rows = [task.row(step * size + i, seed=-1) for i in range(size)]
     prompts = tokenizer([row["prompt"] for row in rows])["input_ids"]
-    answers = tokenizer([row["answer"] + EOS for row in rows], add_special_tokens=False)[
-        "input_ids"
-    ]
+    texts = [row["answer"] + EOS for row in rows]
+    answers = tokenizer(texts, add_special_tokens=False)["input_ids"]
     longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
     tokens = torch.full((size, longest), tokenizer.pad_token_id)
     is_answer = torch.zeros(size, longest, dtype=torch.bool)

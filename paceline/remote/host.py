@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from paceline.remote.message import Call, Deferred, Event, Reply, portable
+from paceline.remote.parent import end_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -185,19 +186,6 @@ def leave() -> None:
     logging.shutdown()
     sys.stdout.flush()
     os._exit(0)
-
-
-def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies (Linux).
-
-    Elsewhere the closed pipe ends it.
-    """
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the call above
-            os._exit(1)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""How good an answer is: built-in verifiers, the built-in tasks' own scoring, and a user's function in its own process."""
+"""Scoring of completions: built-in verifiers, task scores, reward functions and reward models."""

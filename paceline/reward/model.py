@@ -1,7 +1,7 @@
-"""A reward model as a role: a sequence-classification model with one label reads prompt and answer and says how good it is.
+"""Reward model: a sequence-classification model with one label that scores prompt and completion.
 
-The worker's part is `RewardModel`, the controller's `ModelReward`. Prompt and answer go through the reward model's own
-tokenizer and chat template. A score depends only on the group it is asked with, never on timing.
+`RewardModel` runs in the worker, `ModelReward` in the controller. The reward model uses its own
+tokenizer and chat template. A score depends only on the group it is computed with, never on timing.
 """
 
 import logging
@@ -25,25 +25,26 @@ Messages = list[Mapping[str, Any]]
 
 
 def check_reward_model(name: str) -> None:
-    """Refuse what cannot be a reward model, by its configuration alone. Raises ModelError."""
+    """Raise ModelError if the configuration or the tokenizer is not that of a reward model."""
     config = load_config(name)
-    kinds = getattr(config, "architectures", None) or ["of unknown kind"]
+    kinds = getattr(config, "architectures", None) or ["of unknown architecture"]
     if not any("SequenceClassification" in kind for kind in kinds):
         raise ModelError(
-            f"reward.model = {name!r} is {kinds[0]}; a reward model is a sequence-classification model with one label"
+            f"reward.model = {name!r} is {kinds[0]}; "
+            "expected a sequence-classification model with one label"
         )
     if config.num_labels != 1:
         raise ModelError(
-            f"reward.model = {name!r} has {config.num_labels} labels; a reward model has one: how good the answer is"
+            f"reward.model = {name!r} has {config.num_labels} labels; expected one: the score"
         )
     load_tokenizer(name)
 
 
 class RewardModel:
-    """The worker's end: the model and its tokenizer."""
+    """The model and its tokenizer, in the worker."""
 
     def __init__(self, name: str, dtype: str, batch_tokens: int) -> None:
-        """`batch_tokens`: tokens per forward pass, padding included."""
+        """Load the model. `batch_tokens`: maximum tokens per forward pass, padding included."""
         check_reward_model(name)
         self.name = name
         self._tokenizer = load_tokenizer(name)
@@ -53,47 +54,51 @@ class RewardModel:
         self._pad = self._model.config.pad_token_id
         if self._pad is None:
             log.warning(
-                "reward model %s names no pad token, so answers are scored one at a time", name
+                "reward model %s defines no pad token; completions are scored one at a time", name
             )
 
-    def score(self, prompt: str, messages: Messages, answers: Sequence[str]) -> list[float]:
-        """One number per answer to the prompt, given as text and as chat messages. Raises RewardError."""
-        rows = [self._tokens(prompt, messages, answer) for answer in answers]
-        longest, limit = (
-            max(map(len, rows)),
-            getattr(self._model.config, "max_position_embeddings", math.inf),
-        )
+    def score(self, prompt: str, messages: Messages, completions: Sequence[str]) -> list[float]:
+        """Return one score per completion of a prompt, given as text and as chat messages.
+
+        Raises RewardError.
+        """
+        rows = [self._tokens(prompt, messages, completion) for completion in completions]
+        longest = max(map(len, rows))
+        limit = getattr(self._model.config, "max_position_embeddings", math.inf)
         if longest > limit:
             raise RewardError(
-                f"prompt and answer have {longest} tokens, reward model {self.name} reads at most {limit}"
+                f"prompt and completion have {longest} tokens; "
+                f"reward model {self.name} reads at most {limit}"
             )
         scores = [0.0] * len(rows)
         for batch in self._batches(rows):
             for index, value in zip(batch, self._forward([rows[i] for i in batch]), strict=True):
                 scores[index] = value
         if not all(map(math.isfinite, scores)):
-            raise RewardError(f"reward model {self.name} gave {scores}; expected finite numbers")
+            raise RewardError(
+                f"reward model {self.name} returned {scores}; expected finite numbers"
+            )
         return scores
 
-    def _tokens(self, prompt: str, messages: Messages, answer: str) -> list[int]:
+    def _tokens(self, prompt: str, messages: Messages, completion: str) -> list[int]:
         if not has_template(self._tokenizer):
-            plain: list[int] = self._tokenizer(prompt + answer)["input_ids"]
+            plain: list[int] = self._tokenizer(prompt + completion)["input_ids"]
             return plain
         conversation = [
             *(dict(message) for message in messages),
-            {"role": "assistant", "content": answer},
+            {"role": "assistant", "content": completion},
         ]
         try:
             text = self._tokenizer.apply_chat_template(conversation, tokenize=False)
         except TemplateError as error:
             raise RewardError(
-                f"the chat template of reward model {self.name} refuses the conversation: {error}"
+                f"the chat template of reward model {self.name} rejects the conversation: {error}"
             ) from error
         tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return tokens
 
     def _batches(self, rows: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-        """Rows of like length go together."""
+        """Yield row indices in batches of similar length."""
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
         while order:
             count = 1 if self._pad is None else max(1, self._batch_tokens // len(rows[order[0]]))
@@ -107,31 +112,30 @@ class RewardModel:
         ids = torch.tensor([row + [padding] * (longest - len(row)) for row in rows])
         mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
         device = self._model.device
-        values: list[float] = (
-            self._model(input_ids=ids.to(device), attention_mask=mask.to(device))
-            .logits[:, 0]
-            .float()
-            .tolist()
-        )
+        output = self._model(input_ids=ids.to(device), attention_mask=mask.to(device))
+        values: list[float] = output.logits[:, 0].float().tolist()
         return values
 
 
 class ModelReward:
-    """A Reward over a worker that hosts a `RewardModel`. Has no deadline of its own: in a shared pool it waits for its turn."""
+    """A Reward over a worker that hosts a `RewardModel`.
+
+    It has no deadline, because on a shared pool a call waits until the other roles are done.
+    """
 
     def __init__(self, worker: Worker, prompt_key: str, system: str | None = None) -> None:
         self._worker, self._prompt_key, self._system = worker, prompt_key, system
 
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[float]:
-        answers = [trajectory.text for trajectory in trajectories]
+        completions = [trajectory.text for trajectory in trajectories]
         messages = conversation(prompt.row[self._prompt_key], self._system)
         try:
             scores: list[float] = await self._worker.call(
-                Role.REWARD, "score", prompt.text, messages, answers
+                Role.REWARD, "score", prompt.text, messages, completions
             )
         except RewardError as error:
             raise RewardError(f"prompt {prompt.uid!r}: {error}") from error
         return scores
 
     async def close(self) -> None:
-        return  # the worker is closed with all the others
+        return  # the worker is closed together with all other workers

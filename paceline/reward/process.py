@@ -1,6 +1,7 @@
-"""A pool of worker processes for a user's reward function. A call that takes too long costs a worker its life, never the run's.
+"""Pool of worker processes for a custom reward function.
 
-Each call has a deadline. Past it the worker is killed with all its descendants and a new one takes its place.
+Each call has a deadline. A call that exceeds its deadline kills its process and all descendants;
+the pool starts a replacement and the run continues.
 """
 
 import asyncio
@@ -25,60 +26,64 @@ from paceline.types import Prompt, Score, Trajectory
 
 log = logging.getLogger(__name__)
 
-START_S = 120.0  # a reward may import torch or more
-PIPE_BYTES = 32 * 1024  # fit into any pipe's buffer
-POLL_INTERVAL_S = 0.5  # how often the clock is looked at while an answer is waited for
-Families = dict[int, list[int]]
-GRACE_S = 1.0  # for a worker to flush its files when the pool closes
+START_TIMEOUT_S = 120.0  # a reward function may import torch
+PIPE_BYTES = 32 * 1024  # fits into the buffer of any pipe
+POLL_INTERVAL_S = 0.5
+EXIT_TIMEOUT_S = 1.0  # lets a worker flush its files when the pool closes
+
+Children = dict[int, list[int]]  # process ID -> IDs of its children
 
 
 class Worker:
-    """One process that holds the function and scores one answer after the other."""
+    """One process that holds the function and scores one completion after another."""
 
     def __init__(self, function: str) -> None:
         self.function = function
         self._ready = False
-        self._connection, theirs = Pipe()
+        self._connection, remote = Pipe()
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         self.process = subprocess.Popen(
             [
                 sys.executable,
                 "-m",
                 "paceline.reward.worker",
-                str(theirs.fileno()),
+                str(remote.fileno()),
                 str(os.getpid()),
                 function,
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,  # a process group of its own, to be killed as a whole
+            pass_fds=[remote.fileno()],
+            start_new_session=True,  # a separate process group can be killed as a whole
             env=os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
         )
-        theirs.close()
+        remote.close()
         threading.Thread(target=self._relay, daemon=True, name="reward-output").start()
 
     def wait_ready(self) -> None:
-        """Until the function is loaded; raises ConfigError if it cannot be."""
+        """Wait until the function is loaded. Raises ConfigError if it cannot be loaded."""
         if self._ready:
             return
-        message = self._receive(START_S, f"loading reward {self.function!r}", "to load")
+        message = self._receive(START_TIMEOUT_S, f"loading reward {self.function!r}", "to load")
         if "problem" in message:
             raise ConfigError(f"reward.function = {self.function!r}: {message['problem']}")
         self._ready = True
 
     def score(
-        self, answers: Sequence[str], row: Mapping[str, Any], uid: str, timeout_s: float
+        self, completions: Sequence[str], row: Mapping[str, Any], uid: str, timeout_s: float
     ) -> list[Score]:
-        """Scored one after the other, each with its own deadline, but sent together, as far as a pipe takes it without a reader."""
+        """Score completions one after another, each with a separate deadline.
+
+        All are sent at once if the pipe can hold them without a reader, which saves round trips.
+        """
         what = f"reward {self.function!r}, prompt {uid!r}"
         self.wait_ready()
-        requests = [pickle.dumps((answer, dict(row))) for answer in answers]
+        requests = [pickle.dumps((completion, dict(row))) for completion in completions]
         together = sum(map(len, requests)) <= PIPE_BYTES
         replies = []
         for number, request in enumerate(requests):
-            with suppress(BrokenPipeError):  # it has died; reading tells
+            with suppress(BrokenPipeError):  # the worker has died; _receive reports it
                 for outgoing in (requests if number == 0 else ()) if together else (request,):
                     self._connection.send_bytes(outgoing)
             replies.append(self._receive(timeout_s, what, "(reward.timeout_s)"))
@@ -87,19 +92,20 @@ class Worker:
                 raise RewardError(f"{what}: {reply['problem']}")
         return [reply["reward"] for reply in replies]
 
-    def hang_up(self) -> None:
-        """Let an idle worker leave by itself, so that the user's files are flushed."""
+    def disconnect(self) -> None:
+        """Close the connection, so that an idle worker exits normally and flushes its files."""
         self._connection.close()
 
-    def finish(self, families: Families) -> None:
-        """See that one that was to leave by itself is gone."""
+    def finish(self, children: Children) -> None:
+        """Wait briefly for a disconnected worker to exit, then kill it."""
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(GRACE_S)
-        self.kill(families)
+            self.process.wait(EXIT_TIMEOUT_S)
+        self.kill(children)
 
-    def kill(self, families: Families | None = None) -> None:
-        """End the process and everything it started."""
-        descendants = _descendants(self.process.pid, _families() if families is None else families)
+    def kill(self, children: Children | None = None) -> None:
+        """Kill the process and all its descendants."""
+        children = _all_children() if children is None else children
+        descendants = _descendants(self.process.pid, children)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         for pid in descendants:
@@ -109,19 +115,23 @@ class Worker:
 
     def _receive(self, timeout_s: float, what: str, limit: str) -> dict[str, Any]:
         try:
-            if not self._answers_within(timeout_s):
+            if not self._replies_within(timeout_s):
                 raise _Lost(
-                    f"{what}: no answer within {timeout_s:g} s {limit}; its process was killed"
+                    f"{what}: no reply within {timeout_s:g} s {limit}; its process was killed"
                 )
             message: dict[str, Any] = json.loads(self._connection.recv_bytes())
         except (EOFError, OSError) as e:
             with suppress(subprocess.TimeoutExpired):
-                self.process.wait(GRACE_S)
+                self.process.wait(EXIT_TIMEOUT_S)
             raise _Dead(f"{what}: its process ended with {_exit(self.process.returncode)}") from e
         return message
 
-    def _answers_within(self, timeout_s: float) -> bool:
-        """Time in which this process is stopped (Ctrl-Z, a suspended job) does not count: the worker may have been stopped, too."""
+    def _replies_within(self, timeout_s: float) -> bool:
+        """Return whether a reply arrives in time.
+
+        Time in which this process is suspended (Ctrl-Z, SIGSTOP) does not count, because the worker
+        may have been suspended too.
+        """
         while timeout_s > 0:
             waited = min(POLL_INTERVAL_S, timeout_s)
             if self._connection.poll(waited):
@@ -130,27 +140,28 @@ class Worker:
         return False
 
     def _relay(self) -> None:
-        """What the function prints goes to the log."""
+        """Copy the function's output to the log."""
         assert self.process.stdout is not None
         with self.process.stdout as output, suppress(ValueError, OSError):
             while line := output.readline(4096):
-                log.info("reward says: %s", line.decode(errors="replace").rstrip())
+                log.info("reward output: %s", line.decode(errors="replace").rstrip())
 
 
 class _Lost(RewardError):
-    """The worker hangs or is gone."""
+    """The worker hangs or has exited."""
 
 
 class _Dead(_Lost):
-    """It is gone. That may be its own doing, or that of someone who needed its memory."""
+    """The worker has exited. The cause may be external (the OOM killer), so a retry can succeed."""
 
 
 class ProcessReward:
-    """The pool. Threads wait for the workers (one each), so the event loop never does."""
+    """The pool as a Reward. One thread per worker waits for it, so the event loop never blocks."""
 
     def __init__(self, function: str, timeout_s: float, workers: int) -> None:
         self._function, self._timeout_s, self._count = function, timeout_s, workers
-        # Workers are started from these threads and die with them (see worker.py), so both live as long as the pool.
+        # The kernel kills a worker when the thread that started it ends (see remote/parent.py), so
+        # these threads live as long as the pool.
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -158,7 +169,7 @@ class ProcessReward:
         self._closed = False
 
     async def start(self) -> None:
-        """Start all workers and load the function; raises ConfigError if it cannot be loaded."""
+        """Start all workers and load the function. Raises ConfigError if it cannot be loaded."""
         loop = asyncio.get_running_loop()
         try:
             await asyncio.gather(
@@ -171,18 +182,18 @@ class ProcessReward:
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
         if self._closed:
             raise RewardError(f"reward {self._function!r}, prompt {prompt.uid!r}: closed")
-        answers = [t.text for t in trajectories]
+        completions = [t.text for t in trajectories]
         return await asyncio.get_running_loop().run_in_executor(
-            self._threads, self._score, prompt, answers
+            self._threads, self._score, prompt, completions
         )
 
     async def close(self) -> None:
-        """End all workers. A call still running fails with RewardError."""
+        """End all workers. Running calls fail with RewardError."""
         await asyncio.to_thread(self._close)
 
     @property
     def pids(self) -> list[int]:
-        """The worker processes there are now."""
+        """Process IDs of the current workers."""
         with self._lock:
             return [w.process.pid for w in self._workers]
 
@@ -199,13 +210,13 @@ class ProcessReward:
         with suppress(queue.Empty):
             while True:
                 idle.add(self._idle.get_nowait())
-        families = _families()  # looked at once: there may be hundreds of workers
+        children = _all_children()  # read only once, because there may be hundreds of workers
         for worker in idle:
-            worker.hang_up()
+            worker.disconnect()
         for worker in idle:
-            worker.finish(families)
+            worker.finish(children)
         for worker in busy - idle:
-            worker.kill(families)
+            worker.kill(children)
         self._threads.shutdown()
 
     def _spawn(self) -> Worker:
@@ -217,27 +228,27 @@ class ProcessReward:
             except OSError as e:
                 have = len(self._workers)
                 raise RewardError(
-                    f"reward {self._function!r}: a process could not be started beside {have} others: {e}"
+                    f"reward {self._function!r}: could not start a process "
+                    f"in addition to {have} others: {e}. Lower reward.workers"
                 ) from e
             self._workers.add(worker)
         return worker
 
-    def _score(self, prompt: Prompt, answers: list[str]) -> list[Score]:
+    def _score(self, prompt: Prompt, completions: list[str]) -> list[Score]:
         try:
-            worker = (
-                self._idle.get_nowait()
-            )  # there are as many workers as threads, so this fails only after close
+            # There are as many workers as threads, so this fails only after close.
+            worker = self._idle.get_nowait()
         except queue.Empty:
             raise RewardError(f"reward {self._function!r}, prompt {prompt.uid!r}: closed") from None
         try:
             try:
-                return worker.score(answers, prompt.row, prompt.uid, self._timeout_s)
+                return worker.score(completions, prompt.row, prompt.uid, self._timeout_s)
             except _Dead as e:
-                log.warning("%s; another worker tries again", e)
+                log.warning("%s; retrying with a new worker", e)
                 worker = self._replace(worker)
-                return worker.score(answers, prompt.row, prompt.uid, self._timeout_s)
+                return worker.score(completions, prompt.row, prompt.uid, self._timeout_s)
         except _Lost as e:
-            log.warning("%s; starting another worker", e)
+            log.warning("%s; starting a replacement", e)
             worker = self._replace(worker)
             raise
         finally:
@@ -252,10 +263,10 @@ class ProcessReward:
         return self._spawn()
 
 
-def _families() -> Families:
-    """The children of every process (Linux; elsewhere process groups have to do)."""
-    children: Families = {}
-    with suppress(OSError):  # it cannot be read when there are too many open files
+def _all_children() -> Children:
+    """Return the children of every process (Linux; elsewhere killing the process group must do)."""
+    children: Children = {}
+    with suppress(OSError):  # /proc cannot be read when there are too many open files
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError, ValueError, IndexError):
                 fields = stat.read_text().rpartition(")")[2].split()
@@ -263,11 +274,11 @@ def _families() -> Families:
     return children
 
 
-def _descendants(pid: int, families: Families) -> list[int]:
-    """All processes below pid, also those that left its process group."""
-    found = list(families.get(pid, ()))
+def _descendants(pid: int, children: Children) -> list[int]:
+    """Return all descendants of a process, including those that left its process group."""
+    found = list(children.get(pid, ()))
     for child in found:
-        found.extend(families.get(child, ()))
+        found.extend(children.get(child, ()))
     return found
 
 

@@ -1,7 +1,7 @@
-"""The protocol of a reward, and how the settings choose one.
+"""Reward protocol, reward settings, and the choice of a reward from the settings.
 
-Trusted code (built-in tasks and verifiers) runs right in the controller; a user's function runs in processes of its own. A
-reward that raises, hangs or returns something else than a number is a RewardError; it is never turned into 0.
+Built-in tasks and verifiers run in the controller; a custom function runs in separate processes. A
+reward that raises, hangs or does not return a number is a RewardError, never a reward of 0.
 """
 
 import asyncio
@@ -27,35 +27,39 @@ RewardFunction = Callable[[str, Mapping[str, Any]], Any]
 
 class RewardSettings(Settings):
     function: str | None = None
-    """reward(answer, row) -> number (or a dict: its "reward" counts, other numbers are recorded) as "module:function",
-    "file.py:function" or an entry point of the group paceline.rewards; or a verifier: exact, last_number, boxed, tagged, regex.
-    Unset: the task's own."""
+    """Reward function reward(completion, row), as "module:function", "file.py:function" or an entry
+    point of the group paceline.rewards; or a verifier: exact, last_number, boxed, tagged, regex. It
+    returns a number, or a dict whose "reward" counts and whose other numbers are recorded.
+    Default: the score of the task."""
     model: str | None = None
-    """Score with a reward model instead: a folder or hub id of a sequence-classification model with one label."""
+    """Reward model to use instead of a function: local directory or Hugging Face model ID of a
+    sequence-classification model with one label."""
     timeout_s: float = Field(default=10.0, gt=0)
-    """A user's function that takes longer for one answer is killed, and the answer's group fails."""
+    """Seconds a custom function may take to score one completion. On timeout its process is killed
+    and the group fails."""
     workers: int = Field(default=1, ge=1)
-    """Processes for a user's function."""
+    """Number of processes that run a custom function."""
 
     @model_validator(mode="after")
-    def _one_judge(self) -> Self:
+    def _function_or_model(self) -> Self:
         if self.function is not None and self.model is not None:
             raise ValueError(
-                f"reward.function = {self.function!r} and reward.model = {self.model!r} are both set; keep one of them"
+                f"reward.function = {self.function!r} and reward.model = {self.model!r} "
+                "are both set; remove one of them"
             )
         return self
 
 
 class Reward(Protocol):
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> Sequence[Score]:
-        """One score per trajectory, of finite numbers. Raises RewardError."""
+        """Return one score per trajectory, of finite numbers. Raises RewardError."""
         ...
 
     async def close(self) -> None: ...
 
 
 class BuiltinReward:
-    """A function that is known to return at once."""
+    """Built-in function that is known to return quickly; it runs in the event loop."""
 
     def __init__(self, name: str, function: verify.Function) -> None:
         self.name, self._function = name, function
@@ -67,13 +71,13 @@ class BuiltinReward:
             raise RewardError(f"reward {self.name!r}, prompt {prompt.uid!r}: {e}") from e
 
     def check(self, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-        """Refuse rows, given with where they stand, that no answer could be compared with. Raises DataError."""
+        """Raise DataError for a row that cannot be scored. Each row comes with its location."""
         for where, row in rows:
             try:
                 call(self._function, "", row)
             except RewardFunctionError as e:
                 raise DataError(
-                    f"{where} cannot be judged with reward.function = {self.name!r}: {e}"
+                    f"{where} cannot be scored with reward.function = {self.name!r}: {e}"
                 ) from e
 
     async def close(self) -> None:
@@ -81,37 +85,35 @@ class BuiltinReward:
 
 
 class CallableReward:
-    """A function of the program that started the run, in its own process: async in the event loop, otherwise in threads beside it."""
+    """Function of the program that started the run, in the same process.
+
+    An async function runs in the event loop, any other in a thread.
+    """
 
     def __init__(self, function: RewardFunction, timeout_s: float) -> None:
-        self.name, self._function, self._timeout_s = (
-            getattr(function, "__qualname__", repr(function)),
-            function,
-            timeout_s,
-        )
+        self.name = getattr(function, "__qualname__", repr(function))
+        self._function, self._timeout_s = function, timeout_s
 
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> Sequence[Score]:
         where = f"reward {self.name!r}, prompt {prompt.uid!r}"
         try:
             async with asyncio.timeout(self._timeout_s):
-                return [
-                    as_reward(value)
-                    for value in await asyncio.gather(
-                        *(self._one(t.text, prompt.row) for t in trajectories)
-                    )
-                ]
+                values = await asyncio.gather(
+                    *(self._one(t.text, prompt.row) for t in trajectories)
+                )
+                return [as_reward(value) for value in values]
         except RewardFunctionError as e:
             raise RewardError(f"{where}: {e}") from e
         except TimeoutError as e:
             raise RewardError(
-                f"{where}: no answer within {self._timeout_s:g} s (reward.timeout_s)"
+                f"{where}: no reply within {self._timeout_s:g} s (reward.timeout_s)"
             ) from e
 
-    async def _one(self, answer: str, row: Mapping[str, Any]) -> Any:
+    async def _one(self, completion: str, row: Mapping[str, Any]) -> Any:
         try:
             if inspect.iscoroutinefunction(self._function):
-                return await self._function(answer, row)
-            return await asyncio.to_thread(self._function, answer, row)
+                return await self._function(completion, row)
+            return await asyncio.to_thread(self._function, completion, row)
         except Exception as e:
             raise RewardFunctionError(f"raised {type(e).__name__}: {e}") from e
 
@@ -120,16 +122,20 @@ class CallableReward:
 
 
 async def open_reward(
-    settings: RewardSettings, task: str | None, own: RewardFunction | None = None
+    settings: RewardSettings, task: str | None, function: RewardFunction | None = None
 ) -> Reward:
-    """The reward the settings ask for, or the caller's own, loaded, checked and ready. Close it at the end."""
-    if own is not None:
-        return CallableReward(own, settings.timeout_s)
+    """Load and check the reward: `function` if given, else the one the settings select.
+
+    The caller closes it.
+    """
+    if function is not None:
+        return CallableReward(function, settings.timeout_s)
     name = settings.function
     if name is None:
         if task is None:
             raise ConfigError(
-                "prompts from data.path need reward.function: 'file.py:function', 'module:function' or a verifier "
+                "prompts from data.path need reward.function: "
+                "'file.py:function', 'module:function' or a verifier "
                 f"({', '.join([*verify.IN_PROCESS, 'regex'])}); or reward.model"
             )
         chosen = get_task(task)
@@ -144,7 +150,7 @@ async def open_reward(
 
 
 def _locate(name: str) -> str:
-    """The "module:function" or "file.py:function" behind a name."""
+    """Return the "module:function" or "file.py:function" that a name stands for."""
     if ":" in name:
         return name
     if name == "regex":
@@ -156,6 +162,7 @@ def _locate(name: str) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else "."
     raise ConfigError(
-        f"reward.function = {name!r} is neither a verifier nor an entry point of {GROUP!r}{hint} Known: {', '.join(known)}; "
-        "a function of your own is 'module:function' or 'file.py:function'."
+        f"reward.function = {name!r} is neither a verifier nor an entry point of {GROUP!r}{hint} "
+        f"Known: {', '.join(known)}. "
+        "Write a custom function as 'module:function' or 'file.py:function'."
     )

@@ -1,7 +1,8 @@
-"""Verifiers: does an answer agree with row["answer"]? Each is `(answer, row) -> 0.0 or 1.0`.
+"""Built-in verifiers: functions `(completion, row) -> 0.0 or 1.0` that compare with row["answer"].
 
-The patterns here take time linear in the answer, since they run in the controller on whatever a model writes. `regex` is the
-exception (its pattern comes from the data) and is run like a user's function, in a process that can be killed.
+They take time linear in the completion, because they run in the controller on any text a model
+generates. `regex` is the exception: its pattern comes from the data, so it runs like a custom
+function in a process that can be killed.
 """
 
 import re
@@ -13,47 +14,49 @@ from typing import Any
 Function = Callable[[str, Mapping[str, Any]], float]
 
 LONGEST_NUMBER = 60  # characters; longer ones are compared as text
-_MINUS = "\u2212"  # the typographic one
-_LOOKS = re.compile(r"\s|\$|\\left(?![a-z])|\\right(?![a-z])|\\[,!; ]")
+_MINUS = "\u2212"  # the typographic minus sign
+_FORMATTING = re.compile(r"\s|\$|\\left(?![a-z])|\\right(?![a-z])|\\[,!; ]")
 _TEXT = re.compile(r"\\(?:text|mathrm|mbox)\{([^{}]*)\}")
 _FRACTION = re.compile(
     rf"([-{_MINUS}]?)(?:\\frac\{{(\d{{1,30}})\}}\{{(\d{{1,30}})\}}|(\d{{1,30}})/(\d{{1,30}}))"
 )
-_GROUPED = re.compile(
-    rf"[-+{_MINUS}]?(?:(?:\d+|\d{{1,3}}(?:,\d{{3}})+)(?:\.\d+)?|\.\d+)"
-)  # "1,2" is no number
+# "1,2" is not a number.
+_GROUPED = re.compile(rf"[-+{_MINUS}]?(?:(?:\d+|\d{{1,3}}(?:,\d{{3}})+)(?:\.\d+)?|\.\d+)")
 _NUMBER = re.compile(rf"(?:(?<!\d)[-+{_MINUS}])?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 
 
-def exact(answer: str, row: Mapping[str, Any]) -> float:
-    """The whole answer is the expected text, spaces around it aside."""
-    return float(answer.strip() == _expected(row).strip())
+def exact(completion: str, row: Mapping[str, Any]) -> float:
+    """Compare the whole completion with the reference answer, ignoring surrounding spaces."""
+    return float(completion.strip() == _expected(row).strip())
 
 
-def last_number(answer: str, row: Mapping[str, Any]) -> float:
-    """The last number of the answer is the last number of row["answer"], as in GSM8K ("... #### 1,234")."""
+def last_number(completion: str, row: Mapping[str, Any]) -> float:
+    """Compare the last number of the completion with the last number of row["answer"].
+
+    Suits GSM8K, whose reference answers end in "#### 1,234".
+    """
     wanted = _last_number(_expected(row))
     if wanted is None:
-        raise ValueError(f"row['answer'] holds no number: {_expected(row)[-80:]!r}")
-    return float(_last_number(answer) == wanted)
+        raise ValueError(f"row['answer'] contains no number: {_expected(row)[-80:]!r}")
+    return float(_last_number(completion) == wanted)
 
 
-def boxed(answer: str, row: Mapping[str, Any]) -> float:
-    r"""The last \boxed{...} of the answer holds what is expected: the same text, number or fraction."""
-    return float(_same(_last_boxed(answer), _result(row)))
+def boxed(completion: str, row: Mapping[str, Any]) -> float:
+    r"""Compare the last \boxed{...} of the completion as text, number or fraction."""
+    return float(_same(_last_boxed(completion), _result(row)))
 
 
-def tagged(answer: str, row: Mapping[str, Any]) -> float:
-    """The last <answer>...</answer> of the answer holds what is expected: the same text, number or fraction."""
-    head, closing, _ = answer.rpartition("</answer>")
+def tagged(completion: str, row: Mapping[str, Any]) -> float:
+    """Compare the last <answer>...</answer> of the completion as text, number or fraction."""
+    head, closing, _ = completion.rpartition("</answer>")
     _, opening, found = head.rpartition("<answer>")
     return float(_same(found if closing and opening else None, _result(row)))
 
 
-def regex(answer: str, row: Mapping[str, Any]) -> float:
-    """The first group of the last match of row["pattern"] is what is expected: the same text, number or fraction."""
+def regex(completion: str, row: Mapping[str, Any]) -> float:
+    """Compare the first group of the last match of row["pattern"] as text, number or fraction."""
     found = None
-    for match in re.finditer(row["pattern"], answer, re.DOTALL):
+    for match in re.finditer(row["pattern"], completion, re.DOTALL):
         found = match[1]
     return float(_same(found, _result(row)))
 
@@ -70,7 +73,8 @@ def _expected(row: Mapping[str, Any]) -> str:
     answer = row.get("answer")
     if answer is None:
         raise ValueError(
-            f"the row has no 'answer' to compare with, but {', '.join(map(repr, row))}; set data.answer_key to one of them"
+            f"the row has no 'answer' to compare with, but {', '.join(map(repr, row))}; "
+            "set data.answer_key to one of them"
         )
     if not isinstance(answer, str | int | float | Decimal):
         raise ValueError(f"row['answer'] is {type(answer).__name__}; expected text or a number")
@@ -78,7 +82,10 @@ def _expected(row: Mapping[str, Any]) -> str:
 
 
 def _result(row: Mapping[str, Any]) -> str:
-    r"""What counts of row["answer"], where it is a worked solution: its last \boxed{...} (as in MATH), or what follows #### (GSM8K)."""
+    r"""Return the result in row["answer"], which may be a worked solution.
+
+    The result is the last \boxed{...} (MATH), else the text after #### (GSM8K), else all of it.
+    """
     expected = _expected(row)
     return _last_boxed(expected) or expected.rpartition("####")[2]
 
@@ -87,11 +94,9 @@ def _last_number(text: str) -> Decimal | None:
     last = None
     for match in _NUMBER.finditer(text):
         last = match[0]
-    return (
-        None
-        if last is None
-        else Decimal(last.replace(_MINUS, "-").translate({ord(","): None, ord("$"): None}))
-    )
+    if last is None:
+        return None
+    return Decimal(last.replace(_MINUS, "-").translate({ord(","): None, ord("$"): None}))
 
 
 def _last_boxed(text: str) -> str | None:
@@ -112,12 +117,9 @@ def _same(found: str | None, wanted: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Without what changes only the look: spaces, dollar signs, sizes of brackets and fractions, a final stop."""
-    return (
-        _TEXT.sub(r"\1", _LOOKS.sub("", text.strip().rstrip(".")))
-        .replace("dfrac", "frac")
-        .replace("tfrac", "frac")
-    )
+    """Remove formatting: spaces, dollar signs, bracket and fraction sizes, a final period."""
+    text = _TEXT.sub(r"\1", _FORMATTING.sub("", text.strip().rstrip(".")))
+    return text.replace("dfrac", "frac").replace("tfrac", "frac")
 
 
 def _number(text: str) -> Fraction | None:

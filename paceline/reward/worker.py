@@ -1,12 +1,12 @@
-"""The process that runs a user's reward function: `python -m paceline.reward.worker FD PARENT_PID FUNCTION`.
+"""Process that runs a custom reward function.
 
-Answers and rows come in over a private socket, numbers or reasons go out as JSON; stdout stays free for the function's own
-prints. It ends with its parent, whatever the function is doing. Only the standard library is imported, so it starts fast.
+Usage: `python -m paceline.reward.worker FD PARENT_PID FUNCTION`. Completions and rows arrive over a
+private socket; rewards or errors leave as JSON, so stdout is free for the function's prints. The
+process ends with its parent, even while the function runs. It starts fast, because it imports only
+the standard library.
 """
 
 import ctypes
-import importlib
-import importlib.util
 import inspect
 import json
 import math
@@ -21,48 +21,35 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
+from paceline.plugins import PluginError, find_callable
+from paceline.remote.parent import end_with_parent
+
 LARGEST = 3.4e38  # rewards are kept as float32
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_CHILD_SUBREAPER = 36
 
 
 class RewardFunctionError(Exception):
-    """Something to tell the parent."""
+    """A reward function that cannot be used, raised an exception or returned no valid reward."""
 
 
-# A parameter that gives away what a reward was written for, and how it is called from ours.
+# Parameter name that identifies the library a reward was written for, and the call that adapts it.
 OTHER_LIBRARIES = {
-    "completions": ("TRL", "return {name}(completions=[answer], **row)[0]"),
+    "completions": ("TRL", "return {name}(completions=[completion], **row)[0]"),
     "solution_str": (
         "verl",
-        'return {name}(row["data_source"], answer, row["reward_model"]["ground_truth"], row.get("extra_info"))',
+        'return {name}(row["data_source"], completion, row["reward_model"]["ground_truth"], '
+        'row.get("extra_info"))',
     ),
 }
 
 
-def find_callable(spec: str) -> Callable[..., Any]:
-    """The function or class that "module:name" or "file.py:name" names."""
-    place, _, name = spec.rpartition(":")
-    module = _load_file(Path(place).expanduser()) if place.endswith(".py") else _load_module(place)
-    found: Any = module
-    for part in name.split("."):
-        if not hasattr(found, part):
-            have = [n for n, f in vars(module).items() if callable(f) and not n.startswith("_")]
-            raise RewardFunctionError(
-                f"no {name!r} in {module.__file__}; it has {', '.join(have) or 'no functions'}"
-            )
-        found = getattr(found, part)
-    if not callable(found):
-        raise RewardFunctionError(
-            f"{name!r} in {module.__file__} is {type(found).__name__}, not a function"
-        )
-    return found
-
-
 def find_function(spec: str) -> Callable[..., Any]:
-    """The reward that a spec names: a function, or a class of which one is made, to be called as a function."""
+    """Return the reward function of a spec; a class is instantiated and its instance is called.
+
+    Raises PluginError if there is none and RewardFunctionError if it has the wrong signature.
+    """
     function, name = find_callable(spec), spec.rpartition(":")[2]
     try:
         signature = inspect.signature(function.__call__ if inspect.isclass(function) else function)
@@ -75,17 +62,19 @@ def find_function(spec: str) -> Callable[..., Any]:
             ("", ""),
         )
         if wanted_by:
-            how = f"def reward(answer, row): {how.format(name=name)}"
+            how = f"def reward(completion, row): {how.format(name=name)}"
             raise RewardFunctionError(
-                f"{name}{signature} is written for {wanted_by}; here a reward is called as reward(answer, row). Wrap it: {how}"
+                f"{name}{signature} is written for {wanted_by}; "
+                f"Paceline calls reward(completion, row). Wrap it: {how}"
             )
         signature.bind(*([None] if inspect.isclass(function) else []), "", {})
     except TypeError as e:
         raise RewardFunctionError(
-            f"{name}{signature} cannot be called as reward(answer, row), where row is the data set row as a dict: {e}"
+            f"{name}{signature} cannot be called as reward(completion, row), "
+            f"where row is the dataset row as a dict: {e}"
         ) from e
     except ValueError:
-        pass  # some built-in functions do not tell their signature
+        pass  # some built-in functions have no signature
     if inspect.isgeneratorfunction(function):
         raise RewardFunctionError(
             f"{name!r} is a generator; expected a function that returns a number"
@@ -95,17 +84,20 @@ def find_function(spec: str) -> Callable[..., Any]:
 
 
 def as_reward(value: Any) -> float | dict[str, float]:
-    """The value as a finite float, or several by name, the reward among them; raises Problem otherwise."""
+    """Return the value as a finite float, or as a dict of them that has a "reward".
+
+    Raises RewardFunctionError.
+    """
     if isinstance(value, Mapping):
-        named = {"reward" if name == "score" else str(name): part for name, part in value.items()}
+        named = {"reward" if name == "score" else str(name): item for name, item in value.items()}
         if "reward" not in named:
             raise RewardFunctionError(
-                f"returned {_short(value)}; a dict needs a 'reward' (the rest is for the record)"
+                f"returned {_short(value)}; a dict needs a 'reward' (other numbers are recorded)"
             )
         return {
-            name: _number(part)
-            for name, part in named.items()
-            if name == "reward" or _is_number(part)
+            name: _number(item)
+            for name, item in named.items()
+            if name == "reward" or _is_number(item)
         }
     return _number(value)
 
@@ -116,7 +108,7 @@ def _is_number(value: Any) -> bool:
 
 def _number(value: Any) -> float:
     if not isinstance(value, numbers.Real) and getattr(value, "ndim", None) == 0:
-        value = value.item()  # a number of numpy or torch
+        value = value.item()  # a scalar of numpy or torch
     if not isinstance(value, numbers.Real):
         raise RewardFunctionError(
             f"returned {_short(value)} ({type(value).__name__}); expected a number"
@@ -133,13 +125,16 @@ def _number(value: Any) -> float:
 
 
 def call(
-    function: Callable[..., Any], answer: str, row: Mapping[str, Any]
+    function: Callable[..., Any], completion: str, row: Mapping[str, Any]
 ) -> float | dict[str, float]:
-    """The function's reward; raises Problem with its exception and the line that raised it."""
+    """Call the function and return its reward.
+
+    Raises RewardFunctionError with the function's exception and the line that raised it.
+    """
     try:
-        value = function(answer, row)
+        value = function(completion, row)
         if inspect.iscoroutine(value):
-            import asyncio  # for those who want it
+            import asyncio  # imported only for async functions, because it is slow
 
             value = asyncio.run(value)
     except (Exception, SystemExit) as e:
@@ -150,8 +145,8 @@ def call(
 
 
 def _line(error: BaseException, function: Callable[..., Any]) -> str:
-    """Where in the user's file (else at all) it happened."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is `call`
+    """Return the location of the error: the last line in the user's file, else the last line."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first frame is `call`
     code = getattr(inspect.unwrap(function), "__code__", None)
     own = [f for f in frames if code is not None and f.filename == code.co_filename]
     frame = (own or frames)[-1:]
@@ -163,41 +158,8 @@ def _short(value: Any, quote: bool = True) -> str:
     return text if len(text) <= 200 else text[:200] + "..."
 
 
-def _load_module(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as e:
-        if e.name is None or not (name == e.name or name.startswith(e.name + ".")):
-            raise  # the module is there; something it imports is not
-        raise RewardFunctionError(
-            f"no module {name!r}; looked in {', '.join(p or os.getcwd() for p in sys.path)}"
-        ) from e
-
-
-def _load_file(file: Path) -> Any:
-    if not file.is_file():
-        raise RewardFunctionError(f"no file {str(file)!r} (looked from {os.getcwd()})")
-    sys.path.insert(0, str(file.resolve().parent))  # so that it can import its neighbours
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _end_with_parent(parent: int) -> None:
-    """Linux: be killed when the parent ends, also inside C code; and adopt orphaned grandchildren, so that the parent finds them."""
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
-    if os.getppid() != parent:
-        sys.exit("the parent is gone")
-
-
 def _watch(connection: Connection, requests: "queue.SimpleQueue[Any]") -> None:
-    """Take requests from the socket; when the parent closes it, end after a moment, whatever the function is doing."""
+    """Receive requests. Exit soon after the parent disconnects, even if the function hangs."""
     try:
         while True:
             requests.put(pickle.loads(connection.recv_bytes()))
@@ -208,7 +170,9 @@ def _watch(connection: Connection, requests: "queue.SimpleQueue[Any]") -> None:
 
 
 def main(fd: int, parent: int, spec: str) -> None:
-    _end_with_parent(parent)
+    end_with_parent(parent)
+    if sys.platform == "linux":  # adopt orphaned grandchildren, so that the parent finds them
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     connection = Connection(fd)
 
     def reply(**message: Any) -> None:
@@ -216,20 +180,16 @@ def main(fd: int, parent: int, spec: str) -> None:
 
     try:
         function = find_function(spec)
-    except RewardFunctionError as e:
+    except (PluginError, RewardFunctionError) as e:
         return reply(problem=str(e))
     except (Exception, SystemExit) as e:
-        frame = [
-            f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith("<")
-        ][-1]
-        place, what = (
-            (f"{frame.filename}:{frame.lineno}", e)
-            if not isinstance(e, SyntaxError)
-            else (f"{e.filename}:{e.lineno}", e.msg)
-        )
-        return reply(
-            problem=f"importing it raised {type(e).__name__}: {_short(str(what), quote=False)} ({place})"
-        )
+        frames = traceback.extract_tb(e.__traceback__)
+        frame = [f for f in frames if not f.filename.startswith("<")][-1]
+        where, what = f"{frame.filename}:{frame.lineno}", str(e)
+        if isinstance(e, SyntaxError):
+            where, what = f"{e.filename}:{e.lineno}", e.msg
+        what = _short(what, quote=False)
+        return reply(problem=f"importing it raised {type(e).__name__}: {what} ({where})")
     reply(ready=True)
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_watch, args=(connection, requests), daemon=True).start()

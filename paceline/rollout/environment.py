@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from paceline.data.chat import stop_token_ids
 from paceline.errors import ConfigError, PacelineError, RolloutError
-from paceline.reward.worker import RewardFunctionError, find_callable
+from paceline.plugins import PluginError, find_callable
 from paceline.types import Completion, Prompt, Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def open_environment(
     try:
         make = find_callable(chosen) if isinstance(chosen, str) else chosen
         own = make(tokenizer)
-    except RewardFunctionError as problem:
+    except PluginError as problem:
         raise ConfigError(f"rollout.environment = {name!r}: {problem}") from None
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]

@@ -305,7 +305,7 @@ def test_a_reward_that_fails_ends_the_run_with_its_story_and_trains_nothing(
 
 def test_what_a_reward_prints_is_in_the_logs_of_the_run(recipe: Path, tmp_path: Path) -> None:
     assert paceline(recipe, f"reward.function={REWARDS}:prints").exit_code == 0
-    assert "reward says: looking at" in (tmp_path / "run" / "logs" / "main.log").read_text()
+    assert "reward output: scoring" in (tmp_path / "run" / "logs" / "main.log").read_text()
 
 
 def test_the_parts_of_a_reward_are_in_metrics_and_answers(recipe: Path, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def write(file: Path, row: dict[str, Any]) -> str:
     return str(file)
 
 
-def test_text_becomes_a_user_message_when_there_is_a_template(tmp_path: Path) -> None:
+def test_text_becomes_user_message_with_chat_template(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"prompt": "hi"})
     assert (
         text_of(path, chat_tokenizer()) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
@@ -45,21 +45,17 @@ def test_text_becomes_a_user_message_when_there_is_a_template(tmp_path: Path) ->
     assert text_of(path, chat_tokenizer(None)) == "hi"
 
 
-def test_the_system_message_goes_first_unless_the_row_has_one(tmp_path: Path) -> None:
+def test_system_message_goes_first_unless_row_has_one(tmp_path: Path) -> None:
     own = [{"role": "system", "content": "own"}, {"role": "user", "content": "hi"}]
     path = write(tmp_path / "a.jsonl", {"prompt": "hi"})
     assert text_of(path, chat_tokenizer(), system="be brief").startswith(
         "<|im_start|>system\nbe brief<|im_end|>"
     )
-    assert (
-        text_of(
-            write(tmp_path / "b.jsonl", {"prompt": own}), chat_tokenizer(), system="be brief"
-        ).count("system")
-        == 1
-    )
+    path = write(tmp_path / "b.jsonl", {"prompt": own})
+    assert text_of(path, chat_tokenizer(), system="be brief").count("system") == 1
 
 
-def test_messages_without_a_template_are_refused(tmp_path: Path) -> None:
+def test_messages_are_rejected_without_chat_template(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"prompt": [{"role": "user", "content": "hi"}]})
     with pytest.raises(DataError, match="the tokenizer has no chat template"):
         text_of(path, chat_tokenizer(None))
@@ -69,7 +65,7 @@ def test_messages_without_a_template_are_refused(tmp_path: Path) -> None:
         text_of(path, chat_tokenizer(None), system="x")
 
 
-def test_parts_of_text_are_put_together_and_null_fields_are_not_there(tmp_path: Path) -> None:
+def test_text_parts_are_joined_and_null_fields_removed(tmp_path: Path) -> None:
     template = CHATML.replace(
         "<|im_end|>",
         "{% if m.tool_calls is defined %}calls {{ m.tool_calls[0].name }}{% endif %}<|im_end|>",
@@ -84,27 +80,25 @@ def test_parts_of_text_are_put_together_and_null_fields_are_not_there(tmp_path: 
         {"role": "tool", "content": "rain", "tool_calls": None},
     ]
     text = text_of(write(tmp_path / "a.jsonl", {"prompt": messages}), chat_tokenizer(template))
-    said = ["user\nwhat is it?", "assistant\ncalls look", "tool\nrain"]
-    assert (
-        text
-        == "".join(f"<|im_start|>{part}<|im_end|>\n" for part in said) + "<|im_start|>assistant\n"
-    )
+    turns = ["user\nwhat is it?", "assistant\ncalls look", "tool\nrain"]
+    rendered = "".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in turns)
+    assert text == rendered + "<|im_start|>assistant\n"
     messages[0]["content"].append({"type": "image", "image": "a.png"})
     with pytest.raises(DataError, match="message 1 has a part of type 'image'; only text"):
         text_of(write(tmp_path / "a.jsonl", {"prompt": messages}), chat_tokenizer(template))
 
 
-def test_a_message_the_template_refuses_is_a_bad_row(tmp_path: Path) -> None:
-    picky = chat_tokenizer("{{ raise_exception('only users may speak') }}")
-    with pytest.raises(DataError, match=r"a\.jsonl:1: only users may speak"):
-        text_of(write(tmp_path / "a.jsonl", {"prompt": "hi"}), picky)
-    with pytest.raises(DataError, match=r"a\.jsonl:1: the chat template fails on it: TypeError"):
+def test_row_is_bad_when_chat_template_rejects_it(tmp_path: Path) -> None:
+    strict = chat_tokenizer("{{ raise_exception('no user role') }}")
+    with pytest.raises(DataError, match=r"a\.jsonl:1: no user role"):
+        text_of(write(tmp_path / "a.jsonl", {"prompt": "hi"}), strict)
+    with pytest.raises(DataError, match=r"a\.jsonl:1: the chat template failed: TypeError"):
         text_of(
             write(tmp_path / "a.jsonl", {"prompt": "hi"}), chat_tokenizer("{{ messages + 'x' }}")
         )
 
 
-def test_an_answer_ends_at_eos_at_the_end_of_turn_and_at_the_models_own_list() -> None:
+def test_stop_tokens_combine_eos_end_of_turn_and_generation_config() -> None:
     tokenizer = chat_tokenizer()
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert stop_token_ids(make_tokenizer()) == (2,)

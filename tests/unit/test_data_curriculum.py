@@ -1,4 +1,4 @@
-"""The difficulty hook: rows follow what the model can do, and a continued run remembers it."""
+"""Curricula: the order of rows follows rewards, and the state survives a restart."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from paceline.data.tiny import make_tokenizer
 from paceline.errors import ConfigError, DataError
 from paceline.types import Group, Trajectory
 
-OWN = """
+CUSTOM = """
 class Hardest:
     def __init__(self, num_rows, seed):
         self.worst = 0
@@ -28,16 +28,16 @@ class Broken(Hardest):
     def pick(self, seq):
         return "first"
 
-class Half:
+class Incomplete:
     def __init__(self, num_rows, seed): ...
     def pick(self, seq): ...
 """
 
 
 def make(tmp_path: Path, name: str) -> PromptSource:
-    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "custom.py").write_text(CUSTOM)
     settings = DataSettings(
-        task="copy:3", limit=20, curriculum=name.replace("OWN", str(tmp_path / "own.py"))
+        task="copy:3", limit=20, curriculum=name.replace("CUSTOM", str(tmp_path / "custom.py"))
     )
     return PromptSource(settings, make_tokenizer(), 0)
 
@@ -46,13 +46,13 @@ def group(source: PromptSource, seq: int, reward: float) -> Group:
     return Group(seq, source[seq], (Trajectory((), "", reward),), 0.0, 0.0)
 
 
-def test_a_curriculum_of_ones_own_decides_and_its_state_survives(tmp_path: Path) -> None:
-    source = make(tmp_path, "OWN:Hardest")
+def test_custom_curriculum_picks_rows_and_restores_state(tmp_path: Path) -> None:
+    source = make(tmp_path, "CUSTOM:Hardest")
     first = source[0]
     source.observe([group(source, 0, 1.0)])
     assert source[0].uid != first.uid
     state: dict[str, Any] = source.state()
-    again = make(tmp_path, "OWN:Hardest")
+    again = make(tmp_path, "CUSTOM:Hardest")
     again.load_state(state)
     assert again[0] == source[0]
 
@@ -65,10 +65,10 @@ def test_adaptive_prefers_rows_that_are_sometimes_solved() -> None:
     assert picks.count(7) > 50 and picks == [curriculum.pick(seq) for seq in range(200)]
 
 
-def test_what_is_not_a_curriculum_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="picked row 'first' of 20"):
-        make(tmp_path, "OWN:Broken")[0]
+def test_invalid_curriculum_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="picked row 'first'; expected an integer from 0 to 19"):
+        make(tmp_path, "CUSTOM:Broken")[0]
     with pytest.raises(ConfigError, match="no method 'observe'"):
-        make(tmp_path, "OWN:Half")
-    with pytest.raises(ConfigError, match="use 'adaptive'"):
+        make(tmp_path, "CUSTOM:Incomplete")
+    with pytest.raises(ConfigError, match="expected 'adaptive'"):
         make(tmp_path, "easy")

@@ -1,4 +1,4 @@
-"""The stream of prompts: every row once per epoch, any position at any time, and bad rows named by file and number."""
+"""Stream of prompts: order, random access, file formats, and errors that name file and row."""
 
 import csv
 import gzip
@@ -21,7 +21,7 @@ TOKENIZER = make_tokenizer()
 
 
 def write(file: Path, *rows: Any) -> str:
-    """Rows as JSON lines; bytes are written as they are."""
+    """Write rows as JSON lines; bytes are written unchanged."""
     file.write_bytes(
         b"".join(r if isinstance(r, bytes) else json.dumps(r).encode() + b"\n" for r in rows)
     )
@@ -39,7 +39,7 @@ def test_every_epoch_has_every_row_once(size: int, seed: int, epoch: int) -> Non
     assert sorted(uids) == sorted(f"copy:9:{i}" for i in range(size))
 
 
-def test_epochs_differ_in_order_and_runs_do_not() -> None:
+def test_order_depends_on_epoch_and_seed() -> None:
     def uids(seed: int, start: int) -> list[str]:
         prompts = PromptSource(DataSettings(task="copy", limit=50), TOKENIZER, seed)
         return [prompts[i].uid for i in range(start, start + 50)]
@@ -49,13 +49,13 @@ def test_epochs_differ_in_order_and_runs_do_not() -> None:
     assert uids(0, 0) != uids(1, 0)
 
 
-def test_a_position_does_not_depend_on_what_was_read_before() -> None:
+def test_position_does_not_depend_on_earlier_reads() -> None:
     settings = DataSettings(task="sort", limit=7)
     walked, jumped = PromptSource(settings, TOKENIZER, 5), PromptSource(settings, TOKENIZER, 5)
     assert [walked[i] for i in range(100)][93] == jumped[93]
 
 
-def test_without_shuffling_rows_come_in_file_order(tmp_path: Path) -> None:
+def test_rows_are_in_file_order_without_shuffling(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *({"prompt": f"p{i}"} for i in range(3)))
     prompts = source(path, shuffle=False)
     assert [prompts[i].row["prompt"] for i in range(5)] == ["p0", "p1", "p2", "p0", "p1"]
@@ -64,7 +64,7 @@ def test_without_shuffling_rows_come_in_file_order(tmp_path: Path) -> None:
         prompts[-1]
 
 
-def test_gsm8k_rows_work_with_their_own_column_names(tmp_path: Path) -> None:
+def test_gsm8k_rows_work_with_prompt_key(tmp_path: Path) -> None:
     row = {
         "question": "Natalia sold 48 clips in April and half as many in May. How many?",
         "answer": "48/2=24, 48+24=72\n#### 72",
@@ -88,7 +88,7 @@ def test_parquet_and_jsonl_give_the_same_prompts(tmp_path: Path) -> None:
     assert a[0].uid.startswith("a.parquet:")
 
 
-def test_parquet_without_pyarrow_says_what_to_install(
+def test_parquet_error_names_package_when_pyarrow_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
@@ -97,28 +97,25 @@ def test_parquet_without_pyarrow_says_what_to_install(
         source(str(tmp_path / "a.parquet"))
 
 
-def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
+def test_error_names_broken_parquet_file(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     (tmp_path / "a.parquet").write_bytes(b"not parquet at all")
-    with pytest.raises(DataError, match=r"a\.parquet is not a readable parquet file"):
+    with pytest.raises(DataError, match=r"a\.parquet is not a readable Parquet file"):
         source(str(tmp_path / "a.parquet"))
 
 
-def test_several_files_by_list_and_pattern(tmp_path: Path) -> None:
-    one, _ = (
-        write(tmp_path / "1.jsonl", {"prompt": "a"}),
-        write(tmp_path / "2.jsonl", {"prompt": "b"}),
-    )
+def test_path_may_be_list_or_pattern(tmp_path: Path) -> None:
+    first = write(tmp_path / "1.jsonl", {"prompt": "a"})
+    write(tmp_path / "2.jsonl", {"prompt": "b"})
     assert len(source(str(tmp_path / "*.jsonl"))) == 2
-    assert (
-        len(PromptSource(DataSettings(path=(one, str(tmp_path / "[12].jsonl"))), TOKENIZER, 0)) == 2
-    )
+    both = DataSettings(path=(first, str(tmp_path / "[12].jsonl")))
+    assert len(PromptSource(both, TOKENIZER, 0)) == 2
 
 
-def test_files_of_the_same_name_keep_their_rows_apart(tmp_path: Path) -> None:
-    for folder in ("x", "y"):
-        (tmp_path / folder).mkdir()
-        write(tmp_path / folder / "a.jsonl", {"prompt": folder})
+def test_rows_of_files_with_same_name_are_kept_apart(tmp_path: Path) -> None:
+    for name in ("x", "y"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "a.jsonl", {"prompt": name})
     assert len(source(str(tmp_path / "*/a.jsonl"))) == 2
 
 
@@ -132,18 +129,18 @@ BAD_ROWS = {
     "bad message": ({"prompt": [{"role": "user"}]}, "message 1 is not"),
     "answered": (
         {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
-        "nothing left to answer",
+        "the last message has the role assistant",
     ),
     "not JSON": (b'{"prompt": "x"\n', "not JSON"),
     "not an object": ([1, 2], "expected a JSON object, got list"),
     "not UTF-8": (b'{"prompt": "\xff"}\n', r"not UTF-8 \(byte 13 of the line\)"),
-    "half a character": (b'{"prompt": "\\ud800"}\n', "half a character"),
+    "lone surrogate": (b'{"prompt": "\\ud800"}\n', "lone surrogate"),
     "too long": ({"prompt": "x" * 600}, "the prompt has 601 tokens; data.max_prompt_length = 512"),
 }
 
 
 @pytest.mark.parametrize("kind", BAD_ROWS)
-def test_a_bad_row_is_named_by_file_and_number(kind: str, tmp_path: Path) -> None:
+def test_error_names_file_and_number_of_bad_row(kind: str, tmp_path: Path) -> None:
     row, message = BAD_ROWS[kind]
     path = write(tmp_path / "a.jsonl", GOOD, row, GOOD)
     with pytest.raises(
@@ -155,7 +152,7 @@ def test_a_bad_row_is_named_by_file_and_number(kind: str, tmp_path: Path) -> Non
     assert [bad.where for bad in skipping.bad_rows] == ["a.jsonl:2"]
 
 
-def test_rows_that_share_an_id_are_told_apart_by_their_place(tmp_path: Path) -> None:
+def test_rows_with_same_id_get_unique_uid(tmp_path: Path) -> None:
     path = write(
         tmp_path / "a.jsonl", GOOD | {"id": "q1"}, GOOD | {"id": "q2"}, GOOD | {"id": "q1"}
     )
@@ -163,28 +160,24 @@ def test_rows_that_share_an_id_are_told_apart_by_their_place(tmp_path: Path) -> 
     assert [prompts[i].uid for i in range(3)] == ["q1", "q2", "q1 (a.jsonl:3)"]
 
 
-def test_a_row_without_an_id_goes_by_its_place(tmp_path: Path) -> None:
+def test_row_without_id_gets_location_as_uid(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", GOOD | {"id": None}, GOOD | {"id": None}, GOOD)
     assert {source(path)[i].uid for i in range(3)} == {"a.jsonl:1", "a.jsonl:2", "a.jsonl:3"}
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.csv", "a.tsv", "a.jsonl.gz", "a.csv.gz", "saved"])
-def test_the_same_rows_come_out_of_every_kind_of_file(name: str, tmp_path: Path) -> None:
+def test_file_formats_give_same_rows(name: str, tmp_path: Path) -> None:
     rows = [{"prompt": f'say "{i}",\nplease 🎉', "answer": str(i)} for i in range(3)]
     lines = io.StringIO(newline="")
     table = csv.DictWriter(lines, ["prompt", "answer"], delimiter="\t" if ".tsv" in name else ",")
     table.writeheader()
     table.writerows(rows)
-    text = (
-        json.dumps(rows)
-        if name == "a.json"
-        else lines.getvalue()
-        if "sv" in name
-        else "\r\n".join(map(json.dumps, rows))
-    )
-    content = b"\xef\xbb\xbf" + text.encode()  # as programs on Windows write it
+    text = lines.getvalue() if "sv" in name else "\r\n".join(map(json.dumps, rows))
+    if name == "a.json":
+        text = json.dumps(rows)
+    content = b"\xef\xbb\xbf" + text.encode()  # Windows programs write a byte order mark
     if name == "saved":
-        save_as_datasets_does(tmp_path / name, rows)
+        save_dataset(tmp_path / name, rows)
     else:
         (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     prompts = source(str(tmp_path / name), shuffle=False)
@@ -192,7 +185,7 @@ def test_the_same_rows_come_out_of_every_kind_of_file(name: str, tmp_path: Path)
     assert prompts[2].uid.endswith(":3")
 
 
-def save_as_datasets_does(folder: Path, rows: list[dict[str, Any]]) -> None:
+def save_dataset(folder: Path, rows: list[dict[str, Any]]) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     folder.mkdir(parents=True)
     table = pyarrow.Table.from_pylist(rows)
@@ -207,27 +200,27 @@ def save_as_datasets_does(folder: Path, rows: list[dict[str, Any]]) -> None:
 
 
 BROKEN = {
-    "a.json": (b'[{"prompt": "x"}', "begins like a JSON array of rows and is none"),
+    "a.json": (b'[{"prompt": "x"}', "is not a JSON array of rows"),
     "a.csv": (
         b"prompt,answer\nx,1\ny\n",
-        r"1 of 2 rows .*\n  a.csv:2: has not the 2 fields of the first line",
+        r"1 of 2 rows .*\n  a.csv:2: does not have the 2 fields of the first line",
     ),
     "a.tsv": (b'prompt\n"x\n', "not a readable CSV file"),
-    "a.jsonl.gz": (gzip.compress(b'{"prompt": "x"}\n')[:-9], "not a whole gzip file"),
+    "a.jsonl.gz": (gzip.compress(b'{"prompt": "x"}\n')[:-9], "not a complete gzip file"),
     "b.jsonl.gz": (b'{"prompt": "x"}\n', "cannot read .*b.jsonl.gz"),
-    "a.arrow": (b"no arrow", "not a readable arrow stream"),
+    "a.arrow": (b"no arrow", "not a readable Arrow stream"),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_file_is_named_with_what_is_wrong(name: str, tmp_path: Path) -> None:
+def test_error_names_broken_file(name: str, tmp_path: Path) -> None:
     content, message = BROKEN[name]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         source(str(tmp_path / name))
 
 
-def test_the_answer_may_be_in_any_column(tmp_path: Path) -> None:
+def test_answer_key_selects_column_or_nested_field(tmp_path: Path) -> None:
     path = write(
         tmp_path / "a.jsonl", GOOD | {"solution": "7", "reward_model": {"ground_truth": 8}}
     )
@@ -235,27 +228,28 @@ def test_the_answer_may_be_in_any_column(tmp_path: Path) -> None:
     assert source(path, answer_key="reward_model.ground_truth")[0].row["answer"] == 8
     with pytest.raises(
         DataError,
-        match=r"a.jsonl:1: no 'reward_model.truth' \(data.answer_key\); the row has 'prompt', 'solution'",
+        match=r"a.jsonl:1: no 'reward_model.truth' \(data.answer_key\); "
+        "the row has 'prompt', 'solution'",
     ):
         source(path, answer_key="reward_model.truth")
 
 
-def test_a_missing_column_is_told_once_with_those_there_are(tmp_path: Path) -> None:
+def test_error_lists_columns_when_prompt_column_is_missing(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *[{"question": "x", "answer": 1}] * 9)
     with pytest.raises(
         DataError,
-        match=r"columns found: question, answer\. Say which .*: data\.prompt_key=question$",
+        match=r"columns found: question, answer\. Select .* data\.prompt_key=question$",
     ):
         source(path)
     with pytest.raises(DataError, match=r"no column 'q' .*data\.prompt_key=question$"):
         source(path, prompt_key="q", on_bad_row="skip")
 
 
-def test_endings_may_be_in_capitals(tmp_path: Path) -> None:
+def test_extension_may_be_upper_case(tmp_path: Path) -> None:
     assert len(source(write(tmp_path / "A.JSONL", GOOD))) == 1
 
 
-def test_many_bad_rows_are_counted_and_the_first_few_shown_in_order(tmp_path: Path) -> None:
+def test_error_lists_first_bad_rows_and_counts_rest(tmp_path: Path) -> None:
     rows = [{"prompt": "x" * 600}, {"prompt": ""}] * 10
     with pytest.raises(DataError) as caught:
         source(write(tmp_path / "a.jsonl", GOOD, *rows))
@@ -267,47 +261,52 @@ def test_many_bad_rows_are_counted_and_the_first_few_shown_in_order(tmp_path: Pa
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n"])
-def test_a_file_without_rows_is_refused(content: bytes, tmp_path: Path) -> None:
+def test_file_without_rows_is_rejected(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(content)
     with pytest.raises(DataError, match=r"a\.jsonl"):
         source(str(tmp_path / "a.jsonl"))
 
 
-def test_only_bad_rows_is_an_error_even_when_skipping(tmp_path: Path) -> None:
+def test_skipping_all_rows_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no usable rows"):
         source(write(tmp_path / "a.jsonl", {"prompt": ""}), on_bad_row="skip")
 
 
 @pytest.mark.parametrize("name", ["nowhere.jsonl", "*.parquet"])
-def test_a_missing_file_is_named(name: str, tmp_path: Path) -> None:
+def test_error_names_missing_file(name: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no data file at"):
         source(str(tmp_path / name))
 
 
-def test_folders_and_unknown_endings_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is a folder"):
+def test_directory_is_rejected_with_pattern_for_its_files(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is a directory"):
         source(str(tmp_path))
-    save_as_datasets_does(tmp_path / "set" / "train", [GOOD])
+    save_dataset(tmp_path / "set" / "train", [GOOD])
     with pytest.raises(
-        DataError, match=r"is a folder; name its files, .* '.*/set/train/\*\.arrow'"
+        DataError, match=r"is a directory; expected its files, .* '.*/set/train/\*\.arrow'"
     ):
         source(str(tmp_path / "set"))
+
+
+def test_dataset_with_several_splits_is_rejected(tmp_path: Path) -> None:
+    save_dataset(tmp_path / "set" / "train", [GOOD])
     (tmp_path / "set" / "dataset_dict.json").write_text("{}")
-    with pytest.raises(DataError, match=r"several splits; name one: .*/set/train$"):
+    with pytest.raises(DataError, match=r"several splits; select one: .*/set/train$"):
         source(str(tmp_path / "set"))
-    with pytest.raises(
-        DataError, match=r"cannot read \.txt; data files end in \.jsonl, .*\.parquet"
-    ):
+
+
+def test_unknown_extension_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"cannot read \.txt; expected one of \.jsonl, .*\.parquet"):
         source(write(tmp_path / "a.txt", GOOD))
 
 
-def test_the_fingerprint_follows_the_rows(tmp_path: Path) -> None:
+def test_fingerprint_changes_with_rows(tmp_path: Path) -> None:
     one = source(write(tmp_path / "a.jsonl", GOOD | {"answer": "1"})).fingerprint
     assert one == source(write(tmp_path / "a.jsonl", GOOD | {"answer": "1"})).fingerprint
     assert one != source(write(tmp_path / "a.jsonl", GOOD | {"answer": "2"})).fingerprint
 
 
-def test_settings_that_contradict_each_other_are_refused() -> None:
+def test_invalid_data_settings_are_rejected() -> None:
     with pytest.raises(
         ValidationError, match=r"task = 'sort:5' and path = 'a\.jsonl' are both set"
     ):

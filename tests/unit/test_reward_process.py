@@ -1,4 +1,4 @@
-"""A user's reward function: whatever it does, the run gets a number or a clear error, and no process is left over."""
+"""Custom reward functions: any behavior yields a number or a clear error and leaves no process."""
 
 import asyncio
 import functools
@@ -29,7 +29,7 @@ Test = Callable[..., Coroutine[Any, Any, None]]
 
 
 def in_loop(test: Test) -> Callable[..., None]:
-    """Run an async test in an event loop of its own."""
+    """Run an async test in a new event loop."""
 
     @functools.wraps(test)
     def run(**arguments: Any) -> None:
@@ -41,55 +41,57 @@ def in_loop(test: Test) -> Callable[..., None]:
 FUNCTIONS = textwrap.dedent("""
     import atexit, ctypes, math, os, signal, subprocess, sys, time
 
-    def good(answer, row): return len(answer) + row["bonus"]
-    def true(answer, row): return True
-    def raising(answer, row):
-        return int("x" + answer)
-    def exiting(answer, row): sys.exit("bye")
-    def none(answer, row): pass
-    def nan(answer, row): return math.nan
-    def inf(answer, row): return -math.inf
-    def huge(answer, row): return 10 ** 400
-    def text(answer, row): return "1.0"
-    def array(answer, row): return [1.0]
-    async def coroutine(answer, row): return 1.0
-    def parts(answer, row): return {"score": 0.5, "format": True, "found": "42", "length": len(answer)}
-    def no_reward(answer, row): return {"format": 1.0}
-    def generator(answer, row): yield 1.0
+    def good(completion, row): return len(completion) + row["bonus"]
+    def true(completion, row): return True
+    def raising(completion, row):
+        return int("x" + completion)
+    def exiting(completion, row): sys.exit("bye")
+    def none(completion, row): pass
+    def nan(completion, row): return math.nan
+    def inf(completion, row): return -math.inf
+    def huge(completion, row): return 10 ** 400
+    def text(completion, row): return "1.0"
+    def array(completion, row): return [1.0]
+    async def coroutine(completion, row): return 1.0
+    def components(completion, row):
+        return {"score": 0.5, "format": True, "found": "42", "length": len(completion)}
+    def no_reward(completion, row): return {"format": 1.0}
+    def generator(completion, row): yield 1.0
     def for_trl(prompts, completions, **kwargs): return [1.0]
     def for_verl(data_source, solution_str, ground_truth, extra_info=None): return 1.0
-    class Judge:
+    class Scorer:
         def __init__(self): self.seen = 0
-        def __call__(self, answer, row):
+        def __call__(self, completion, row):
             self.seen += 1
             return self.seen
-    def dying(answer, row): os._exit(3)
-    def crashing(answer, row): os.kill(os.getpid(), signal.SIGSEGV)
-    def printing(answer, row):
+    def dying(completion, row): os._exit(3)
+    def crashing(completion, row): os.kill(os.getpid(), signal.SIGSEGV)
+    def printing(completion, row):
         print("hello from the reward"); print("x" * 100_000); os.write(1, b"raw\\n"); return 0.5
-    def sleeping(answer, row): time.sleep(600)
-    def looping(answer, row):
+    def sleeping(completion, row): time.sleep(600)
+    def looping(completion, row):
         while True: pass
-    def holding_the_gil(answer, row): ctypes.PyDLL(None).sleep(600)
-    def stopping(answer, row): os.kill(os.getpid(), signal.SIGSTOP)
-    def unkind(answer, row):
+    def holding_the_gil(completion, row): ctypes.PyDLL(None).sleep(600)
+    def suspending(completion, row): os.kill(os.getpid(), signal.SIGSTOP)
+    def spawning(completion, row):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         for session in (False, True):
-            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=session)
+            sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+            child = subprocess.Popen(sleep, start_new_session=session)
             with open(row["pids"], "a") as f: f.write(f"{child.pid}\\n")
         time.sleep(600)
-    def sometimes(answer, row):
-        if answer == "hang": time.sleep(600)
+    def sometimes(completion, row):
+        if completion == "hang": time.sleep(600)
         return 1.0
-    def pid(answer, row): return os.getpid()
-    def slow(answer, row): time.sleep(1.5); return 1.0
-    def writing(answer, row):
+    def pid(completion, row): return os.getpid()
+    def slow(completion, row): time.sleep(1.5); return 1.0
+    def writing(completion, row):
         global log
         log = open(row["log"], "a"); log.write("scored"); return 1.0
-    def slow_to_leave(answer, row): return 1.0
-    if "slow_to_leave" in sys.argv[-1]: atexit.register(time.sleep, 0.5)
+    def slow_to_exit(completion, row): return 1.0
+    if "slow_to_exit" in sys.argv[-1]: atexit.register(time.sleep, 0.5)
     number = 3
-    def one_argument(answer): return 1.0
+    def one_argument(completion): return 1.0
 """)
 
 
@@ -115,13 +117,11 @@ async def opened(function: str, **settings: float) -> AsyncIterator[ProcessRewar
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that is dead but not yet collected by its parent does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
-        return (
-            "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-            if Path("/proc").exists()
-            else os.kill(pid, 0) is None
-        )
+        if not Path("/proc").exists():
+            return os.kill(pid, 0) is None
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
 
@@ -132,37 +132,41 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
-def send_command(reward: Reward, *answers: str, **row: object) -> Coroutine[Any, Any, list[float]]:
+def score(reward: Reward, *completions: str, **row: object) -> Coroutine[Any, Any, list[float]]:
     prompt = Prompt("q7", (1,), "question", {"bonus": 1, **row})
-    return reward.score(prompt, [Trajectory((), answer) for answer in answers])
+    return reward.score(prompt, [Trajectory((), text) for text in completions])
 
 
 @in_loop
-async def test_numbers_come_back_in_order(functions: Path) -> None:
+async def test_rewards_are_returned_in_order(functions: Path) -> None:
     async with opened(f"{functions}:good") as reward:
-        assert await send_command(reward, "a", "bbb", "") == [2.0, 4.0, 1.0]
+        assert await score(reward, "a", "bbb", "") == [2.0, 4.0, 1.0]
 
 
+@pytest.mark.parametrize(
+    ("name", "rewards"),
+    [
+        ("coroutine", [1.0, 1.0]),
+        ("Scorer", [1.0, 2.0]),  # one instance scores all completions
+        ("true", [1.0, 1.0]),
+        (
+            "components",
+            [
+                {"reward": 0.5, "format": 1.0, "length": 1.0},
+                {"reward": 0.5, "format": 1.0, "length": 2.0},
+            ],
+        ),
+    ],
+)
 @in_loop
-async def test_a_reward_may_be_async_a_class_or_give_its_parts(functions: Path) -> None:
-    async with opened(f"{functions}:coroutine") as reward:
-        assert await send_command(reward, "a", "b") == [1.0, 1.0]
-    async with opened(f"{functions}:Judge") as reward:
-        assert await send_command(reward, "a", "b") == [1.0, 2.0]  # one judge for all answers
-    async with opened(f"{functions}:parts") as reward:
-        assert await send_command(reward, "abc") == [{"reward": 0.5, "format": 1.0, "length": 3.0}]
-    async with opened(f"{functions}:no_reward") as reward:
-        with pytest.raises(RewardError, match="a dict needs a 'reward'"):
-            await send_command(reward, "a")
+async def test_reward_may_be_async_or_class_or_return_bool_or_dict(
+    functions: Path, name: str, rewards: list[Any]
+) -> None:
+    async with opened(f"{functions}:{name}") as reward:
+        assert await score(reward, "a", "bb") == rewards
 
 
-@in_loop
-async def test_a_truth_value_is_a_number(functions: Path) -> None:
-    async with opened(f"{functions}:true") as reward:
-        assert await send_command(reward, "a") == [1.0]
-
-
-def test_numbers_of_numpy_and_torch_are_numbers_but_arrays_of_them_are_not() -> None:
+def test_as_reward_accepts_only_scalars_of_numpy_and_torch() -> None:
     values = [
         np.float32(0.5),
         np.int64(2),
@@ -186,10 +190,7 @@ def test_numbers_of_numpy_and_torch_are_numbers_but_arrays_of_them_are_not() -> 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            "raising",
-            r"raised ValueError: invalid literal for int\(\) with base 10: 'xa' \(.*my_rewards\.py:7\)",
-        ),
+        ("raising", r"raised ValueError: invalid literal for int\(\).*'xa' \(.*my_rewards\.py:7\)"),
         ("exiting", "raised SystemExit: bye"),
         ("none", r"returned None \(NoneType\); expected a number"),
         ("nan", r"returned nan \(float\); expected a finite number"),
@@ -197,56 +198,59 @@ def test_numbers_of_numpy_and_torch_are_numbers_but_arrays_of_them_are_not() -> 
         ("huge", r"returned 10{190}.*\(int\); expected a finite number"),
         ("text", r"returned '1\.0' \(str\); expected a number"),
         ("array", r"returned \[1\.0\] \(list\); expected a number"),
+        ("no_reward", r"returned {'format': 1\.0}; a dict needs a 'reward'"),
         ("dying", "its process ended with exit code 3"),
         ("crashing", "its process ended with signal SIGSEGV"),
     ],
 )
 @in_loop
-async def test_anything_but_a_number_is_an_error_that_names_function_and_prompt(
+async def test_score_raises_error_that_names_function_and_prompt(
     functions: Path, name: str, message: str
 ) -> None:
     async with opened(f"{functions}:{name}") as reward:
-        for _ in range(2):  # the second time shows that the worker is still there, or replaced
+        for _ in range(2):  # the second call shows that the worker survived or was replaced
             with pytest.raises(
                 RewardError, match=rf"my_rewards\.py:{name}', prompt 'q7': .*{message}"
             ):
-                await send_command(reward, "a")
+                await score(reward, "a")
         assert len(reward.pids) == 1
 
 
-@pytest.mark.parametrize("name", ["sleeping", "looping", "holding_the_gil", "stopping"])
+@pytest.mark.parametrize("name", ["sleeping", "looping", "holding_the_gil", "suspending"])
 @in_loop
-async def test_a_hang_is_killed_at_the_deadline(functions: Path, name: str) -> None:
+async def test_worker_is_killed_when_call_exceeds_deadline(functions: Path, name: str) -> None:
     async with opened(f"{functions}:{name}", timeout_s=0.5) as reward:
         before = reward.pids
         async with asyncio.timeout(10):
-            with pytest.raises(RewardError, match=rf"{name}', prompt 'q7': no answer within 0.5 s"):
-                await send_command(reward, "a")
+            with pytest.raises(RewardError, match=rf"{name}', prompt 'q7': no reply within 0.5 s"):
+                await score(reward, "a")
         assert not alive(before[0])
         assert len(reward.pids) == 1
 
 
 @in_loop
-async def test_a_worker_that_somebody_kills_is_replaced_and_its_group_is_scored_again(
+async def test_group_is_scored_again_when_worker_is_killed(
     functions: Path,
 ) -> None:
     async with opened(f"{functions}:slow", timeout_s=20) as reward:
         (before,) = reward.pids
-        call = asyncio.ensure_future(send_command(reward, "a"))
+        call = asyncio.ensure_future(score(reward, "a"))
         await asyncio.sleep(0.5)
         os.kill(before, signal.SIGKILL)
         assert await call == [1.0]
         assert reward.pids != [before]
 
 
-def test_no_time_of_a_reward_passes_while_the_run_is_stopped(functions: Path) -> None:
+def test_deadline_excludes_time_while_run_is_suspended(functions: Path) -> None:
     program = textwrap.dedent(f"""
         import asyncio
         from paceline.reward.reward import RewardSettings, open_reward
         from paceline.types import Prompt, Trajectory
         async def main():
-            reward = await open_reward(RewardSettings(function={f"{functions}:slow"!r}, timeout_s=3), None)
-            call = asyncio.ensure_future(reward.score(Prompt("q", (1,), "", {{}}), [Trajectory((), "a")]))
+            settings = RewardSettings(function={f"{functions}:slow"!r}, timeout_s=3)
+            reward = await open_reward(settings, None)
+            scoring = reward.score(Prompt("q", (1,), "", {{}}), [Trajectory((), "a")])
+            call = asyncio.ensure_future(scoring)
             await asyncio.sleep(0.2)
             print(*reward.pids, flush=True)
             print(await call, flush=True)
@@ -262,10 +266,8 @@ def test_no_time_of_a_reward_passes_while_the_run_is_stopped(functions: Path) ->
     ) as parent:
         assert parent.stdout is not None
         both = [parent.pid, int(parent.stdout.readline())]
-        for signal_number, seconds in (
-            (signal.SIGSTOP, 4),
-            (signal.SIGCONT, 0),
-        ):  # for longer than it may take
+        # The suspension is longer than the timeout.
+        for signal_number, seconds in ((signal.SIGSTOP, 4), (signal.SIGCONT, 0)):
             for pid in both:
                 os.kill(pid, signal_number)
             time.sleep(seconds)
@@ -276,35 +278,33 @@ def test_no_time_of_a_reward_passes_while_the_run_is_stopped(functions: Path) ->
     sys.platform != "linux", reason="descendants outside the process group are found through /proc"
 )
 @in_loop
-async def test_the_processes_a_hanging_reward_started_go_with_it(
-    functions: Path, tmp_path: Path
-) -> None:
-    async with opened(f"{functions}:unkind", timeout_s=2.0) as reward:
-        with pytest.raises(RewardError, match="no answer within 2 s"):
-            await send_command(reward, "a", pids=str(tmp_path / "pids"))
+async def test_descendants_are_killed_with_hanging_worker(functions: Path, tmp_path: Path) -> None:
+    async with opened(f"{functions}:spawning", timeout_s=2.0) as reward:
+        with pytest.raises(RewardError, match="no reply within 2 s"):
+            await score(reward, "a", pids=str(tmp_path / "pids"))
     pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
     await until(lambda: not any(alive(pid) for pid in pids))
 
 
 @in_loop
-async def test_twenty_hangs_in_a_row_leave_the_configured_number_of_workers(
+async def test_pool_keeps_configured_number_of_workers_after_hangs(
     functions: Path,
 ) -> None:
     async with opened(f"{functions}:sometimes", timeout_s=0.2, workers=2) as reward:
         first = set(reward.pids)
         results = await asyncio.gather(
-            *(send_command(reward, "hang") for _ in range(20)), return_exceptions=True
+            *(score(reward, "hang") for _ in range(20)), return_exceptions=True
         )
         assert all(isinstance(r, RewardError) for r in results)
         assert len(reward.pids) == 2
         assert all(map(alive, reward.pids))
         assert not any(map(alive, first))
-        assert await send_command(reward, "fine") == [1.0]
+        assert await score(reward, "fine") == [1.0]
 
 
 @in_loop
-async def test_the_event_loop_goes_on_while_a_reward_thinks(functions: Path) -> None:
+async def test_event_loop_runs_while_reward_computes(functions: Path) -> None:
     async with opened(f"{functions}:sleeping", timeout_s=0.5) as reward:
         ticks = 0
 
@@ -316,46 +316,46 @@ async def test_the_event_loop_goes_on_while_a_reward_thinks(functions: Path) -> 
 
         ticking = asyncio.create_task(tick())
         with pytest.raises(RewardError):
-            await send_command(reward, "a")
+            await score(reward, "a")
         ticking.cancel()
         assert ticks > 10
 
 
 @in_loop
-async def test_groups_are_scored_by_all_workers_at_once(functions: Path) -> None:
+async def test_groups_are_scored_by_all_workers(functions: Path) -> None:
     async with opened(f"{functions}:pid", workers=2) as reward:
-        rewards = await asyncio.gather(*(send_command(reward, "a") for _ in range(40)))
+        rewards = await asyncio.gather(*(score(reward, "a") for _ in range(40)))
         assert {int(r) for (r,) in rewards} == set(reward.pids)
 
 
 @in_loop
-async def test_prints_go_to_the_log_and_break_nothing(
+async def test_prints_of_function_go_to_log(
     functions: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", logger="paceline.reward.process"):
         async with opened(f"{functions}:printing") as reward:
-            assert await send_command(reward, "a", "b") == [0.5, 0.5]
+            assert await score(reward, "a", "b") == [0.5, 0.5]
             await until(lambda: "hello from the reward" in caplog.text and "raw" in caplog.text)
 
 
 @in_loop
-async def test_closing_lets_the_function_flush_its_files(functions: Path, tmp_path: Path) -> None:
+async def test_close_lets_function_flush_its_files(functions: Path, tmp_path: Path) -> None:
     async with opened(f"{functions}:writing") as reward:
-        await send_command(reward, "a", log=str(tmp_path / "log"))
+        await score(reward, "a", log=str(tmp_path / "log"))
     assert (tmp_path / "log").read_text() == "scored"
 
 
 @in_loop
-async def test_closing_ends_a_call_in_flight(functions: Path) -> None:
+async def test_close_ends_call_in_flight(functions: Path) -> None:
     async with opened(f"{functions}:sleeping", timeout_s=600) as reward:
-        call = asyncio.ensure_future(send_command(reward, "a"))
+        call = asyncio.ensure_future(score(reward, "a"))
         await asyncio.sleep(0)
         async with asyncio.timeout(10):
             await reward.close()
             with pytest.raises(RewardError):
                 await call
     with pytest.raises(RewardError, match="closed"):
-        await send_command(reward, "a")
+        await score(reward, "a")
 
 
 @pytest.mark.skipif(
@@ -363,13 +363,14 @@ async def test_closing_ends_a_call_in_flight(functions: Path) -> None:
 )
 @pytest.mark.parametrize("name", ["looping", "holding_the_gil", "good"])
 @in_loop
-async def test_workers_end_with_a_parent_that_is_killed(functions: Path, name: str) -> None:
+async def test_workers_end_when_parent_is_killed(functions: Path, name: str) -> None:
     program = textwrap.dedent(f"""
         import asyncio
         from paceline.reward.reward import RewardSettings, open_reward
         from paceline.types import Prompt, Trajectory
         async def main():
-            reward = await open_reward(RewardSettings(function={f"{functions}:{name}"!r}, timeout_s=600), None)
+            settings = RewardSettings(function={f"{functions}:{name}"!r}, timeout_s=600)
+            reward = await open_reward(settings, None)
             print(*reward.pids, flush=True)
             await reward.score(Prompt("q", (1,), "", {{"bonus": 1}}), [Trajectory((), "a")])
             await asyncio.sleep(600)
@@ -391,13 +392,13 @@ async def test_workers_end_with_a_parent_that_is_killed(functions: Path, name: s
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("no_such_module:f", "no module 'no_such_module'; looked in .*"),
-        ("no/such/file.py:f", r"no file 'no/such/file\.py' \(looked from "),
-        ("{file}:gud", "no 'gud' in .*my_rewards.py; it has good, true"),
+        ("no_such_module:f", "no module 'no_such_module'; searched .*"),
+        ("no/such/file.py:f", r"no file 'no/such/file\.py' \(relative paths start at "),
+        ("{file}:gud", "no 'gud' in .*my_rewards.py; it defines good, true"),
         ("{file}:number", "'number' in .*my_rewards.py is int, not a function"),
         (
             "{file}:one_argument",
-            r"one_argument\(answer\) cannot be called as reward\(answer, row\)",
+            r"one_argument\(completion\) cannot be called as reward\(completion, row\)",
         ),
         (
             "{file}:generator",
@@ -405,15 +406,16 @@ async def test_workers_end_with_a_parent_that_is_killed(functions: Path, name: s
         ),
         (
             "{file}:for_trl",
-            r"written for TRL; .* reward\(answer, row\). Wrap it: .*return for_trl\(completions=\[answer\], \*\*row\)\[0\]",
+            r"written for TRL; .* reward\(completion, row\)\. Wrap it: "
+            r".*return for_trl\(completions=\[completion\], \*\*row\)\[0\]",
         ),
         (
             "{file}:for_verl",
-            r'written for verl; .*return for_verl\(row\["data_source"\], answer, .*ground_truth',
+            r'written for verl; .* for_verl\(row\["data_source"\], completion, .*ground_truth',
         ),
         (
-            "{file}:Judge.__call__",
-            r"cannot be called as reward\(answer, row\), where row is the data set row",
+            "{file}:Scorer.__call__",
+            r"cannot be called as reward\(completion, row\), where row is the dataset row",
         ),
         ("{wrong}:f", r"importing it raised SyntaxError: .* \(.*wrong\.py:2\)"),
         (
@@ -422,18 +424,19 @@ async def test_workers_end_with_a_parent_that_is_killed(functions: Path, name: s
         ),
         (
             "last_nubmer",
-            "neither a verifier nor an entry point of 'paceline.rewards'; did you mean 'last_number'?",
+            "neither a verifier nor an entry point of 'paceline.rewards'; "
+            "did you mean 'last_number'?",
         ),
     ],
 )
 @in_loop
-async def test_a_function_that_cannot_be_loaded_stops_the_run_before_it_starts(
+async def test_open_reward_raises_when_function_cannot_be_loaded(
     functions: Path, function: str, message: str
 ) -> None:
     broken = functions.with_name("broken.py")
     broken.write_text("import os\noops\n")
     wrong = functions.with_name("wrong.py")
-    wrong.write_text("import os\ndef f(answer, row:\n")
+    wrong.write_text("import os\ndef f(completion, row:\n")
     with pytest.raises(ConfigError, match=rf"reward\.function = .*{message}"):
         await open_reward(
             RewardSettings(
@@ -445,7 +448,7 @@ async def test_a_function_that_cannot_be_loaded_stops_the_run_before_it_starts(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="open files are counted through /proc")
 @in_loop
-async def test_more_processes_than_can_be_had_are_refused_in_words_and_none_is_left(
+async def test_open_reward_raises_when_processes_cannot_be_started(
     functions: Path,
 ) -> None:
     before, limits = children(), resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -453,7 +456,8 @@ async def test_more_processes_than_can_be_had_are_refused_in_words_and_none_is_l
     try:
         with pytest.raises(
             RewardError,
-            match=r"my_rewards\.py:good': a process could not be started beside \d+ others: .*Too many open files",
+            match=r"my_rewards\.py:good': could not start a process in addition to \d+ others: "
+            r".*Too many open files",
         ):
             await open_reward(RewardSettings(function=f"{functions}:good", workers=40), task=None)
     finally:
@@ -462,54 +466,58 @@ async def test_more_processes_than_can_be_had_are_refused_in_words_and_none_is_l
 
 
 @in_loop
-async def test_a_module_on_the_path_works_too(
+async def test_reward_may_be_function_of_module(
     functions: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(functions.parent))
     async with opened("my_rewards:good") as reward:
-        assert await send_command(reward, "aa") == [3.0]
+        assert await score(reward, "aa") == [3.0]
 
 
 @in_loop
-async def test_a_function_of_the_program_itself_is_a_reward_async_or_not() -> None:
-    async def judge(answer: str, row: Mapping[str, Any]) -> dict[str, float]:
-        await asyncio.sleep(0 if answer else 600)
-        return {"reward": len(answer), "bonus": row["bonus"]}
+async def test_callable_reward_may_be_async() -> None:
+    async def scorer(completion: str, row: Mapping[str, Any]) -> dict[str, float]:
+        await asyncio.sleep(0 if completion else 600)
+        return {"reward": len(completion), "bonus": row["bonus"]}
 
-    def broken(answer: str, row: Mapping[str, Any]) -> float:
-        return 1 / len(answer)
-
-    reward = await open_reward(RewardSettings(timeout_s=0.2), None, judge)
-    assert await send_command(reward, "a", "bb") == [
+    reward = await open_reward(RewardSettings(timeout_s=0.2), None, scorer)
+    assert await score(reward, "a", "bb") == [
         {"reward": 1.0, "bonus": 1.0},
         {"reward": 2.0, "bonus": 1.0},
     ]
-    with pytest.raises(RewardError, match=r"judge', prompt .*no answer within 0\.2 s"):
-        await send_command(reward, "a", "")
-    reward = await open_reward(RewardSettings(function="exact"), None, broken)
-    assert await send_command(reward, "ab") == [0.5]
-    with pytest.raises(RewardError, match=r"broken', prompt .*raised ZeroDivisionError"):
-        await send_command(reward, "")
+    with pytest.raises(RewardError, match=r"scorer', prompt .*no reply within 0\.2 s"):
+        await score(reward, "a", "")
 
 
 @in_loop
-async def test_the_tasks_own_score_is_the_default() -> None:
+async def test_callable_reward_takes_precedence_over_settings() -> None:
+    def inverse(completion: str, row: Mapping[str, Any]) -> float:
+        return 1 / len(completion)
+
+    reward = await open_reward(RewardSettings(function="exact"), None, inverse)
+    assert await score(reward, "ab") == [0.5]
+    with pytest.raises(RewardError, match=r"inverse', prompt .*raised ZeroDivisionError"):
+        await score(reward, "")
+
+
+@in_loop
+async def test_open_reward_uses_task_score_by_default() -> None:
     reward = await open_reward(RewardSettings(), task="sort:3")
     assert isinstance(reward, BuiltinReward)
-    assert await send_command(reward, "123", "999", answer="123") == [1.0, 0.0]
+    assert await score(reward, "123", "999", answer="123") == [1.0, 0.0]
     with pytest.raises(
         RewardError, match=r"reward 'sort:3', prompt 'q7': raised KeyError: 'answer'"
     ):
-        await send_command(reward, "123")
+        await score(reward, "123")
     await reward.close()
 
 
 @in_loop
-async def test_verifiers_go_by_their_names() -> None:
+async def test_open_reward_finds_verifier_by_name() -> None:
     reward = await open_reward(RewardSettings(function="last_number"), task=None)
-    assert await send_command(reward, "it is 7", answer="#### 7") == [1.0]
+    assert await score(reward, "it is 7", answer="#### 7") == [1.0]
     async with opened("regex") as reward:
-        assert await send_command(reward, "A: 7", pattern=r"A: (\d)", answer="7") == [1.0]
+        assert await score(reward, "A: 7", pattern=r"A: (\d)", answer="7") == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -518,11 +526,11 @@ async def test_verifiers_go_by_their_names() -> None:
         ("exact", {}, "the row has no 'answer' to compare with"),
         ("boxed", {"answer": None}, "the row has no 'answer' to compare with"),
         ("tagged", {"answer": ["a", "b"]}, r"row\['answer'\] is list; expected text or a number"),
-        ("last_number", {"answer": "none"}, "holds no number"),
+        ("last_number", {"answer": "none"}, "contains no number"),
     ],
 )
 @in_loop
-async def test_a_row_no_answer_can_be_compared_with_is_refused_by_its_place(
+async def test_check_names_row_that_cannot_be_scored(
     name: str, row: dict[str, Any], message: str
 ) -> None:
     reward = await open_reward(RewardSettings(function=name), task=None)
@@ -530,20 +538,20 @@ async def test_a_row_no_answer_can_be_compared_with_is_refused_by_its_place(
     reward.check([("a.jsonl:1", {"answer": "1"})])
     with pytest.raises(
         DataError,
-        match=rf"a\.jsonl:2 cannot be judged with reward\.function = '{name}': .*{message}",
+        match=rf"a\.jsonl:2 cannot be scored with reward\.function = '{name}': .*{message}",
     ):
         reward.check([("a.jsonl:1", {"answer": "1"}), ("a.jsonl:2", row)])
 
 
 @in_loop
-async def test_prompts_from_a_file_need_a_reward() -> None:
+async def test_open_reward_raises_without_reward_for_data_files() -> None:
     with pytest.raises(ConfigError, match=r"need reward\.function"):
         await open_reward(RewardSettings(), task=None)
 
 
 @in_loop
-async def test_many_workers_end_together_not_one_after_the_other(functions: Path) -> None:
-    async with opened(f"{functions}:slow_to_leave", workers=12) as reward:
+async def test_close_ends_many_workers_concurrently(functions: Path) -> None:
+    async with opened(f"{functions}:slow_to_exit", workers=12) as reward:
         begun = time.monotonic()
         await reward.close()
-        assert time.monotonic() - begun < 6, "each takes half a second to leave"
+        assert time.monotonic() - begun < 6, "each worker takes half a second to exit"

@@ -1,4 +1,4 @@
-"""Verifiers agree with what a person would accept, and take linear time."""
+"""Built-in verifiers: accepted and rejected completions, and their running time."""
 
 import time
 
@@ -8,7 +8,7 @@ from paceline.reward.verify import boxed, exact, last_number, regex, tagged
 
 
 @pytest.mark.parametrize(
-    ("answer", "wanted", "reward"),
+    ("completion", "wanted", "reward"),
     [
         ("so it is 72.", "48+24=72\n#### 72", 1),
         ("#### 1,234", "#### 1234", 1),
@@ -23,17 +23,17 @@ from paceline.reward.verify import boxed, exact, last_number, regex, tagged
         ("", "72", 0),
     ],
 )
-def test_the_last_number_counts(answer: str, wanted: str, reward: float) -> None:
-    assert last_number(answer, {"answer": wanted}) == reward
+def test_last_number_compares_last_number(completion: str, wanted: str, reward: float) -> None:
+    assert last_number(completion, {"answer": wanted}) == reward
 
 
-def test_a_row_without_a_number_is_an_error_not_a_zero() -> None:
-    with pytest.raises(ValueError, match="holds no number"):
+def test_last_number_raises_when_reference_has_no_number() -> None:
+    with pytest.raises(ValueError, match="contains no number"):
         last_number("3", {"answer": "none"})
 
 
 @pytest.mark.parametrize(
-    ("answer", "reward"),
+    ("completion", "reward"),
     [
         (r"\boxed{42}", 1),
         (r"\boxed{41} no, \boxed{ 42.0 }", 1),
@@ -43,11 +43,11 @@ def test_a_row_without_a_number_is_an_error_not_a_zero() -> None:
         ("", 0),
     ],
 )
-def test_the_last_box_counts(answer: str, reward: float) -> None:
-    assert boxed(answer, {"answer": 42}) == reward
+def test_boxed_compares_last_box(completion: str, reward: float) -> None:
+    assert boxed(completion, {"answer": 42}) == reward
 
 
-def test_a_box_may_hold_braces() -> None:
+def test_boxed_accepts_nested_braces() -> None:
     assert boxed(r"thus \boxed{\frac{1}{2}}.", {"answer": r"\frac{1}{2}"}) == 1
 
 
@@ -68,32 +68,32 @@ def test_a_box_may_hold_braces() -> None:
         ("9" * 100, "9" * 100 + ".0", 0),
     ],
 )
-def test_what_only_looks_different_is_the_same(found: str, wanted: str, reward: float) -> None:
+def test_boxed_and_tagged_ignore_formatting(found: str, wanted: str, reward: float) -> None:
     assert boxed(rf"\boxed{{{found}}}", {"answer": wanted}) == reward
     assert tagged(f"<answer>{found}</answer>", {"answer": wanted}) == reward
 
 
-def test_the_last_tag_counts() -> None:
+def test_tagged_compares_last_tag() -> None:
     assert tagged("<answer>no</answer> <answer> Paris </answer>", {"answer": "Paris"}) == 1
     assert tagged("<answer>Paris", {"answer": "Paris"}) == 0
     assert tagged("Paris", {"answer": "Paris"}) == 0
 
 
-def test_exact_ignores_spaces_around_only() -> None:
+def test_exact_ignores_only_surrounding_spaces() -> None:
     assert exact(" a b \n", {"answer": "a b"}) == 1
     assert exact("ab", {"answer": "a b"}) == 0
 
 
-def test_a_pattern_of_the_row_picks_the_answer() -> None:
+def test_regex_compares_last_match_of_row_pattern() -> None:
     row = {"pattern": r"Final: (\w+)", "answer": "yes"}
     assert regex("Final: no. Final: yes", row) == 1
     assert regex("yes", row) == 0
 
 
-@pytest.mark.parametrize("piece", ["1", "1,", "1.", "-", r"\boxed{", "{", "<answer>", "$."])
-def test_degenerate_answers_take_linear_time(piece: str) -> None:
-    answer = piece * 100_000
+@pytest.mark.parametrize("fragment", ["1", "1,", "1.", "-", r"\boxed{", "{", "<answer>", "$."])
+def test_verifiers_take_linear_time_on_degenerate_completions(fragment: str) -> None:
+    completion = fragment * 100_000
     start = time.process_time()
     for verifier in (exact, last_number, boxed, tagged):
-        verifier(answer, {"answer": "1"})
+        verifier(completion, {"answer": "1"})
     assert time.process_time() - start < 2.0

@@ -1,4 +1,4 @@
-"""The tiny model: the same bits every time, safe to make twice at once, loadable like any other model."""
+"""Tiny model: reproducible, safe to create concurrently, loadable like any model."""
 
 import multiprocessing
 from dataclasses import replace
@@ -16,14 +16,14 @@ SHORT = {"max_steps": 3, "batch": 8, "hidden": 48, "ffn": 32}
 
 @pytest.fixture
 def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A recipe of three steps and an empty cache."""
+    """Use a recipe of three steps and an empty cache."""
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
     full = tiny.Recipe
     monkeypatch.setattr(tiny, "Recipe", lambda task: replace(full(task), **SHORT))
     return tmp_path / "cache"
 
 
-def test_two_builds_are_bit_identical_whatever_the_threads() -> None:
+def test_builds_are_bit_identical_for_any_thread_count() -> None:
     recipe, tokenizer = replace(tiny.Recipe("sort:5"), max_steps=10), tiny.make_tokenizer()
     first = tiny.make_model(recipe, tokenizer).state_dict()
     threads = torch.get_num_threads()
@@ -37,15 +37,14 @@ def test_two_builds_are_bit_identical_whatever_the_threads() -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_making_it_leaves_the_callers_random_state_alone() -> None:
+def test_build_preserves_random_state_of_caller() -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
     tiny.make_model(replace(tiny.Recipe("sort:5"), **SHORT), tiny.make_tokenizer())
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_it_starts_with_a_fair_share_of_right_answers() -> None:
-    """Warmed up until sampled answers are exact about one time in four, and small."""
+def test_warm_up_reaches_target_reward() -> None:
     steps: list[tuple[int, int]] = []
     recipe, tokenizer = tiny.Recipe(tiny.DEFAULT_TASK), tiny.make_tokenizer()
     model = tiny.make_model(recipe, tokenizer, lambda step, total: steps.append((step, total)))
@@ -56,16 +55,13 @@ def test_it_starts_with_a_fair_share_of_right_answers() -> None:
     prompts = tokenizer([row["prompt"] for row in rows], return_tensors="pt")
     torch.manual_seed(0)
     output = model.generate(**prompts, max_new_tokens=8, do_sample=True, top_k=0)
-    answers = tokenizer.batch_decode(
-        output[:, prompts.input_ids.shape[1] :], skip_special_tokens=True
-    )
-    reward = sum(task.score(answer, row) for answer, row in zip(answers, rows, strict=True)) / len(
-        rows
-    )
-    assert 0.15 < reward < 0.4
+    tokens = output[:, prompts.input_ids.shape[1] :]
+    completions = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    scores = [task.score(text, row) for text, row in zip(completions, rows, strict=True)]
+    assert 0.15 < sum(scores) / len(scores) < 0.4  # about one completion in four is exact
 
 
-def test_it_is_made_once_and_loads_like_any_model(quick: Path) -> None:
+def test_tiny_model_is_created_once_and_loads_like_any_model(quick: Path) -> None:
     folder = resolve_model("tiny:sort:5")
     stamp = (Path(folder) / "model.safetensors").stat()
     assert resolve_model("tiny", task="sort:5") == folder
@@ -77,13 +73,11 @@ def test_it_is_made_once_and_loads_like_any_model(quick: Path) -> None:
     assert [p.name for p in quick.iterdir() if p.name.startswith(".")] == []
 
 
-def test_the_chat_template_changes_nothing_for_a_lone_question() -> None:
+def test_chat_template_keeps_tokens_of_single_message() -> None:
     tokenizer = tiny.make_tokenizer()
     plain = tokenizer("sort 31=").input_ids
-    assert (
-        tokenizer.apply_chat_template([{"role": "user", "content": "sort 31="}], return_dict=False)
-        == plain
-    )
+    messages = [{"role": "user", "content": "sort 31="}]
+    assert tokenizer.apply_chat_template(messages, return_dict=False) == plain
     assert tokenizer.decode(plain, skip_special_tokens=True) == "sort 31="
 
 
@@ -95,7 +89,7 @@ def _make(cache: str, done: "multiprocessing.Queue[str]") -> None:
     done.put(model_fingerprint(str(folder)))
 
 
-def test_two_processes_may_make_it_at_once(tmp_path: Path) -> None:
+def test_two_processes_may_create_model_concurrently(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     done = context.Queue()
     processes = [context.Process(target=_make, args=(str(tmp_path), done)) for _ in range(2)]
@@ -108,9 +102,7 @@ def test_two_processes_may_make_it_at_once(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_build_that_fails_leaves_nothing_behind(
-    quick: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_build_leaves_no_files(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(step: int, total: int) -> None:
         raise KeyboardInterrupt
 
@@ -119,12 +111,12 @@ def test_a_build_that_fails_leaves_nothing_behind(
     assert list(quick.iterdir()) == []
 
 
-def test_an_unknown_task_is_refused() -> None:
+def test_unknown_task_is_rejected() -> None:
     with pytest.raises(ConfigError, match="did you mean 'sort'"):
         resolve_model("tiny:srot")
 
 
-def test_missing_and_incomplete_models_are_one_clear_sentence(
+def test_load_model_names_what_is_missing(
     quick: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ModelError, match=r"no model at './nowhere'"):
@@ -143,7 +135,7 @@ def test_missing_and_incomplete_models_are_one_clear_sentence(
         load_model(str(folder), dtype="float31")
 
 
-def test_a_model_with_missing_weights_is_refused(quick: Path, tmp_path: Path) -> None:
+def test_load_model_raises_when_weights_are_missing(quick: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     folder = Path(resolve_model("tiny"))
@@ -158,7 +150,7 @@ def test_a_model_with_missing_weights_is_refused(quick: Path, tmp_path: Path) ->
         load_model(str(folder))
 
 
-def test_the_fingerprint_follows_weights_and_config(quick: Path) -> None:
+def test_fingerprint_changes_with_weights(quick: Path) -> None:
     folder = Path(resolve_model("tiny"))
     before = model_fingerprint(str(folder))
     assert before == model_fingerprint("tiny")

@@ -1,4 +1,4 @@
-"""A folder that holds nothing but one GGUF file is a model."""
+"""Models in GGUF format: a directory with one GGUF file."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -44,10 +44,8 @@ def write(file: Path, model: torch.nn.Module, tokenizer: "tiny.PreTrainedTokeniz
     writer.add_rope_freq_base(10_000.0)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
-    tokens = [
-        *tokenizer.convert_ids_to_tokens(range(len(tokenizer))),
-        "ab",
-    ]  # a file of this kind has at least one merge
+    # The format requires at least one merge.
+    tokens = [*tokenizer.convert_ids_to_tokens(range(len(tokenizer))), "ab"]
     writer.add_token_list(tokens)
     writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
     writer.add_token_merges(["a b"])
@@ -55,8 +53,8 @@ def write(file: Path, model: torch.nn.Module, tokenizer: "tiny.PreTrainedTokeniz
     writer.add_eos_token_id(2)
     for name, tensor in model.state_dict().items():
         if name != "lm_head.weight":
-            for theirs, ours in NAMES.items():
-                name = name.replace(theirs, ours)
+            for transformers_name, gguf_name in NAMES.items():
+                name = name.replace(transformers_name, gguf_name)
             writer.add_tensor(name, tensor.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -64,7 +62,7 @@ def write(file: Path, model: torch.nn.Module, tokenizer: "tiny.PreTrainedTokeniz
     writer.close()
 
 
-def test_a_gguf_file_gives_the_same_model(
+def test_gguf_file_gives_same_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     read: list[str] = []
@@ -80,21 +78,20 @@ def test_a_gguf_file_gives_the_same_model(
     ids = torch.tensor([tokenizer("sort 31=").input_ids])
     with torch.no_grad():
         torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
-    assert (
-        load_tokenizer(str(tmp_path)).decode(ids[0].tolist(), skip_special_tokens=True)
-        == "sort 31="
-    )
+    text = load_tokenizer(str(tmp_path)).decode(ids[0].tolist(), skip_special_tokens=True)
+    assert text == "sort 31="
     assert len(model_fingerprint(str(tmp_path))) == 64
-    assert len(read) == 1, "its configuration takes seconds to read, so it is read once"
-    assert "GGUF" not in capsys.readouterr().err, "a progress bar in every worker's log"
-    SingleDevice(loaded, TrainSettings()).save(
-        tmp_path
-    )  # it can be trained, and what is saved is a plain model
+    assert len(read) == 1, "reading the configuration takes seconds, so it must happen once"
+    assert "GGUF" not in capsys.readouterr().err, (
+        "the log of a worker must not contain a progress bar"
+    )
+    # The model can be trained, and is saved in the format of transformers.
+    SingleDevice(loaded, TrainSettings()).save(tmp_path)
     with torch.no_grad():
         torch.testing.assert_close(load_model(str(tmp_path))(ids).logits, model(ids).logits)
 
 
-def test_two_gguf_files_are_one_too_many(tmp_path: Path) -> None:
+def test_load_model_rejects_two_gguf_files(tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
     with pytest.raises(ModelError, match="2 GGUF files; keep one"):

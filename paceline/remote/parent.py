@@ -1,0 +1,22 @@
+"""The tie between a worker process and its parent: the worker never outlives it.
+
+Imports only the standard library, because reward processes import this module and must start fast.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent dies, even inside C code (Linux).
+
+    Elsewhere, the closed connection to the parent ends the process.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # the parent died before the call above
+        os._exit(1)
