@@ -1,4 +1,5 @@
-"""The command line. Nothing heavy is imported before it is needed: `paceline --help` loads no torch."""
+"""The command line. Nothing heavy is imported before it is needed: `paceline --help` loads no
+torch."""
 
 import asyncio
 import logging
@@ -71,7 +72,8 @@ def train(
         stopped_by = signal.SIGTERM
         signal.raise_signal(signal.SIGINT)  # a scheduler's way to say Ctrl-C
 
-    # a shell that starts a job in the background has it ignore Ctrl-C, and then a scheduler's signal would be ignored, too
+    # a shell that starts a job in the background has it ignore Ctrl-C, and then a scheduler's
+    # signal would be ignored, too
     before = {signal.SIGTERM: signal.signal(signal.SIGTERM, terminate)}
     before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     config: RunConfig | None = None
@@ -223,7 +225,8 @@ def answers(
         int | None, typer.Option(help="Which step; the last one if not given.", show_default=False)
     ] = None,
 ) -> None:
-    """Show what the model answered, best first, with rewards: some prompts of a step (save_samples)."""
+    """Show what the model answered, best first, with rewards: some prompts of a step
+    (save_samples)."""
     from paceline.observe.samples import answers_panel, read_answers
 
     try:
@@ -330,7 +333,8 @@ def _ask(run: Path, command: str, **arguments: Any) -> Any:
 
 
 class _Warnings(logging.Handler):
-    """Our own warnings are for the user; other libraries' are not, and tracebacks belong in the logs."""
+    """Our own warnings are for the user; other libraries' are not, and tracebacks belong in the
+    logs."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not record.exc_info:  # what went wrong ends the run, in its own words

@@ -1,6 +1,8 @@
-"""All settings of a run: a TOML recipe plus `key=value` from the command line, checked before anything starts.
+"""All settings of a run: a TOML recipe plus `key=value` from the command line, checked before
+anything starts.
 
-Each part's settings are declared beside the part; this file puts them together and checks what concerns several of them.
+Each part's settings are declared beside the part; this file puts them together and checks what
+concerns several of them.
 """
 
 import difflib
@@ -16,7 +18,6 @@ from pydantic_core import ErrorDetails
 from paceline.algo.settings import AlgorithmSettings
 from paceline.data.prompts import DataSettings
 from paceline.errors import ConfigError
-from paceline.observe.mismatch import LIMITS
 from paceline.placement import PlacementSettings, RaySettings
 from paceline.queue.message_queue import QueueSettings
 from paceline.reward.reward import RewardSettings
@@ -24,16 +25,18 @@ from paceline.rollout.fleet import FleetSettings
 from paceline.rollout.rollouter import RolloutSettings
 from paceline.schedule import ScheduleSettings
 from paceline.settings import Settings
-from paceline.synchronizer import SyncSettings
+from paceline.sync.settings import MISMATCH_LIMITS, SyncSettings
 from paceline.train.settings import TrainSettings
 from paceline.types import Role
 
 
 class RunConfig(Settings):
     model: str = "tiny"
-    """A local folder, a hub id, or "tiny": a model of our own, made on first use for the task at hand."""
+    """A local folder, a hub id, or "tiny": a model of our own, made on first use for the task at
+    hand."""
     run_dir: str = Field("runs/default", min_length=1)
-    """Where metrics, ledger, logs, summary and checkpoints go. An existing run there is continued."""
+    """Where metrics, ledger, logs, summary and checkpoints go. An existing run there is continued.
+    """
     seed: int = Field(0, ge=0)
     steps: int = Field(100, ge=1, validation_alias=AliasChoices("steps", "total_training_steps"))
     """Train steps to make."""
@@ -157,16 +160,18 @@ class RunConfig(Settings):
 
     @property
     def mismatch_limit(self) -> float:
-        return self.sync.mismatch_limit or LIMITS[self.train.dtype]
+        return self.sync.mismatch_limit or MISMATCH_LIMITS[self.train.dtype]
 
     @property
     def in_place(self) -> bool:
-        """Whether the engine reads the trainer's own parameters, so that new weights need not travel."""
+        """Whether the engine reads the trainer's own parameters, so that new weights need not
+        travel."""
         return self.train.backend == "single" and self.placement.shared(Role.ACTOR, Role.ROLLOUT)
 
     @property
     def shares_weights(self) -> bool:
-        """Whether the engine computes with the trainer's very own parameters, which change under whatever it generates."""
+        """Whether the engine computes with the trainer's very own parameters, which change under
+        whatever it generates."""
         return (
             self.in_place
             and not self.placement.overlap
@@ -191,7 +196,8 @@ class RunConfig(Settings):
         return self.queue.max_queue_size or self.schedule.capacity(self.groups_per_step)
 
 
-# Settings that may differ when a run is continued: they change how long, on what or how it is watched, not what is learned.
+# Settings that may differ when a run is continued: they change how long, on what or how it is
+# watched, not what is learned.
 MAY_CHANGE = {
     "run_dir",
     "steps",
@@ -212,7 +218,8 @@ MAY_CHANGE |= {
     "train.offload",
     "placement.train_ranks",
 }
-# What a run may have ended for: too little memory, too little time, too few workers. Data may move; their content is compared.
+# What a run may have ended for: too little memory, too little time, too few workers. Data may move;
+# their content is compared.
 MAY_CHANGE |= {
     "train.micro_batch_tokens",
     "train.gradient_checkpointing",
@@ -227,7 +234,8 @@ MAY_CHANGE |= {
     "data.path",
 }
 MAY_CHANGE |= {"placement.rollout_workers", "placement.threads"}
-# Of these a run has one or the other: what the command line chooses replaces what the recipe has chosen.
+# Of these a run has one or the other: what the command line chooses replaces what the recipe has
+# chosen.
 ALTERNATIVES = (("data.task", "data.path"), ("reward.function", "reward.model"))
 
 

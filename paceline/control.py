@@ -26,7 +26,8 @@ Command = Callable[..., Awaitable[Any]]
 
 
 class Control:
-    """The job's end. It is there as soon as the job is, and says so while there is nothing yet that could be commanded."""
+    """The job's end. It is there as soon as the job is, and says so while there is nothing yet that
+    could be commanded."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -149,7 +150,8 @@ def send_command(folder: Path, command: str, **arguments: Any) -> Any:
 
 @contextmanager
 def _short_path(folder: Path) -> Iterator[str]:
-    """A path to the socket that fits into an address: by way of a link if the folder's own is too long."""
+    """A path to the socket that fits into an address: by way of a link if the folder's own is too
+    long."""
     path = folder.resolve() / SOCKET
     if len(os.fsencode(path)) < LONGEST:
         yield str(path)

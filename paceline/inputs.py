@@ -1,21 +1,21 @@
-"""What a run is made from: model, tokenizer, prompts. Loaded, and refused if it cannot work, before anything starts."""
+"""Inputs of a run: model, tokenizer and prompts, loaded and checked before anything starts."""
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from paceline.config import RunConfig
 from paceline.data.prompts import PromptSource
+from paceline.data.tiny import resolve_model
 from paceline.errors import ModelError
 from paceline.model.loading import (
     load_config,
     load_generation_config,
     load_tokenizer,
     model_fingerprint,
-    resolve_model,
 )
 from paceline.model.shape import position_limit
 from paceline.model.support import FAST, check_generates, is_fast
@@ -35,7 +35,7 @@ class Inputs:
 
 
 def prepare_model(config: RunConfig, progress: Callable[[int, int], None] | None = None) -> None:
-    """Make the built-in model if the run wants it and it is not there yet."""
+    """Create the built-in model if the run uses it and it does not exist yet."""
     resolve_model(config.model, config.data.task, progress)
 
 
@@ -58,40 +58,53 @@ def load_inputs(config: RunConfig) -> Inputs:
 
 
 def check_model(config: RunConfig, model_path: str, source: PromptSource) -> None:
-    """Refuse a model that could not do what is asked of it; warn where it would do it badly."""
+    """Raise ModelError if the model cannot do what the settings ask; warn if it does it badly."""
     model = load_config(model_path)
-    shape = model.get_text_config()
-    asked, answered = config.data.max_prompt_length, config.rollout.max_response_length
-    if config.rollout.engine == "native":
-        check_generates(model, asked + answered)
-        if not is_fast(model, asked + answered):
-            log.warning(
-                "model_type %r generates through transformers' own module, slower than what has a fast path: %s without a sliding window",
-                model.model_type, ", ".join(FAST),
-            )  # fmt: skip
-    if source.highest_token >= shape.vocab_size:
-        raise ModelError(
-            f"{model_path}: a prompt has token {source.highest_token}, but the model knows {shape.vocab_size} tokens; "
-            "its tokenizer is not its own"
-        )
-    rope = getattr(shape, "rope_parameters", None) or {}
-    reach = (getattr(shape, "max_position_embeddings", None) or float("inf")) * rope.get(
-        "factor", 1.0
+    text = model.get_text_config()
+    prompt_length, response_length = (
+        config.data.max_prompt_length,
+        config.rollout.max_response_length,
     )
-    ends = position_limit(model)
-    if ends is not None and source.longest >= ends:
+    if config.rollout.engine == "native":
+        check_generates(model, prompt_length + response_length)
+        if not is_fast(model, prompt_length + response_length):
+            log.warning(
+                "model_type %r has no fast path (%s without a sliding window have one): the engine "
+                "generates with the module of transformers, which is slower",
+                model.model_type,
+                ", ".join(FAST),
+            )
+    if source.highest_token >= text.vocab_size:
         raise ModelError(
-            f"the model has no positions beyond {ends} tokens, and the longest prompt has {source.longest}: leave out long ones "
-            "(data.max_prompt_length, data.on_bad_row = 'skip')"
+            f"{model_path}: token ID {source.highest_token} in a prompt exceeds the model's "
+            f"vocabulary of {text.vocab_size}: the tokenizer does not belong to this model; "
+            "use the matching tokenizer files"
         )
-    if ends is not None and source.longest + answered > ends:
+    _check_positions(model, source, response_length)
+
+
+def _check_positions(model: PretrainedConfig, source: PromptSource, response_length: int) -> None:
+    text, end = model.get_text_config(), position_limit(model)
+    if end is not None and source.longest >= end:
+        raise ModelError(
+            f"the model has {end} positions, and the longest prompt has {source.longest} tokens: "
+            "exclude long prompts (data.max_prompt_length, data.on_bad_row = 'skip')"
+        )
+    if end is not None and source.longest + response_length > end:
         log.warning(
-            "the model has no positions beyond %d tokens: answers end there (the longest prompt has %d)",
-            ends,
+            "the model has %d positions: completions end there (the longest prompt has %d tokens)",
+            end,
             source.longest,
         )
-    elif source.longest + answered > reach:
+        return
+    rope = getattr(text, "rope_parameters", None) or {}
+    trained = getattr(text, "max_position_embeddings", None) or float("inf")
+    trained *= rope.get("factor", 1.0)
+    if source.longest + response_length > trained:
         log.warning(
-            "the model was made for %d tokens, the longest prompt has %d and rollout.max_response_length = %d: beyond it may be noise",
-            reach, source.longest, answered,
-        )  # fmt: skip
+            "the model was trained on %d tokens; the longest prompt has %d and "
+            "rollout.max_response_length = %d: completions beyond that may be noise",
+            trained,
+            source.longest,
+            response_length,
+        )

@@ -217,7 +217,8 @@ class Loop:
                 await self._save(self.step)
 
     async def _take(self) -> list[Group]:
-        """The oldest groups, in order of admission: that order is what bounds staleness, and it favours no length."""
+        """The oldest groups, in order of admission: that order is what bounds staleness, and it
+        favours no length."""
         count = self._settings.groups_per_step
         self._taking = True
         while True:
@@ -272,7 +273,8 @@ class Loop:
             raise error
 
     def _filtered(self, group: Group) -> None:
-        """Dynamic sampling: a group whose attempts are all as good as each other teaches nothing; another takes its place."""
+        """Dynamic sampling: a group whose attempts are all as good as each other teaches nothing;
+        another takes its place."""
         self._ledger.drop(group.seq, "equal_rewards")
         self._admission.drop(group.seq)
         self._equal[group.trajectories[0].total_reward] += 1

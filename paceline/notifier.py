@@ -16,7 +16,8 @@ class Notifier:
     async def wait(self) -> None:
         """Return after the next `notify_all()`.
 
-        Check the condition and call this without awaiting in between, or a notification can be missed.
+        Check the condition and call this without awaiting in between, or a notification can be
+        missed.
         """
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters[waiter] = None

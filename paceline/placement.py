@@ -1,4 +1,5 @@
-"""Which role lives in which resource pool. Roles in one pool share its devices and take turns; pools work side by side."""
+"""Which role lives in which resource pool. Roles in one pool share its devices and take turns;
+pools work side by side."""
 
 from pydantic import Field, model_validator
 
@@ -8,7 +9,8 @@ from paceline.types import Role
 
 class RaySettings(Settings):
     address: str = "local"
-    """Where the Ray cluster is (host:port, or "auto" for the one this machine belongs to). "local": one of our own, for this run."""
+    """Where the Ray cluster is (host:port, or "auto" for the one this machine belongs to). "local":
+    one of our own, for this run."""
 
 
 class PlacementSettings(Settings):
@@ -21,16 +23,19 @@ class PlacementSettings(Settings):
     ref: str | None = None
     """Pool of the frozen reference model, when the algorithm needs one. Unset: the actor's."""
     reward: str | None = None
-    """Pool of the reward model, when there is one. Unset: the actor's, where it waits while the actor trains."""
+    """Pool of the reward model, when there is one. Unset: the actor's, where it waits while the
+    actor trains."""
     rollout_workers: int = Field(1, ge=1)
     """Engines in the rollout pool."""
     train_ranks: int = Field(1, ge=1)
-    """Processes in each pool that trains, or holds the reference model, when train.backend has several."""
+    """Processes in each pool that trains, or holds the reference model, when train.backend has
+    several."""
     threads: int = Field(0, ge=0)
     """CPU threads per worker; 0 = the machine's cores divided among the workers."""
     overlap: bool = False
-    """Where actor and rollout share a pool: generate while training, on a second stream of the same GPU (a second thread on a CPU) and
-    with a copy of the weights. Off: they take turns on the same weights. Worth it with schedule.max_staleness above 0."""
+    """Where actor and rollout share a pool: generate while training, on a second stream of the same
+    GPU (a second thread on a CPU) and with a copy of the weights. Off: they take turns on the same
+    weights. Worth it with schedule.max_staleness above 0."""
 
     @model_validator(mode="after")
     def _overlap_on_one_pool(self) -> "PlacementSettings":

@@ -1,42 +1,39 @@
-"""From a configuration to a finished run: build the parts in order, run the loop, leave a folder behind.
+"""Training from a configuration: builds the parts in order, runs the loop, writes the run
+directory.
 
-Everything that can be refused is refused before the first worker starts.
+Everything that can be rejected is rejected before the first worker starts.
 """
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.config import RunConfig
+from paceline.config import RunConfig, check_trainable
 from paceline.control import Command, Control
-from paceline.data.chat import stop_token_ids
-from paceline.data.prompts import PromptSource
+from paceline.generation import Generation, open_generation, open_scorer
 from paceline.inputs import Inputs, load_inputs
 from paceline.loop import Loop, LoopSettings, Observer
+from paceline.observe.health import Health
+from paceline.observe.mismatch import MismatchMonitor
 from paceline.observe.recorder import Recorder, write_json
 from paceline.observe.samples import Samples
 from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger
-from paceline.queue.message_queue import MessageQueue
+from paceline.queue.message_queue import MessageQueue, MessageQueueClient
 from paceline.remote.host import peak_memory
-from paceline.remote.worker import Worker
-from paceline.reward.model import ModelReward
-from paceline.reward.reward import BuiltinReward, Reward, RewardFunction, open_reward
-from paceline.rollout.client import EngineClient
-from paceline.rollout.environment import Environment, MakeEnvironment, open_environment
-from paceline.rollout.fleet import Fleet
-from paceline.rollout.rollouter import Rollouter
+from paceline.reward.reward import RewardFunction
+from paceline.rollout.environment import MakeEnvironment, open_environment
 from paceline.run_dir import (
-    disk_explained,
+    Start,
+    explain_disk_errors,
     find_start,
     finished_summary,
+    lock_run_dir,
     log_file,
     move_aside,
-    open_folder,
 )
 from paceline.suspend import ignore_suspended_time
 from paceline.sync.connect import connect
@@ -44,15 +41,14 @@ from paceline.sync.transport import InPlace, WeightTransport
 from paceline.synchronizer import ParameterSynchronizer
 from paceline.train.checkpoint import read_state, save_checkpoint
 from paceline.train.trainer import Trainer
-from paceline.types import Role, Sampling
-from paceline.workers.cluster import Cluster, PlannedWorker
+from paceline.types import Role
 from paceline.workers.fit import plan_that_fits
-from paceline.workers.pools import open_workers, start_worker, unique_workers
+from paceline.workers.pools import training_roles, unique_workers
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-FINAL_STATS_TIMEOUT_S = 10.0  # for workers to give their last figures
+FINAL_STATS_TIMEOUT_S = 10.0  # for workers to report their final statistics
 
 
 async def train(
@@ -63,258 +59,181 @@ async def train(
     reward: RewardFunction | None = None,
     environment: MakeEnvironment | None = None,
 ) -> dict[str, Any]:
-    """Run to the last step and return the summary. `make_display(first_step)` makes the observer of every step.
+    """Run to the last step and return the summary.
 
-    `fresh`: what is in the run folder is moved aside, once everything else is known to be right. `reward` (a function of answer and
-    row, async or not) and `environment` (made for the tokenizer) are those of the program that calls, instead of the settings'.
+    `make_display(first_step)` makes the observer of every step. With `fresh`, an earlier run in the
+    run directory is moved aside once everything else is known to be valid. `reward` (a function of
+    completion and row, async or not) and `environment` (made for the tokenizer) replace those of
+    the settings.
     """
     ignore_suspended_time(asyncio.get_running_loop())
+    check_trainable(config)
     inputs = load_inputs(config)
     agent = open_environment(environment or config.rollout.environment, inputs.tokenizer)
-    folder = Path(config.run_dir)
+    run_dir = Path(config.run_dir)
     for warning in (await plan_that_fits(config, inputs.model_path))[2]:
         log.warning("%s", warning)
     async with AsyncExitStack() as stack:
-        stack.enter_context(disk_explained(folder))
+        stack.enter_context(explain_disk_errors(run_dir))
         scorer = await open_scorer(stack, config, inputs, reward)
-        if fresh and (aside := move_aside(folder)):
-            log.warning("the run that was in %s is now in %s", folder, aside)
-        stack.enter_context(open_folder(config))
+        if fresh and (aside := move_aside(run_dir)):
+            log.warning("moved the earlier run in %s to %s", run_dir, aside)
+        stack.enter_context(lock_run_dir(run_dir))
         start = find_start(config, inputs.identity)
-        if start.step >= config.steps and (finished := finished_summary(folder, start.step)):
+        if start.step >= config.steps and (finished := finished_summary(run_dir, start.step)):
             return finished
-        stack.enter_context(log_file(folder / "logs"))
-        control = await stack.enter_async_context(Control(folder))
-        (folder / "config.json").write_text(json.dumps(inputs.identity["config"], indent=1))
+        stack.enter_context(log_file(run_dir / "logs"))
+        control = await stack.enter_async_context(Control(run_dir))
+        write_json(run_dir / "config.json", inputs.identity["config"])
+        generation = await open_generation(
+            stack, config, training_roles(config), inputs, agent, scorer, run_dir / "logs"
+        )
+        run = _Run(config, inputs, generation, start)
+        await run.prepare()
+        return await run.train(stack, control, make_display)
 
-        cluster, plans, workers = await open_workers(
-            stack, config, inputs.model_path, folder / "logs"
-        )
-        scorer = scorer or ModelReward(
-            workers[Role.REWARD][0], config.data.prompt_key, config.data.system
-        )
-        actor, critic, ref = (
-            next(iter(workers[role]), None) for role in (Role.ACTOR, Role.CRITIC, Role.REF)
-        )
-        assert actor is not None, "every run has an actor"
-        trainer = Trainer(
-            actor,
+
+class _Run:
+    """One training run, once its workers have started."""
+
+    def __init__(
+        self, config: RunConfig, inputs: Inputs, generation: Generation, start: Start
+    ) -> None:
+        self._config, self._inputs, self._start = config, inputs, start
+        self._workers, self._fleet = generation.workers, generation.fleet
+        self._rollouter = generation.rollouter
+        self._run_dir = Path(config.run_dir)
+        self._trainer = Trainer(
+            self._workers[Role.ACTOR][0],
             config.algorithm,
             config.step_timeout_s,
-            critic,
-            ref,
+            next(iter(self._workers[Role.CRITIC]), None),
+            next(iter(self._workers[Role.REF]), None),
             config.rollout.max_response_length,
-            config.mismatch_limit,
+            monitors=[Health(), MismatchMonitor(config.mismatch_limit)],
         )
-        if start.checkpoint:
-            await _restore(start.checkpoint, trainer, inputs.source)
-        fleet = make_fleet(config, cluster, plans, workers[Role.ROLLOUT])
-        stack.push_async_callback(fleet.close)
-        rollouter = make_rollouter(config, inputs, fleet, agent, scorer)
-        shares_weights = (
-            config.shares_weights and config.schedule.max_staleness > 0
-        )  # else nothing is generated while training
-        transport = await _transport(config, workers)
-        synchronizer = ParameterSynchronizer(
-            transport, fleet, rollouter, config.schedule.on_sync, config.sync, shares_weights
-        )
-        await synchronizer.sync_weights(
-            start.step
-        )  # engines serve the checkpoint's weights, and the path is known to work
 
-        answers = Samples(folder, config.save_samples, start.step)
-        # only now are the books cut to what the checkpoint says: a start that fails changes nothing
-        ledger = Ledger(folder / "ledger.jsonl", start.ledger)
+    async def prepare(self) -> None:
+        """Restore the checkpoint and bring its weights to the engines, which tests the transport."""
+        config = self._config
+        if self._start.checkpoint:
+            await self._restore(self._start.checkpoint)
+        self._synchronizer = ParameterSynchronizer(
+            await self._transport(),
+            self._fleet,
+            self._rollouter,
+            config.schedule.on_sync,
+            config.sync,
+            # With max_staleness = 0 nothing is generated during a train step.
+            config.shares_weights and config.schedule.max_staleness > 0,
+        )
+        await self._synchronizer.sync_weights(self._start.step)
+
+    async def train(
+        self,
+        stack: AsyncExitStack,
+        control: Control,
+        make_display: Callable[[int], Observer] | None,
+    ) -> dict[str, Any]:
+        config, start, fleet = self._config, self._start, self._fleet
+        samples = Samples(self._run_dir, config.save_samples, start.step)
+        # The ledger is truncated to the checkpoint only now: a start that fails changes nothing.
+        ledger = Ledger(self._run_dir / "ledger.jsonl", start.ledger)
         stack.callback(ledger.close)
-        recorder = Recorder(
-            folder,
-            start.metrics_length,
-            answers,
-            make_display(start.step) if make_display else None,
-        )
+        display = make_display(start.step) if make_display else None
+        recorder = Recorder(self._run_dir, start.metrics_length, samples, display)
         stack.callback(recorder.close)
-
+        queue = MessageQueue(config.max_queue_size, changed=fleet.changed)
+        workers = unique_workers(self._workers)
+        capacity = config.schedule.capacity(config.groups_per_step)
         loop = Loop(
             _loop_settings(config),
-            source=inputs.source,
-            rollouter=rollouter,
+            source=self._inputs.source,
+            rollouter=self._rollouter,
             fleet=fleet,
-            queue=MessageQueue(
-                config.max_queue_size, config.schedule.max_staleness, changed=fleet.changed
-            ),
-            admission=Admission(
-                config.schedule.capacity(config.groups_per_step),
-                fleet.changed,
-                config.max_queue_size,
-            ),
+            queue=MessageQueueClient(queue, config.schedule.max_staleness),
+            admission=Admission(capacity, fleet.changed, config.max_queue_size),
             ledger=ledger,
-            trainer=trainer,
-            synchronizer=synchronizer,
+            trainer=self._trainer,
+            synchronizer=self._synchronizer,
             observer=recorder,
-            save=lambda step: _save(config, step, inputs, trainer, ledger, recorder),
+            save=lambda step: self._save(step, ledger, recorder),
             guards=[
-                (worker.name, worker.died)
-                for worker in unique_workers(workers)
-                if worker not in fleet.elastic
+                (worker.name, worker.died) for worker in workers if worker not in fleet.elastic
             ],
         )
         commands: dict[str, Command] = {
             "list": fleet.describe,
             "add": fleet.add,
             "remove": fleet.remove,
+            "pause": self._rollouter.pause_rollout,
+            "resume": self._rollouter.resume_rollout,
         }
-        commands |= {"pause": rollouter.pause_rollout, "resume": rollouter.resume_rollout}
         async with control.serving(commands):
             await loop.run(start.step)
-        peak = await _final_stats(recorder, fleet, set(unique_workers(workers)))
+        peak = await self._final_stats(recorder)
         summary = recorder.summary(
-            sync_s=synchronizer.seconds, ledger=ledger.counts(), memory_peak_bytes=peak
+            sync_s=self._synchronizer.seconds, ledger=ledger.counts(), memory_peak_bytes=peak
         )
         summary["fleet"] = {"replaced": fleet.replaced, "fenced_messages": fleet.fenced_messages}
-        write_json(folder / "summary.json", summary)
+        write_json(self._run_dir / "summary.json", summary)
         return summary
 
+    async def _transport(self) -> WeightTransport:
+        config = self._config
+        if config.in_place:
+            return InPlace()
+        actor, engines = self._workers[Role.ACTOR][0], self._workers[Role.ROLLOUT]
+        one_machine = config.cluster == "local"
+        return await connect(config.sync.transport, one_machine, actor, engines, config.train.dtype)
 
-async def open_scorer(
-    stack: AsyncExitStack, config: RunConfig, inputs: Inputs, own: RewardFunction | None = None
-) -> Reward | None:
-    """What scores answers, tried on the data; None: a reward model does, in a worker of its own."""
-    if config.reward.model and not own:
-        return None
-    scorer = await open_reward(config.reward, config.data.task, own)
-    stack.push_async_callback(scorer.close)
-    if isinstance(scorer, BuiltinReward):
-        scorer.check(inputs.source.rows())
-    return scorer
+    async def _save(self, step: int, ledger: Ledger, recorder: Recorder) -> None:
+        inputs, trainer = self._inputs, self._trainer
 
+        async def write(target: Path) -> None:
+            await trainer.save(target)
+            # Together with these files the directory is an ordinary Hugging Face model.
+            inputs.tokenizer.save_pretrained(target / Role.ACTOR)
+            inputs.generation.to_json_file(target / Role.ACTOR / "generation_config.json")
 
-async def _save(
-    config: RunConfig,
-    step: int,
-    inputs: Inputs,
-    trainer: Trainer,
-    ledger: Ledger,
-    recorder: Recorder,
-) -> None:
-    async def write(target: Path) -> None:
-        await trainer.save(target)
-        inputs.tokenizer.save_pretrained(
-            target / Role.ACTOR
-        )  # so that the folder is a model like any other
-        inputs.generation.to_json_file(target / Role.ACTOR / "generation_config.json")
+        state = {
+            "step": step,
+            "ledger": ledger.state().to_json(),
+            "metrics_length": recorder.length,
+            "source": inputs.source.state(),
+            "trainer": trainer.state(),
+            **inputs.identity,
+        }
+        root = self._run_dir / "checkpoints"
+        await save_checkpoint(root, step, state, write, self._config.keep_checkpoints)
 
-    state = {
-        "step": step,
-        "ledger": ledger.state().to_json(),
-        "metrics_length": recorder.length,
-        **inputs.identity,
-    }
-    state |= {"source": inputs.source.state(), "trainer": trainer.state()}
-    await save_checkpoint(
-        Path(config.run_dir) / "checkpoints", step, state, write, config.keep_checkpoints
-    )
+    async def _restore(self, checkpoint: Path) -> None:
+        await self._trainer.load(checkpoint)
+        state = read_state(checkpoint)
+        self._inputs.source.load_state(state["source"])
+        self._trainer.load_state(state["trainer"])
 
-
-async def _restore(checkpoint: Path, trainer: Trainer, source: PromptSource) -> None:
-    await trainer.load(checkpoint)
-    state = read_state(checkpoint)
-    source.load_state(state["source"])
-    trainer.load_state(state["trainer"])
+    async def _final_stats(self, recorder: Recorder) -> int:
+        """Record the final statistics of the engines; return the peak memory of all processes."""
+        members = self._fleet.in_rotation
+        recorder.record_final_stats(await _replies([m.engine.stats() for m in members]))
+        living = set(unique_workers(self._workers)) - self._fleet.elastic
+        living |= {member.engine.worker for member in members}
+        return peak_memory() + sum(await _replies([worker.peak_memory() for worker in living]))
 
 
-async def _final_stats(recorder: Recorder, fleet: Fleet, workers: set[Worker]) -> int:
-    """What the engines have done in all, for the record; the most memory that all together had."""
-    recorder.record_final_stats(
-        await _answers([member.engine.stats() for member in fleet.in_rotation])
-    )
-    living = workers - fleet.elastic | {member.engine.worker for member in fleet.in_rotation}
-    return peak_memory() + sum(await _answers([worker.peak_memory() for worker in living]))
-
-
-async def _answers(questions: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """What those say who still answer: the run is over, and nobody is waited for any more."""
-    answers = await asyncio.gather(
-        *(asyncio.wait_for(question, FINAL_STATS_TIMEOUT_S) for question in questions),
-        return_exceptions=True,
-    )
-    return [answer for answer in answers if not isinstance(answer, BaseException)]
-
-
-def make_fleet(
-    config: RunConfig, cluster: Cluster, plans: Sequence[PlannedWorker], workers: Sequence[Worker]
-) -> Fleet:
-    """The engines. Those in a worker of their own can be replaced, and more can join them."""
-    by_name = {plan.name: plan for plan in plans}
-    pool = config.placement.pool(Role.ROLLOUT)
-
-    async def launch(name: str) -> EngineClient:
-        plan = by_name.get(name) or PlannedWorker(
-            name, (Role.ROLLOUT,), threads=plans[0].threads, pool=pool
-        )
-        return EngineClient(await start_worker(cluster, plan))
-
-    return Fleet(
-        [EngineClient(worker) for worker in workers],
-        pool=pool,
-        shared={plan.name for plan in plans if plan.roles != (Role.ROLLOUT,)},
-        launch=None if config.placement.shared(Role.ACTOR, Role.ROLLOUT) else launch,
-        heartbeat_timeout_s=config.heartbeat_timeout_s,
-        loading_timeout_s=min(
-            config.sync.timeout_s, 0.75 * config.rollout.generation_timeout
-        ),  # before its answers fail for it
-        max_restarts=config.fleet.max_restarts,
-    )
-
-
-def make_rollouter(
-    config: RunConfig, inputs: Inputs, fleet: Fleet, agent: Environment, reward: Reward
-) -> Rollouter:
-    tokenizer, settings = inputs.tokenizer, config.rollout
-    ends = stop_token_ids(tokenizer, inputs.generation)
-    if not ends and not settings.stop:
-        log.warning(
-            "neither the model nor its tokenizer names an end token: every answer goes on to rollout.max_response_length"
-        )
-    sampling = Sampling(
-        max_new_tokens=settings.max_response_length,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        stop_token_ids=ends,
-        stop=settings.stop,
-    )
-    return Rollouter(
-        fleet,
-        agent,
-        reward,
-        sampling,
-        group_size=config.group_size,
-        min_group_size=settings.min_group_size,
-        greedy_baseline=config.algorithm.needs_greedy_baseline,
-        seed=config.seed,
-        on_sync=config.schedule.on_sync,
-        generation_timeout=settings.generation_timeout,
-        hedge_after_s=config.fleet.hedge_after_s,
-        slots=settings.slots,
-    )
-
-
-async def _transport(config: RunConfig, workers: dict[Role, list[Worker]]) -> WeightTransport:
-    if config.in_place:
-        return InPlace()
-    actor, engines = workers[Role.ACTOR][0], workers[Role.ROLLOUT]
-    return await connect(
-        config.sync.transport, config.cluster == "local", actor, engines, config.train.dtype
-    )
+async def _replies(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the replies that arrive in time; ignore workers that fail or time out."""
+    waiting = (asyncio.wait_for(call, FINAL_STATS_TIMEOUT_S) for call in calls)
+    replies = await asyncio.gather(*waiting, return_exceptions=True)
+    return [reply for reply in replies if not isinstance(reply, BaseException)]
 
 
 def _loop_settings(config: RunConfig) -> LoopSettings:
     return LoopSettings(
         steps=config.steps,
         groups_per_step=config.groups_per_step,
-        sync_every=1
-        if config.shares_weights
-        else config.schedule.sync_every,  # the engine has new weights with every step
+        sync_every=config.schedule.sync_every,
         save_every=config.save_every,
         max_failed_groups=config.rollout.max_failed_groups,
         dynamic_sampling=config.algorithm.dynamic_sampling,

@@ -1,4 +1,5 @@
-"""The run folder: one run at a time holds it; what it holds is continued, refused or moved aside."""
+"""The run directory: one run at a time locks it; an earlier run in it is resumed, rejected or moved
+aside."""
 
 import errno
 import fcntl
@@ -21,7 +22,7 @@ from paceline.types import Role
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a run begins: at step 0, or where its last whole checkpoint left it."""
+    """Where a run starts: at step 0 or at its last complete checkpoint."""
 
     checkpoint: Path | None
     step: int
@@ -29,41 +30,37 @@ class Start:
     metrics_length: int
 
 
-def open_folder(config: RunConfig) -> IO[str]:
-    """Make the run folder and hold its lock, so that two runs never share one."""
-    return _locked(Path(config.run_dir))
-
-
-def _locked(folder: Path) -> IO[str]:
+def lock_run_dir(folder: Path) -> IO[str]:
+    """Create the run directory and lock it, so that two runs never share one."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / "lock").open("w")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise CheckpointError(
-            f"run folder {folder} is in use by another run; wait for it, or set run_dir to another folder"
+            f"run_dir = {folder} is in use by another run; wait for it, or use another run_dir"
         ) from None
     except OSError as error:
         raise CheckpointError(
-            f"run folder {folder} cannot be used: {error}; set run_dir to a folder that can be written"
+            f"run_dir = {folder} cannot be used: {error}; expected a writable directory"
         ) from None
     return lock
 
 
 def move_aside(folder: Path) -> Path | None:
-    """Make room for a new run; where the one that was there is now. Refused while that one is running."""
+    """Rename the directory of an earlier run and return its new path. Raise if that run is active."""
     if not folder.exists():
         return None
     now = f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}"
     names = (folder.with_name(f"{now}-{number}" if number else now) for number in itertools.count())
-    with _locked(folder):
+    with lock_run_dir(folder):
         aside = next(name for name in names if not name.exists())
         folder.rename(aside)
     return aside
 
 
 def finished_summary(folder: Path, step: int) -> dict[str, Any] | None:
-    """What the run that ended at this step has left; None if it was stopped before it could write it."""
+    """Return the summary of the run that ended at this step, or None if it did not write one."""
     try:
         summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
         return summary if summary["steps"] == step else None
@@ -72,12 +69,13 @@ def finished_summary(folder: Path, step: int) -> dict[str, Any] | None:
 
 
 def find_start(config: RunConfig, identity: dict[str, Any]) -> Start:
-    """Look for a checkpoint to continue from; refuse one of another model, data set or setting, with the differences."""
+    """Find the checkpoint to resume from; raise if its model, data or settings differ."""
     root = Path(config.run_dir) / "checkpoints"
     checkpoint = latest_checkpoint(root)
     if checkpoint is None and any(root.glob("step_*")):
         raise CheckpointError(
-            f"no checkpoint in {root} is whole, so there is nothing to continue from; start over with --fresh"
+            f"no checkpoint in {root} is complete, so the run cannot be resumed; "
+            "start over with --fresh"
         )
     if checkpoint is None:
         return Start(None, 0, None, 0)
@@ -90,10 +88,11 @@ def find_start(config: RunConfig, identity: dict[str, Any]) -> Start:
     ]
     if found:
         raise CheckpointError(
-            f"run folder {config.run_dir} holds a run with other settings and cannot be continued with these:\n  "
+            f"run_dir = {config.run_dir} has a run with other settings, which these cannot resume:\n  "
             + "\n  ".join(found)
-            + "\nuse the settings it was started with, set run_dir to another folder, or start over with --fresh; "
-            f"a new run from the weights of this one has model={checkpoint / Role.ACTOR} and another run_dir"
+            + "\nUse the settings it was started with, use another run_dir, or start over with "
+            "--fresh. To start a new run from the weights of this one, set another run_dir and "
+            f"model={checkpoint / Role.ACTOR}"
         )
     start = Start(
         checkpoint, state["step"], LedgerState.from_json(state["ledger"]), state["metrics_length"]
@@ -107,7 +106,7 @@ def find_start(config: RunConfig, identity: dict[str, Any]) -> Start:
 
 
 def _check_lines(path: Path, length: int, step: int) -> None:
-    """Refuse books that are not what they were when the checkpoint was made."""
+    """Raise if a file does not contain what it did when the checkpoint was written."""
     content = b""
     if path.exists():
         with path.open("rb") as file:
@@ -119,14 +118,16 @@ def _check_lines(path: Path, length: int, step: int) -> None:
     except ValueError:
         whole = False
     if not whole:
-        what = "a part is missing" if len(content) < length else "it is damaged"
+        what = "a part is missing" if len(content) < length else "it is corrupted"
         raise CheckpointError(
-            f"{path} is not what it was at step {step}: {what}; bring it back, or use --fresh"
+            f"{path} does not match the checkpoint of step {step}: {what}. Restore the file, or "
+            "start over with --fresh"
         )
 
 
 @contextmanager
-def disk_explained(folder: Path) -> Iterator[None]:
+def explain_disk_errors(folder: Path) -> Iterator[None]:
+    """Turn errors of the disk that holds the run directory into a CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -138,19 +139,20 @@ def disk_explained(folder: Path) -> Iterator[None]:
             raise
         where = f" ({error.filename})" if ours else ""
         raise CheckpointError(
-            f"run folder {folder} cannot be written: {error.strerror}{where}; "
-            "make that right, and the same command continues from the last checkpoint"
+            f"run_dir = {folder} cannot be written: {error.strerror}{where}; "
+            "fix the cause and run the same command again to resume from the last checkpoint"
         ) from error
 
 
 class _LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
-        """A full disk is told of by those who cannot do without it."""
+        """Ignore write errors: a full disk is reported by the ledger, metrics and checkpoint
+        writers."""
 
 
 @contextmanager
 def log_file(folder: Path) -> Iterator[None]:
-    """What this process has to say, warnings and a reward's prints among it, goes to a file beside the workers' own."""
+    """Log this process, warnings and the output of reward functions included, to main.log."""
     folder.mkdir(exist_ok=True)
     logger, handler = logging.getLogger("paceline"), _LogFile(folder / "main.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))

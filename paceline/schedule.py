@@ -1,4 +1,5 @@
-"""How far generation may run ahead of training, and what a new set of weights does to running generations.
+"""How far generation may run ahead of training, and what a new set of weights does to running
+generations.
 
 Together with the placement this is all that tells one mode from another:
 
@@ -17,7 +18,8 @@ class ScheduleSettings(Settings):
     max_staleness: int = Field(
         0, ge=0, validation_alias=AliasChoices("max_staleness", "staleness_threshold")
     )
-    """Bound on (trainer's version - oldest version among a sample's tokens) when it is taken for training."""
+    """Bound on (trainer's version - oldest version among a sample's tokens) when it is taken for
+    training."""
     sync_every: int = Field(1, ge=1)
     """Train steps per hand-over of weights."""
     on_sync: OnSync = OnSync.DRAIN
@@ -34,9 +36,10 @@ class ScheduleSettings(Settings):
         return self
 
     def capacity(self, groups_per_step: int) -> int:
-        """Groups that may be outstanding (admitted, and not yet part of the weights the engines have).
+        """Groups that may be outstanding (admitted, and not yet part of the weights the engines
+        have).
 
-        A group admitted at version v has at most capacity - 1 others before it, so with groups taken in the order of
-        admission it is trained at version v + max_staleness at the latest.
+        A group admitted at version v has at most capacity - 1 others before it, so with groups
+        taken in the order of admission it is trained at version v + max_staleness at the latest.
         """
         return (self.max_staleness + 1) * groups_per_step

@@ -1,11 +1,13 @@
-"""A run's workers for a plain Python script: start them from a recipe, call their roles, wait or do not wait for the answers.
+"""A run's workers for a plain Python script: start them from a recipe, call their roles, wait or do
+not wait for the answers.
 
     with Workers(load_config("recipes/split.toml")) as workers:
         actor = workers.actor.update(batch, step, blocking=False)  # at the same time
         critic = workers.critic.update(batch, step, blocking=False)
         metrics = actor.get() | critic.get()
 
-Waits for: nothing but the answers asked for. The loop of `paceline train` does the same with `await` instead of `get`.
+Waits for: nothing but the answers asked for. The loop of `paceline train` does the same with
+`await` instead of `get`.
 """
 
 import asyncio
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from paceline.config import RunConfig
-from paceline.model.loading import resolve_model
+from paceline.data.tiny import resolve_model
 from paceline.remote.worker import Worker
 from paceline.types import Role
 from paceline.workers.cluster import Cluster
@@ -32,7 +34,8 @@ class PendingResult(Generic[T]):
         self._future = future
 
     def get(self, timeout: float | None = None) -> T:
-        """Wait for it. Errors of the call are raised here; TimeoutError when it takes longer than `timeout` seconds."""
+        """Wait for it. Errors of the call are raised here; TimeoutError when it takes longer than
+        `timeout` seconds."""
         return self._future.result(timeout)
 
     def done(self) -> bool:
@@ -54,7 +57,8 @@ class RoleProxy:
 
 
 class Workers:
-    """The workers of a recipe, by role: `workers.actor`, `workers.critic`, `workers.ref`, `workers.rollout`."""
+    """The workers of a recipe, by role: `workers.actor`, `workers.critic`, `workers.ref`,
+    `workers.rollout`."""
 
     def __init__(self, config: RunConfig, log_folder: Path | None = None) -> None:
         self._config, self._logs = config, log_folder or Path(config.run_dir) / "logs"

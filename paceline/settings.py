@@ -1,5 +1,5 @@
-"""What all settings share: frozen, unknown keys refused. Each component declares its own settings beside itself;
-`config.py` puts them together."""
+"""What all settings share: frozen, unknown keys refused. Each component declares its own settings
+beside itself; `config.py` puts them together."""
 
 from pydantic import BaseModel, ConfigDict
 

@@ -1,4 +1,5 @@
-"""An event loop for which no time passes while its process is stopped (Ctrl-Z, a job that a scheduler suspends): deadlines wait with it."""
+"""An event loop for which no time passes while its process is stopped (Ctrl-Z, a job that a
+scheduler suspends): deadlines wait with it."""
 
 import asyncio
 import time
@@ -25,7 +26,8 @@ class SuspendAwareClock:
 
 
 def ignore_suspended_time(loop: asyncio.AbstractEventLoop) -> None:
-    """From here on this loop goes by such a clock. One that is not of asyncio's own make keeps its time."""
+    """From here on this loop goes by such a clock. One that is not of asyncio's own make keeps its
+    time."""
     waits: Any = getattr(loop, "_selector", None)
     if waits is None or isinstance(getattr(loop.time, "__self__", None), SuspendAwareClock):
         return

@@ -1,6 +1,7 @@
 """The nouns that travel through the loop. Plain frozen data; numpy for arrays, never torch.
 
-Prompt -> Group (n attempts at one prompt) -> Trajectory (one attempt) -> Turn (one generation) -> Batch (flat arrays for one step).
+Prompt -> Group (n attempts at one prompt) -> Trajectory (one attempt) -> Turn (one generation) ->
+Batch (flat arrays for one step).
 """
 
 from collections.abc import Mapping
@@ -57,7 +58,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to draw tokens. Log-probabilities are those of the distribution after all of this is applied."""
+    """How to draw tokens. Log-probabilities are those of the distribution after all of this is
+    applied."""
 
     max_new_tokens: int
     temperature: float = 1.0  # 0 = greedy; log-probs are then taken at temperature 1
@@ -69,7 +71,8 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What one generation produced: token by token, with the log-prob and the policy version that sampled it."""
+    """What one generation produced: token by token, with the log-prob and the policy version that
+    sampled it."""
 
     tokens: IntArray
     logprobs: FloatArray
@@ -86,8 +89,9 @@ def empty_completion(finish: Finish = Finish.INTERRUPT) -> Completion:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to generate. Random numbers come from (seed, position, token id) alone, so the answer does not
-    depend on what else is in the batch, and a resumed answer equals an uninterrupted one."""
+    """One sequence to generate. Random numbers come from (seed, position, token id) alone, so the
+    answer does not depend on what else is in the batch, and a resumed answer equals an
+    uninterrupted one."""
 
     id: str
     prompt: tuple[int, ...]
@@ -98,7 +102,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One generation inside an attempt: the tokens it was shown since the last turn, and what it answered."""
+    """One generation inside an attempt: the tokens it was shown since the last turn, and what it
+    answered."""
 
     prompt: tuple[int, ...]
     completion: Completion
@@ -134,7 +139,8 @@ class Trajectory:
 
 
 Score = float | Mapping[str, float]
-"""What a reward gives for one attempt: a number, or several by name, of which "reward" counts and the others are for the record."""
+"""What a reward gives for one attempt: a number, or several by name, of which "reward" counts and
+the others are for the record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +165,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one train step eats: R rows laid end to end (T tokens in all), as flat arrays that cross processes cheaply.
+    """What one train step eats: R rows laid end to end (T tokens in all), as flat arrays that cross
+    processes cheaply.
 
-    Per-token arrays line up with `tokens`: entry t speaks of token t itself (not of the one it predicts).
+    Per-token arrays line up with `tokens`: entry t speaks of token t itself (not of the one it
+    predicts).
     """
 
     tokens: IntArray  # [T]

@@ -14,7 +14,7 @@ from paceline.loop import Loop, LoopSettings
 from paceline.notifier import Notifier
 from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger
-from paceline.queue.message_queue import MessageQueue
+from paceline.queue.message_queue import MessageQueue, MessageQueueClient
 from paceline.rollout.engine import EngineStats
 from paceline.rollout.environment import Environment, SingleTurn
 from paceline.rollout.fleet import Fleet
@@ -310,9 +310,7 @@ class World:
         self.trainer = FakeTrainer(rng, self.train_s)
         self.notes = Notes()
         self.ledger = ledger or Ledger()
-        self.queue = MessageQueue(
-            self.max_queue_size, self.schedule.max_staleness, changed=self.fleet.changed
-        )
+        self.queue = MessageQueue(self.max_queue_size, changed=self.fleet.changed)
         self.admission = Admission(
             self.schedule.capacity(self.groups_per_step), self.fleet.changed, self.max_queue_size
         )
@@ -355,7 +353,7 @@ class World:
             source=FakeSource(),
             rollouter=self.rollouter,
             fleet=self.fleet,
-            queue=self.queue,
+            queue=MessageQueueClient(self.queue, self.schedule.max_staleness),
             admission=self.admission,
             ledger=self.ledger,
             trainer=self.trainer,

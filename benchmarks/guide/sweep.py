@@ -29,8 +29,8 @@ from benchmarks.guide.memory import Memory
 from benchmarks.guide.outcome import judge, judge_rate, merged
 from benchmarks.guide.report import line, report, summary
 from benchmarks.models import bench_model
-from paceline.data.tiny import no_progress_bars
 from paceline.errors import ConfigError
+from paceline.model.loading import no_progress_bars
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_INTERVAL_S = 0.5

@@ -12,8 +12,8 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,11 +24,10 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-from transformers import modeling_gguf_pytorch_utils as gguf
-from transformers.utils import logging as hf_logging
 
 from paceline import __version__
 from paceline.data.tasks import Task, get_task
+from paceline.model.loading import model_source, no_progress_bars
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +64,18 @@ class Recipe:
         return f"tiny-{self.task.replace(':', '-')}-{digest[:12]}"
 
 
+def resolve_model(name: str, task: str | None = None, progress: Progress | None = None) -> str:
+    """Return the directory or Hugging Face model ID that `name` means.
+
+    "tiny" is the built-in model for `task`, "tiny:<task>" for that task; it is created on first use,
+    which takes some seconds.
+    """
+    if name == "tiny" or name.startswith("tiny:"):
+        spec = name.removeprefix("tiny").removeprefix(":") or task or DEFAULT_TASK
+        return str(tiny_model(spec, progress))
+    return model_source(name)
+
+
 def tiny_model(spec: str = DEFAULT_TASK, progress: Progress | None = None) -> Path:
     """Return the directory of the tiny model for a task; create the model if necessary."""
     recipe = Recipe(get_task(spec).spec)
@@ -93,21 +104,6 @@ def _install(folder: Path, recipe: Recipe, progress: Progress | None) -> None:
             temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-@contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """Suppress the progress bars of transformers for fast operations."""
-    enabled = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    # The GGUF reader ignores the setting above.
-    bar, gguf.tqdm = gguf.tqdm, lambda items, **_: items
-    try:
-        yield
-    finally:
-        gguf.tqdm = bar
-        if enabled:
-            hf_logging.enable_progress_bar()
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

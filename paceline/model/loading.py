@@ -1,11 +1,11 @@
-"""Loading models and tokenizers: a local folder, a hub id, a folder with one GGUF file, or the built-in tiny model.
+"""Loading of models and tokenizers: a local directory, a Hugging Face model ID, or a GGUF file.
 
-Whatever goes wrong is one ModelError that says what was looked for and where.
+Every failure is a ModelError that says what was looked for and where.
 """
 
 import hashlib
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
@@ -22,34 +22,27 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers import modeling_gguf_pytorch_utils as gguf
+from transformers.utils import logging as hf_logging
 
-from paceline.data.tiny import DEFAULT_TASK, Progress, no_progress_bars, tiny_model
 from paceline.errors import ModelError
 
 WEIGHTS = ("*.safetensors", "*.gguf", "pytorch_model*.bin")
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "spiece*")
-EXACT, ROUNDED = (
-    1e-4,
-    0.05,
-)  # how far log-probs may be from a plain forward pass, relative and on average: in float32, in bfloat16
+# Mean relative difference of log-probs from a plain forward pass: in float32 and in bfloat16.
+EXACT, ROUNDED = 1e-4, 0.05
 SAMPLED = 1 << 20  # bytes read at the start, middle and end of a weight file for its fingerprint
 
 
-def resolve_model(name: str, task: str | None = None, progress: Progress | None = None) -> str:
-    """What `name` means: a folder or a hub id. "tiny" is the built-in model for `task`, "tiny:<task>" for the task it names;
-    it is made now if need be, which takes some seconds."""
-    if name == "tiny" or name.startswith("tiny:"):
-        return str(
-            tiny_model(
-                name.removeprefix("tiny").removeprefix(":") or task or DEFAULT_TASK, progress
-            )
-        )
+def model_source(name: str) -> str:
+    """Check a local directory, or accept a Hugging Face model ID as it is."""
     path = Path(name).expanduser()
     if path.exists():
         return str(_checked(path))
     if name.startswith(("/", ".", "~")) or name.count("/") != 1 or name.endswith("/"):
         raise ModelError(
-            f"no model at {name!r} (looked from {Path.cwd()}); give a folder, a hub id such as 'Qwen/Qwen2.5-0.5B', or 'tiny'"
+            f"model = {name!r}: no such directory (looked from {Path.cwd()}); expected a directory, "
+            "a Hugging Face model ID such as 'Qwen/Qwen2.5-0.5B', or 'tiny'"
         )
     return name
 
@@ -57,13 +50,13 @@ def resolve_model(name: str, task: str | None = None, progress: Progress | None 
 def load_model(
     name: str, dtype: str = "float32", kind: Any = AutoModelForCausalLM
 ) -> PreTrainedModel:
-    """The model with its weights, in evaluation mode, every dropout off. `kind`: which of transformers' auto classes."""
-    source = resolve_model(name)
+    """Load a model in evaluation mode without dropout. `kind`: an auto class of transformers."""
+    source = model_source(name)
     config = load_config(source)
     number = getattr(torch, dtype, None)
     if not isinstance(number, torch.dtype) or not number.is_floating_point:
         raise ModelError(
-            f"model dtype {dtype!r} is not a floating point type of torch; use 'float32' or 'bfloat16'"
+            f"dtype {dtype!r} is not a floating-point dtype; use 'float32' or 'bfloat16'"
         )
     options = {"config": config, "dtype": number, "output_loading_info": True, **_gguf(source)}
     if "gguf_file" in options and hasattr(transformers, "GgufConfig"):
@@ -74,14 +67,15 @@ def load_model(
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise ModelError(
-            f"{source}: {len(missing)} weights are missing, for example {missing[0]!r}; the download may be incomplete"
+            f"{source}: {len(missing)} weights are missing, for example {missing[0]!r}; "
+            "the download may be incomplete"
         )
     model.eval()
     return model
 
 
 def load_config(name: str) -> PretrainedConfig:
-    source = resolve_model(name)
+    source = model_source(name)
     gguf = _gguf(source).get("gguf_file")
     config = (
         deepcopy(_gguf_config(source, gguf, (Path(source) / gguf).stat().st_mtime_ns))
@@ -89,25 +83,25 @@ def load_config(name: str) -> PretrainedConfig:
         else _read_config(source)
     )
     for key, value in config.to_dict().items():
-        # The trainer's log-probs must match the engine's, so nothing random may happen inside the model.
+        # The trainer's log-probs must match the engine's, so the model must be deterministic.
         if isinstance(value, float) and ("dropout" in key or key.endswith(("_pdrop", "_drop"))):
             setattr(config, key, 0.0)
     return config
 
 
 def model_body(model: PreTrainedModel) -> Any:
-    """What makes the hidden states, without the output layer; a model that has none is its own body."""
+    """Return the part that computes hidden states, without the output layer."""
     if model.base_model is not model or model.get_output_embeddings() is None:
         return model.base_model
-    return next(
-        part for part in model.children() if isinstance(part, PreTrainedModel)
-    )  # under a name other than it says
+    # Some models store their body under another name than `base_model_prefix` says.
+    return next(part for part in model.children() if isinstance(part, PreTrainedModel))
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    source = resolve_model(name)
+    source = model_source(name)
     missing = ModelError(
-        f"{source} has no tokenizer; save the model's own beside it (tokenizer.json, tokenizer_config.json)"
+        f"{source} has no tokenizer; add the model's tokenizer files (tokenizer.json, "
+        "tokenizer_config.json)"
     )
     if (
         Path(source).is_dir()
@@ -128,8 +122,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def load_generation_config(name: str) -> GenerationConfig:
-    """How the model wants to be sampled: its own file, or else what its config says. Its list of end tokens matters to us."""
-    source = resolve_model(name)
+    """Load the generation config, or derive it from the model's config. It lists the end tokens."""
+    source = model_source(name)
     try:
         return GenerationConfig.from_pretrained(source)
     except (OSError, ValueError):
@@ -137,8 +131,8 @@ def load_generation_config(name: str) -> GenerationConfig:
 
 
 def model_fingerprint(name: str) -> str:
-    """Changes when the model does: config, and the size and sampled bytes of every weight file (all bytes of small ones)."""
-    source = resolve_model(name)
+    """Return a hash of the config and of the size and sampled bytes of every weight file."""
+    source = model_source(name)
     digest = hashlib.sha256(load_config(source).to_json_string().encode())
     folder = Path(source)
     if not folder.is_dir():
@@ -155,25 +149,25 @@ def model_fingerprint(name: str) -> str:
 
 def _checked(folder: Path) -> Path:
     if not folder.is_dir():
-        raise ModelError(f"model {str(folder)!r} is a file; give the folder it is in")
+        raise ModelError(f"model = {str(folder)!r} is a file; expected the directory that holds it")
     weights = [f for pattern in WEIGHTS for f in folder.glob(pattern)]
     if not weights:
         raise ModelError(
-            f"model folder {folder} holds no weights (looked for {', '.join(WEIGHTS)})"
+            f"model directory {folder} has no weights (looked for {', '.join(WEIGHTS)})"
         )
     gguf = [f.name for f in weights if f.suffix == ".gguf"]
     if (folder / "config.json").exists():
         return folder
     if len(gguf) != 1:
         raise ModelError(
-            f"model folder {folder} has no config.json"
+            f"model directory {folder} has no config.json"
             + (f" and {len(gguf)} GGUF files; keep one" if gguf else "")
         )
     return folder
 
 
 def _gguf(source: str) -> dict[str, str]:
-    """The extra argument transformers needs when a folder holds a GGUF file instead of a config."""
+    """Return the extra argument that transformers needs for a directory with a GGUF file."""
     folder = Path(source)
     if not folder.is_dir() or (folder / "config.json").exists():
         return {}
@@ -189,12 +183,12 @@ def _read_config(source: str) -> PretrainedConfig:
 
 @lru_cache(maxsize=4)
 def _gguf_config(source: str, name: str, changed_ns: int) -> PretrainedConfig:
-    """Kept, since transformers goes through the whole vocabulary for it, which takes seconds."""
+    """Cache the config: transformers reads the whole vocabulary for it, which takes seconds."""
     return _read_config(source)
 
 
 def _forget_quantization(model: PreTrainedModel) -> None:
-    """Its weights are plain numbers by now; transformers would refuse to cast it, or take it for quantized when it is loaded again."""
+    """Clear the quantization marks of a dequantized model, or transformers would not cast it."""
     model.is_quantized = False
     for owner, name in (
         (model, "hf_quantizer"),
@@ -209,14 +203,26 @@ def _load(source: str, load: Callable[[], Any]) -> Any:
     try:
         with no_progress_bars() if Path(source).is_dir() else nullcontext():
             return load()
-    except (
-        Exception
-    ) as e:  # transformers, hub and file formats raise dozens of types; a user needs one sentence
+    except Exception as e:  # transformers, the hub and file formats raise dozens of types
         reason = next(
             (line.strip() for line in str(e).splitlines() if line.strip()), type(e).__name__
         )
         if Path(source).is_dir():
             raise ModelError(f"cannot load the model in {source}: {reason}") from e
         raise ModelError(
-            f"cannot get model {source!r} from the hub: {reason} Without network, give a local folder."
+            f"cannot get model {source!r} from the Hugging Face hub: {reason} Without network, use a local directory."
         ) from e
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Disable the progress bars of transformers."""
+    enabled = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    bar, gguf.tqdm = gguf.tqdm, lambda items, **_: items  # it ignores the setting above
+    try:
+        yield
+    finally:
+        gguf.tqdm = bar
+        if enabled:
+            hf_logging.enable_progress_bar()

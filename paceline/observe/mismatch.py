@@ -13,10 +13,6 @@ from paceline.errors import MismatchError
 
 log = logging.getLogger(__name__)
 
-LIMITS = {
-    "float32": 0.02,
-    "bfloat16": 0.3,
-}  # mean distance of log-probs; two good implementations are at 1e-6 and at about 0.02
 FEWEST = 32  # tokens of the trainer's version a mean is taken of
 STALE_LIMIT, STALE_FACTOR = (
     2.0,

@@ -3,7 +3,7 @@
 from rich.table import Table
 
 from paceline.config import RunConfig
-from paceline.model.loading import resolve_model
+from paceline.data.tiny import resolve_model
 from paceline.workers.cluster import Node
 from paceline.workers.fit import GB, needs, plan_that_fits
 

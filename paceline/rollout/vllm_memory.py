@@ -5,6 +5,8 @@ import os
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from paceline.model.shape import head_dim
+
 BLOCK = 128  # tokens; vLLM gives memory out in blocks of at most this many
 LEAST = 64 << 20
 
@@ -27,7 +29,7 @@ def kv_bytes(
     """What all slots can use, but at most this fraction of what the weights leave free."""
     item = getattr(torch, dtype).itemsize
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = head_dim(config)
     blocks = slots * -(-max_length // BLOCK) + 2  # one is vLLM's own
     useful = blocks * BLOCK * 2 * config.num_hidden_layers * heads * size * item
     return max(LEAST, min(useful, int((_free_memory() - weight_bytes(weights, dtype)) * fraction)))

@@ -31,13 +31,13 @@ from paceline.algo.loss import LossFn, TokenOutputs
 from paceline.errors import ConfigError, ModelError
 from paceline.model.device import default_device
 from paceline.model.loading import ROUNDED, load_model, model_body
-from paceline.model.shape import model_shape
 from paceline.model.packing import (
     MicroBatch,
     empty_micro_batch,
     micro_batch,
     trained_lengths,
 )
+from paceline.model.shape import model_shape
 from paceline.remote.group import is_first_rank
 from paceline.train.decoder import LayerPasses
 from paceline.train.fused import can_fuse

@@ -41,10 +41,12 @@ async def find_nodes(config: RunConfig) -> list[Node]:
     return await look_at(config.ray.address)
 
 
-def plan_workers(config: RunConfig, nodes: Sequence[Node]) -> list[PlannedWorker]:
+def plan_workers(
+    config: RunConfig, nodes: Sequence[Node], roles: Sequence[Role] | None = None
+) -> list[PlannedWorker]:
     """Who runs where. A pool that hosts several roles is one worker, so they take turns."""
     pools: dict[str, list[Role]] = {}
-    for role in used_roles(config):
+    for role in roles or training_roles(config):
         pools.setdefault(config.placement.pool(role), []).append(role)
     wanted = [(pool, pool, tuple(roles)) for pool, roles in pools.items()]
     rollout_pool = config.placement.pool(Role.ROLLOUT)
@@ -76,7 +78,7 @@ def plan_workers(config: RunConfig, nodes: Sequence[Node]) -> list[PlannedWorker
     return plans
 
 
-def used_roles(config: RunConfig) -> list[Role]:
+def training_roles(config: RunConfig) -> list[Role]:
     used = [Role.ACTOR, Role.ROLLOUT]
     used += [Role.CRITIC] if config.algorithm.needs_critic else []
     used += [Role.REF] if config.algorithm.needs_reference else []
@@ -101,12 +103,16 @@ def _threads(config: RunConfig, nodes: Sequence[Node], devices: Sequence[Sequenc
 
 
 async def open_workers(
-    stack: AsyncExitStack, config: RunConfig, model_path: str, log_folder: Path
+    stack: AsyncExitStack,
+    config: RunConfig,
+    roles: Sequence[Role],
+    model_path: str,
+    log_folder: Path,
 ) -> tuple[Cluster, list[PlannedWorker], dict[Role, list[Worker]]]:
     """Everybody a run begins with; they end with the stack."""
     cluster = await open_cluster(config, model_path, log_folder)
     stack.push_async_callback(cluster.close)
-    plans = plan_workers(config, cluster.nodes())
+    plans = plan_workers(config, cluster.nodes(), roles)
     workers = await start_workers(cluster, plans)
     stack.push_async_callback(close_workers, workers)
     return cluster, plans, workers

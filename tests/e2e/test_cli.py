@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from paceline.cli import _log_to_console, app
 from paceline.config import describe_settings, differences, load_config
-from paceline.run_dir import open_folder
+from paceline.run_dir import lock_run_dir
 from tests.models import random_model
 from tests.processes import children
 
@@ -95,7 +95,7 @@ def test_starting_over_moves_the_old_run_aside_but_not_from_under_a_running_one(
     recipe: Path, tmp_path: Path
 ) -> None:
     assert paceline(recipe, "steps=1").exit_code == 0
-    with open_folder(load_config(recipe)):
+    with lock_run_dir(Path(load_config(recipe).run_dir)):
         refused(paceline(recipe, "--fresh"), 10, "in use by another run")
     refused(
         paceline(recipe, "--fresh", "data.path=nowhere.jsonl", "reward.function=exact"),

@@ -219,10 +219,13 @@ def test_another_model_data_or_setting_is_refused_with_the_difference(
 
 
 def test_a_run_folder_in_use_or_unusable_is_refused(model: str, tmp_path: Path) -> None:
-    from paceline.run_dir import open_folder
+    from paceline.run_dir import lock_run_dir
 
     chosen = config(model, tmp_path / "run")
-    with open_folder(chosen), pytest.raises(CheckpointError, match="in use by another run"):
+    with (
+        lock_run_dir(Path(chosen.run_dir)),
+        pytest.raises(CheckpointError, match="in use by another run"),
+    ):
         asyncio.run(train(chosen))
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be used"):

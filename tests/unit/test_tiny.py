@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from paceline.data import tiny
+from paceline.data.tiny import resolve_model
 from paceline.errors import ConfigError, ModelError
-from paceline.model.loading import load_model, load_tokenizer, model_fingerprint, resolve_model
+from paceline.model.loading import load_model, load_tokenizer, model_fingerprint
 
 SHORT = {"max_steps": 3, "batch": 8, "hidden": 48, "ffn": 32}
 
@@ -67,7 +68,7 @@ def test_tiny_model_is_created_once_and_loads_like_any_model(quick: Path) -> Non
     assert resolve_model("tiny", task="sort:5") == folder
     assert (Path(folder) / "model.safetensors").stat().st_mtime_ns == stamp.st_mtime_ns
     assert resolve_model("tiny", task="copy") != folder
-    model, tokenizer = load_model("tiny:sort:5"), load_tokenizer("tiny:sort:5")
+    model, tokenizer = load_model(folder), load_tokenizer(folder)
     assert not model.training
     assert tokenizer("sort é 12=").input_ids == tiny.make_tokenizer()("sort é 12=").input_ids
     assert [p.name for p in quick.iterdir() if p.name.startswith(".")] == []
@@ -153,7 +154,7 @@ def test_load_model_raises_when_weights_are_missing(quick: Path, tmp_path: Path)
 def test_fingerprint_changes_with_weights(quick: Path) -> None:
     folder = Path(resolve_model("tiny"))
     before = model_fingerprint(str(folder))
-    assert before == model_fingerprint("tiny")
+    assert before == model_fingerprint(resolve_model("tiny"))
     data = bytearray((folder / "model.safetensors").read_bytes())
     data[-1] ^= 1
     (folder / "model.safetensors").write_bytes(data)

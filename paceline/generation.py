@@ -1,0 +1,127 @@
+"""The generating half of a run, shared by training and evaluation: scorer, fleet and rollouter."""
+
+import logging
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.config import RunConfig
+from paceline.data.chat import stop_token_ids
+from paceline.inputs import Inputs
+from paceline.remote.worker import Worker
+from paceline.reward.model import ModelReward
+from paceline.reward.reward import BuiltinReward, Reward, RewardFunction, open_reward
+from paceline.rollout.client import EngineClient
+from paceline.rollout.environment import Environment
+from paceline.rollout.fleet import Fleet
+from paceline.rollout.rollouter import Rollouter
+from paceline.types import Role, Sampling
+from paceline.workers.cluster import Cluster, PlannedWorker
+from paceline.workers.pools import open_workers, start_worker
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    workers: dict[Role, list[Worker]]
+    fleet: Fleet
+    rollouter: Rollouter
+
+
+async def open_generation(
+    stack: AsyncExitStack,
+    config: RunConfig,
+    roles: Sequence[Role],
+    inputs: Inputs,
+    environment: Environment,
+    scorer: Reward | None,
+    logs: Path,
+) -> Generation:
+    """Start the workers of these roles and what generates with them. The stack closes everything.
+
+    Without a `scorer`, the reward model among the workers scores.
+    """
+    cluster, plans, workers = await open_workers(stack, config, roles, inputs.model_path, logs)
+    fleet = _fleet(config, cluster, plans, workers[Role.ROLLOUT])
+    stack.push_async_callback(fleet.close)
+    if scorer is None:
+        model = workers[Role.REWARD][0]
+        scorer = ModelReward(model, config.data.prompt_key, config.data.system)
+    return Generation(workers, fleet, _rollouter(config, inputs, fleet, environment, scorer))
+
+
+async def open_scorer(
+    stack: AsyncExitStack, config: RunConfig, inputs: Inputs, function: RewardFunction | None = None
+) -> Reward | None:
+    """Open what scores completions and try it on the data; None: a reward model scores them."""
+    if config.reward.model and not function:
+        return None
+    scorer = await open_reward(config.reward, config.data.task, function)
+    stack.push_async_callback(scorer.close)
+    if isinstance(scorer, BuiltinReward):
+        scorer.check(inputs.source.rows())
+    return scorer
+
+
+def _fleet(
+    config: RunConfig,
+    cluster: Cluster,
+    plans: Sequence[PlannedWorker],
+    workers: Sequence[Worker],
+) -> Fleet:
+    """Make the fleet. Engines in a separate worker can be replaced, and more can join them."""
+    by_name = {plan.name: plan for plan in plans}
+    pool = config.placement.pool(Role.ROLLOUT)
+
+    async def launch(name: str) -> EngineClient:
+        plan = by_name.get(name) or PlannedWorker(
+            name, (Role.ROLLOUT,), threads=plans[0].threads, pool=pool
+        )
+        return EngineClient(await start_worker(cluster, plan))
+
+    return Fleet(
+        [EngineClient(worker) for worker in workers],
+        pool=pool,
+        shared={plan.name for plan in plans if plan.roles != (Role.ROLLOUT,)},
+        launch=None if config.placement.shared(Role.ACTOR, Role.ROLLOUT) else launch,
+        heartbeat_timeout_s=config.heartbeat_timeout_s,
+        # Detect a worker that hangs while it loads before its completions time out.
+        loading_timeout_s=min(config.sync.timeout_s, 0.75 * config.rollout.generation_timeout),
+        max_restarts=config.fleet.max_restarts,
+    )
+
+
+def _rollouter(
+    config: RunConfig, inputs: Inputs, fleet: Fleet, environment: Environment, reward: Reward
+) -> Rollouter:
+    settings = config.rollout
+    ends = stop_token_ids(inputs.tokenizer, inputs.generation)
+    if not ends and not settings.stop:
+        log.warning(
+            "neither the model nor its tokenizer defines an end-of-sequence token: every completion "
+            "runs to rollout.max_response_length"
+        )
+    sampling = Sampling(
+        max_new_tokens=settings.max_response_length,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        stop_token_ids=ends,
+        stop=settings.stop,
+    )
+    return Rollouter(
+        fleet,
+        environment,
+        reward,
+        sampling,
+        group_size=config.group_size,
+        min_group_size=settings.min_group_size,
+        greedy_baseline=config.algorithm.needs_greedy_baseline,
+        seed=config.seed,
+        on_sync=config.schedule.on_sync,
+        generation_timeout=settings.generation_timeout,
+        hedge_after_s=config.fleet.hedge_after_s,
+        slots=settings.slots,
+    )
