@@ -1,7 +1,8 @@
-"""Peak memory of each phase of a worker whose roles take turns: generate, train, and the hand-over of weights between the two.
+"""Peak memory of each phase of a worker whose roles alternate: generate, train, weight sync.
 
-On a GPU it is what is in use when the phase ends, by everybody: allocators keep what they once had until it is given back, which
-happens between phases. On a CPU it is the most this process held since the phase began (Linux; elsewhere since it was started).
+On a GPU it is the memory in use by all processes at the end of a phase: allocators return memory
+only between phases. On a CPU it is the peak of this process since the phase began (Linux) or since
+the process started (other systems).
 """
 
 from paceline.remote.host import take_peak_memory
@@ -15,12 +16,12 @@ class Phases:
         self._peaks: dict[str, int] = {}
 
     def enter(self, phase: str) -> None:
-        """Called before what the last phase used is given back."""
+        """Start a phase. Call it before the memory of the last phase is released."""
         self._peaks[self._now] = max(self._peaks.get(self._now, 0), _peak())
         self._now = phase
 
     def metrics(self) -> dict[str, float]:
-        """Bytes, of the phases that ended since this was last asked."""
+        """Return the peak bytes of the phases that ended since the last call."""
         peaks, self._peaks = self._peaks, {}
         return {f"memory/{phase}_bytes": float(peak) for phase, peak in peaks.items()}
 
