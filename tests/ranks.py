@@ -45,7 +45,7 @@ class EngineService:
         }
         self._engines[key] = (make or self._make)(pickle.loads(model), settings, **options)
 
-    def send_command(self, key: int, method: str, *args: Any) -> Any:
+    def call_engine(self, key: int, method: str, *args: Any) -> Any:
         return getattr(self._engines[key], method)(*args)
 
     def weights(self, key: int) -> Arrays:
@@ -149,16 +149,16 @@ class RemoteEngine:
         self._ranks, self._key = ranks, key
 
     def logprobs(self, batch: Batch) -> FloatArray:
-        return self._ask("logprobs", batch)
+        return self._call("logprobs", batch)
 
     def values(self, batch: Batch) -> FloatArray:
-        return self._ask("values", batch)
+        return self._call("values", batch)
 
     def forward_backward(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]:
-        return self._ask("forward_backward", batch, loss_fn)
+        return self._call("forward_backward", batch, loss_fn)
 
     def optimizer_step(self, lr: float) -> float:
-        return self._ask("optimizer_step", lr)
+        return self._call("optimizer_step", lr)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, array in self._ranks.call("weights", self._key).items():
@@ -174,13 +174,13 @@ class RemoteEngine:
         return self._ranks.call("held", self._key)
 
     def save(self, folder: Path) -> None:
-        self._ask("save", folder)
+        self._call("save", folder)
 
     def load(self, folder: Path) -> None:
-        self._ask("load", folder)
+        self._call("load", folder)
 
     def place(self, where: Literal["device", "host"]) -> Moved:
-        return self._ask("place", where)
+        return self._call("place", where)
 
-    def _ask(self, method: str, *args: Any) -> Any:
-        return self._ranks.call("ask", self._key, method, *args)
+    def _call(self, method: str, *args: Any) -> Any:
+        return self._ranks.call("call_engine", self._key, method, *args)

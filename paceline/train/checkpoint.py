@@ -1,7 +1,8 @@
-"""One folder holds everything a run needs to go on: weights, optimizer, versions, cursor, ledger. Safetensors and JSON only.
+"""Checkpoint directories: everything a run needs to resume, in safetensors and JSON files.
 
-A checkpoint is written under a temporary name, checksummed, synced and renamed: it is there whole or not at all. The
-newest one that verifies is the one a run continues from; older ones go only after the new one has been verified.
+A checkpoint is written under a temporary name, checksummed, fsynced and renamed, so it is complete
+or absent. A run resumes from the newest checkpoint that passes verification. Older checkpoints are
+deleted only after the new one is verified.
 """
 
 import asyncio
@@ -29,21 +30,24 @@ async def save_checkpoint(
     write: Callable[[Path], Awaitable[None]],
     keep: int,
 ) -> Path:
-    """`write` puts the roles' files into the folder it is given; `state` becomes state.json. Of the whole ones `keep` stay."""
+    """Save a checkpoint, then delete old ones so that `keep` complete checkpoints remain.
+
+    `write` writes the files of all roles into the given directory; `state` becomes state.json.
+    """
     final = root / f"step_{step:08d}"
     temporary = root / f".{final.name}.tmp"
     try:
         root.mkdir(parents=True, exist_ok=True)
-        for left_behind in root.glob(".step_*.tmp"):  # by a run that was killed
-            shutil.rmtree(left_behind, ignore_errors=True)
+        for leftover in root.glob(".step_*.tmp"):  # from a run that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
         temporary.mkdir()
         await write(temporary)
-        await asyncio.to_thread(
-            _finish, temporary, final, step, state
-        )  # reading gigabytes again takes its time
+        # A thread, because checksums read all files again.
+        await asyncio.to_thread(_finish, temporary, final, step, state)
     except OSError as error:
         raise CheckpointError(
-            f"the checkpoint of step {step} could not be written to {root}: {error}; the same command continues from the one before"
+            f"cannot write the checkpoint of step {step} to {root}: {error}. Fix the cause and run "
+            "the same command again to resume from the previous checkpoint"
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -65,24 +69,27 @@ def _finish(temporary: Path, final: Path, step: int, state: dict[str, Any]) -> N
 
 
 def _prune(root: Path, newest: Path, keep: int) -> None:
-    """Older ones go once `keep` whole ones are there. A damaged one counts for nothing, and neither does one that a continued run found
-    damaged and has not reached again."""
+    """Delete old checkpoints beyond `keep` complete ones.
+
+    Damaged checkpoints do not count. Checkpoints of later steps, which a resumed run has not
+    reached again, neither count nor are deleted.
+    """
     kept = 1
     for folder in reversed([folder for folder in _folders(root) if folder < newest]):
         if kept >= keep:
             shutil.rmtree(folder, ignore_errors=True)
         else:
-            kept += _is_whole(folder)
+            kept += _is_complete(folder)
 
 
 def latest_checkpoint(root: Path) -> Path | None:
-    """The newest checkpoint that is whole; damaged ones are named and passed over."""
+    """Return the newest complete checkpoint; log damaged ones and skip them."""
     for folder in reversed(_folders(root)):
         try:
             verify_checkpoint(folder)
             return folder
         except CheckpointError as error:
-            log.warning("%s; trying the one before", error)
+            log.warning("%s; trying the previous checkpoint", error)
     return None
 
 
@@ -100,22 +107,21 @@ def verify_checkpoint(folder: Path) -> None:
         raise CheckpointError(f"checkpoint {folder} has no readable {MANIFEST}: {error}") from error
     if schema != SCHEMA:
         raise CheckpointError(
-            f"checkpoint {folder} has schema {schema}; this version of Paceline reads schema {SCHEMA}"
+            f"checkpoint {folder} has schema {schema}; expected {SCHEMA}. Resume it with the "
+            "version of Paceline that wrote it"
         )
     found = _digest(folder)
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
-            what = (
-                "is missing"
-                if name not in found
-                else "does not belong there"
-                if name not in expected
-                else "is damaged"
-            )
-            raise CheckpointError(f"checkpoint {folder}: file {name} {what}")
+            problem = "is damaged"
+            if name not in found:
+                problem = "is missing"
+            elif name not in expected:
+                problem = "is not part of the checkpoint"
+            raise CheckpointError(f"checkpoint {folder}: file {name} {problem}")
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     try:
         verify_checkpoint(folder)
     except CheckpointError:
@@ -132,13 +138,12 @@ def _digest(folder: Path) -> dict[str, str]:
     for path in sorted(folder.rglob("*")):
         if path.is_symlink():
             raise CheckpointError(
-                f"checkpoint {folder}: {path.name} is a link; only plain files are read"
+                f"checkpoint {folder}: {path.name} is a symbolic link; expected regular files only"
             )
         if path.is_file() and path.name != MANIFEST:
             with path.open("rb") as file:
-                files[str(path.relative_to(folder))] = hashlib.file_digest(
-                    file, "sha256"
-                ).hexdigest()
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            files[str(path.relative_to(folder))] = digest
     return files
 
 

@@ -1,4 +1,4 @@
-"""What shares a device with a train engine: it holds memory there, and may have to make way for a turn of training."""
+"""Rollout engine that shares a device with a train engine and can release it during training."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class ColocatedEngine:
     name: str
-    held: Callable[[], int]  # bytes on the device
-    release_device: (
-        Callable[[], None] | None
-    )  # called before training changes weights or needs memory; None: it works beside it
+    held: Callable[[], int]  # returns the bytes that the engine holds on the device
+    # Called before training changes weights or needs memory; None if the engine keeps running.
+    release_device: Callable[[], None] | None

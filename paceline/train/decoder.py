@@ -1,8 +1,8 @@
-"""A decoder's forward and backward pass written out, for training on a GPU: few and large operations, nothing kept that is cheap to
-make again, gradients added where they belong.
+"""Explicit forward and backward pass of a decoder, for training on a GPU without autograd.
 
-Products are computed on a narrow copy of the weights, laid out as the rollout engine reads them. The sum that runs from layer to layer
-and the gradients of all weights are float32.
+It uses few, large operations, recomputes cheap activations and accumulates gradients in place.
+Matmuls use a bfloat16 copy of the weights in the rollout engine's layout. The residual stream and
+the gradients of all weights are float32.
 """
 
 from dataclasses import dataclass, field
@@ -20,28 +20,32 @@ from paceline.train.operations import Attended, Operations, Positions, Shape
 
 @dataclass(frozen=True, slots=True)
 class LayerActivations:
-    """What a layer makes on its way, and its backward pass needs."""
+    """Intermediate results of a layer that its backward pass needs."""
 
     normed: Tensor
-    qkv: Tensor  # before rotation, if that is not done in place
+    qkv: Tensor  # before rotation, unless rotation is in place
     rotated: Tensor
     attended: Attended
-    middle: Tensor  # the sum after attention
+    middle: Tensor  # residual stream after attention
     normed_middle: Tensor
     gate_up: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class SavedActivations:
-    """What a layer keeps for its backward pass: its input, and the rest unless that is to be computed again."""
+    """A layer's input and, unless recomputed, its intermediate results, for the backward pass."""
 
     start: Tensor
     inside: LayerActivations | None
 
 
 class LayerPasses:
-    """The parts of a forward and backward pass, over weights that come with the call. Between layers go a sum and what is still to be
-    added to it; backwards the gradient of the sum, and the same in the type of products."""
+    """The steps of a forward and backward pass; the caller passes the weights.
+
+    Forward, a layer gets and returns the residual stream and a delta that is not yet added to it.
+    Backward, it gets and returns the gradient of the residual stream in float32 (`d`) and in the
+    compute dtype (`d_cast`).
+    """
 
     def __init__(
         self,
@@ -65,7 +69,7 @@ class LayerPasses:
     def forward(
         self, layer: Layer, x: Tensor, delta: Tensor | None, at: Positions
     ) -> tuple[SavedActivations, Tensor, Tensor]:
-        """Through one layer: what to keep, the sum after attention, and what is still to be added to it."""
+        """Run one layer; return saved activations, residual stream after attention and delta."""
         start, normed = self._do.add_norm(x, delta, layer.input_norm)
         inside, middle, after = self._inside(layer, start, normed, at)
         return SavedActivations(start, None if self._checkpointing else inside), middle, after
@@ -74,34 +78,36 @@ class LayerPasses:
         self,
         layer: Layer,
         to: Layer,
-        kept: SavedActivations,
+        saved: SavedActivations,
         at: Positions,
         d: Tensor,
-        narrow: Tensor,
+        d_cast: Tensor,
     ) -> Tensor:
-        """`d`, of the layer's output, becomes that of its input; `narrow` is the same in the type of products, and what is returned.
-        Gradients of the weights are added to `to`."""
-        start, inside = kept.start, kept.inside
+        """Turn `d`, the gradient of the layer's output, into that of its input, in place.
+
+        Adds the gradients of the weights to `to` and returns the new `d_cast`.
+        """
+        start, inside = saved.start, saved.inside
         if inside is None:
             inside, _, _ = self._inside(
                 layer, start, self._do.add_norm(start, None, layer.input_norm)[1], at
             )
         d_gate_up = inside.gate_up
-        active = self._do.silu_mul_backward(d_gate_up, narrow @ layer.down.weight)
-        _add(to.down, narrow, active)
-        _add(to.gate_up, d_gate_up, inside.normed_middle)
-        narrow = self._do.norm_backward(
+        active = self._do.silu_mul_backward(d_gate_up, d_cast @ layer.down.weight)
+        _add_gradient(to.down, d_cast, active)
+        _add_gradient(to.gate_up, d_gate_up, inside.normed_middle)
+        d_cast = self._do.norm_backward(
             inside.middle, layer.mlp_norm, d_gate_up @ layer.gate_up.weight, d, to.mlp_norm
         )
-        _add(to.out, narrow, inside.attended[0])
+        _add_gradient(to.out, d_cast, inside.attended[0])
         d_qkv = self._do.attend_backward(
-            narrow @ layer.out.weight, inside.rotated, inside.attended, at
+            d_cast @ layer.out.weight, inside.rotated, inside.attended, at
         )
         norms = self._do.rotate_backward(d_qkv, inside.qkv, at, layer.q_norm, layer.k_norm)
         if norms is not None and to.q_norm is not None and to.k_norm is not None:
             to.q_norm.add_(norms[0])
             to.k_norm.add_(norms[1])
-        _add(to.qkv, d_qkv, inside.normed)
+        _add_gradient(to.qkv, d_qkv, inside.normed)
         return self._do.norm_backward(
             start, layer.input_norm, d_qkv @ layer.qkv.weight, d, to.input_norm
         )
@@ -109,7 +115,7 @@ class LayerPasses:
     def last(
         self, norm: Tensor, x: Tensor, delta: Tensor, predict: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The sum after all layers, and its norm where that predicts a trained token."""
+        """Return the final residual stream, and its norm where it predicts a trained token."""
         total, normed = self._do.add_norm(x, delta, norm)
         return total, normed.index_select(0, predict)
 
@@ -129,27 +135,23 @@ class LayerPasses:
         middle, normed_middle = self._do.add_norm(x, layer.out(attended[0]), layer.mlp_norm)
         gate_up = layer.gate_up(normed_middle)
         delta = layer.down(self._do.silu_mul(gate_up))
-        # The sum is kept under a name of its own: autograd may mark the other one as made here, and whoever keeps what it made never goes.
-        return (
-            LayerActivations(
-                normed, qkv, rotated, attended, middle.detach(), normed_middle, gate_up
-            ),
-            middle,
-            delta,
-        )
+        # Save a detached tensor: an autograd function that saves its own output leaks memory.
+        saved = middle.detach()
+        inside = LayerActivations(normed, qkv, rotated, attended, saved, normed_middle, gate_up)
+        return inside, middle, delta
 
 
 @dataclass(slots=True)
 class Tape:
-    """What a forward pass leaves for the backward pass."""
+    """Saved results of a forward pass for the backward pass."""
 
     positions: Positions
     layers: list[SavedActivations] = field(default_factory=list)
-    last: Tensor | None = None  # what the last norm saw
+    last: Tensor | None = None  # input of the final norm
 
 
 class TrainDecoder:
-    """All layers, on weights that one device holds."""
+    """Forward and backward pass of all layers, with the weights on one device."""
 
     def __init__(self, passes: LayerPasses, weights: DecoderWeights) -> None:
         self.weights = weights
@@ -160,48 +162,51 @@ class TrainDecoder:
 
     @torch.no_grad()
     def forward(self, micro: MicroBatch, tape: Tape, keep: bool) -> Tensor:
-        """[M, hidden] the last hidden states of the tokens that predict a trained one, normed. `keep`: a backward pass will follow."""
+        """Return the normed hidden states [M, hidden] at positions that predict a trained token.
+
+        `keep` saves activations for a backward pass.
+        """
         x = self._passes.embed(micro.input_ids[0], self.weights.embedding)
         delta: Tensor | None = None
         for layer in self.weights.layers:
-            kept, x, delta = self._passes.forward(layer, x, delta, tape.positions)
+            saved, x, delta = self._passes.forward(layer, x, delta, tape.positions)
             if keep:
-                tape.layers.append(kept)
-            del kept
-        assert delta is not None, "there is a layer"
+                tape.layers.append(saved)
+            del saved
+        assert delta is not None, "the decoder has at least one layer"
         x, hidden = self._passes.last(self.weights.norm, x, delta, micro.predict)
         tape.last = x if keep else None
         return hidden
 
     @torch.no_grad()
     def backward(self, micro: MicroBatch, tape: Tape, d_hidden: Tensor, to: DecoderWeights) -> None:
-        """Add the gradients of all weights but the head's to `to`; uses up the tape."""
-        assert tape.last is not None, "a forward pass that keeps what is needed comes first"
-        d, narrow = self._passes.last_backward(
+        """Add the gradients of all weights except the head's to `to`; consumes the tape."""
+        assert tape.last is not None, "call forward with keep=True first"
+        d, d_cast = self._passes.last_backward(
             self.weights.norm, to.norm, tape.last, micro.predict, d_hidden
         )
         for layer, gradient in zip(reversed(self.weights.layers), reversed(to.layers), strict=True):
-            narrow = self._passes.backward(
-                layer, gradient, tape.layers.pop(), tape.positions, d, narrow
+            d_cast = self._passes.backward(
+                layer, gradient, tape.layers.pop(), tape.positions, d, d_cast
             )
         to.embedding.index_add_(0, micro.input_ids[0], d)
 
 
 def positions(micro: MicroBatch, inv_freq: Tensor, rope_scale: float) -> Positions:
     rows = micro.layout.varlen
-    assert rows is not None, "micro-batches on a GPU have it"
+    assert rows is not None, "micro-batches on a GPU have a varlen layout"
     angles = micro.position_ids[0].float()[:, None] * inv_freq.to(micro.position_ids.device)
     return Positions(angles.cos() * rope_scale, angles.sin() * rope_scale, rows)
 
 
-def _add(to: Linear, d_out: Tensor, x: Tensor) -> None:
-    """The gradient of a linear layer's weights, summed in float32."""
-    add_product(to.weight, d_out.t(), x)
+def _add_gradient(to: Linear, d_out: Tensor, x: Tensor) -> None:
+    """Add the gradient of a linear layer's weights to `to`, accumulated in float32."""
+    add_matmul(to.weight, d_out.t(), x)
     if to.bias is not None:
         to.bias.add_(d_out.sum(0, dtype=to.bias.dtype))
 
 
-def add_product(to: Tensor, a: Tensor, b: Tensor) -> None:
-    """to += a @ b, for a `to` that may be wider."""
-    wide: dict[str, Any] = {"out_dtype": to.dtype} if a.dtype != to.dtype else {}
-    torch.addmm(to, a, b, out=to, **wide)
+def add_matmul(to: Tensor, a: Tensor, b: Tensor) -> None:
+    """Compute to += a @ b, where `to` can have a wider dtype."""
+    dtype: dict[str, Any] = {"out_dtype": to.dtype} if a.dtype != to.dtype else {}
+    torch.addmm(to, a, b, out=to, **dtype)

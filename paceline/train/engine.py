@@ -1,7 +1,9 @@
-"""The protocol of a train engine: what holds a model, its gradient and its optimizer. `single.py` is one device, `fsdp.py` several.
+"""Protocol of a train engine, which holds a model, its gradients and its optimizer.
 
-It knows nothing of algorithms: a loss comes in as a function of the trained tokens. Where an engine has several ranks, each of them
-is called with the same arguments in the same order, takes its own share of the batch, and returns the result of the whole.
+Implementations: `single.py` and `lora.py` (one device), `fsdp.py` and `megatron.py` (several). An
+engine is independent of algorithms: the caller passes the loss as a function of the trained tokens.
+All ranks of an engine are called with the same arguments in the same order, process their part of
+the batch and return the result of the whole batch.
 """
 
 from collections.abc import Iterator
@@ -17,36 +19,55 @@ from paceline.types import Batch, FloatArray
 
 class TrainEngine(Protocol):
     def logprobs(self, batch: Batch) -> FloatArray:
-        """[T] log-prob of each trained token at the sampling temperature; 0 where not mask. Needs the policy head."""
+        """Return the log-prob of each trained token at the sampling temperature, as [T].
+
+        Tokens outside the mask have 0. Requires the policy head.
+        """
         ...
 
     def values(self, batch: Batch) -> FloatArray:
-        """[T] value of the state each trained token was sampled in; 0 where not mask. Needs the value head."""
+        """Return the value of the state in which each trained token was sampled, as [T].
+
+        Tokens outside the mask have 0. Requires the value head.
+        """
         ...
 
     def forward_backward(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]:
-        """Add the gradient of the loss over the whole batch; returns the loss and its diagnostics."""
+        """Add the gradient of the loss over the whole batch; return the loss and its metrics."""
         ...
 
     def optimizer_step(self, lr: float) -> float:
-        """Clip, step, clear the gradient; the gradient's norm before clipping. If it is not finite nothing changes
-        except that the gradient is cleared, and nan is returned."""
+        """Clip the gradient, step, clear the gradient; return its norm before clipping.
+
+        If the norm is not finite, skip the step, clear the gradient and return nan.
+        """
         ...
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight under its Hugging Face name, whole, tied ones under each of their names; live tensors where possible, not
-        copies. Gathered one by one, so all ranks must ask for all of them, and all ranks get them."""
+        """Yield every weight, unsharded, by Hugging Face name; tied weights appear under each name.
+
+        Tensors are not copied where possible. Weights are gathered one by one, so every rank must
+        consume the whole iterator.
+        """
         ...
 
     def save(self, folder: Path) -> None:
-        """Write weights and optimizer state as `saved.py` has it. Making the folder appear atomically is the caller's part."""
+        """Write weights and optimizer state in the format of `training_state.py`.
+
+        The caller makes the directory appear atomically.
+        """
         ...
 
     def load(self, folder: Path) -> None:
-        """Take over what `save` wrote, of any engine and number of ranks, in place. Raises CheckpointError."""
+        """Load in place what `save` of any engine and number of ranks wrote.
+
+        Raises CheckpointError.
+        """
         ...
 
     def place(self, where: Literal["device", "host"]) -> Moved:
-        """Put parameters, gradients and optimizer state into host memory, or back; meanwhile nothing else may be asked of it. What has
-        no other place (a CPU) moves nothing."""
+        """Move parameters, gradients and optimizer state to host memory, or back to the device.
+
+        Call no other method while they are in host memory. An engine on a CPU moves nothing.
+        """
         ...

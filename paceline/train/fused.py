@@ -1,7 +1,8 @@
-"""A policy trained on one GPU in bfloat16 by our own forward and backward pass; float32 weights, gradients and optimizer state stay the
-Hugging Face module's. It has a bfloat16 copy of the weights, which a rollout engine on the same device may read as it is.
+"""Policy training on one GPU in bfloat16 with the explicit passes of `decoder.py`.
 
-What it does not know (adapters, other decoders, other types) trains through the module itself, see `packed.py`.
+The Hugging Face module keeps the float32 weights and gradients. The policy has a bfloat16 copy of
+the weights, which a rollout engine on the same device can share. Unsupported models (adapters,
+other decoders, other dtypes) train through the module itself, see `packed.py`.
 """
 
 import importlib.util
@@ -21,14 +22,14 @@ from paceline.train.decoder import LayerPasses, TrainDecoder
 from paceline.train.head import chunked_logprobs
 from paceline.train.settings import TrainSettings
 
-DIMS = (16, 32, 64, 128, 256)  # of a head
+DIMS = (16, 32, 64, 128, 256)  # supported head dimensions
 
 
 class FusedPolicy:
     def __init__(
         self, decoder: TrainDecoder, parameters: dict[str, nn.Parameter], temperature: float
     ) -> None:
-        """`parameters`: by the names that the decoder's weights have, too."""
+        """`parameters` have the same names as the decoder's weights."""
         self.weights = decoder.weights
         self._parameters = parameters
         self._temperature = temperature
@@ -43,7 +44,7 @@ class FusedPolicy:
     def add_gradient(
         self, micro: MicroBatch, loss: Callable[[TokenOutputs], LossTerms]
     ) -> LossTerms:
-        """Add the gradient of the loss over one micro-batch to that of the parameters."""
+        """Add the gradient of the loss over one micro-batch to the parameters' gradients."""
         to = self._open_gradients()
         tape = self._decoder.start(micro)
         hidden = self._decoder.forward(micro, tape, keep=True).requires_grad_()
@@ -55,7 +56,7 @@ class FusedPolicy:
         return LossTerms(terms.loss.detach(), terms.sums, terms.maxima)
 
     def weights_changed(self) -> None:
-        """The parameters have new values: bring the copy up to date. Their gradient, if there was one, is gone."""
+        """Copy the parameters' new values to the bfloat16 weights and drop the gradients."""
         self.weights.load(dict(self._parameters))
         self._gradients = None
 
@@ -67,7 +68,7 @@ class FusedPolicy:
         )
 
     def _open_gradients(self) -> DecoderWeights:
-        """Where gradients are added up: the parameters' own, in the layout of the fused weights."""
+        """Return the parameters' `grad` tensors in the layout of the fused weights."""
         first = next(iter(self._parameters.values()))
         if self._gradients is None or first.grad is None:
             self._gradients = self.weights.zeros(torch.float32)
@@ -77,17 +78,17 @@ class FusedPolicy:
 
 
 def fused_policy(
-    model: PreTrainedModel, parameters: dict[str, nn.Parameter], settings: TrainSettings, temperature: float
-) -> FusedPolicy | None:  # fmt: skip
-    """For a model and a device it can do, otherwise None."""
+    model: PreTrainedModel,
+    parameters: dict[str, nn.Parameter],
+    settings: TrainSettings,
+    temperature: float,
+) -> FusedPolicy | None:
+    """Return a FusedPolicy, or None if it does not support the model, the device or the dtype."""
     if not can_fuse(model, parameters, next(model.parameters()).device, settings):
         return None
     weights = DecoderWeights.from_module(model, share=False, dtype=torch.bfloat16)
-    return FusedPolicy(
-        TrainDecoder(LayerPasses(model.config, settings.gradient_checkpointing), weights),
-        parameters,
-        temperature or 1.0,
-    )
+    passes = LayerPasses(model.config, settings.gradient_checkpointing)
+    return FusedPolicy(TrainDecoder(passes, weights), parameters, temperature or 1.0)
 
 
 def can_fuse(
@@ -96,7 +97,7 @@ def can_fuse(
     device: torch.device,
     settings: TrainSettings,
 ) -> bool:
-    """Does our own forward and backward pass know this decoder, with these weights to learn, on this device?"""
+    """Return whether the explicit passes support this model, its parameters and the device."""
     if (
         device.type != "cuda"
         or settings.dtype != "bfloat16"
@@ -109,5 +110,5 @@ def can_fuse(
             weights = DecoderWeights.from_module(type(model)(model.config), share=False)
     except ModelError:
         return False
-    known = sliding_window(model.config) is None and weights.named.keys() == parameters.keys()
-    return known and 2 * weights.inv_freq.numel() in DIMS
+    same = sliding_window(model.config) is None and weights.named.keys() == parameters.keys()
+    return same and 2 * weights.inv_freq.numel() in DIMS

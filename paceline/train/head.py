@@ -1,7 +1,8 @@
-"""What turns hidden states into something said of tokens: log-probs and entropy (policy) or values (critic).
+"""Heads that turn hidden states into log-probs and entropy (policy) or values (critic).
 
-The logits of a batch are the largest thing in training by far (tokens x vocabulary). Here only trained positions get any,
-a chunk of rows at a time, and the backward pass computes them again instead of keeping them.
+The logits of a batch (tokens x vocabulary) would be the largest tensor of training. They are
+therefore computed only for trained positions, one chunk of rows at a time, and recomputed in the
+backward pass.
 """
 
 import importlib.util
@@ -14,19 +15,18 @@ from torch.autograd.function import once_differentiable
 from paceline.algo.loss import TokenOutputs
 from paceline.model.operations import matmul_float32
 
-CHUNK_LOGITS = {
-    "cpu": 2**20,
-    "cuda": 2**29,
-}  # logits alive at once: about the CPU's cache, and large matrix products on a GPU
+# Logits in memory at once: about the size of a CPU cache, or enough for large matmuls on a GPU.
+CHUNK_LOGITS = {"cpu": 2**20, "cuda": 2**29}
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-BLOCK = 4096  # logits that a program of a GPU kernel works on at a time
+BLOCK = 4096  # logits that a GPU kernel program processes at a time
 
 
 class ChunkedLogprobs(torch.autograd.Function):
-    """(hidden [M, D], weight [V, D], bias [V] | None, targets [M]) -> log-prob of the targets [M], entropy [M].
+    """Log-probs of the targets [M] and entropy [M].
 
-    Products are computed in the type of `hidden`; the gradient of the weight is kept in the weight's own, or added to `gradient` if that
-    is given."""
+    Inputs: hidden [M, D], weight [V, D], bias [V] | None, targets [M]. The dtype of `hidden` is the
+    compute dtype. The gradient of the weight has the weight's dtype, or is added to `gradient`.
+    """
 
     @staticmethod
     def forward(
@@ -44,9 +44,9 @@ class ChunkedLogprobs(torch.autograd.Function):
         logprobs, entropy = (
             torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(2)
         )
-        narrow = weight.to(hidden.dtype)
+        matrix = weight.to(hidden.dtype)
         for rows in chunks(len(hidden), chunk):
-            log_p, _ = _log_softmax(hidden[rows], narrow, bias, temperature, cap)
+            log_p, _ = _log_softmax(hidden[rows], matrix, bias, temperature, cap)
             logprobs[rows] = log_p.gather(1, targets[rows, None]).squeeze(1)
             entropy[rows] = -(log_p.exp() * log_p).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy)
@@ -58,15 +58,15 @@ class ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, entropy = ctx.saved_tensors
         to_logprobs, to_entropy = upstream
-        by_entropy = bool(to_entropy.any())  # an entropy bonus is rare: skip its share of the work
+        by_entropy = bool(to_entropy.any())  # entropy bonuses are rare: skip the work without one
         d_hidden = torch.empty_like(hidden)
         d_weight = ctx.gradient
-        if d_weight is None and ctx.needs_input_grad[1]:  # a frozen layer costs nothing here
+        if d_weight is None and ctx.needs_input_grad[1]:  # skip frozen weights
             d_weight = torch.zeros_like(weight)
         d_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
-        narrow = weight.to(hidden.dtype)
+        matrix = weight.to(hidden.dtype)
         for rows in chunks(len(hidden), ctx.chunk):
-            log_p, slope = _log_softmax(hidden[rows], narrow, bias, ctx.temperature, ctx.cap)
+            log_p, slope = _log_softmax(hidden[rows], matrix, bias, ctx.temperature, ctx.cap)
             p = log_p.exp()
             d_logits = p * -to_logprobs[rows, None]
             d_logits.scatter_add_(1, targets[rows, None], to_logprobs[rows, None])
@@ -78,28 +78,22 @@ class ChunkedLogprobs(torch.autograd.Function):
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
             d_logits = d_logits.to(hidden.dtype)
-            torch.mm(d_logits, narrow, out=d_hidden[rows])
+            torch.mm(d_logits, matrix, out=d_hidden[rows])
             if d_weight is None:
                 continue
             if d_weight.dtype == d_logits.dtype:
                 d_weight.addmm_(d_logits.t(), hidden[rows])
             else:
                 d_weight += matmul_float32(d_logits.t(), hidden[rows])
-        return (
-            d_hidden,
-            d_weight if ctx.gradient is None else None,
-            d_bias,
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        returned = d_weight if ctx.gradient is None else None
+        return d_hidden, returned, d_bias, None, None, None, None, None
 
 
 class FusedLogprobs(torch.autograd.Function):
-    """The same on a GPU, in bfloat16: one kernel reads a chunk of logits, one turns it into its gradient. The gradient of the weight is
-    added to `gradient` if that is given."""
+    """ChunkedLogprobs for bfloat16 on a GPU, without bias: one kernel per chunk and direction.
+
+    The gradient of the weight is added to `gradient` if given.
+    """
 
     @staticmethod
     def forward(
@@ -114,14 +108,14 @@ class FusedLogprobs(torch.autograd.Function):
         from paceline.train import kernels
 
         logprobs, entropy, logs = (torch.empty(len(hidden), device=hidden.device) for _ in range(3))
-        narrow = weight.to(hidden.dtype)
+        matrix = weight.to(hidden.dtype)
         for rows in chunks(len(hidden), chunk):
-            logits = matmul_float32(hidden[rows], narrow.t())
+            logits = matmul_float32(hidden[rows], matrix.t())
             kernels.read_logits[(len(logits),)](
                 logits, targets[rows], logprobs[rows], entropy[rows], logs[rows], 1 / temperature,
                 VOCABULARY=len(weight), BLOCK=BLOCK, num_warps=8,
             )  # fmt: skip
-            del logits  # before the next one is made
+            del logits  # free the chunk before the next one is allocated
         ctx.save_for_backward(hidden, weight, targets, entropy, logs)
         ctx.temperature, ctx.chunk, ctx.gradient = temperature, chunk, gradient
         ctx.set_materialize_grads(False)
@@ -141,29 +135,24 @@ class FusedLogprobs(torch.autograd.Function):
         d_weight = ctx.gradient
         if d_weight is None and ctx.needs_input_grad[1]:
             d_weight = torch.zeros_like(weight, dtype=torch.float32)
-        narrow = weight.to(hidden.dtype)
+        matrix = weight.to(hidden.dtype)
         for rows in chunks(len(hidden), ctx.chunk):
-            logits = matmul_float32(hidden[rows], narrow.t())
+            logits = matmul_float32(hidden[rows], matrix.t())
             d_logits = torch.empty_like(logits, dtype=hidden.dtype)
             kernels.logits_backward[(len(logits), -(-len(weight) // BLOCK))](
-                logits, targets[rows], logs[rows], entropy[rows], to_logprobs[rows], logs if to_entropy is None else to_entropy[rows],
-                d_logits, 1 / ctx.temperature, VOCABULARY=len(weight), BLOCK=BLOCK, BY_ENTROPY=to_entropy is not None, num_warps=8,
+                logits, targets[rows], logs[rows], entropy[rows], to_logprobs[rows],
+                logs if to_entropy is None else to_entropy[rows], d_logits, 1 / ctx.temperature,
+                VOCABULARY=len(weight), BLOCK=BLOCK, BY_ENTROPY=to_entropy is not None, num_warps=8,
             )  # fmt: skip
             del logits
-            torch.mm(d_logits, narrow, out=d_hidden[rows])
+            torch.mm(d_logits, matrix, out=d_hidden[rows])
             if d_weight is not None:
                 torch.addmm(
                     d_weight, d_logits.t(), hidden[rows], out_dtype=torch.float32, out=d_weight
                 )
-        returned = d_weight if ctx.gradient is None and d_weight is not None else None
-        return (
-            d_hidden,
-            None if returned is None else returned.to(weight.dtype),
-            None,
-            None,
-            None,
-            None,
-        )
+        if ctx.gradient is not None or d_weight is None:
+            return d_hidden, None, None, None, None, None
+        return d_hidden, d_weight.to(weight.dtype), None, None, None, None
 
 
 def chunks(count: int, size: int) -> list[slice]:
@@ -172,8 +161,8 @@ def chunks(count: int, size: int) -> list[slice]:
 
 def _log_softmax(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, cap: float | None
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """And how much a capped logit follows the product."""
+) -> tuple[Tensor, Tensor | None]:
+    """Return log-softmax of the logits and, for capped logits, the derivative of the cap."""
     logits, slope = matmul_float32(hidden, weight.t()), None
     if bias is not None:
         logits += bias
@@ -194,17 +183,15 @@ def chunked_logprobs(
     gradient: Tensor | None = None,
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target at a temperature, and the entropy of the distribution it was drawn from. `gradient`: where that of the
-    weight is added, in place of the weight's own; `cap`: what logits c are bent below, c = cap * tanh(c / cap)."""
+    """Return the log-prob of each target at a temperature and the entropy of its distribution.
+
+    With `gradient`, the weight's gradient is added to that tensor instead of the weight's `grad`.
+    With `cap`, logits are soft-capped: cap * tanh(logits / cap).
+    """
     if chunk is None:
         chunk = max(1, CHUNK_LOGITS.get(hidden.device.type, 2**20) // len(weight))
-    if (
-        hidden.is_cuda
-        and hidden.dtype == torch.bfloat16
-        and bias is None
-        and cap is None
-        and HAS_TRITON
-    ):
+    on_gpu = hidden.is_cuda and hidden.dtype == torch.bfloat16 and HAS_TRITON
+    if on_gpu and bias is None and cap is None:
         logprobs, entropy = FusedLogprobs.apply(
             hidden, weight, targets, temperature, chunk, gradient
         )
@@ -216,7 +203,7 @@ def chunked_logprobs(
 
 
 class PolicyHead(nn.Module):
-    """The model's own output layer, with what it does to logits afterwards (a cap, or a factor), read at the sampling temperature."""
+    """The model's output layer, with its logit cap or factor, at the sampling temperature."""
 
     def __init__(
         self, output: nn.Linear, temperature: float, cap: float | None = None, factor: float = 1.0
@@ -233,7 +220,7 @@ class PolicyHead(nn.Module):
 
 
 class ValueHead(nn.Module):
-    """One number per position; starts at 0 everywhere, so that the first advantages are the rewards themselves."""
+    """A value per position. Initial values are 0, so the first advantages equal the rewards."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()

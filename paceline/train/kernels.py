@@ -1,10 +1,11 @@
-"""Triton kernels of the train engine on a GPU: what stands between two matrix products, forward and backward.
+"""Triton kernels for training on a GPU: the operations between matmuls, forward and backward.
 
-Matrices are [token, feature] and contiguous. The sum that runs from layer to layer, and its gradient, are float32; all arithmetic is.
+Matrices are [token, feature] and contiguous. The residual stream and its gradient are float32, and
+so is all arithmetic.
 """
 
 # mypy: ignore-errors
-# (kernels are written in the language of Triton, of which only the syntax is Python's)
+# (mypy cannot check Triton code)
 
 import triton
 import triton.language as tl
@@ -17,7 +18,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 def add_norm(
     x, delta, weight, total, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr
 ):
-    """total = x + delta; out = the norm of that."""
+    """Compute total = x + delta and out = norm(total)."""
     at = tl.arange(0, BLOCK)
     inside = at < WIDTH
     here = tl.program_id(0).to(tl.int64) * WIDTH + at
@@ -32,32 +33,34 @@ def add_norm(
 
 @triton.jit
 def norm_backward(
-    x, weight, d_out, d_x, d_x_narrow, d_weight, eps, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    x, weight, d_out, d_x, d_x_cast, d_weight, eps, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """d_x += what comes through the norm of x; the sum in the type of products, too. d_weight: one row for each program."""
+    """Add the gradient through the norm of x to d_x and cast the result to the compute dtype.
+
+    d_weight has one row per program.
+    """
     at = tl.arange(0, BLOCK)
     inside = at < WIDTH
     w = tl.load(weight + at, mask=inside, other=0).to(tl.float32)
-    collected = tl.zeros([BLOCK], tl.float32)
+    d_w = tl.zeros([BLOCK], tl.float32)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         here = row.to(tl.int64) * WIDTH + at
         value = tl.load(x + here, mask=inside, other=0)
         d = tl.load(d_out + here, mask=inside, other=0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
         value = value * scale
-        collected += d * value
+        d_w += d * value
         d = d * w
-        d = (d - value * (tl.sum(d * value, 0) / WIDTH)) * scale + tl.load(
-            d_x + here, mask=inside, other=0
-        )
+        d = (d - value * (tl.sum(d * value, 0) / WIDTH)) * scale
+        d += tl.load(d_x + here, mask=inside, other=0)
         tl.store(d_x + here, d, mask=inside)
-        tl.store(d_x_narrow + here, d.to(d_x_narrow.dtype.element_ty), mask=inside)
-    tl.store(d_weight + tl.program_id(0) * WIDTH + at, collected, mask=inside)
+        tl.store(d_x_cast + here, d.to(d_x_cast.dtype.element_ty), mask=inside)
+    tl.store(d_weight + tl.program_id(0) * WIDTH + at, d_w, mask=inside)
 
 
 @triton.jit
 def silu_mul_backward(gate_up, d_out, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """gate_up becomes its gradient, out what `silu_mul` made of it: nobody kept that."""
+    """Replace gate_up by its gradient and recompute the output of `silu_mul` into `out`."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < WIDTH
@@ -65,25 +68,28 @@ def silu_mul_backward(gate_up, d_out, out, WIDTH: tl.constexpr, BLOCK: tl.conste
     gate = tl.load(here, mask=inside, other=0).to(tl.float32)
     up = tl.load(here + WIDTH, mask=inside, other=0).to(tl.float32)
     d = tl.load(d_out + row * WIDTH + at, mask=inside, other=0).to(tl.float32)
-    share = tl.sigmoid(gate)
-    silu = gate * share
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
     tl.store(out + row * WIDTH + at, (silu * up).to(out.dtype.element_ty), mask=inside)
-    tl.store(
-        here, (d * up * (share + silu * (1 - share))).to(gate_up.dtype.element_ty), mask=inside
-    )
+    d_gate = d * up * (sigmoid + silu * (1 - sigmoid))
+    tl.store(here, d_gate.to(gate_up.dtype.element_ty), mask=inside)
     tl.store(here + WIDTH, (d * silu).to(gate_up.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def rotate(
     qkv, out, cos, sin, q_norm, k_norm, eps,
-    HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, NORMED: tl.constexpr,
+    HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+    NORMED: tl.constexpr,
 ):  # fmt: skip
-    """Queries and keys of a token, normed if the model does that, turned by its position. `out` may be `qkv` itself."""
+    """Rotate the queries and keys of a token by its position, normed first if NORMED.
+
+    `out` can be `qkv`.
+    """
     token = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = DIM // 2
     head, at = tl.arange(0, ROWS)[:, None], tl.arange(0, HALF)[None, :]
-    inside, turned = head < HEADS + 2 * KV, head < HEADS + KV
+    inside, rotated = head < HEADS + 2 * KV, head < HEADS + KV
     here = token * ((HEADS + 2 * KV) * DIM) + head * DIM + at
     a = tl.load(qkv + here, mask=inside, other=0).to(tl.float32)
     b = tl.load(qkv + here + HALF, mask=inside, other=0).to(tl.float32)
@@ -93,11 +99,11 @@ def rotate(
         second = tl.where(
             head < HEADS, tl.load(q_norm + HALF + at), tl.load(k_norm + HALF + at)
         ).to(tl.float32)
-        a = tl.where(turned, a * scale * first, a)
-        b = tl.where(turned, b * scale * second, b)
+        a = tl.where(rotated, a * scale * first, a)
+        b = tl.where(rotated, b * scale * second, b)
     c, s = tl.load(cos + token * HALF + at), tl.load(sin + token * HALF + at)
-    x = tl.where(turned, a * c - b * s, a)
-    y = tl.where(turned, b * c + a * s, b)
+    x = tl.where(rotated, a * c - b * s, a)
+    y = tl.where(rotated, b * c + a * s, b)
     tl.store(out + here, x.to(out.dtype.element_ty), mask=inside)
     tl.store(out + here + HALF, y.to(out.dtype.element_ty), mask=inside)
 
@@ -105,21 +111,23 @@ def rotate(
 @triton.jit
 def rotate_backward(
     d_qkv, qkv, cos, sin, q_norm, k_norm, d_norms, eps, tokens,
-    HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, NORMED: tl.constexpr,
+    HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+    NORMED: tl.constexpr,
 ):  # fmt: skip
-    """d_qkv, of what `rotate` gave, becomes that of `qkv`. d_norms: [program, q or k, DIM]."""
+    """Turn d_qkv, the gradient of `rotate`'s output, into that of its input, in place.
+
+    d_norms is [program, q or k, DIM].
+    """
     HALF: tl.constexpr = DIM // 2
     head, at = tl.arange(0, ROWS)[:, None], tl.arange(0, HALF)[None, :]
-    inside, turned = head < HEADS + 2 * KV, head < HEADS + KV
+    inside, rotated = head < HEADS + 2 * KV, head < HEADS + KV
     if NORMED:
         first = tl.where(head < HEADS, tl.load(q_norm + at), tl.load(k_norm + at)).to(tl.float32)
         second = tl.where(
             head < HEADS, tl.load(q_norm + HALF + at), tl.load(k_norm + HALF + at)
         ).to(tl.float32)
-        collected_a, collected_b = (
-            tl.zeros([ROWS, HALF], tl.float32),
-            tl.zeros([ROWS, HALF], tl.float32),
-        )
+        sum_a = tl.zeros([ROWS, HALF], tl.float32)
+        sum_b = tl.zeros([ROWS, HALF], tl.float32)
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
         here = token.to(tl.int64) * ((HEADS + 2 * KV) * DIM) + head * DIM + at
         x = tl.load(d_qkv + here, mask=inside, other=0).to(tl.float32)
@@ -131,48 +139,49 @@ def rotate_backward(
             b = tl.load(qkv + here + HALF, mask=inside, other=0).to(tl.float32)
             scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DIM + eps)[:, None]
             a, b = a * scale, b * scale
-            collected_a += d_a * a
-            collected_b += d_b * b
+            sum_a += d_a * a
+            sum_b += d_b * b
             d_a, d_b = d_a * first, d_b * second
             along = ((tl.sum(d_a * a, 1) + tl.sum(d_b * b, 1)) / DIM)[:, None]
             d_a, d_b = (d_a - a * along) * scale, (d_b - b * along) * scale
-        tl.store(d_qkv + here, tl.where(turned, d_a, x).to(d_qkv.dtype.element_ty), mask=turned)
+        tl.store(d_qkv + here, tl.where(rotated, d_a, x).to(d_qkv.dtype.element_ty), mask=rotated)
         tl.store(
-            d_qkv + here + HALF, tl.where(turned, d_b, y).to(d_qkv.dtype.element_ty), mask=turned
+            d_qkv + here + HALF, tl.where(rotated, d_b, y).to(d_qkv.dtype.element_ty), mask=rotated
         )
     if NORMED:
-        of_q, of_k = head < HEADS, (head >= HEADS) & turned
+        of_q, of_k = head < HEADS, (head >= HEADS) & rotated
         to = d_norms + tl.program_id(0) * 2 * DIM + tl.arange(0, HALF)
-        tl.store(to, tl.sum(tl.where(of_q, collected_a, 0.0), 0))
-        tl.store(to + HALF, tl.sum(tl.where(of_q, collected_b, 0.0), 0))
-        tl.store(to + DIM, tl.sum(tl.where(of_k, collected_a, 0.0), 0))
-        tl.store(to + DIM + HALF, tl.sum(tl.where(of_k, collected_b, 0.0), 0))
+        tl.store(to, tl.sum(tl.where(of_q, sum_a, 0.0), 0))
+        tl.store(to + HALF, tl.sum(tl.where(of_q, sum_b, 0.0), 0))
+        tl.store(to + DIM, tl.sum(tl.where(of_k, sum_a, 0.0), 0))
+        tl.store(to + DIM + HALF, tl.sum(tl.where(of_k, sum_b, 0.0), 0))
 
 
 @triton.jit
 def read_logits(
-    logits, targets, logprobs, entropies, logs, heat, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Of one row: log-prob of its target, entropy, and the logarithm (base 2) of the sum of its exponentials. heat: 1 / temperature."""
+    logits, targets, logprobs, entropies, logs, inv_temperature,
+    VOCABULARY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute the target's log-prob, the entropy and the log2-sum-exp of one row."""
     row = tl.program_id(0)
     here = logits + row.to(tl.int64) * VOCABULARY
-    most = tl.full([BLOCK], -1e30, tl.float32)
+    peak = tl.full([BLOCK], -1e30, tl.float32)
     mass = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
     for n in range(0, VOCABULARY, BLOCK):
         at = n + tl.arange(0, BLOCK)
         inside = at < VOCABULARY
-        z = tl.load(here + at, mask=inside, other=-1e30) * (heat * LOG2_E)
-        higher = tl.maximum(most, z)
-        fade, p = tl.exp2(most - higher), tl.where(inside, tl.exp2(z - higher), 0.0)
+        z = tl.load(here + at, mask=inside, other=-1e30) * (inv_temperature * LOG2_E)
+        higher = tl.maximum(peak, z)
+        fade, p = tl.exp2(peak - higher), tl.where(inside, tl.exp2(z - higher), 0.0)
         mass = mass * fade + p
         weighted = weighted * fade + p * z
-        most = higher
-    top = tl.max(most, 0)
-    fade = tl.exp2(most - top)
+        peak = higher
+    top = tl.max(peak, 0)
+    fade = tl.exp2(peak - top)
     total = tl.sum(mass * fade, 0)
     log = top + tl.log2(total)
-    target = tl.load(here + tl.load(targets + row)) * (heat * LOG2_E)
+    target = tl.load(here + tl.load(targets + row)) * (inv_temperature * LOG2_E)
     tl.store(logprobs + row, (target - log) * LN_2)
     tl.store(entropies + row, (log - tl.sum(weighted * fade, 0) / total) * LN_2)
     tl.store(logs + row, log)
@@ -180,17 +189,18 @@ def read_logits(
 
 @triton.jit
 def logits_backward(
-    logits, targets, logs, entropies, to_logprobs, to_entropies, d_logits, heat,
+    logits, targets, logs, entropies, to_logprobs, to_entropies, d_logits, inv_temperature,
     VOCABULARY: tl.constexpr, BLOCK: tl.constexpr, BY_ENTROPY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = row.to(tl.int64) * VOCABULARY + at
     inside = at < VOCABULARY
-    log_p = tl.load(logits + here, mask=inside, other=-1e30) * (heat * LOG2_E) - tl.load(logs + row)
+    log_p = tl.load(logits + here, mask=inside, other=-1e30) * (inv_temperature * LOG2_E)
+    log_p -= tl.load(logs + row)
     p = tl.exp2(log_p)
     upstream = tl.load(to_logprobs + row)
     d = tl.where(at == tl.load(targets + row), upstream, 0.0) - p * upstream
     if BY_ENTROPY:
         d -= p * (log_p * LN_2 + tl.load(entropies + row)) * tl.load(to_entropies + row)
-    tl.store(d_logits + here, (d * heat).to(d_logits.dtype.element_ty), mask=inside)
+    tl.store(d_logits + here, (d * inv_temperature).to(d_logits.dtype.element_ty), mask=inside)

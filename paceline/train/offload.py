@@ -1,7 +1,7 @@
-"""Tensors put away in host memory while somebody else needs the device, and brought back.
+"""Offload of device tensors to host memory while another component needs the device.
 
-It is the memory behind them that moves: tensors stay the same objects, so views of one another (fused weights, shards, tied layers)
-still are afterwards. Copies run side by side and are waited for once.
+Only the storages move; the tensors stay the same objects, so tensors that share a storage (fused
+weights, shards, tied layers) still share it afterwards. Copies run concurrently.
 """
 
 import time
@@ -20,13 +20,13 @@ class Moved:
 
 
 class HostOffload:
-    """Where the contents of device tensors lie while they are away."""
+    """Host copies of offloaded device tensors."""
 
     def __init__(self) -> None:
-        self._away: list[tuple[torch.UntypedStorage, Tensor]] = []
+        self._offloaded: list[tuple[torch.UntypedStorage, Tensor]] = []
 
     def offload(self, tensors: Iterable[Tensor]) -> Moved:
-        """Free the device memory of these tensors. What is in host memory already stays where it is."""
+        """Copy these tensors to host memory and free their device memory; ignore CPU tensors."""
         started = time.perf_counter()
         storages = {
             s.data_ptr(): s for s in map(_storage, tensors) if s.device.type != "cpu" and s.nbytes()
@@ -34,7 +34,7 @@ class HostOffload:
         for storage in storages.values():
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
             host.copy_(_bytes(storage), non_blocking=True)
-            self._away.append((storage, host))
+            self._offloaded.append((storage, host))
         if storages:
             torch.cuda.synchronize()
         moved = sum(storage.nbytes() for storage in storages.values())
@@ -43,16 +43,16 @@ class HostOffload:
         return Moved(moved, time.perf_counter() - started)
 
     def restore(self) -> Moved:
-        """Fill the same tensors again."""
+        """Copy the contents back into the same tensors."""
         started = time.perf_counter()
         moved = 0
-        for storage, host in self._away:
+        for storage, host in self._offloaded:
             storage.resize_(host.numel())
             _bytes(storage).copy_(host, non_blocking=True)
             moved += host.numel()
-        if self._away:
+        if self._offloaded:
             torch.cuda.synchronize()
-        self._away.clear()
+        self._offloaded.clear()
         return Moved(moved, time.perf_counter() - started)
 
 

@@ -1,4 +1,4 @@
-"""AdamW as we use it: which parameters decay, clipping, its state as plain tensors."""
+"""AdamW: parameter groups, gradient clipping, and its state as plain tensors."""
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,10 @@ def adamw(named: dict[str, nn.Parameter], settings: TrainSettings) -> torch.opti
 
 
 def clip_gradients(parameters: list[nn.Parameter], max_norm: float) -> float:
-    """Scale gradients down to `max_norm` if they exceed it; the norm before. Untouched when it is not finite."""
+    """Scale gradients down to `max_norm` if they exceed it; return the norm before.
+
+    Gradients with a norm that is not finite stay unchanged.
+    """
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
     if torch.isfinite(norm):
@@ -37,7 +40,7 @@ def clip_gradients(parameters: list[nn.Parameter], max_norm: float) -> float:
 def optimizer_state(
     optimizer: torch.optim.AdamW, named: dict[str, nn.Parameter]
 ) -> dict[str, Tensor]:
-    """Its state as flat tensors: "step:model.norm.weight" and so on. Empty before the first step."""
+    """Return the state by keys such as "step:model.norm.weight"; empty before the first step."""
     return {
         f"{key}:{name}": optimizer.state[p][key]
         for name, p in named.items()
@@ -49,12 +52,13 @@ def optimizer_state(
 def load_optimizer_state(
     optimizer: torch.optim.AdamW, named: dict[str, nn.Parameter], state: dict[str, Tensor]
 ) -> None:
-    """Take over what `optimizer_state` gave; all or nothing."""
+    """Load what `optimizer_state` returned, all or nothing."""
     known = {f"{key}:{name}" for name in named for key in STATE}
     unknown = sorted(set(state) - known)
     if unknown:
         raise CheckpointError(
-            f"optimizer state {unknown[0]!r} ({len(unknown)} such) belongs to no parameter: saved from another model?"
+            f"optimizer state {unknown[0]!r} ({len(unknown)} in total) belongs to no parameter; "
+            "use a checkpoint of this model"
         )
     fresh: dict[Tensor, dict[str, Tensor]] = {}
     for name, parameter in named.items():
@@ -63,7 +67,8 @@ def load_optimizer_state(
         entry = {key: state[f"{key}:{name}"].to(parameter.device, copy=True) for key in STATE}
         if entry["exp_avg"].shape != parameter.shape:
             raise CheckpointError(
-                f"optimizer state of {name} is {tuple(entry['exp_avg'].shape)}, the parameter {tuple(parameter.shape)}"
+                f"optimizer state of {name} has shape {tuple(entry['exp_avg'].shape)}, the "
+                f"parameter has {tuple(parameter.shape)}; use a checkpoint of this model"
             )
         fresh[parameter] = entry
     optimizer.state.clear()

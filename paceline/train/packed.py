@@ -1,4 +1,7 @@
-"""A Hugging Face decoder and what is read off it, run over packed rows: what single device and sharded engines have in common."""
+"""Hugging Face decoder with a policy or value head, run over packed rows.
+
+The single-device engine and the FSDP engine share it.
+"""
 
 import contextlib
 import logging
@@ -29,7 +32,7 @@ Head = Literal["policy", "value"]
 
 
 class PackedModel(nn.Module):
-    """`head` says what the model is for: "policy" reads its output layer, "value" adds one of its own."""
+    """A decoder with a head: "policy" is the model's output layer, "value" adds a value head."""
 
     def __init__(
         self,
@@ -42,26 +45,27 @@ class PackedModel(nn.Module):
         self._settings = settings
         self.model = model.float()
         remove_dropout(model)
-        self._set_attention("eager")  # what the model itself says: with every part of its attention
+        self._set_attention("eager")  # the reference: implements every feature of the model
         try:
             states = plain_states(model)
             if head == "policy":
-                self._plain = plain_logprobs(
-                    model, temperature or 1.0
-                )  # at temperature 0 (greedy) log-probs are those at 1
+                # At temperature 0 (greedy), log-probs are those at temperature 1.
+                self._plain = plain_logprobs(model, temperature or 1.0)
                 self.head: PolicyHead | ValueHead = _policy_head(model, temperature or 1.0)
             else:
                 self.head = ValueHead(states.shape[1])
         except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
             raise ModelError(
-                f"{type(model).__name__} cannot be trained: it does not make logits from tokens alone ({error})"
+                f"{type(model).__name__} cannot be trained: it does not compute logits from tokens "
+                f"alone ({error}); use a causal language model"
             ) from error
         self.head.to(states.device)
         self._set_attention(PACKED)
         if settings.gradient_checkpointing:
             if not model.supports_gradient_checkpointing:
                 raise ModelError(
-                    f"{type(model).__name__} cannot recompute its activations: unset train.gradient_checkpointing"
+                    f"train.gradient_checkpointing = true: {type(model).__name__} does not support "
+                    "it; set it to false"
                 )
             model.gradient_checkpointing_enable(
                 gradient_checkpointing_kwargs={"use_reentrant": False}
@@ -70,41 +74,41 @@ class PackedModel(nn.Module):
         self._recompute = [
             module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
         ] or [*model.modules()]
-        self.fused: Callable[[MicroBatch], TokenOutputs] | None = (
-            None  # what computes in place of the module
-        )
+        # Replacement for the module's forward pass, if set.
+        self.fused: Callable[[MicroBatch], TokenOutputs] | None = None
         self._padded = not self._can_pack(states)
         if head == "policy":
-            self.check(lambda micro: self._through_the_module(micro, "float32").logprobs, EXACT)
+            self.check(lambda micro: self._module_forward(micro, "float32").logprobs, EXACT)
 
     def forward(self, micro: MicroBatch) -> dict[str, Tensor]:
-        """The fields of TokenOutputs, by name: FSDP finds tensors in a dict, but not in a class it does not know."""
+        """Return the fields of TokenOutputs as a dict, in which FSDP finds tensors."""
         outputs = (
-            self._through_the_module(micro, self._settings.dtype)
+            self._module_forward(micro, self._settings.dtype)
             if self.fused is None
             else self.fused(micro)
         )
-        found = {"logprobs": outputs.logprobs, "entropy": outputs.entropy, "values": outputs.values}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        fields = {
+            "logprobs": outputs.logprobs,
+            "entropy": outputs.entropy,
+            "values": outputs.values,
+        }
+        return {name: tensor for name, tensor in fields.items() if tensor is not None}
 
-    def _through_the_module(self, micro: MicroBatch, dtype: str) -> TokenOutputs:
+    def _module_forward(self, micro: MicroBatch, dtype: str) -> TokenOutputs:
         device = micro.input_ids.device.type
-        rounded = (
-            contextlib.nullcontext()
-            if dtype == "float32"
-            else torch.autocast(device, dtype=torch.bfloat16)
-        )
-        with rounded, self._recomputing():
-            hidden = (
-                self._from_padded_rows(micro) if self._padded else self._from_packed_rows(micro)
-            )
+        autocast = torch.autocast(device, dtype=torch.bfloat16, enabled=dtype != "float32")
+        with autocast, self._recomputing():
+            hidden = self._padded_rows(micro) if self._padded else self._packed_rows(micro)
         outputs: TokenOutputs = self.head(hidden.to(getattr(torch, dtype)), micro.targets)
         return outputs
 
     @contextlib.contextmanager
     def _recomputing(self) -> Iterator[None]:
-        """transformers recomputes activations only in train mode. Nobody but the layers is in it: training must see the policy that
-        sampled, and in that mode some models add noise, or want inputs that we do not have."""
+        """Set the layers to train mode, the only one in which transformers recomputes activations.
+
+        All other modules stay in evaluation mode: in train mode some models add noise, so that
+        training would not compute the policy that sampled, or require more inputs.
+        """
         wanted = self._settings.gradient_checkpointing and torch.is_grad_enabled()
         for module in self._recompute if wanted else ():
             module.training = True
@@ -114,8 +118,8 @@ class PackedModel(nn.Module):
             for module in self._recompute if wanted else ():
                 module.training = False
 
-    def _from_packed_rows(self, micro: MicroBatch) -> Tensor:
-        """[M, hidden]"""
+    def _packed_rows(self, micro: MicroBatch) -> Tensor:
+        """Return the hidden states [M, hidden] of one packed sequence."""
         states: Tensor = model_body(self.model)(
             input_ids=micro.input_ids,
             position_ids=micro.position_ids,
@@ -125,107 +129,115 @@ class PackedModel(nn.Module):
         ).last_hidden_state
         return states[0].index_select(0, micro.predict)
 
-    def _from_padded_rows(self, micro: MicroBatch) -> Tensor:
-        """The same with nothing asked of the model: rows one below the other. What is behind their end no token of theirs sees."""
+    def _padded_rows(self, micro: MicroBatch) -> Tensor:
+        """Return the hidden states of a padded batch, which needs no support from the model.
+
+        Padding follows the tokens of a row, so causal attention ignores it.
+        """
         layout = micro.layout
         ids = micro.input_ids[0].index_select(0, layout.spread).view(layout.rows, layout.longest)
         states: Tensor = model_body(self.model)(input_ids=ids, use_cache=False).last_hidden_state
         return states.flatten(0, 1).index_select(0, layout.slots.index_select(0, micro.predict))
 
     def _set_attention(self, name: str) -> None:
-        if self.model._can_set_attn_implementation():  # some have only one
+        if self.model._can_set_attn_implementation():  # some models have only one
             self.model.set_attn_implementation(name)
 
     @torch.no_grad()
     def _can_pack(self, plain: Tensor) -> bool:
-        """Does the model hand its layers what packed rows need, and do they know nothing else that these do without?"""
+        """Return whether the model computes the same hidden states for packed rows."""
         if "chunked_attention" in (
             getattr(self.model.config.get_text_config(), "layer_types", None) or ()
         ):
             return False
         try:
-            micros = list(micro_batches(_few_rows(self.model), 4096, plain.device))
-            gap = max(
-                float((self._from_packed_rows(micro) - plain[micro.flat]).abs().max())
+            micros = list(micro_batches(_sample_rows(self.model), 4096, plain.device))
+            difference = max(
+                float((self._packed_rows(micro) - plain[micro.flat]).abs().max())
                 for micro in micros
             )
         except (TypeError, ValueError, RuntimeError, IndexError) as error:
             log.info(
-                "%s takes no packed rows (%s): they are padded", type(self.model).__name__, error
+                "%s does not support packed rows (%s); padding them instead",
+                type(self.model).__name__,
+                error,
             )
             return False
-        return gap <= 1e-3 * max(1.0, float(plain.abs().max()))
+        return difference <= 1e-3 * max(1.0, float(plain.abs().max()))
 
     @torch.no_grad()
     def check(self, logprobs: Callable[[MicroBatch], Tensor | None], limit: float) -> None:
-        """Can this model be trained this way at all? Compare with the model's own forward: catches what our path does not know of, such
-        as an output layer that does more than multiply, scale and cap. The less likely a token, the more rounding matters to it."""
+        """Raise ModelError if `logprobs` differs from the model's plain forward pass.
+
+        This detects unsupported features, such as an output layer that does more than multiply,
+        scale and cap. Differences are relative, because rounding affects unlikely tokens more.
+        """
         device, found = next(self.model.parameters()).device, np.zeros_like(self._plain)
-        for micro in micro_batches(_few_rows(self.model), 4096, device):
-            said = logprobs(micro)
-            assert said is not None, "a policy's"
-            found[micro.flat] = said.float().cpu().numpy()
-        gap = float((np.abs(found - self._plain) / (1 + np.abs(self._plain))).mean())
-        if not gap <= limit:
+        for micro in micro_batches(_sample_rows(self.model), 4096, device):
+            values = logprobs(micro)
+            assert values is not None, "only a policy is checked"
+            found[micro.flat] = values.float().cpu().numpy()
+        difference = float((np.abs(found - self._plain) / (1 + np.abs(self._plain))).mean())
+        if not difference <= limit:
             raise ModelError(
-                f"{type(self.model).__name__} cannot be trained: its log-probs differ by {gap:.2g} (relative, on average) from its own "
-                f"plain forward; at most {limit:g} was expected. Needed is a causal language model whose output layer does no more than "
-                "multiply, scale and cap"
+                f"{type(self.model).__name__} cannot be trained: its log-probs differ by "
+                f"{difference:.2g} (relative, on average) from a plain forward pass; expected at "
+                f"most {limit:g}. Use a causal language model whose output layer only multiplies, "
+                "scales and caps"
             )
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters by the names a checkpoint has for them; tied ones once."""
+        """Return all parameters by their names in a checkpoint; tied weights appear once."""
         return dict(self.model.named_parameters()) | self.value_parameters()
 
     def value_parameters(self) -> dict[str, nn.Parameter]:
-        """Those of the value head, if there is one."""
+        """Return the parameters of the value head, if there is one."""
         linear = self.head.linear if isinstance(self.head, ValueHead) else nn.Identity()
         return {f"value_head.{name}": p for name, p in linear.named_parameters()}
 
     def require(self, head: Head) -> None:
         if isinstance(self.head, PolicyHead) != (head == "policy"):
-            what, who, other = (
-                ("log-probs", "critic", "actor")
+            problem, built, other = (
+                ("a critic has no log-probs", "value", "actor")
                 if head == "policy"
-                else ("values", "policy", "critic")
+                else ("a policy has no values", "policy", "critic")
             )
-            built = "value" if head == "policy" else "policy"
             raise ModelError(
-                f"{what} asked of a {who}: this engine was built with head = {built!r}; ask the {other}'s"
+                f"{problem}: this engine was created with head = {built!r}; use the {other}'s "
+                "engine"
             )
 
 
 def plain_logprobs(model: PreTrainedModel, temperature: float) -> FloatArray:
-    """What the model itself says of a few rows, one after the other."""
+    """Return the log-probs of the sample rows by plain forward passes, row by row."""
     found: list[Tensor] = []
-    for ids in _rows_alone(model):
+    for ids in _separate_rows(model):
         with torch.no_grad():
-            logp = (
-                model(input_ids=ids, use_cache=False).logits[0, :-1].float() / temperature
-            ).log_softmax(-1)
+            logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+            logp = (logits / temperature).log_softmax(-1)
         found += [logp.new_zeros(1), logp.gather(1, ids[0, 1:, None])[:, 0]]
     return torch.cat(found).cpu().numpy()
 
 
 @torch.no_grad()
 def plain_states(model: PreTrainedModel) -> Tensor:
-    """[T, hidden] the state that speaks of each token of these rows; 0 for the first of a row."""
+    """Return the hidden state [T, hidden] that predicts each token; 0 for the first of a row."""
     states = [
         model_body(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
-        for ids in _rows_alone(model)
+        for ids in _separate_rows(model)
     ]
     return torch.cat([torch.cat((row.new_zeros(1, row.shape[1]), row[:-1])) for row in states])
 
 
-def _rows_alone(model: PreTrainedModel) -> list[Tensor]:
-    batch, device = _few_rows(model), next(model.parameters()).device
+def _separate_rows(model: PreTrainedModel) -> list[Tensor]:
+    batch, device = _sample_rows(model), next(model.parameters()).device
     return [
         torch.from_numpy(batch.tokens[start:stop].astype(np.int64)).to(device)[None]
         for start, stop in pairwise(batch.offsets)
     ]
 
 
-def _few_rows(model: PreTrainedModel) -> Batch:
+def _sample_rows(model: PreTrainedModel) -> Batch:
     lengths = np.array([7, 4], np.int32)
     tokens = (np.arange(11) * 7 % model.config.get_text_config().vocab_size).astype(np.int32)
     mask = np.ones(11, np.bool_)
@@ -256,13 +268,14 @@ def token_data(batch: Batch, micro: MicroBatch, weights: FloatArray) -> TokenDat
 
 
 class LossAccumulator:
-    """Loss and diagnostics of a batch, added up over its micro-batches."""
+    """Loss and metrics of a batch, accumulated over its micro-batches."""
 
     def __init__(self, batch: Batch) -> None:
         self._trained = int(batch.mask.sum())
         if self._trained == 0:
             raise DataError(
-                f"a batch of {batch.num_rows} rows and {batch.num_tokens} tokens has no trained token: its mask is empty"
+                f"a batch of {batch.num_rows} rows and {batch.num_tokens} tokens has no trained "
+                "token: its mask is empty; pass at least one token with mask = true"
             )
         self._loss = 0.0
         self._sums: dict[str, float] = {}
@@ -270,7 +283,7 @@ class LossAccumulator:
         self._unread: list[tuple[list[str], list[str], Tensor]] = []
 
     def add(self, terms: LossTerms) -> None:
-        """Looked at later, all numbers of a micro-batch at once: who looks waits for the device."""
+        """Add the terms of a micro-batch, without waiting for the device to compute them."""
         values = torch.stack(
             [
                 value.detach().double()
@@ -285,12 +298,11 @@ class LossAccumulator:
             self._sums[name] = self._sums.get(name, 0.0) + value
         for name, value in maxima.items():
             before = self._maxima.get(name, -math.inf)
-            self._maxima[name] = (
-                value if value > before or math.isnan(value) else before
-            )  # max() would lose a nan
+            # max() would lose a nan.
+            self._maxima[name] = value if value > before or math.isnan(value) else before
 
     def totals(self) -> tuple[float, dict[str, float], dict[str, float]]:
-        """What another tally can be given to `merge`."""
+        """Return the arguments for `merge` of another accumulator."""
         for sums, maxima, tensor in self._unread:
             loss, *values = tensor.tolist()
             self.merge(
@@ -303,39 +315,37 @@ class LossAccumulator:
 
     def metrics(self) -> dict[str, float]:
         loss, sums, maxima = self.totals()
-        return (
-            {"loss": loss} | {name: total / self._trained for name, total in sums.items()} | maxima
-        )
+        means = {name: total / self._trained for name, total in sums.items()}
+        return {"loss": loss} | means | maxima
 
 
-_NO_MASK = torch.zeros(
-    1, 1, 1, 1
-)  # a ready-made 4-d mask keeps transformers from building a [T, T] one; ours ignores it
+# A 4-d mask keeps transformers from building a [T, T] mask; packed attention ignores it.
+_NO_MASK = torch.zeros(1, 1, 1, 1)
 
 
 @torch.no_grad()
 def _policy_head(model: PreTrainedModel, temperature: float) -> PolicyHead:
-    """What the model does between its last hidden state and its logits: a product, and for some a cap, or a factor, which has a name of its
-    own in every model and so is measured."""
+    """Return the model's map from hidden states to logits: a matmul, capped or scaled in some.
+
+    Every architecture names its factor differently, so it is measured.
+    """
     output = model.get_output_embeddings()
     if not isinstance(output, nn.Linear):
         raise ModelError(
-            f"{type(model).__name__} has no linear output layer: a causal language model is needed"
+            f"{type(model).__name__} has no linear output layer; use a causal language model"
         )
     cap, factor = getattr(model.config.get_text_config(), "final_logit_softcapping", None), 1.0
     if cap is None:
-        ids = _rows_alone(model)[0]
+        ids = _separate_rows(model)[0]
         raw = output(model_body(model)(input_ids=ids, use_cache=False).last_hidden_state).double()
-        measured = float(
-            (model(input_ids=ids, use_cache=False).logits.double() * raw).sum()
-            / raw.square().sum().clamp_min(1e-30)
-        )
+        logits = model(input_ids=ids, use_cache=False).logits.double()
+        measured = float((logits * raw).sum() / raw.square().sum().clamp_min(1e-30))
         factor = 1.0 if abs(measured - 1) < 1e-5 or not measured > 0 else measured
     return PolicyHead(output, temperature, cap, factor)
 
 
 def remove_dropout(model: PreTrainedModel) -> None:
-    """Training must see the function that sampled."""
+    """Set dropout to 0, because training must compute the policy that sampled."""
     found = False
     for module in model.modules():
         names = (
@@ -350,6 +360,6 @@ def remove_dropout(model: PreTrainedModel) -> None:
                 setattr(module, name, 0.0)
     if found:
         log.warning(
-            "%s has dropout; set to 0, since training must see the policy that sampled",
+            "%s has dropout; setting it to 0, because training must compute the sampling policy",
             type(model).__name__,
         )

@@ -1,7 +1,8 @@
-"""Our own forward and backward pass inside the modules that FSDP shards, for a policy trained on GPUs in bfloat16.
+"""Explicit forward and backward pass for FSDP-sharded policies on GPUs in bfloat16.
 
-FSDP's hooks stay what they are: they gather a layer's weights before it is passed, and send its gradients on after the backward pass.
-In between, `decoder.py` computes on the gathered weights, and adds gradients in float32 to what FSDP takes them from.
+FSDP's hooks gather a layer's weights before its forward and backward pass and reduce its gradients
+afterwards. In between, the passes of `decoder.py` compute with the gathered weights and accumulate
+float32 gradients in `grad`, where FSDP reads them.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,15 +23,14 @@ from paceline.train.operations import Positions
 
 
 class ShardedDecoder:
-    """Computes in place of a causal language model and its layers, whose own `forward` it replaces."""
+    """Replacement for the forward pass of a causal language model and of its layers."""
 
     def __init__(self, model: PreTrainedModel, passes: LayerPasses, temperature: float) -> None:
-        self._model: Any = (
-            model.eval()
-        )  # in train mode transformers would wrap layers for recomputation: that is done here
+        # In train mode transformers would wrap layers for recomputation, which `passes` does.
+        self._model: Any = model.eval()
         self._passes, self._temperature = passes, temperature
         for layer in self._model.model.layers:
-            layer.forward = partial(_through, passes, layer)
+            layer.forward = partial(_layer_forward, passes, layer)
 
     def __call__(self, micro: MicroBatch) -> TokenOutputs:
         body, head = self._model.model, self._model.lm_head.weight
@@ -49,7 +49,7 @@ class ShardedDecoder:
         return TokenOutputs(logprobs=logprobs, entropy=entropy)
 
 
-def _through(
+def _layer_forward(
     passes: LayerPasses, module: nn.Module, x: Tensor, delta: Tensor | None, at: Positions
 ) -> tuple[Tensor, Tensor]:
     middle, after = _LayerPass.apply(x, delta, passes, module, at)
@@ -70,24 +70,32 @@ class _Embedding(torch.autograd.Function):
 
 
 class _LayerPass(torch.autograd.Function):
-    """What comes back is the gradient of the sum, changed where it lies: each layer is the only one to use what the one before made."""
+    """One decoder layer.
+
+    The backward pass changes the gradient of the residual stream in place, because no other layer
+    uses it.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, passes: LayerPasses, module: nn.Module, at: Positions
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        ctx.kept, middle, after = passes.forward(_read(module, _weight), x, delta, at)
+        ctx: Any,
+        x: Tensor,
+        delta: Tensor | None,
+        passes: LayerPasses,
+        module: nn.Module,
+        at: Positions,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.saved, middle, after = passes.forward(_layer(module, _weight), x, delta, at)
         ctx.passes, ctx.module, ctx.at, ctx.is_first = passes, module, at, delta is None
         return middle, after
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d: Tensor, narrow: Tensor) -> tuple[Tensor | None, ...]:
-        kept, ctx.kept = ctx.kept, None  # free it layer by layer
-        narrow = ctx.passes.backward(
-            _read(ctx.module, _weight), _read(ctx.module, _gradient), kept, ctx.at, d, narrow
-        )
-        return d, None if ctx.is_first else narrow, None, None, None
+    def backward(ctx: Any, d: Tensor, d_cast: Tensor) -> tuple[Tensor | None, ...]:
+        saved, ctx.saved = ctx.saved, None  # free the activations layer by layer
+        weights, gradients = _layer(ctx.module, _weight), _layer(ctx.module, _gradient)
+        d_cast = ctx.passes.backward(weights, gradients, saved, ctx.at, d, d_cast)
+        return d, None if ctx.is_first else d_cast, None, None, None
 
 
 class _LastNorm(torch.autograd.Function):
@@ -108,30 +116,30 @@ class _LastNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_hidden: Tensor) -> tuple[Tensor | None, ...]:
         total, ctx.total = ctx.total, None
-        d, narrow = ctx.passes.last_backward(
+        d, d_cast = ctx.passes.last_backward(
             ctx.weight, _gradient([ctx.weight]), total, ctx.predict, d_hidden
         )
-        return d, narrow, None, None, None
+        return d, d_cast, None, None, None
 
 
-def _read(module: Any, take: Callable[[Sequence[Tensor]], Tensor]) -> Layer:
-    """A decoder layer in the layout of the passes. `take` makes one tensor of parameters that follow each other."""
+def _layer(module: Any, fuse: Callable[[Sequence[Tensor]], Tensor]) -> Layer:
+    """Return a decoder layer in the layout of the passes; `fuse` makes one tensor of several."""
     attention, mlp = module.self_attn, module.mlp
 
     def linear(*parts: nn.Linear) -> Linear:
-        bias = None if parts[0].bias is None else take([part.bias for part in parts])
-        return Linear(take([part.weight for part in parts]), bias)
+        bias = None if parts[0].bias is None else fuse([part.bias for part in parts])
+        return Linear(fuse([part.weight for part in parts]), bias)
 
     def norm(name: str) -> Tensor | None:
-        return take([getattr(attention, name).weight]) if hasattr(attention, name) else None
+        return fuse([getattr(attention, name).weight]) if hasattr(attention, name) else None
 
     return Layer(
-        input_norm=take([module.input_layernorm.weight]),
+        input_norm=fuse([module.input_layernorm.weight]),
         qkv=linear(attention.q_proj, attention.k_proj, attention.v_proj),
         q_norm=norm("q_norm"),
         k_norm=norm("k_norm"),
         out=linear(attention.o_proj),
-        mlp_norm=take([module.post_attention_layernorm.weight]),
+        mlp_norm=fuse([module.post_attention_layernorm.weight]),
         gate_up=linear(mlp.gate_proj, mlp.up_proj),
         down=linear(mlp.down_proj),
     )
@@ -142,15 +150,17 @@ def _weight(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def _gradient(parameters: Sequence[Tensor]) -> Tensor:
-    """Where the gradient of these parameters is added up, at least in float32. Each one's `grad` is its part; FSDP takes it from there."""
+    """Return the tensor that accumulates the gradients of these parameters, at least in float32.
+
+    Each parameter's `grad` is a slice of it, where FSDP reads it.
+    """
     first = parameters[0]
     shape = (sum(len(p) for p in parameters), *first.shape[1:])
-    if first.grad is not None:  # of a pass before this one; the parts lie one after the other
+    if first.grad is not None:  # from an earlier pass; the slices are contiguous
         return first.grad.as_strided(shape, first.grad.stride())
-    made = torch.zeros(
-        shape, dtype=torch.promote_types(first.dtype, torch.float32), device=first.device
-    )
-    for parameter, part in zip(parameters, made.split([len(p) for p in parameters]), strict=True):
-        parameter.grad_dtype = made.dtype
+    dtype = torch.promote_types(first.dtype, torch.float32)
+    fused = torch.zeros(shape, dtype=dtype, device=first.device)
+    for parameter, part in zip(parameters, fused.split([len(p) for p in parameters]), strict=True):
+        parameter.grad_dtype = dtype
         parameter.grad = part
-    return made
+    return fused

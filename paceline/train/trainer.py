@@ -1,12 +1,14 @@
-"""One train step, seen from the controller: values, rewards, advantages, then actor and critic update at the same time.
+"""Controller side of a train step: values, rewards, advantages, then the updates.
 
-Knows the algorithm and who plays which role; knows nothing of back ends or schedules.
+Actor and critic update at the same time. The trainer knows the algorithm and the worker of each
+role, but no backend or schedule. It waits for the workers, at most step_timeout_s per step.
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,10 +17,16 @@ from paceline.algo.kl import adapted
 from paceline.algo.settings import AlgorithmSettings
 from paceline.algo.shaping import shape_rewards
 from paceline.errors import StalledError
-from paceline.observe.health import Health
-from paceline.observe.mismatch import LIMITS, MismatchMonitor
 from paceline.remote.worker import Worker
 from paceline.types import Batch, Role
+
+
+class Monitor(Protocol):
+    """A check of each step's metrics."""
+
+    def check(self, metrics: dict[str, float], step: int) -> None:
+        """Log a warning or raise an error if the metrics of `step` are abnormal."""
+        ...
 
 
 class Trainer:
@@ -30,9 +38,9 @@ class Trainer:
         critic: Worker | None = None,
         ref: Worker | None = None,
         max_length: int | None = None,
-        mismatch_limit: float = LIMITS["float32"],
+        monitors: Sequence[Monitor] = (),
     ) -> None:
-        """`max_length` is the longest answer that can be generated."""
+        """`max_length` is the maximum number of tokens of a completion."""
         self._actor = actor
         self._critic = critic
         self._ref = ref
@@ -40,10 +48,10 @@ class Trainer:
         self._timeout = step_timeout_s
         self._max_length = max_length
         self._kl_coef = algorithm.kl_coef
-        self._health, self._mismatch = Health(), MismatchMonitor(mismatch_limit)
+        self._monitors = monitors
 
     async def step(self, batch: Batch, step: int) -> dict[str, float]:
-        """Train on the batch; afterwards the actor's version is step + 1."""
+        """Train on the batch, after which the actor's version is step + 1; return metrics."""
         try:
             async with asyncio.timeout(self._timeout):
                 metrics = await self._step(batch, step)
@@ -53,44 +61,44 @@ class Trainer:
                 for worker in (self._actor, self._critic, self._ref)
                 if worker
             }
-            silent = [
-                f"worker {name!r} has not answered {', '.join(calls)}"
+            pending = [
+                f"worker {name!r} has not finished {', '.join(calls)}"
                 for name, calls in workers.items()
                 if calls
             ]
-            what = f"train step {step + 1} took longer than step_timeout_s = {self._timeout:g} s"
-            raise StalledError("; ".join([what, *silent])) from None
+            problem = f"train step {step + 1} took longer than step_timeout_s = {self._timeout:g} s"
+            raise StalledError("; ".join([problem, *pending])) from None
         if self._algorithm.kl_coef > 0:
             metrics["train/kl_coef"] = self._kl_coef
         if self._algorithm.kl_target is not None and "train/kl_reference" in metrics:
             self._kl_coef = adapted(
                 self._kl_coef, metrics["train/kl_reference"], self._algorithm.kl_target
             )
-        self._health.check(metrics, step)
-        self._mismatch.check(metrics, step)
+        for monitor in self._monitors:
+            monitor.check(metrics, step)
         return metrics
 
     async def _step(self, batch: Batch, step: int) -> dict[str, float]:
-        asked = [self._critic.call(Role.CRITIC, "values", batch)] if self._critic else []
-        asked += [self._ref.call(Role.REF, "logprobs", batch)] if self._ref else []
-        answers = await asyncio.gather(*asked)
-        batch = replace(batch, ref_logprobs=answers[-1] if self._ref else None)
+        calls = [self._critic.call(Role.CRITIC, "values", batch)] if self._critic else []
+        calls += [self._ref.call(Role.REF, "logprobs", batch)] if self._ref else []
+        results = await asyncio.gather(*calls)
+        batch = replace(batch, ref_logprobs=results[-1] if self._ref else None)
         batch = shape_rewards(batch, self._algorithm, self._max_length, self._kl_coef)
-        batch = advantages(batch, self._algorithm, answers[0] if self._critic else None)
+        batch = advantages(batch, self._algorithm, results[0] if self._critic else None)
         updates = []
         if step >= self._algorithm.critic_warmup:
             updates.append(self._actor.start_call(Role.ACTOR, "update", batch, step, self._kl_coef))
         if self._critic and batch.mask.any():
             updates.append(self._critic.start_call(Role.CRITIC, "update", batch, step))
-        results = await asyncio.gather(*updates)
-        return advantage_metrics(batch) | {
-            name: value for metrics in results for name, value in metrics.items()
-        }
+        metrics = advantage_metrics(batch)
+        for update in await asyncio.gather(*updates):
+            metrics |= update
+        return metrics
 
-    # -- what a checkpoint keeps
+    # -- checkpoints
 
     def state(self) -> dict[str, Any]:
-        """What the trainer itself has learned, apart from the workers' weights."""
+        """Return the trainer's state in a checkpoint, apart from the workers' weights."""
         return {"kl_coef": self._kl_coef}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -110,7 +118,10 @@ class Trainer:
 
 
 def advantage_metrics(batch: Batch) -> dict[str, float]:
-    """Over trained tokens. Zero means too small to teach: rounding leaves near-zeros where rewards are equal."""
+    """Return statistics of the advantages of trained tokens.
+
+    Advantages below 1e-6 count as zero: rounding leaves such values where rewards are equal.
+    """
     assert batch.advantages is not None
     trained = batch.advantages[batch.mask].astype(np.float64)
     if not len(trained):

@@ -38,13 +38,13 @@ class OnCpu(ShardedDecoder):
 
 class FusedFsdp(Fsdp):
     def _fused(self, model: PreTrainedModel, temperature: float) -> ShardedDecoder:
-        decoder.add_product = add_product
+        decoder.add_matmul = add_matmul
         return OnCpu(
             model, torch_passes(model.config, self._settings.gradient_checkpointing), temperature
         )
 
 
-def add_product(to: Tensor, a: Tensor, b: Tensor) -> None:
+def add_matmul(to: Tensor, a: Tensor, b: Tensor) -> None:
     """A CPU has no product of narrow matrices with a wide result."""
     to += a.to(to.dtype) @ b.to(to.dtype)
 

@@ -66,8 +66,8 @@ def test_any_other_harm_is_named(harm: str, tmp_path: Path) -> None:
     words = {
         "flip": "is damaged",
         "remove": "is missing",
-        "add": "does not belong",
-        "link": "is a link",
+        "add": "is not part of the checkpoint",
+        "link": "is a symbolic link",
         "schema": "schema 99",
     }
     with pytest.raises(CheckpointError, match=words[harm]):
@@ -82,7 +82,7 @@ def test_a_save_that_fails_leaves_nothing_and_the_old_one_stays(tmp_path: Path) 
         await _write(folder)
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(CheckpointError, match=r"step 2 could not be written.*No space left"):
+    with pytest.raises(CheckpointError, match=r"cannot write the checkpoint of step 2 .*No space left"):
         asyncio.run(save_checkpoint(tmp_path, 2, {}, full_disk, 2))
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
 
