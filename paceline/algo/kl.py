@@ -15,6 +15,7 @@ from torch import Tensor
 from paceline.algo.settings import Estimator
 
 ADAPTION_RATE, LARGEST_ERROR = 0.1, 0.2
+K3_TANGENT = 3.0  # the reference gives the token 20 times the policy's probability
 
 
 def k1(logprobs: Tensor, other: Tensor) -> Tensor:
@@ -26,8 +27,14 @@ def k2(logprobs: Tensor, other: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, other: Tensor) -> Tensor:
+    """Return e^x - 1 - x with x = other - logprobs; beyond K3_TANGENT its tangent there.
+
+    So the gradient grows to e^K3_TANGENT - 1 = 19 and stays there: a token that the policy has
+    made improbable is still pulled back, but cannot dominate the step.
+    """
     difference = other - logprobs
-    return difference.exp() - 1 - difference
+    bounded = difference.clamp(max=K3_TANGENT)
+    return bounded.exp() * (1 + difference - bounded) - 1 - difference
 
 
 def kl_estimate(logprobs: Tensor, other: Tensor, estimator: Estimator) -> Tensor:
