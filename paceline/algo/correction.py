@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from paceline.algo.kl import k3
+from paceline.algo.ratio import probability_ratio
 from paceline.algo.rows import row_mean, row_sum
 from paceline.algo.settings import AlgorithmSettings
 
 FAR = 0.2  # a distance of log-probs of the same version that only low precision explains
 MISMATCH = ("logprob_diff_mean", "logprob_diff_max", "mismatch_outlier_fraction")
-LARGEST_LOG = 20.0  # a log-weight beyond this is as good as infinite, and would overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,7 @@ def second_moment_kept(log_weight: Tensor, threshold: float) -> Tensor:
 def importance_weights(log_weight: Tensor, rows: Tensor, s: AlgorithmSettings) -> Weights:
     """From log(proximal / sampler) of trained tokens to the weights the settings ask for."""
     sequence = s.correction_level == "sequence"
-    ratio = (
-        (row_sum(log_weight, rows) if sequence else log_weight)
-        .clamp(-LARGEST_LOG, LARGEST_LOG)
-        .exp()
-    )
+    ratio = probability_ratio(row_sum(log_weight, rows) if sequence else log_weight)
     nowhere = torch.zeros_like(ratio, dtype=torch.bool)
     values, masked, truncated = ratio, nowhere, nowhere
     low, high = s.correction_range or (0.0, 0.0)
@@ -77,7 +73,7 @@ def importance_weights(log_weight: Tensor, rows: Tensor, s: AlgorithmSettings) -
         case "m2po":
             masked = ~second_moment_kept(log_weight, s.m2_threshold)
     if s.reject_range is not None:
-        mean = row_mean(log_weight, rows).clamp(-LARGEST_LOG, LARGEST_LOG).exp()
+        mean = probability_ratio(row_mean(log_weight, rows))
         masked = masked | (mean < s.reject_range[0]) | (mean > s.reject_range[1])
     return Weights(torch.where(masked, 0.0, values), masked, truncated & ~masked)
 
@@ -93,11 +89,8 @@ def fresh_tokens(versions: Tensor, rows: Tensor, step: int) -> Tensor:
 
 def off_policy_measures(log_ratio: Tensor, fresh: Tensor) -> tuple[Measures, Measures]:
     """Sums and maxima of log(trainer / sampler), apart for tokens of the newest version (mismatch) and others (staleness)."""
-    ratio, distance, gap = (
-        log_ratio.exp(),
-        k3(torch.zeros_like(log_ratio), log_ratio),
-        log_ratio.abs(),
-    )
+    ratio, gap = probability_ratio(log_ratio), log_ratio.abs()
+    distance = k3(torch.zeros_like(log_ratio), log_ratio)
     sums: Measures = {
         "logprob_diff_mean": torch.where(fresh, gap, 0.0).sum(),
         "mismatch_outlier_fraction": (fresh & (gap > FAR)).sum(),

@@ -19,6 +19,7 @@ from paceline.algo.correction import (
 )
 from paceline.algo.kl import k3, kl_loss
 from paceline.algo.objective import objective
+from paceline.algo.ratio import probability_ratio
 from paceline.algo.settings import Aggregation, AlgorithmSettings
 from paceline.errors import ConfigError
 from paceline.types import Batch, FloatArray
@@ -144,7 +145,7 @@ class PolicyLoss:
                 "truncated_fraction": weights.truncated.sum(),
             }
         loss, cut = objective(outputs.logprobs, anchor, advantages, data.rows, s)
-        ratio = (current - anchor).exp()
+        ratio = probability_ratio(current - anchor)
         sums |= {
             "entropy": outputs.entropy.detach().sum(),
             "kl": k3(anchor, current).sum(),  # how far this step has come

@@ -6,6 +6,7 @@
 import torch
 from torch import Tensor
 
+from paceline.algo.ratio import probability_ratio
 from paceline.algo.rows import row_mean
 from paceline.algo.settings import AlgorithmSettings, Range
 
@@ -18,7 +19,7 @@ def clipped_objective(
     dual_clip: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """PPO: max(-A r, -A clip(r, 1 - low, 1 + high)); with a dual clip at most -A dual_clip where A < 0."""
-    ratio = log_ratio.exp()
+    ratio = probability_ratio(log_ratio)
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     loss, cut = torch.maximum(plain, clipped), clipped > plain
@@ -33,7 +34,7 @@ def cispo(
     logprobs: Tensor, anchor: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
     """-A clip(r, 1 - low, 1 + high) log policy, with the clipped ratio as a constant: every token keeps a gradient."""
-    ratio = (logprobs.detach() - anchor).exp()
+    ratio = probability_ratio(logprobs.detach() - anchor)
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     return -advantages * weight * logprobs, weight != ratio
 
@@ -42,7 +43,7 @@ def sapo(log_ratio: Tensor, advantages: Tensor, temperatures: Range) -> tuple[Te
     """-A sigmoid(t (r - 1)) 4 / t, with t by the sign of A: the gradient fades out smoothly away from r = 1."""
     positive, negative = temperatures
     t = torch.where(advantages > 0, torch.full_like(advantages, positive), negative)
-    loss = -advantages * torch.sigmoid(t * (log_ratio.exp() - 1)) * 4 / t
+    loss = -advantages * torch.sigmoid(t * (probability_ratio(log_ratio) - 1)) * 4 / t
     return loss, torch.zeros_like(advantages, dtype=torch.bool)
 
 

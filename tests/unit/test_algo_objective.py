@@ -118,6 +118,16 @@ def test_on_fresh_tokens_every_objective_has_the_plain_policy_gradient() -> None
         )
 
 
+@pytest.mark.parametrize("settings", OBJECTIVES, ids=lambda s: f"{s.name}-{s.loss}")
+def test_gradient_is_finite_when_ratio_exceeds_float32(settings: AlgorithmSettings) -> None:
+    old = torch.tensor([-120.0, -1.0, -120.0, -1.0, -1.0])
+    new = torch.tensor([-1.0, -120.0, -1.0, -120.0, -1.0], requires_grad=True)
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0])
+    loss, _ = objective(new, old, advantages, torch.arange(5), settings)
+    loss.sum().backward()
+    assert new.grad is not None and new.grad.isfinite().all() and loss.isfinite().all()
+
+
 def test_a_clipped_token_has_no_gradient() -> None:
     log_ratio = torch.tensor([1.0, -1.0, 0.0], requires_grad=True)
     loss, cut = clipped_objective(log_ratio, torch.tensor([1.0, -1.0, 1.0]), 0.2, 0.2)
