@@ -60,8 +60,10 @@ def objective(
     match s.loss:
         case "clip":
             return clipped_objective(log_ratio, advantages, s.clip_low, s.clip_high, s.dual_clip)
-        case "sequence_clip":  # GSPO: the ratio of the answer's geometric-mean probabilities, the same for all its tokens
-            return clipped_objective(row_mean(log_ratio, rows), advantages, s.clip_low, s.clip_high)
+        case "sequence_clip":
+            # GSPO-token: the value is the completion's mean ratio, the gradient the token's own.
+            sequence = row_mean(log_ratio.detach(), rows) + (logprobs - logprobs.detach())
+            return clipped_objective(sequence, advantages, s.clip_low, s.clip_high)
         case "cispo":
             return cispo(logprobs, anchor, advantages, s.clip_low, s.clip_high)
         case "sapo":
