@@ -3,6 +3,7 @@
 Works in float64: with near-equal rewards in a group, float32 rounding divided by a tiny deviation would look like signal.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,13 @@ from paceline.algo.settings import AlgorithmSettings
 from paceline.errors import ConfigError
 from paceline.types import Batch, FloatArray
 
-EPSILON = 1e-6  # keeps a group of equal rewards at advantage 0 instead of 0 / 0
+EPSILON = 1e-6  # keeps a standard deviation of 0 from dividing by 0
+TOLERANCE = 1e-6  # rewards closer than this are equal: they differ by rounding (0.1 + 0.2 and 0.3)
+
+
+def uniform(rewards: Sequence[float] | NDArray[np.floating]) -> bool:
+    """Return whether all rewards of a group are equal, up to rounding."""
+    return float(np.ptp(rewards)) <= TOLERANCE * max(1.0, float(np.abs(rewards).max()))
 
 
 # -- one number per answer; groups may be of any size
@@ -155,6 +162,11 @@ def row_advantages(batch: Batch, settings: AlgorithmSettings) -> Tensor:
             result = above_group(rewards, groups)
     if settings.normalize == "group":
         result = result / (group_deviations(rewards, groups) + EPSILON)
+    if settings.compares_attempts:
+        for group in np.unique(batch.groups):
+            members = groups == int(group)
+            if uniform(rewards[members].numpy()):
+                result[members] = 0.0
     return result
 
 

@@ -17,6 +17,7 @@ from paceline.algo.advantage import (
     advantages,
     gae,
     group_deviations,
+    uniform,
     whiten,
 )
 from paceline.algo.settings import AlgorithmSettings
@@ -247,6 +248,29 @@ def test_equal_rewards_give_no_signal_and_one_good_answer_among_many_a_finite_on
         .isfinite()
         .all()
     )
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "reinforce++_baseline"])
+def test_advantages_are_zero_when_rewards_differ_by_rounding(name: str) -> None:
+    paid = np.zeros(11, np.float32)
+    paid[[1, 2, 8]] = 0.1, 0.2, 0.3  # both rows of the first group get 0.3
+    batch = replace(small_batch(), rewards=np.zeros(3, np.float32), token_rewards=paid)
+    assert sum(map(float, paid[[1, 2]])) != float(paid[8])
+    assert not any(filled(batch, name=name))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([0.3, 0.1 + 0.2], True),
+        ([30.0, 30.00001], True),
+        ([0.5], True),
+        ([0.3, 0.30001], False),
+        ([1.0, 1.0, 0.0], False),
+    ],
+)
+def test_uniform_ignores_rounding_only(rewards: list[float], expected: bool) -> None:
+    assert uniform(rewards) is expected
 
 
 def test_a_batch_with_nothing_to_train_has_advantages_of_zero() -> None:
