@@ -39,7 +39,12 @@ def without_truncated(batch: Batch) -> Batch:
 
 
 def with_kl_in_reward(batch: Batch, coefficient: float, estimator: Estimator) -> Batch:
-    """The batch with coefficient * KL of each trained token taken off that token's reward."""
+    """Subtract coefficient * KL from the reward of each trained token.
+
+    The KL is that of the policy that sampled the token, with any `proximal`: a reward belongs to
+    the token as sampled. Only for that policy is the estimate unbiased, and it needs no forward
+    pass of the actor before the advantages.
+    """
     if batch.ref_logprobs is None:
         raise ConfigError(
             "kl_placement = 'reward' needs reference log-probs, but the batch has none: add a reference role"
