@@ -28,8 +28,13 @@ from paceline.types import Finish, Group, Role
 from paceline.workers.pools import open_workers
 
 
-def for_evaluation(config: RunConfig, attempts: int, temperature: float) -> RunConfig:
-    """The same model, data and reward in one process that learns nothing."""
+def for_evaluation(config: RunConfig, attempts: int) -> RunConfig:
+    """Return a configuration with the same model, data and reward in one process without training.
+
+    One completion per prompt is greedy unless rollout.top_p or rollout.top_k asks for sampling.
+    """
+    greedy = attempts == 1 and config.rollout.top_p == 1 and config.rollout.top_k == 0
+    temperature = 0.0 if greedy else config.rollout.temperature
     changed: dict[str, Any] = {
         "group_size": attempts,
         "cluster": "local",

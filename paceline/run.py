@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.config import RunConfig
+from paceline.config import RunConfig, check_trainable
 from paceline.control import Command, Control
 from paceline.data.chat import stop_token_ids
 from paceline.data.prompts import PromptSource
@@ -69,6 +69,7 @@ async def train(
     row, async or not) and `environment` (made for the tokenizer) are those of the program that calls, instead of the settings'.
     """
     ignore_suspended_time(asyncio.get_running_loop())
+    check_trainable(config)
     inputs = load_inputs(config)
     agent = open_environment(environment or config.rollout.environment, inputs.tokenizer)
     folder = Path(config.run_dir)
@@ -312,9 +313,7 @@ def _loop_settings(config: RunConfig) -> LoopSettings:
     return LoopSettings(
         steps=config.steps,
         groups_per_step=config.groups_per_step,
-        sync_every=1
-        if config.shares_weights
-        else config.schedule.sync_every,  # the engine has new weights with every step
+        sync_every=config.schedule.sync_every,
         save_every=config.save_every,
         max_failed_groups=config.rollout.max_failed_groups,
         dynamic_sampling=config.algorithm.dynamic_sampling,
