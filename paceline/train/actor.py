@@ -139,7 +139,7 @@ def train_on(
     first_pass = named_measures(passes[0]) if "mismatch_fraction" in passes[0] else {}
     metrics = {}
     for name in passes[0]:
-        if not name.startswith(("mismatch_", "staleness_", "logprob_gap")):
+        if not name.startswith(("mismatch_", "staleness_", "logprob_diff_")):
             values = [p[name] for p in passes]
             metrics[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
     applied = [norm for norm in norms if math.isfinite(norm)]
