@@ -74,7 +74,7 @@ class RunConfig(Settings):
                 f"queue.max_queue_size = {self.queue.max_queue_size} contradicts groups_per_step = {self.groups_per_step}: "
                 f"a queue smaller than one batch can never fill one; raise max_queue_size to at least {self.groups_per_step}"
             )
-        if self.group_size == 1 and self.algorithm.compares_attempts:
+        if self.group_size == 1 and self.algorithm.compares_completions:
             raise ValueError(
                 f"group_size = 1 contradicts algorithm.name = {self.algorithm.name!r}: it compares attempts at one prompt, "
                 f"so one attempt teaches nothing; set group_size to 2 or more, or algorithm.name = 'ppo'"

@@ -1,4 +1,4 @@
-"""Probability ratios from log-ratios, bounded so that neither a ratio nor its gradient overflows."""
+"""Probability ratios from log-ratios, bounded so that ratios and gradients do not overflow."""
 
 from torch import Tensor
 
@@ -6,5 +6,5 @@ LARGEST_LOG = 20.0  # e^20 = 5e8; float32 overflows at e^88.7, where gradients b
 
 
 def probability_ratio(log_ratio: Tensor) -> Tensor:
-    """Return e^log_ratio with the log-ratio clamped to +-LARGEST_LOG; the gradient beyond is 0."""
+    """Return e^log_ratio with log_ratio clamped to +-LARGEST_LOG; the gradient outside is 0."""
     return log_ratio.clamp(-LARGEST_LOG, LARGEST_LOG).exp()

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.algo.advantage import (
-    above_group,
-    above_length_weighted,
-    above_others,
+    minus_group_mean,
+    minus_length_weighted_mean,
+    minus_mean_of_others,
     advantages,
     gae,
-    group_deviations,
+    group_stds,
     uniform,
     whiten,
 )
@@ -44,10 +44,10 @@ def test_each_baseline_is_that_of_its_paper_for_groups_of_any_size(
     rows: list[tuple[float, int, int]],
 ) -> None:
     rewards, groups, lengths = columns(rows)
-    grpo, rloo = above_group(rewards, groups).tolist(), above_others(rewards, groups).tolist()
+    grpo, rloo = minus_group_mean(rewards, groups).tolist(), minus_mean_of_others(rewards, groups).tolist()
     opo, deviations = (
-        above_length_weighted(rewards, groups, lengths).tolist(),
-        group_deviations(rewards, groups).tolist(),
+        minus_length_weighted_mean(rewards, groups, lengths).tolist(),
+        group_stds(rewards, groups).tolist(),
     )
     for row, (reward, _, _) in enumerate(rows):
         members = group_of(rows, row)
@@ -244,7 +244,7 @@ def test_equal_rewards_give_no_signal_and_one_good_answer_among_many_a_finite_on
     assert np.abs(filled(batch, name="grpo")).max() < 1e-6
     rewards = torch.tensor([1.0] + [0.0] * 63, dtype=torch.float64)
     assert (
-        (above_group(rewards, torch.zeros(64)) / group_deviations(rewards, torch.zeros(64)))
+        (minus_group_mean(rewards, torch.zeros(64)) / group_stds(rewards, torch.zeros(64)))
         .isfinite()
         .all()
     )
