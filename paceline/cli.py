@@ -63,7 +63,7 @@ def train(
     ] = False,
 ) -> None:
     """Train a model. The same command on an existing run folder continues that run."""
-    from paceline.config import load_config
+    from paceline.config import check_trainable, load_config
 
     stopped_by = signal.SIGINT
 
@@ -79,6 +79,7 @@ def train(
     config: RunConfig | None = None
     try:
         config = load_config(recipe, settings or ())
+        check_trainable(config)
         if dry_run:
             console.print_json(config.model_dump_json())
             return
@@ -108,7 +109,11 @@ def evaluate(
     attempts: Annotated[
         int,
         typer.Option(
-            "--attempts", "-n", min=1, help="At each prompt; one is greedy, several are drawn."
+            "--attempts",
+            "-n",
+            min=1,
+            help="Completions per prompt: 1 is greedy unless rollout.top_p or rollout.top_k "
+            "is set, more are sampled.",
         ),
     ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
@@ -123,9 +128,7 @@ def evaluate(
         with console.status("loading torch and transformers …") as status:
             from paceline.evaluate import evaluate, for_evaluation
 
-            chosen = for_evaluation(
-                config, attempts, 0.0 if attempts == 1 else config.rollout.temperature
-            )
+            chosen = for_evaluation(config, attempts)
 
             def tell(done: int, of: int) -> None:
                 status.update(f"{done} of {of} prompts answered …")
@@ -154,10 +157,11 @@ def plan(
     ] = None,
 ) -> None:
     """Show which role gets which device, and refuse what cannot fit, without starting anything."""
-    from paceline.config import load_config
+    from paceline.config import check_trainable, load_config
 
     try:
         config = load_config(recipe, settings or ())
+        check_trainable(config)
         _log_to_console()
         with console.status("loading torch and transformers …"):
             from paceline.observe.plan import plan_table

@@ -77,7 +77,7 @@ class RunConfig(Settings):
                 f"queue.max_queue_size = {self.queue.max_queue_size} contradicts groups_per_step = {self.groups_per_step}: "
                 f"a queue smaller than one batch can never fill one; raise max_queue_size to at least {self.groups_per_step}"
             )
-        if self.group_size == 1 and self.algorithm.compares_attempts:
+        if self.group_size == 1 and self.algorithm.compares_completions:
             raise ValueError(
                 f"group_size = 1 contradicts algorithm.name = {self.algorithm.name!r}: it compares attempts at one prompt, "
                 f"so one attempt teaches nothing; set group_size to 2 or more, or algorithm.name = 'ppo'"
@@ -98,15 +98,6 @@ class RunConfig(Settings):
             raise ValueError(
                 f"fleet.heartbeat_timeout_s = {self.heartbeat_timeout_s:g} contradicts rollout.generation_timeout = "
                 f"{self.rollout.generation_timeout:g}: a silent worker would be taken for slow answers; set it lower, or leave it unset"
-            )
-        if self.rollout.temperature == 0:
-            raise ValueError(
-                "rollout.temperature = 0 (greedy) makes all attempts at a prompt equal; set it above 0 to learn"
-            )
-        if self.rollout.top_p < 1 or self.rollout.top_k > 0:
-            raise ValueError(
-                f"rollout.top_p = {self.rollout.top_p:g}, rollout.top_k = {self.rollout.top_k}: the trainer's log-probs are of the whole "
-                f"distribution, so answers drawn from a part of it would be learned from with wrong ratios; use top_p = 1 and top_k = 0"
             )
         ranks, parts = (
             self.placement.train_ranks,
@@ -156,6 +147,17 @@ class RunConfig(Settings):
                     f"placement.{role.value} = {pool!r} would stay empty, since this run has no {role.value} model; {how}, or leave it "
                     f"unset (in a recipe that sets it: placement.{role.value}={self.placement.actor})"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _shared_weights_sync_every_step(self) -> "RunConfig":
+        if self.schedule.sync_every > 1 and self.shares_weights:
+            raise ValueError(
+                f"schedule.sync_every = {self.schedule.sync_every} contradicts placement.rollout = "
+                f"placement.actor = {self.placement.actor!r}: in a shared pool the engine reads "
+                f"the trainer's parameters in place, so it has new weights after every step; set "
+                f"sync_every = 1, set placement.overlap = true, or give rollout a separate pool"
+            )
         return self
 
     @property
@@ -269,6 +271,22 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
             f"{len(lines)} wrong setting{'s' if len(lines) > 1 else ''}{where}:\n"
             + "\n".join(f"  {x}" for x in lines)
         ) from None
+
+
+def check_trainable(config: RunConfig) -> None:
+    """Raise ConfigError for sampling settings that are valid only for evaluation."""
+    rollout = config.rollout
+    if rollout.temperature == 0:
+        raise ConfigError(
+            "rollout.temperature = 0: greedy completions of a prompt are all equal, so training "
+            "learns nothing from them; expected a temperature above 0"
+        )
+    if rollout.top_p < 1 or rollout.top_k > 0:
+        raise ConfigError(
+            f"rollout.top_p = {rollout.top_p:g}, rollout.top_k = {rollout.top_k}: the trainer "
+            f"computes log-probs over the whole vocabulary, so training on completions sampled "
+            f"from a part of it would use wrong ratios; train with top_p = 1 and top_k = 0"
+        )
 
 
 def describe_settings(under: str = "") -> list[tuple[str, str, str]]:

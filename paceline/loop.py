@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from paceline.algo.advantage import uniform
 from paceline.errors import (
     LedgerError,
     PacelineError,
@@ -385,7 +386,7 @@ def _truncated(trajectory: Trajectory) -> bool:
 
 
 def _all_equal(group: Group) -> bool:
-    return len({trajectory.total_reward for trajectory in group.trajectories}) == 1
+    return uniform([trajectory.total_reward for trajectory in group.trajectories])
 
 
 def _means(groups: Sequence[Group]) -> Metrics:

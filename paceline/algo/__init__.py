@@ -1,1 +1,1 @@
-"""Advantages and losses: pure functions on tensors."""
+"""Reinforcement-learning algorithms: settings, advantages and losses, as pure functions."""

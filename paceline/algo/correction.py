@@ -1,12 +1,15 @@
-"""Off-policy correction: three policies meet in a token, and their two ratios mean different things.
+"""Off-policy correction: importance weights for stale tokens, and metrics of how stale they are.
 
-    sampler    the engine that drew the token, with the weights of the token's version   (log-probs came with it)
-    proximal   the trainer's own policy at the start of the step                         (recomputed, or guessed)
+Three policies are involved in each token:
+
+    sampler    the engine that sampled the token, with the weights of the token's version
+    proximal   the trainer's policy at the start of the step, recomputed or interpolated
     current    the policy being trained
 
-current / proximal is what clips hold near 1. proximal / sampler is the weight that makes stale tokens count as if drawn by the
-proximal policy; here it is computed and kept in bounds. For a token of the newest version that weight is the mismatch of
-two implementations of the same policy; for an older one it is mostly staleness. The two are measured apart.
+Clips keep current / proximal near 1. The ratio proximal / sampler is an importance weight: it
+makes stale tokens count as if the proximal policy had sampled them. This module computes and
+bounds it. For tokens of the newest version, the weight measures the mismatch between two
+implementations of one policy; for older tokens, mostly staleness. The metrics are separate.
 """
 
 from dataclasses import dataclass
@@ -15,17 +18,19 @@ import torch
 from torch import Tensor
 
 from paceline.algo.kl import k3
+from paceline.algo.ratio import probability_ratio
 from paceline.algo.rows import row_mean, row_sum
 from paceline.algo.settings import AlgorithmSettings
 
-FAR = 0.2  # a distance of log-probs of the same version that only low precision explains
+# A difference of log-probs of the same version that only low precision explains.
+OUTLIER_DIFF = 0.2
 MISMATCH = ("logprob_diff_mean", "logprob_diff_max", "mismatch_outlier_fraction")
-LARGEST_LOG = 20.0  # a log-weight beyond this is as good as infinite, and would overflow
+Measures = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What each token's advantage is multiplied by, and why it is not simply the ratio. Each [M]."""
+    """Factor of each token's advantage, and where it differs from the plain ratio. Each [M]."""
 
     values: Tensor
     masked: Tensor  # set to 0
@@ -33,20 +38,25 @@ class Weights:
 
 
 def interpolated(current: Tensor, sampler: Tensor, versions: Tensor, step: int) -> Tensor:
-    """A guess at the proximal log-probs without a forward pass: on the line from the sampler (version v) to the policy this step
-    is making (version step + 1), where version `step` lies. Fresh tokens get the sampler's own.
+    """Approximate the proximal log-probs without a forward pass.
 
-    After A-3PO: Accelerating Asynchronous LLM Training with Staleness-aware Proximal Policy Approximation. Li et al., 2025,
-    arXiv:2512.06547.
+    Version `step` lies on the line from the sampler (version v) to the policy that this step
+    produces (version step + 1). For fresh tokens the result is the sampler's log-prob.
+
+    After A-3PO: Accelerating Asynchronous LLM Training with Staleness-aware Proximal Policy
+    Approximation. Li et al., 2025, arXiv:2512.06547.
     """
     staleness = (step - versions).clamp(min=0).to(sampler.dtype)
     return sampler + staleness / (staleness + 1) * (current.detach() - sampler)
 
 
 def second_moment_kept(log_weight: Tensor, threshold: float) -> Tensor:
-    """M2PO: drop the largest squared log-weights until the mean of those kept is at most the threshold.
+    """Return which tokens M2PO keeps.
 
-    (Prosperity before Collapse: How Far Can Off-Policy RL Reach with Stale Data on LLMs? Zheng et al., 2025, arXiv:2510.01161.)
+    It drops the largest squared log-weights until the mean of the rest is at most the threshold.
+
+    Prosperity before Collapse: How Far Can Off-Policy RL Reach with Stale Data on LLMs? Zheng et
+    al., 2025, arXiv:2510.01161.
     """
     ordered, order = log_weight.double().square().sort()
     mean_of_smallest = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
@@ -56,15 +66,11 @@ def second_moment_kept(log_weight: Tensor, threshold: float) -> Tensor:
 
 
 def importance_weights(log_weight: Tensor, rows: Tensor, s: AlgorithmSettings) -> Weights:
-    """From log(proximal / sampler) of trained tokens to the weights the settings ask for."""
+    """Return the weights that the settings select, from log(proximal / sampler)."""
     sequence = s.correction_level == "sequence"
-    ratio = (
-        (row_sum(log_weight, rows) if sequence else log_weight)
-        .clamp(-LARGEST_LOG, LARGEST_LOG)
-        .exp()
-    )
-    nowhere = torch.zeros_like(ratio, dtype=torch.bool)
-    values, masked, truncated = ratio, nowhere, nowhere
+    ratio = probability_ratio(row_sum(log_weight, rows) if sequence else log_weight)
+    none = torch.zeros_like(ratio, dtype=torch.bool)
+    values, masked, truncated = ratio, none, none
     low, high = s.correction_range or (0.0, 0.0)
     match s.correction:
         case "none":
@@ -77,47 +83,51 @@ def importance_weights(log_weight: Tensor, rows: Tensor, s: AlgorithmSettings) -
         case "m2po":
             masked = ~second_moment_kept(log_weight, s.m2_threshold)
     if s.reject_range is not None:
-        mean = row_mean(log_weight, rows).clamp(-LARGEST_LOG, LARGEST_LOG).exp()
+        mean = probability_ratio(row_mean(log_weight, rows))
         masked = masked | (mean < s.reject_range[0]) | (mean > s.reject_range[1])
     return Weights(torch.where(masked, 0.0, values), masked, truncated & ~masked)
 
 
-Measures = dict[str, Tensor]
-
-
 def fresh_tokens(versions: Tensor, rows: Tensor, step: int) -> Tensor:
-    """[M] which tokens are of the trainer's version, as are all of their answer. After a swap of weights in mid-answer the keys and values
-    of older tokens stay, so what follows them is of no single version, and its distance says nothing about the weights."""
+    """Return which tokens are fresh: their whole completion has the trainer's version. [M]
+
+    After a weight swap within a completion, the KV cache of older tokens stays. The later tokens
+    then have no single version, and their log-prob difference does not measure mismatch.
+    """
     return row_sum((versions != step).to(torch.float32), rows) == 0
 
 
 def off_policy_measures(log_ratio: Tensor, fresh: Tensor) -> tuple[Measures, Measures]:
-    """Sums and maxima of log(trainer / sampler), apart for tokens of the newest version (mismatch) and others (staleness)."""
-    ratio, distance, gap = (
-        log_ratio.exp(),
-        k3(torch.zeros_like(log_ratio), log_ratio),
-        log_ratio.abs(),
-    )
+    """Return sums and maxima of log(trainer / sampler).
+
+    Fresh tokens (mismatch) and others (staleness) are measured separately.
+    """
+    ratio, difference = probability_ratio(log_ratio), log_ratio.abs()
+    kl = k3(torch.zeros_like(log_ratio), log_ratio)
     sums: Measures = {
-        "logprob_diff_mean": torch.where(fresh, gap, 0.0).sum(),
-        "mismatch_outlier_fraction": (fresh & (gap > FAR)).sum(),
-        "staleness_diff_mean": torch.where(fresh, 0.0, gap).sum(),
+        "logprob_diff_mean": torch.where(fresh, difference, 0.0).sum(),
+        "mismatch_outlier_fraction": (fresh & (difference > OUTLIER_DIFF)).sum(),
+        "staleness_diff_mean": torch.where(fresh, 0.0, difference).sum(),
     }
-    maxima: Measures = {"logprob_diff_max": torch.where(fresh, gap, 0.0).max()}
+    maxima: Measures = {"logprob_diff_max": torch.where(fresh, difference, 0.0).max()}
     for kind, where in (("mismatch", fresh), ("staleness", ~fresh)):
         sums[f"{kind}_fraction"] = where.sum()
-        sums[f"{kind}_kl"] = torch.where(where, distance, 0.0).sum()
+        sums[f"{kind}_kl"] = torch.where(where, kl, 0.0).sum()
         sums[f"{kind}_ratio_mean"] = torch.where(where, ratio, 0.0).sum()
         maxima[f"{kind}_ratio_max"] = torch.where(where, ratio, 0.0).max()
     return sums, maxima
 
 
 def named_measures(measures: dict[str, float]) -> dict[str, float]:
-    """Means over the tokens of each kind, from sums divided by the number of all; a kind that is not there is left out."""
+    """Return means over the tokens of each kind, from sums divided by the number of all tokens.
+
+    A kind without tokens is left out.
+    """
     result = {"stale_fraction": measures["staleness_fraction"]}
     for kind, more in (("mismatch", MISMATCH), ("staleness", ("staleness_diff_mean",))):
-        share = measures[f"{kind}_fraction"]
-        if share > 0:
+        fraction = measures[f"{kind}_fraction"]
+        if fraction > 0:
             for name in (f"{kind}_kl", f"{kind}_ratio_mean", f"{kind}_ratio_max", *more):
-                result[name] = measures[name] if name.endswith("_max") else measures[name] / share
+                value = measures[name]
+                result[name] = value if name.endswith("_max") else value / fraction
     return result

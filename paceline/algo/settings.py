@@ -1,4 +1,7 @@
-"""How a batch of scored answers becomes a gradient: a preset by name, and every part of it open to change."""
+"""Algorithm settings: how a batch of scored completions becomes a gradient.
+
+A preset (`name`) gives the defaults; every part of it can be changed.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Literal, Self
@@ -38,72 +41,85 @@ class AlgorithmSettings(Settings):
         "opo",
         "pg",
     ] = "grpo"
-    """The preset: it gives the settings below their values, and whatever is set beside it wins."""
+    """Algorithm preset. It sets the defaults below; explicit settings override it."""
     advantage: Advantage = "group"
-    """gae: critic; group: minus the group's mean; leave_one_out: minus the mean of the others; greedy: minus the greedy answer's
-    reward; length_weighted: minus the group's mean weighted by length; return: reward still to come, no baseline."""
+    """gae: critic; group: reward minus the group mean; leave_one_out: minus the mean of the other
+    rewards; greedy: minus the reward of the greedy completion; length_weighted: minus the
+    length-weighted group mean; return: sum of future rewards, no baseline."""
     normalize: Literal["none", "group", "batch"] = "group"
-    """group: divide by the deviation of the group's rewards; batch: mean 0 and deviation 1 over all trained tokens."""
+    """group: divide by the standard deviation of the group's rewards; batch: mean 0 and standard
+    deviation 1 over all trained tokens."""
     loss: Loss = "clip"
-    """clip: PPO; sequence_clip: one ratio per answer (GSPO); cispo: clipped weights; sapo: soft gate; pg: plain policy gradient."""
+    """clip: PPO; sequence_clip: ratio of the whole completion (GSPO); cispo: clipped weights;
+    sapo: soft gate; pg: plain policy gradient."""
     clip_low: float = Field(0.2, ge=0, le=1)
-    """The probability ratio stops counting below 1 - clip_low."""
+    """Lower clip range: the probability ratio is clipped at 1 - clip_low."""
     clip_high: float = Field(0.2, ge=0)
-    """The probability ratio stops counting above 1 + clip_high."""
+    """Upper clip range: the probability ratio is clipped at 1 + clip_high."""
     dual_clip: float | None = Field(None, gt=1)
-    """With a negative advantage the loss of a token grows no further than this ratio (loss = clip)."""
+    """Upper bound of the ratio in the loss of tokens with a negative advantage (loss = clip).
+    Default: no bound."""
     sapo_temperatures: Range = (1.0, 1.05)
-    """How sharply the soft gate closes, for positive and negative advantages (loss = sapo)."""
+    """Steepness of the soft gate for positive and for negative advantages (loss = sapo)."""
     aggregation: Aggregation = "sequence"
-    """token: mean over all tokens; sequence: mean over rows of the row's mean; constant: sum / (rows * constant_length)."""
+    """token: mean over all tokens; sequence: mean over rows of the row's mean; constant:
+    sum / (rows * constant_length)."""
     constant_length: int | None = Field(None, gt=0)
-    """Tokens per row that the constant aggregation divides by. Unset: the longest answer allowed."""
+    """Tokens per row that the constant aggregation divides by. Default:
+    rollout.max_response_length."""
     proximal: Literal["behavior", "recomputed", "interpolated"] = "behavior"
-    """What ratios are taken against: the policy that sampled; the trainer's own at the start of the step (one more forward pass
-    when there are several updates per step); or a guess between the sampler and the present by the token's staleness."""
+    """Policy that ratios are taken against. behavior: the policy that sampled; recomputed: the
+    trainer's policy at the start of the step, which costs a forward pass with several updates per
+    step; interpolated: an estimate between the sampler and the current policy, by staleness."""
     correction: Correction = "none"
-    """How a token's weight proximal/sampler is kept in bounds. Setting it sets proximal = recomputed, unless that is set too."""
+    """How the weight proximal / sampler of a token is bounded. A correction also sets
+    proximal = recomputed, unless proximal is set."""
     correction_level: Literal["token", "sequence"] = "token"
-    """Weights of single tokens, or the product over the answer for all its tokens."""
+    """token: a weight per token; sequence: the product over the completion, for all its tokens."""
     correction_range: Range | None = None
-    """Bounds of the weight: clamped to them (truncate) or 0 outside (mask, icepop). Unset: 0-2, 0.5-2, 0.5-5."""
+    """Bounds of the weight: clamped to them (truncate), or 0 outside (mask, icepop). Default:
+    0-2 for truncate, 0.5-2 for mask, 0.5-5 for icepop."""
     m2_threshold: float = Field(0.04, gt=0)
-    """The largest log-weights are masked until the mean of their squares is below this (correction = m2po)."""
+    """Upper bound of the mean squared log-weight (correction = m2po). The largest are masked."""
     reject_range: Range | None = None
-    """Answers whose mean weight (geometric) is outside are not learned from."""
+    """Bounds of the geometric mean weight of a completion. Completions outside are masked.
+    Default: no bounds."""
     kl_coef: float = Field(0.0, ge=0)
-    """Weight of the KL to the reference model; above 0 a reference role is needed."""
+    """Weight of the KL to the reference model. Above 0, the run has a reference role."""
     kl_placement: Literal["loss", "reward"] = "loss"
-    """A term of the loss, or taken off the reward token by token."""
+    """loss: a term of the loss; reward: subtracted from the reward of each token."""
     kl_estimator: Estimator = "k3"
-    """k1 and k2 in the loss have the gradient of the KL; k3 is GRPO's: exact as a number, but its gradient is another KL's."""
+    """KL estimator. In the loss, k1 and k2 have the gradient of KL(policy || reference), k3 that
+    of KL(reference || policy); GRPO uses k3."""
     kl_target: float | None = Field(None, gt=0)
-    """Nats per token that kl_coef is steered to, from its start value. Unset: kl_coef is fixed."""
+    """Target KL in nats per token. kl_coef is adapted towards it. Default: kl_coef is fixed."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per token (advantage = gae or return)."""
     lam: float = Field(1.0, ge=0, le=1)
-    """Decay of the advantage trace (advantage = gae)."""
+    """Decay of the advantage trace per token (advantage = gae)."""
     value_clip: float | None = Field(0.2, gt=0)
-    """The critic moves a value by at most this from what it was when the batch was taken."""
+    """Clip range of the value loss around the values predicted before the update."""
     critic_warmup: int = Field(0, ge=0)
-    """First steps in which only the critic learns."""
+    """Number of first steps in which only the critic is trained."""
     epochs: int = Field(1, ge=1)
-    """Passes over one batch."""
+    """Passes over each batch."""
     mini_batches: int = Field(1, ge=1)
     """Optimizer steps per pass."""
     overlong: Literal["keep", "mask", "penalty"] = "keep"
-    """Answers cut off at the longest length: trained on, left out, or scored down softly as they near it (DAPO)."""
+    """Completions truncated at the maximum length. keep: train on them; mask: do not train on
+    them; penalty: lower the reward of completions near the maximum length (DAPO)."""
     overlong_buffer: int | None = Field(None, gt=0)
-    """Tokens before the longest length over which the penalty grows from 0 to 1. Unset: a fifth of it."""
+    """Tokens before the maximum length over which the penalty grows from 0 to 1. Default: a fifth
+    of the maximum length."""
     dynamic_sampling: bool = False
-    """Groups whose rewards are all equal are replaced by new ones before the step."""
+    """Replace groups whose rewards are all equal by new groups before the step."""
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_in(cls, data: Any) -> Any:
-        """What the preset says where the user says nothing, and what a correction implies."""
+    def _add_defaults(cls, data: Any) -> Any:
+        """Add the defaults of the preset and those that a correction implies."""
         if not isinstance(data, Mapping):
             return data
         values = {**PRESETS.get(data.get("name", "grpo"), {}), **data}
@@ -116,55 +132,46 @@ class AlgorithmSettings(Settings):
         return values
 
     @model_validator(mode="after")
-    def _no_contradiction(self) -> Self:
+    def _check_conflicts(self) -> Self:
         corrected = self.correction != "none" or self.reject_range is not None
-        for wrong, one, other, why in (
+        token_level = self.correction_level == "token"
+        conflicts = (
             (
                 corrected and self.proximal == "behavior",
-                "correction",
-                "proximal",
-                "the weight proximal/sampler is then 1 everywhere",
+                ("correction", "proximal"),
+                "the weight proximal / sampler would be 1 for every token",
             ),
             (
                 self.correction == "m2po" and self.proximal == "interpolated",
-                "correction",
-                "proximal",
-                "m2po needs the recomputed one",
+                ("correction", "proximal"),
+                "m2po needs proximal = 'recomputed'",
             ),
             (
-                self.correction == "icepop" and self.correction_level != "token",
-                "correction",
-                "correction_level",
-                "icepop masks tokens",
-            ),
-            (
-                self.correction == "m2po" and self.correction_level != "token",
-                "correction",
-                "correction_level",
-                "m2po masks tokens",
+                self.correction in ("icepop", "m2po") and not token_level,
+                ("correction", "correction_level"),
+                f"{self.correction} masks tokens",
             ),
             (
                 self.normalize == "group" and self.advantage in ("gae", "return"),
-                "normalize",
-                "advantage",
-                "it differs by token",
+                ("normalize", "advantage"),
+                "this advantage differs between tokens of a completion",
             ),
             (
                 self.normalize == "group" and self.advantage == "greedy",
-                "normalize",
-                "advantage",
-                "equal attempts have deviation 0",
+                ("normalize", "advantage"),
+                "a group of equal rewards has standard deviation 0 but nonzero advantages",
             ),
             (
                 self.kl_target is not None and self.kl_coef == 0,
-                "kl_target",
-                "kl_coef",
-                "steering multiplies, so it must start above 0",
+                ("kl_target", "kl_coef"),
+                "adaptation multiplies the coefficient, so it must start above 0",
             ),
-        ):
-            if wrong:
+        )
+        for conflict, (one, other), reason in conflicts:
+            if conflict:
                 raise ValueError(
-                    f"{one} = {getattr(self, one)!r} contradicts {other} = {getattr(self, other)!r}: {why}"
+                    f"{one} = {getattr(self, one)!r} contradicts "
+                    f"{other} = {getattr(self, other)!r}: {reason}"
                 )
         for name in ("correction_range", "reject_range", "sapo_temperatures"):
             bounds = getattr(self, name)
@@ -177,14 +184,15 @@ class AlgorithmSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def _nothing_idle(self) -> Self:
-        """A setting that would change nothing is a misunderstanding, so it is refused rather than ignored."""
-        for name, owner, owners in IDLE_UNLESS:
+    def _check_effects(self) -> Self:
+        """Reject settings without effect: ignoring them would hide a misunderstanding."""
+        for name, other, effective in EFFECTIVE_WITH:
             default = PRESETS[self.name].get(name, type(self).model_fields[name].default)
-            if getattr(self, name) != default and getattr(self, owner) not in owners:
+            if getattr(self, name) != default and getattr(self, other) not in effective:
                 raise ValueError(
-                    f"{name} = {getattr(self, name)!r} has no effect with {owner} = {getattr(self, owner)!r}: "
-                    f"it is used with {owner} = {' or '.join(map(repr, owners))} only"
+                    f"{name} = {getattr(self, name)!r} has no effect with "
+                    f"{other} = {getattr(self, other)!r}: it is used only with "
+                    f"{other} = {' or '.join(map(repr, effective))}"
                 )
         return self
 
@@ -201,8 +209,8 @@ class AlgorithmSettings(Settings):
         return self.advantage == "greedy"
 
     @property
-    def compares_attempts(self) -> bool:
-        """Whether one attempt per prompt would teach nothing."""
+    def compares_completions(self) -> bool:
+        """Whether the baseline comes from the group, so that a group of one has advantage 0."""
         return self.advantage in ("group", "leave_one_out", "length_weighted")
 
     @property
@@ -210,8 +218,8 @@ class AlgorithmSettings(Settings):
         return self.epochs * self.mini_batches
 
 
-# setting, and the values of another without which it does nothing
-IDLE_UNLESS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+# A setting, another setting, and the values of the other with which the first has an effect.
+EFFECTIVE_WITH: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("dual_clip", "loss", ("clip",)),
     ("sapo_temperatures", "loss", ("sapo",)),
     ("clip_low", "loss", ("clip", "sequence_clip", "cispo")),

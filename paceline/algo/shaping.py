@@ -1,4 +1,4 @@
-"""What happens to rewards before they become advantages: over-long answers, and the KL to the reference taken off token by token."""
+"""Reward shaping before advantages: truncated and over-long completions, and the KL penalty."""
 
 from dataclasses import replace
 
@@ -13,7 +13,10 @@ from paceline.types import Batch
 
 
 def last_turn_lengths(batch: Batch) -> NDArray[np.int64]:
-    """[R] trained tokens since the last untrained one before them: the length that the limit on an answer is about."""
+    """Return the number of trained tokens in the last turn of each row: [R].
+
+    The limit on the completion length applies to a turn.
+    """
     offsets = batch.offsets
     lengths = np.zeros(batch.num_rows, np.int64)
     for row in range(batch.num_rows):
@@ -27,45 +30,51 @@ def last_turn_lengths(batch: Batch) -> NDArray[np.int64]:
 def overlong_penalty(
     lengths: NDArray[np.int64], max_length: int, buffer: int
 ) -> NDArray[np.float64]:
-    """DAPO's soft punishment: 0 up to max_length - buffer, then falling linearly to -1 at max_length."""
+    """Return DAPO's soft penalty.
+
+    It is 0 up to max_length - buffer and falls linearly to -1 at max_length.
+    """
     return -np.clip((lengths - (max_length - buffer)) / buffer, 0.0, 1.0)
 
 
 def without_truncated(batch: Batch) -> Batch:
-    """The batch with nothing to learn in answers that were cut off. Their rewards stay in their group's mean."""
+    """Return the batch without trained tokens in truncated completions.
+
+    Their rewards stay in the mean of their group.
+    """
     if batch.truncated is None:
         return batch
     return replace(batch, mask=batch.mask & ~np.repeat(batch.truncated, batch.lengths))
 
 
 def with_kl_in_reward(batch: Batch, coefficient: float, estimator: Estimator) -> Batch:
-    """The batch with coefficient * KL of each trained token taken off that token's reward."""
+    """Subtract coefficient * KL from the reward of each trained token.
+
+    With any `proximal`, this is the KL of the policy that sampled the token: a reward belongs to
+    the token as sampled. Only for that policy is the estimate unbiased, and it does not need a
+    forward pass of the actor before the advantages.
+    """
     if batch.ref_logprobs is None:
         raise ConfigError(
-            "kl_placement = 'reward' needs reference log-probs, but the batch has none: add a reference role"
+            "kl_placement = 'reward' needs reference log-probs, but the batch has none: "
+            "add a reference role"
         )
-    distance = kl_estimate(
+    kl = kl_estimate(
         torch.from_numpy(batch.logprobs), torch.from_numpy(batch.ref_logprobs), estimator
     ).numpy()
-    paid = (
-        np.zeros(batch.num_tokens, np.float32)
-        if batch.token_rewards is None
-        else batch.token_rewards
-    )
-    return replace(
-        batch,
-        token_rewards=np.where(batch.mask, paid - coefficient * distance, paid).astype(np.float32),
-    )
+    penalty = np.where(batch.mask, coefficient * kl, 0.0)
+    rewards = 0.0 if batch.token_rewards is None else batch.token_rewards
+    return replace(batch, token_rewards=(rewards - penalty).astype(np.float32))
 
 
 def shape_rewards(
     batch: Batch, s: AlgorithmSettings, max_length: int | None = None, kl_coef: float | None = None
 ) -> Batch:
-    """All of it, as the settings say. `kl_coef` stands in for that of the settings when it is being adapted."""
+    """Apply the selected shaping. An adapted `kl_coef` replaces that of the settings."""
     if s.overlong == "penalty":
         if max_length is None:
             raise ConfigError(
-                "overlong = 'penalty' needs to know the longest answer allowed, but max_length was not given"
+                "overlong = 'penalty' needs the maximum completion length, but max_length is None"
             )
         buffer = min(max_length, s.overlong_buffer or max(1, max_length // 5))
         penalty = overlong_penalty(last_turn_lengths(batch), max_length, buffer)

@@ -1,4 +1,7 @@
-"""The actor: turns a batch with advantages into new weights. Knows the algorithm, not the back end."""
+"""Actor role: turns a batch with advantages into new weights.
+
+The actor implements the algorithm's update on any backend.
+"""
 
 import math
 from dataclasses import replace
@@ -33,59 +36,49 @@ class Actor:
         max_length: int | None = None,
     ) -> None:
         self.engine = engine
-        self._algorithm, self._train, self._total_steps, self._max_length = (
-            algorithm,
-            train,
-            total_steps,
-            max_length,
-        )
-        self._seen_to_change = False
+        self._algorithm, self._train = algorithm, train
+        self._total_steps, self._max_length = total_steps, max_length
+        self._weights_have_changed = False
 
     def logprobs(self, batch: Batch) -> FloatArray:
-        """[T] under the current weights, at the sampling temperature; 0 where not mask."""
+        """Return log-probs under the current weights at the sampling temperature: [T].
+
+        They are 0 outside the mask.
+        """
         return self.engine.logprobs(batch)
 
     def update(self, batch: Batch, step: int, kl_coef: float | None = None) -> Metrics:
-        """Train on a batch whose advantages are filled in; what happened, as numbers."""
+        """Train on a batch with advantages and return the metrics."""
         if batch.advantages is None:
             raise DataError(
-                "the batch has no advantages: fill them in with paceline.algo.advantage.advantages first"
+                "the batch has no advantages: "
+                "compute them with paceline.algo.advantage.advantages first"
             )
         lr = self._train.learning_rate_at(step, self._total_steps)
-        if not batch.mask.any():  # every answer was cut off and overlong = "mask"
-            return {
-                "lr": lr,
-                "tokens": 0.0,
-                "updates": 0.0,
-                "updates_skipped": 0.0,
-                "weights_changed": 0.0,
-            }
+        if not batch.mask.any():  # every completion was truncated and overlong = "mask"
+            zeros = ("tokens", "updates", "updates_skipped", "weights_changed")
+            return {"lr": lr} | dict.fromkeys(zeros, 0.0)
         s = self._algorithm
         measured: Metrics = {}
-        corrected = s.proximal == "recomputed" and (
-            s.updates_per_step > 1 or s.correction == "m2po"
-        )
+        several = s.updates_per_step > 1 or s.correction == "m2po"
+        corrected = s.proximal == "recomputed" and several
         if corrected:
             batch, measured = correct(batch, self.logprobs(batch), s, step)
-        before = None if self._seen_to_change else self._fingerprint()
-        metrics = train_on(
-            self.engine,
-            batch,
-            PolicyLoss(s, step, kl_coef, self._max_length, corrected),
-            s,
-            lr,
-            step,
-        )
+        before = None if self._weights_have_changed else self._fingerprint()
+        loss = PolicyLoss(s, step, kl_coef, self._max_length, corrected)
+        metrics = train_on(self.engine, batch, loss, s, lr, step)
         if before is not None:
-            self._seen_to_change = before != self._fingerprint()
-            metrics["weights_changed"] = min(
-                metrics["weights_changed"], float(self._seen_to_change)
-            )
+            self._weights_have_changed = before != self._fingerprint()
+            changed = float(self._weights_have_changed)
+            metrics["weights_changed"] = min(metrics["weights_changed"], changed)
         return metrics | measured
 
     def _fingerprint(self) -> list[float]:
-        """A number per weight that a changed weight changes. Looked at until the first change is seen: a rate so small that
-        rounding swallows it would show in nothing else."""
+        """Return a number per tensor that changes when the tensor changes.
+
+        Needed until the first change: no other metric shows that a small learning rate is lost in
+        rounding.
+        """
         found: list[float] = torch.stack(
             [weight.double().square().sum() for _, weight in self.engine.export_weights()]
         ).tolist()
@@ -95,29 +88,27 @@ class Actor:
 def correct(
     batch: Batch, proximal: FloatArray, settings: AlgorithmSettings, step: int
 ) -> tuple[Batch, Metrics]:
-    """The batch as if sampled by the trainer's own policy at the start of the step, and what that took.
+    """Return the batch as if the proximal policy had sampled it, and the off-policy metrics.
 
-    The weight of a token goes into its advantage: every objective scales with it exactly.
+    Weights are multiplied into the advantages, because every objective scales with those.
     """
     assert batch.advantages is not None
     keep = batch.mask
     log_ratio = torch.from_numpy((proximal - batch.logprobs)[keep])
     rows = torch.from_numpy(np.repeat(np.arange(batch.num_rows), batch.lengths)[keep])
-    rows = torch.unique(rows, return_inverse=True)[1]  # rows without a trained token do not count
-    sums, maxima = off_policy_measures(
-        log_ratio, fresh_tokens(torch.from_numpy(batch.versions[keep]), rows, step)
-    )
+    rows = torch.unique(rows, return_inverse=True)[1]  # skips rows without a trained token
+    fresh = fresh_tokens(torch.from_numpy(batch.versions[keep]), rows, step)
+    sums, maxima = off_policy_measures(log_ratio, fresh)
+    measures = {name: float(value) / len(rows) for name, value in sums.items()}
+    measures |= {name: float(value) for name, value in maxima.items()}
     weights = importance_weights(log_ratio, rows, settings)
-    sums |= {"masked_fraction": weights.masked.sum(), "truncated_fraction": weights.truncated.sum()}
-    measures = {name: float(value) / len(rows) for name, value in sums.items()} | {
-        name: float(value) for name, value in maxima.items()
+    metrics = named_measures(measures) | {
+        "masked_fraction": float(weights.masked.sum()) / len(rows),
+        "truncated_fraction": float(weights.truncated.sum()) / len(rows),
     }
     advantages = batch.advantages.copy()
     advantages[keep] *= weights.values.numpy()
-    shares = {name: measures[name] for name in ("masked_fraction", "truncated_fraction")}
-    return replace(batch, logprobs=proximal, advantages=advantages), named_measures(
-        measures
-    ) | shares
+    return replace(batch, logprobs=proximal, advantages=advantages), metrics
 
 
 def train_on(
@@ -128,37 +119,40 @@ def train_on(
     lr: float,
     step: int,
 ) -> Metrics:
-    """Epochs x mini-batches of optimizer steps. Metrics are means over them; `_max` ones are maxima. What compares the trainer with
-    the sampler is of the first pass alone: later ones have moved on purpose."""
+    """Make epochs x mini_batches optimizer steps and return the metrics.
+
+    Metrics are means over the steps; those named `_max` are maxima. Metrics that compare trainer
+    and sampler come from the first step alone, because later steps differ on purpose.
+    """
     passes: list[Metrics] = []
     norms: list[float] = []
     for epoch in range(algorithm.epochs):
         for part in _mini_batches(batch, algorithm.mini_batches, seed=(step, epoch)):
             passes.append(engine.forward_backward(part, loss))
             norms.append(engine.optimizer_step(lr))
-    first_pass = named_measures(passes[0]) if "mismatch_fraction" in passes[0] else {}
     metrics = {}
     for name in passes[0]:
-        if not name.startswith(("mismatch_", "staleness_", "logprob_gap")):
+        if not name.startswith(("mismatch_", "staleness_", "logprob_diff_")):
             values = [p[name] for p in passes]
             metrics[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
+    if "mismatch_fraction" in passes[0]:
+        metrics |= named_measures(passes[0])
     applied = [norm for norm in norms if math.isfinite(norm)]
-    return (
-        metrics
-        | first_pass
-        | {
-            "grad_norm": sum(applied) / len(applied) if applied else math.nan,
-            "lr": lr,
-            "tokens": float(batch.mask.sum()),
-            "updates": float(len(norms)),
-            "updates_skipped": float(len(norms) - len(applied)),
-            "weights_changed": float(lr > 0 and any(norm > 0 for norm in applied)),
-        }
-    )
+    return metrics | {
+        "grad_norm": sum(applied) / len(applied) if applied else math.nan,
+        "lr": lr,
+        "tokens": float(batch.mask.sum()),
+        "updates": float(len(norms)),
+        "updates_skipped": float(len(norms) - len(applied)),
+        "weights_changed": float(lr > 0 and any(norm > 0 for norm in applied)),
+    }
 
 
 def _mini_batches(batch: Batch, count: int, seed: tuple[int, int]) -> list[Batch]:
-    """Rows dealt out at random; the same for the same step and epoch. Parts left without a trained token are dropped."""
+    """Split the rows at random; the split depends only on step and epoch.
+
+    Parts without a trained token are dropped.
+    """
     if count == 1:
         return [batch]
     order = np.random.default_rng(seed).permutation(batch.num_rows)

@@ -1,4 +1,4 @@
-"""The critic: says how much reward to expect from a state, and learns it from returns."""
+"""Critic role: predicts the expected reward of each state and learns it from returns."""
 
 from paceline.algo.loss import ValueLoss
 from paceline.algo.settings import AlgorithmSettings
@@ -10,7 +10,7 @@ from paceline.types import Batch, FloatArray
 
 
 class Critic:
-    """On an engine with a value head."""
+    """Critic on a train engine with a value head."""
 
     def __init__(
         self,
@@ -23,14 +23,15 @@ class Critic:
         self._algorithm, self._train, self._total_steps = algorithm, train, total_steps
 
     def values(self, batch: Batch) -> FloatArray:
-        """[T] value of the state each trained token was sampled in; 0 where not mask."""
+        """Return the value of the state in which each token was sampled; 0 outside mask: [T]."""
         return self.engine.values(batch)
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
-        """Train on a batch whose returns and values are filled in."""
+        """Train on a batch with returns and values, and return the metrics."""
         if batch.returns is None or batch.values is None:
             raise DataError(
-                "the batch has no returns or values: fill them in with paceline.algo.advantage.advantages first"
+                "the batch has no returns or values: "
+                "compute them with paceline.algo.advantage.advantages first"
             )
         lr = self._train.learning_rate_at(step, self._total_steps)
         return train_on(

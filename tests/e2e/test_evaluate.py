@@ -1,8 +1,10 @@
 """`paceline evaluate`: a model on every row, once, without training."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from paceline.cli import app
@@ -25,7 +27,9 @@ threads = 1
 """
 
 
-def test_every_row_is_scored_once_and_greedy_or_several_times(tmp_path: Path) -> None:
+@pytest.fixture
+def evaluated(tmp_path: Path) -> Callable[..., dict[str, float]]:
+    """Run `paceline evaluate --json` on seven rows and return its result."""
     model = random_model(tmp_path / "model")
     (tmp_path / "r.toml").write_text(f'model = "{model}"\nrun_dir = "{tmp_path}/run"\n{RECIPE}')
     (tmp_path / "d.jsonl").write_text(
@@ -33,7 +37,7 @@ def test_every_row_is_scored_once_and_greedy_or_several_times(tmp_path: Path) ->
     )
     rewards = Path(__file__).parents[1] / "rewards.py"
 
-    def evaluated(*more: str) -> dict[str, float]:
+    def run(*more: str) -> dict[str, float]:
         command = [
             "evaluate",
             f"{tmp_path}/r.toml",
@@ -47,6 +51,12 @@ def test_every_row_is_scored_once_and_greedy_or_several_times(tmp_path: Path) ->
         found: dict[str, float] = json.loads(result.output)
         return found
 
+    return run
+
+
+def test_every_row_is_scored_once_and_greedy_or_several_times(
+    evaluated: Callable[..., dict[str, float]], tmp_path: Path
+) -> None:
     greedy = evaluated()
     assert (greedy["prompts"], greedy["attempts"], greedy["truncated_fraction"]) == (
         7,
@@ -57,3 +67,23 @@ def test_every_row_is_scored_once_and_greedy_or_several_times(tmp_path: Path) ->
     drawn = evaluated("--attempts", "3")
     assert drawn["attempts"] == 21 and drawn["reward_max"] >= drawn["reward"]
     assert not (tmp_path / "run").exists(), "nothing is left behind"
+
+
+def test_evaluate_samples_with_top_k_and_top_p(
+    evaluated: Callable[..., dict[str, float]],
+) -> None:
+    """Only the most probable token passes both filters, so every sample is the greedy one."""
+    scores = ("reward", "tokens_mean", "reward_component/length")
+    greedy = evaluated()
+    for narrow in (["rollout.top_k=1"], ["rollout.top_p=1e-6"]):
+        sampled = evaluated("-n", "3", *narrow)
+        assert sampled["reward_max"] == sampled["reward"] == greedy["reward"], narrow
+        assert {name: sampled[name] for name in scores} == {name: greedy[name] for name in scores}
+
+
+def test_evaluate_samples_single_completion_when_top_k_is_set(
+    evaluated: Callable[..., dict[str, float]],
+) -> None:
+    assert evaluated("rollout.top_k=1") == evaluated()
+    hot = ("rollout.top_k=1000", "rollout.temperature=50.0")
+    assert evaluated(*hot)["reward"] != evaluated()["reward"]

@@ -104,3 +104,13 @@ def test_the_greedy_answer_is_worth_what_its_turns_were_paid_too() -> None:
         batch.baselines is not None and batch.baselines.min() >= 1.75
         for batch in world.trainer.batches
     )
+
+
+def test_dynamic_sampling_filters_groups_whose_rewards_differ_by_rounding() -> None:
+    def score(prompt: Prompt) -> list[float]:
+        return [0.3, 0.1 + 0.2] if random.Random(prompt.uid).random() < 0.5 else [0.0, 1.0]
+
+    world = World(dynamic_sampling=True, score=score, group_size=2)
+    run_virtual(world.build().run())
+    assert world.ledger.counts()["dropped"]["equal_rewards"] > 0
+    assert {t.reward for group in world.notes.groups for t in group.trajectories} == {0.0, 1.0}

@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.algo.advantage import (
-    above_group,
-    above_length_weighted,
-    above_others,
+    minus_group_mean,
+    minus_length_weighted_mean,
+    minus_mean_of_others,
     advantages,
     gae,
-    group_deviations,
+    group_stds,
+    uniform,
     whiten,
 )
 from paceline.algo.settings import AlgorithmSettings
@@ -43,10 +44,10 @@ def test_each_baseline_is_that_of_its_paper_for_groups_of_any_size(
     rows: list[tuple[float, int, int]],
 ) -> None:
     rewards, groups, lengths = columns(rows)
-    grpo, rloo = above_group(rewards, groups).tolist(), above_others(rewards, groups).tolist()
+    grpo, rloo = minus_group_mean(rewards, groups).tolist(), minus_mean_of_others(rewards, groups).tolist()
     opo, deviations = (
-        above_length_weighted(rewards, groups, lengths).tolist(),
-        group_deviations(rewards, groups).tolist(),
+        minus_length_weighted_mean(rewards, groups, lengths).tolist(),
+        group_stds(rewards, groups).tolist(),
     )
     for row, (reward, _, _) in enumerate(rows):
         members = group_of(rows, row)
@@ -243,10 +244,33 @@ def test_equal_rewards_give_no_signal_and_one_good_answer_among_many_a_finite_on
     assert np.abs(filled(batch, name="grpo")).max() < 1e-6
     rewards = torch.tensor([1.0] + [0.0] * 63, dtype=torch.float64)
     assert (
-        (above_group(rewards, torch.zeros(64)) / group_deviations(rewards, torch.zeros(64)))
+        (minus_group_mean(rewards, torch.zeros(64)) / group_stds(rewards, torch.zeros(64)))
         .isfinite()
         .all()
     )
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "reinforce++_baseline"])
+def test_advantages_are_zero_when_rewards_differ_by_rounding(name: str) -> None:
+    paid = np.zeros(11, np.float32)
+    paid[[1, 2, 8]] = 0.1, 0.2, 0.3  # both rows of the first group get 0.3
+    batch = replace(small_batch(), rewards=np.zeros(3, np.float32), token_rewards=paid)
+    assert sum(map(float, paid[[1, 2]])) != float(paid[8])
+    assert not any(filled(batch, name=name))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([0.3, 0.1 + 0.2], True),
+        ([30.0, 30.00001], True),
+        ([0.5], True),
+        ([0.3, 0.30001], False),
+        ([1.0, 1.0, 0.0], False),
+    ],
+)
+def test_uniform_ignores_rounding_only(rewards: list[float], expected: bool) -> None:
+    assert uniform(rewards) is expected
 
 
 def test_a_batch_with_nothing_to_train_has_advantages_of_zero() -> None:

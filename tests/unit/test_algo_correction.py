@@ -144,6 +144,6 @@ def test_fresh_are_the_tokens_of_answers_that_no_older_version_began() -> None:
 def test_a_kind_that_is_absent_is_left_out() -> None:
     assert not any(name.startswith("staleness") for name in measured([0.1, 0.2], [True, True]))
     assert not any(
-        name.startswith(("mismatch", "logprob_gap"))
+        name.startswith(("mismatch", "logprob_diff"))
         for name in measured([0.1, 0.2], [False, False])
     )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.algo.kl import adapted, kl_estimate, kl_loss
+from paceline.algo.kl import K3_TANGENT, adapted, kl_estimate, kl_loss
 from paceline.algo.settings import Estimator
 
 ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
@@ -31,6 +31,25 @@ def test_estimates_are_schulmans_formulas() -> None:
         expected = [plain[estimator](float(a - b)) for a, b in zip(new, ref, strict=True)]
         assert kl_estimate(new, ref, estimator).tolist() == pytest.approx(expected)
         assert kl_loss(new, ref, estimator).tolist() == pytest.approx(expected)
+
+
+def test_k3_continues_as_its_tangent_when_reference_is_much_likelier() -> None:
+    differences = [-200.0, K3_TANGENT - 1e-3, K3_TANGENT + 1e-3, 20.0, 200.0]
+    policy = torch.tensor([-d for d in differences], dtype=torch.float64, requires_grad=True)
+    found = kl_loss(policy, torch.zeros(5, dtype=torch.float64), "k3")
+    (slope,) = torch.autograd.grad(found.sum(), policy)
+    steepest = math.exp(K3_TANGENT) - 1
+    value = steepest - K3_TANGENT
+    assert found.tolist() == pytest.approx(
+        [
+            199.0,
+            *(math.exp(d) - 1 - d for d in differences[1:2]),
+            *(value + steepest * (d - K3_TANGENT) for d in differences[2:]),
+        ]
+    )
+    assert slope.tolist() == pytest.approx(
+        [1.0, 1 - math.exp(K3_TANGENT - 1e-3), *[-steepest] * 3], rel=1e-6
+    )
 
 
 def test_k1_and_k3_are_the_kl_on_average() -> None:

@@ -162,6 +162,17 @@ def test_diagnostics_are_what_they_are_called() -> None:
     )
 
 
+def test_diagnostics_are_finite_when_ratios_exceed_float32() -> None:
+    t = {name: value.float() for name, value in tensors().items()}
+    new = t["old"] + torch.where(torch.arange(TOKENS) % 2 == 0, 100.0, -100.0)
+    for step in (0, 1):  # fresh tokens, then stale ones
+        terms = PolicyLoss(AlgorithmSettings(kl_coef=0.1), step)(
+            TokenOutputs(logprobs=new, entropy=t["entropy"]), data(t)
+        )
+        measures = terms.sums | terms.maxima | {"loss": terms.loss}
+        assert [name for name, value in measures.items() if not value.isfinite()] == []
+
+
 @pytest.mark.parametrize("clip", [None, 0.2, 1.0])
 def test_the_value_loss_is_the_worse_of_the_free_and_the_clipped_error(clip: float | None) -> None:
     t = tensors()

@@ -58,7 +58,7 @@ def test_roles_that_an_algorithm_needs() -> None:
         not any(settings(name=name).needs_reference for name in PRESETS)
         and settings(kl_coef=0.1).needs_reference
     )
-    assert [name for name in PRESETS if not settings(name=name).compares_attempts] == [
+    assert [name for name in PRESETS if not settings(name=name).compares_completions] == [
         "ppo",
         "reinforce++",
         "remax",

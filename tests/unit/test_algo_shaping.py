@@ -85,3 +85,20 @@ def test_the_kl_is_taken_off_the_reward_token_by_token() -> None:
     assert in_loss.token_rewards is given.token_rewards
     with pytest.raises(ConfigError, match="reference"):
         shape_rewards(batch(), settings)
+
+
+@pytest.mark.parametrize("proximal", ["behavior", "recomputed", "interpolated"])
+def test_kl_in_reward_is_that_of_sampling_policy_with_any_proximal(proximal: str) -> None:
+    given = replace(batch(), ref_logprobs=np.full(12, -1.5, np.float32))
+    settings = AlgorithmSettings.model_validate(
+        {
+            "kl_coef": 0.2,
+            "kl_placement": "reward",
+            "kl_estimator": "k1",
+            "proximal": proximal,
+            "epochs": 2,
+        }
+    )
+    found = shape_rewards(given, settings).token_rewards
+    expected = np.where(given.mask, -0.2 * (given.logprobs + 1.5), 0.0)
+    assert found is not None and found.tolist() == pytest.approx(expected.tolist())

@@ -104,7 +104,7 @@ def test_fresh_tokens_show_mismatch_and_older_ones_staleness() -> None:
     assert fresh["stale_fraction"] == 0 and not any(name.startswith("staleness") for name in fresh)
     stale = who.update(batch, step=5)
     assert stale["stale_fraction"] == 1 and stale["staleness_ratio_max"] > 1
-    assert not any(name.startswith(("mismatch", "logprob_gap")) for name in stale)
+    assert not any(name.startswith(("mismatch", "logprob_diff")) for name in stale)
 
 
 def test_with_one_update_per_step_recomputing_costs_no_forward_pass_and_gives_the_same_step() -> (
