@@ -1,11 +1,11 @@
-"""vLLM as a rollout engine: the same synchronous steps as the native one, so the same service drives both.
+"""vLLM as a rollout engine, with the same synchronous steps as the native one.
 
-vLLM's engine runs in this process, so nothing is made, loaded or left behind between two steps: versions are exact, weights change
-between decode steps, and whoever ends the process ends vLLM. It starts without weights; they come with the first hand-over, through
-vLLM's own loader, which knows how to fuse them.
+vLLM runs in this process and works only inside a step. Versions are therefore exact, weights change
+between decode steps, and vLLM ends with the process. It starts without weights; the first weight
+sync loads them through vLLM's weight loader, which fuses them.
 
-Tokens are drawn by `Draw`, from (seed, position, token id) like the native engine's: an answer does not depend on its company, and
-a resumed one equals one that was never interrupted.
+`HashSampler` samples the tokens from (seed, position, token ID), as the native engine does. A
+completion does not depend on batch composition, and a resumed one equals an uninterrupted one.
 """
 
 import os
@@ -14,22 +14,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
-os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the other one knows no logits processors
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # run the engine in this process
+os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # version 2 supports no logits processors
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-os.environ.setdefault(
-    "VLLM_CPU_OMP_THREADS_BIND", "nobind"
-)  # the worker is pinned to its cores already
+# The worker is pinned to its cores already.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 import numpy as np
 import torch
 from torch import Tensor
 
 if not torch.cuda.is_available():
-    os.environ.setdefault(
-        "TORCHDYNAMO_DISABLE", "1"
-    )  # compiling one small function would cost the first request seconds
+    # Compiling one small function would delay the first request by seconds.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.outputs import RequestOutput
@@ -38,25 +36,28 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, proces
 
 from paceline.errors import RolloutError, SyncError
 from paceline.model.loading import load_config
-from paceline.rollout.native.sampling import draw, row_keys
-from paceline.rollout.native.slots import already_ended, ends_in_stop, refusal
-from paceline.rollout.vllm_memory import expected_weights, kv_bytes, memory_share, weight_bytes
+from paceline.rollout.native.sampling import row_keys, sample
+from paceline.rollout.native.slots import already_ended, ends_in_stop, rejection_reason
+from paceline.rollout.vllm_memory import expected_weights, kv_bytes, memory_fraction, weight_bytes
 from paceline.rollout.vllm_settings import VllmSettings
 from paceline.types import Completion, Finish, Request
 
 Finished = list[tuple[str, Completion]]
-HOW = "paceline"  # the key of our entry among a request's extra arguments
-WEIGHTS, CACHE = "weights", "kv_cache"  # what vLLM calls the two parts of its memory
+EXTRA_ARGS_KEY = "paceline"  # key of Paceline's entry in the extra arguments of a request
+WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names for the two parts of its memory
+SamplingSettings = tuple[int, float, int, float]  # seed, temperature, top_k, top_p
 
 
 class HashSampler(LogitsProcessor):  # type: ignore[misc]
-    """Draws the token of every row and leaves vLLM's greedy sampler no choice: of each row only that token is left, its logit set to
-    its log-probability. The mode "processed_logits" reports that number as it is."""
+    """Logits processor that samples the token of every row before vLLM's greedy sampler does.
+
+    It masks all other tokens and sets the logit of the sampled one to its log-prob, which vLLM
+    reports unchanged in the mode "processed_logits".
+    """
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self._rows: dict[
-            int, tuple[tuple[int, float, int, float], int, list[int]]
-        ] = {}  # how to draw, prompt length, tokens so far
+        # Sampling settings, prompt length and generated tokens of each row.
+        self._rows: dict[int, tuple[SamplingSettings, int, list[int]]] = {}
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -65,16 +66,12 @@ class HashSampler(LogitsProcessor):  # type: ignore[misc]
         process_dict_updates(self._rows, batch_update, _row)
 
     def apply(self, logits: Tensor) -> Tensor:
-        rows = (
-            [self._rows[row] for row in range(len(logits))]
-            if len(self._rows) >= len(logits)
-            else []
-        )
-        if not rows:
+        if not 0 < len(logits) <= len(self._rows):
             return logits  # vLLM is warming up
-        seeds, temperature, top_k, top_p = zip(*(how for how, _, _ in rows), strict=True)
+        rows = [self._rows[row] for row in range(len(logits))]
+        seeds, temperature, top_k, top_p = zip(*(settings for settings, _, _ in rows), strict=True)
         positions = np.array([length + len(made) for _, length, made in rows], np.int64)
-        tokens, logprobs = draw(
+        tokens, logprobs = sample(
             logits,
             row_keys(np.array(seeds, np.uint64), positions),
             np.array(temperature, np.float32),
@@ -89,13 +86,13 @@ class HashSampler(LogitsProcessor):  # type: ignore[misc]
 
 def _row(
     params: SamplingParams, prompt: list[int] | None, made: list[int]
-) -> tuple[tuple[int, float, int, float], int, list[int]]:
-    return params.extra_args[HOW], len(prompt or ()), made
+) -> tuple[SamplingSettings, int, list[int]]:
+    return params.extra_args[EXTRA_ARGS_KEY], len(prompt or ()), made
 
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A request on its way, with what it has so far."""
+    """A request in flight, with its tokens so far."""
 
     request: Request
     tokens: list[int] = field(default_factory=list)
@@ -105,11 +102,9 @@ class Running:
     @classmethod
     def of(cls, request: Request) -> "Running":
         made = request.partial
-        return (
-            cls(request)
-            if made is None
-            else cls(request, made.tokens.tolist(), made.logprobs.tolist(), made.versions.tolist())
-        )
+        if made is None:
+            return cls(request)
+        return cls(request, made.tokens.tolist(), made.logprobs.tolist(), made.versions.tolist())
 
     def completion(self, finish: Finish) -> Completion:
         return Completion(
@@ -133,7 +128,10 @@ class VllmEngine:
         kv_memory_fraction: float = 0.5,
         sleeps: bool = False,
     ) -> None:
-        """As for the native engine. `sleeps`: on a GPU, be able to give its memory to others for a while."""
+        """Create an engine with the parameters of the native one.
+
+        sleeps: on a GPU, `sleep` frees the memory of weights and KV cache.
+        """
         config = load_config(model_path)
         self._expected = expected_weights(config)
         self._slots, self._max_length, self._decode = slots, max_length, decode
@@ -152,11 +150,12 @@ class VllmEngine:
                     8192 if torch.cuda.is_available() else 2048, max_length, slots
                 ),
                 kv_cache_memory_bytes=cache,
-                gpu_memory_utilization=memory_share(sum(self._bytes.values())),
+                gpu_memory_utilization=memory_fraction(sum(self._bytes.values())),
                 enforce_eager=settings.eager or not torch.cuda.is_available(),
                 enable_sleep_mode=self._sleeps,
                 enable_prefix_caching=True,
-                async_scheduling=False,  # a step returns the tokens it made, so that we know of which version they are
+                # A step returns the tokens it generated, so that their version is known.
+                async_scheduling=False,
                 logits_processors=[f"{__name__}:{HashSampler.__name__}"],
                 logprobs_mode="processed_logits",
                 skip_tokenizer_init=True,
@@ -166,8 +165,8 @@ class VllmEngine:
         self._waiting: OrderedDict[str, Running] = OrderedDict()
         self._running: dict[str, Running] = {}
         self._ended: dict[str, Completion] = {}  # complete, to be returned by the next step
-        self._away: list[str] = []  # parts of the memory that are given away
-        self._whole = False  # whether the weights are those of one version
+        self._asleep: list[str] = []  # parts of the memory that are freed
+        self._loaded = False  # whether all weights belong to one version
         self._version = -1
         self._tokens_sampled = 0
 
@@ -177,7 +176,7 @@ class VllmEngine:
 
     @property
     def kv_used(self) -> float:
-        return self.running / self._slots  # its memory is made for that many
+        return self.running / self._slots  # the KV cache is sized for all slots
 
     @property
     def running(self) -> int:
@@ -189,7 +188,7 @@ class VllmEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._ended or (self._whole and (self._running or self._waiting)))
+        return bool(self._ended or (self._loaded and (self._running or self._waiting)))
 
     @property
     def version(self) -> int:
@@ -200,7 +199,7 @@ class VllmEngine:
         return self._tokens_sampled
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue these; if one cannot be served, none is taken and RolloutError says why."""
+        """Queue all requests, or none: raise RolloutError if one of them cannot be served."""
         taken = self._running.keys() | self._waiting.keys() | self._ended.keys()
         for request in requests:
             self._check(request, taken)
@@ -214,14 +213,14 @@ class VllmEngine:
                 self._ended[request.id] = running.completion(finish)
 
     def step(self) -> Finished:
-        """Admit what waits, make a token for every running sequence, return those that ended."""
+        """Admit waiting sequences, generate a token for each and return those that ended."""
         self.wake()
         finished = list(self._ended.items())
         self._ended.clear()
         while self._waiting and len(self._running) < self._slots:
             self._admit(self._waiting.popitem(last=False)[1])
         for output in self._engine.step() if self._running else ():
-            finish = self._take(output)
+            finish = self._record(output)
             if finish is not None:
                 finished.append(
                     (output.request_id, self._running.pop(output.request_id).completion(finish))
@@ -229,7 +228,7 @@ class VllmEngine:
         return finished
 
     def abort(self, ids: Sequence[str]) -> Finished:
-        """Give these up and return what they have; unknown ids are ignored."""
+        """Abort these requests and return their partial completions; ignore unknown IDs."""
         finished = [
             (id, self._waiting.pop(id).completion(Finish.ABORT))
             for id in ids
@@ -241,7 +240,7 @@ class VllmEngine:
         ]
 
     def interrupt(self) -> Finished:
-        """Empty the engine: everything comes back as it stands, to be resumed from there."""
+        """Remove all requests and return their partial completions, which can be resumed."""
         finished = list(self._ended.items())
         finished += [
             (id, running.completion(Finish.INTERRUPT)) for id, running in self._waiting.items()
@@ -255,12 +254,15 @@ class VllmEngine:
         return finished
 
     def wait_idle(self) -> None:
-        """Nothing is under way between two steps."""
+        """Return at once: nothing is in flight between two steps."""
 
     def load(
         self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int
     ) -> None:
-        """Take over new weights, all or none (SyncError). Running sequences go on with the keys and values they have."""
+        """Load all weights; raise SyncError if a name or shape is wrong, or if loading fails.
+
+        Running sequences continue on the KV cache they have.
+        """
         incoming = tensors if isinstance(tensors, Mapping) else dict(tensors)
         self._check_weights({name: tuple(incoming[name].shape) for name in incoming})
         self._load(
@@ -270,51 +272,54 @@ class VllmEngine:
         )
 
     def set_version(self, version: int) -> None:
-        """Nobody changes vLLM's weights in place: its layers have them in a form of their own."""
-        raise SyncError(f"version {version}: vLLM needs a copy of the weights, and none was sent")
+        """Raise SyncError: vLLM stores the weights in its own layout, so they cannot be shared."""
+        raise SyncError(f"version {version}: vLLM needs a copy of the weights, but got none")
 
     def sleep(self) -> None:
-        """Give memory back: weights go to the host, keys and values are dropped. Running sequences wait, and are prefilled again."""
-        if self._away:
+        """Offload the weights to the host and free the KV cache.
+
+        Running sequences wait and are prefilled again.
+        """
+        if self._asleep:
             return
         for running in reversed(self._stop(list(self._running))):
             self._waiting[running.request.id] = running
             self._waiting.move_to_end(running.request.id, last=False)
         if self._sleeps:
             self._engine.sleep(level=1)
-            self._away = [WEIGHTS, CACHE]
+            self._asleep = [WEIGHTS, CACHE]
 
     def wake(self, *parts: str) -> None:
-        """Undo `sleep`, of these parts or altogether; a step does so by itself, and new weights need only their own part."""
-        for part in [part for part in self._away if part in (parts or (WEIGHTS, CACHE))]:
+        """Undo `sleep` for these parts, or for all; steps and weight loads do so implicitly."""
+        for part in [part for part in self._asleep if part in (parts or (WEIGHTS, CACHE))]:
             self._engine.wake_up([part])
-            self._away.remove(part)
+            self._asleep.remove(part)
 
     def held_bytes(self) -> int:
-        """On the device, by weights, keys and values."""
-        return sum(size for part, size in self._bytes.items() if part not in self._away)
+        """Return the device memory of weights and KV cache."""
+        return sum(size for part, size in self._bytes.items() if part not in self._asleep)
 
     def _load(self, method: str, version: int, **arguments: Any) -> None:
         self.wake(WEIGHTS)
-        self._whole = False  # until it is known that all of them arrived
+        self._loaded = False  # until all weights are known to be loaded
         try:
             self._engine.collective_rpc(method, kwargs=arguments)
             if torch.cuda.is_available():
-                torch.cuda.synchronize()  # whoever wrote them may write the next ones when this returns
+                torch.cuda.synchronize()  # the sender may overwrite them when this returns
         except Exception as error:
             raise SyncError(
-                f"vLLM could not load the weights of version {version}: {type(error).__name__}: {error}"
+                f"vLLM could not load the weights of version {version}: "
+                f"{type(error).__name__}: {error}"
             ) from error
-        self._whole, self._version = True, version
+        self._loaded, self._version = True, version
 
     def _check_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        missing, unknown = (
-            sorted(self._expected.keys() - shapes.keys()),
-            sorted(shapes.keys() - self._expected.keys()),
-        )
+        missing = sorted(self._expected.keys() - shapes.keys())
+        unknown = sorted(shapes.keys() - self._expected.keys())
         if missing or unknown:
             raise SyncError(
-                f"new weights: {len(missing)} missing {missing[:4]}, {len(unknown)} unknown {unknown[:4]}; send all of the model's"
+                f"new weights: {len(missing)} missing {missing[:4]}, "
+                f"{len(unknown)} unknown {unknown[:4]}; expected exactly the weights of the model"
             )
         for name, shape in shapes.items():
             if shape != self._expected[name]:
@@ -323,7 +328,7 @@ class VllmEngine:
                 )
 
     def _check(self, request: Request, taken: set[str]) -> None:
-        problem = refusal(
+        problem = rejection_reason(
             request,
             request.id in taken,
             self._max_length,
@@ -337,7 +342,7 @@ class VllmEngine:
         request, sampling = running.request, running.request.sampling
         context = [*request.prompt, *running.tokens]
         params = SamplingParams(
-            temperature=0.0,  # `Draw` has drawn already
+            temperature=0.0,  # `HashSampler` has sampled already
             max_tokens=min(
                 sampling.max_new_tokens - len(running.tokens), self._max_length - len(context)
             ),
@@ -347,23 +352,29 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
             extra_args={
-                HOW: (request.seed % 2**64, sampling.temperature, sampling.top_k, sampling.top_p)
+                EXTRA_ARGS_KEY: (
+                    request.seed % 2**64,
+                    sampling.temperature,
+                    sampling.top_k,
+                    sampling.top_p,
+                )
             },
         )
-        # keys and values of other weights are not to be found by a new sequence
+        # The salt keeps a new sequence from reusing the KV cache of other weights.
         self._engine.add_request(
             request.id, {"prompt_token_ids": context, "cache_salt": str(self._version)}, params
         )
         self._running[request.id] = running
 
-    def _take(self, output: RequestOutput) -> Finish | None:
-        """Note the new tokens of a sequence; why it has ended, if it has."""
+    def _record(self, output: RequestOutput) -> Finish | None:
+        """Store the new tokens of a sequence and return the finish reason if it has ended."""
         running, made = self._running[output.request_id], output.outputs[0]
         for token, entry in zip(made.token_ids, made.logprobs or (), strict=True):
             logprob = entry[token].logprob
             if not np.isfinite(logprob):
                 raise RolloutError(
-                    f"a log-probability is not finite: the weights of version {self._version} hold inf or nan, or have diverged"
+                    f"a log-prob is not finite: the weights of version {self._version} "
+                    "contain inf or nan, or training has diverged"
                 )
             running.tokens.append(token)
             running.logprobs.append(logprob)
@@ -383,7 +394,7 @@ class VllmEngine:
         return Finish.STOP if made.finish_reason == "stop" else Finish.LENGTH
 
     def _stop(self, ids: Sequence[str]) -> list[Running]:
-        """Take those of these that run out of vLLM."""
+        """Remove these requests from vLLM and return those that were running."""
         stopped = [self._running.pop(id) for id in ids if id in self._running]
         if stopped:
             self._engine.abort_request([running.request.id for running in stopped])

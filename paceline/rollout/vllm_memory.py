@@ -1,4 +1,4 @@
-"""What a model's weights are called and how large, and how much memory its keys and values may take, before vLLM is started."""
+"""Names and sizes of a model's weights, and the size of vLLM's KV cache, before vLLM starts."""
 
 import os
 
@@ -7,12 +7,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from paceline.model.shape import head_dim
 
-BLOCK = 128  # tokens; vLLM gives memory out in blocks of at most this many
-LEAST = 64 << 20
+BLOCK = 128  # tokens; vLLM allocates the KV cache in blocks of at most this size
+MIN_BYTES = 64 << 20
 
 
 def expected_weights(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Every weight by its Hugging Face name, tied ones under each of their names."""
+    """Return the shape of every weight by Hugging Face name; tied weights have several names."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -26,13 +26,15 @@ def kv_bytes(
     max_length: int,
     fraction: float,
 ) -> int:
-    """What all slots can use, but at most this fraction of what the weights leave free."""
+    """Return the KV cache size for all slots, at most `fraction` of what the weights leave free."""
     item = getattr(torch, dtype).itemsize
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = head_dim(config)
-    blocks = slots * -(-max_length // BLOCK) + 2  # one is vLLM's own
+    blocks = slots * -(-max_length // BLOCK) + 2  # vLLM reserves one
     useful = blocks * BLOCK * 2 * config.num_hidden_layers * heads * size * item
-    return max(LEAST, min(useful, int((_free_memory() - weight_bytes(weights, dtype)) * fraction)))
+    return max(
+        MIN_BYTES, min(useful, int((_free_memory() - weight_bytes(weights, dtype)) * fraction))
+    )
 
 
 def weight_bytes(weights: dict[str, tuple[int, ...]], dtype: str) -> int:
@@ -42,8 +44,8 @@ def weight_bytes(weights: dict[str, tuple[int, ...]], dtype: str) -> int:
     )
 
 
-def memory_share(size: int) -> float:
-    """Of the device's memory: what must be free for vLLM to start."""
+def memory_fraction(size: int) -> float:
+    """Return the fraction of the device's memory that must be free for vLLM to start."""
     total = (
         torch.cuda.mem_get_info()[1]
         if torch.cuda.is_available()

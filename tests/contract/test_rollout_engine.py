@@ -1,4 +1,4 @@
-"""What every rollout engine must do, whatever it is made of. Runs against each implementation in `ENGINES`."""
+"""The contract of rollout engines, tested against each implementation in `ENGINES`."""
 
 import asyncio
 import copy
@@ -31,7 +31,7 @@ from tests.models import random_model, random_other_model
 from tests.processes import children
 
 PROMPT = (5, 9, 13, 2, 7)
-# where vLLM is installed (make test-vllm) it is vLLM that must show what the others show elsewhere
+# In the environment with vLLM (make test-vllm) only vLLM is tested.
 ENGINES = (
     ["vllm in a process"]
     if find_spec("vllm")
@@ -53,7 +53,7 @@ class Rig:
         await self.engine.load_weights(self.publish())
 
     def change_weights(self) -> Weights:
-        """Train the reference model a little; what is returned makes the engine follow."""
+        """Change the reference model and return its weights for the engine."""
         torch.manual_seed(self.version)
         with torch.no_grad():
             for parameter in self.model.parameters():
@@ -66,9 +66,9 @@ class Rig:
 
 
 @asynccontextmanager
-async def rig(kind: str, folder: str, tmp_path: Path) -> AsyncIterator[Rig]:
+async def rig(kind: str, directory: str, tmp_path: Path) -> AsyncIterator[Rig]:
     settings = [
-        f"model={folder}",
+        f"model={directory}",
         "rollout.slots=8",
         "data.max_prompt_length=64",
         "rollout.max_response_length=136",
@@ -79,7 +79,7 @@ async def rig(kind: str, folder: str, tmp_path: Path) -> AsyncIterator[Rig]:
         "rollout.vllm.eager=true",
         'rollout.stop=["unused"]',
     ]
-    args = ((Role.ROLLOUT,), load_config(None, settings), folder, 1)
+    args = ((Role.ROLLOUT,), load_config(None, settings), directory, 1)
     worker: Worker
     if kind in ("native on a thread", "native through a module"):
         worker = ThreadWorker("rollout", build_parts, args)
@@ -88,7 +88,7 @@ async def rig(kind: str, folder: str, tmp_path: Path) -> AsyncIterator[Rig]:
             "rollout", build_parts, args, cores=[], threads=1, log_path=tmp_path / "rollout.log"
         )
     await worker.ready()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     layout = layout_of(model.state_dict().items())
     path = tmp_path / "weights"
     path.write_bytes(bytes(block_size(layout)))
@@ -107,17 +107,15 @@ Scenario = Callable[[Rig], Coroutine[Any, Any, None]]
 def with_rig(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[Scenario], None]]:
-    place = tmp_path_factory.mktemp("model")
-    hidden = 128 if "vllm" in request.param else 32  # its heads must be 32 wide
-    folder = (
-        random_other_model(place)
-        if "module" in request.param
-        else random_model(place, hidden=hidden)
+    path = tmp_path_factory.mktemp("model")
+    hidden = 128 if "vllm" in request.param else 32  # vLLM needs heads of 32
+    directory = (
+        random_other_model(path) if "module" in request.param else random_model(path, hidden=hidden)
     )
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
         it = runner.run(
-            stack.enter_async_context(rig(request.param, folder, tmp_path_factory.mktemp("rig")))
+            stack.enter_async_context(rig(request.param, directory, tmp_path_factory.mktemp("rig")))
         )
 
         async def limited(scenario: Scenario) -> None:
@@ -127,10 +125,10 @@ def with_rig(
 
         yield lambda scenario: runner.run(limited(scenario))
         runner.run(stack.aclose())
-    assert not children(), "a process was left behind"
+    assert not children(), "child processes remain"
 
 
-def send_command(
+def request_of(
     number: int = 0, *, tokens: int = 24, partial: Completion | None = None, **sampling: Any
 ) -> Request:
     return Request(
@@ -146,33 +144,31 @@ def send_command(
 def reference(
     model: PreTrainedModel, completion: Completion, temperature: float = 1.0
 ) -> np.ndarray:
-    """Log-probs of a plain forward pass over prompt and answer."""
+    """Return the log-probs of a plain forward pass over prompt and completion."""
     ids = torch.tensor([[*PROMPT, *completion.tokens.tolist()]])
     logprobs = torch.log_softmax(model(ids).logits[0].float() / temperature, -1)
     rows = torch.arange(len(PROMPT) - 1, ids.shape[1] - 1)
     return logprobs[rows, ids[0, len(PROMPT) :]].numpy()
 
 
-def test_log_probs_are_those_of_a_plain_forward_pass_at_the_sampling_temperature(
+def test_logprobs_equal_plain_forward_pass_at_sampling_temperature(
     with_rig: Any,
 ) -> None:
     async def scenario(it: Rig) -> None:
         for temperature in (1.0, 0.7):
             for completion in await asyncio.gather(
-                *(it.engine.generate(send_command(n, temperature=temperature)) for n in range(12))
+                *(it.engine.generate(request_of(n, temperature=temperature)) for n in range(12))
             ):
                 assert len(completion) == 24 and completion.finish is Finish.LENGTH
-                assert (
-                    np.abs(completion.logprobs - reference(it.model, completion, temperature)).max()
-                    < 1e-4
-                )
+                expected = reference(it.model, completion, temperature)
+                assert np.abs(completion.logprobs - expected).max() < 1e-4
 
     with_rig(scenario)
 
 
 def test_greedy_output_equals_transformers_generate(with_rig: Any) -> None:
     async def scenario(it: Rig) -> None:
-        completion = await it.engine.generate(send_command(temperature=0.0))
+        completion = await it.engine.generate(request_of(temperature=0.0))
         expected = it.model.generate(
             torch.tensor([PROMPT]),
             max_new_tokens=24,
@@ -185,19 +181,19 @@ def test_greedy_output_equals_transformers_generate(with_rig: Any) -> None:
     with_rig(scenario)
 
 
-def test_an_answer_depends_on_its_seed_and_not_on_its_company(with_rig: Any) -> None:
+def test_completion_depends_only_on_seed_not_on_batch_composition(with_rig: Any) -> None:
     async def scenario(it: Rig) -> None:
-        alone = await it.engine.generate(send_command(3))
-        crowd = await asyncio.gather(*(it.engine.generate(send_command(n)) for n in range(20)))
-        assert crowd[3].tokens.tolist() == alone.tokens.tolist()
-        assert len({tuple(completion.tokens.tolist()) for completion in crowd}) == 20
+        alone = await it.engine.generate(request_of(3))
+        batch = await asyncio.gather(*(it.engine.generate(request_of(n)) for n in range(20)))
+        assert batch[3].tokens.tolist() == alone.tokens.tolist()
+        assert len({tuple(completion.tokens.tolist()) for completion in batch}) == 20
 
     with_rig(scenario)
 
 
-def test_abort_returns_what_there_is_and_ignores_what_it_does_not_know(with_rig: Any) -> None:
+def test_abort_returns_partial_completion_and_ignores_unknown_ids(with_rig: Any) -> None:
     async def scenario(it: Rig) -> None:
-        running = asyncio.create_task(it.engine.generate(send_command(tokens=130)))
+        running = asyncio.create_task(it.engine.generate(request_of(tokens=130)))
         before = (await it.engine.stats()).tokens
         while (await it.engine.stats()).tokens < before + 3:
             await asyncio.sleep(0)
@@ -209,24 +205,23 @@ def test_abort_returns_what_there_is_and_ignores_what_it_does_not_know(with_rig:
     with_rig(scenario)
 
 
-def test_an_interrupted_answer_resumes_as_if_nothing_had_happened(with_rig: Any) -> None:
+def test_resumed_completion_equals_uninterrupted_one(with_rig: Any) -> None:
     async def scenario(it: Rig) -> None:
         whole = await asyncio.gather(
-            *(it.engine.generate(send_command(n, tokens=120)) for n in range(12))
+            *(it.engine.generate(request_of(n, tokens=120)) for n in range(12))
         )
         before = (await it.engine.stats()).tokens
         running = [
-            asyncio.create_task(it.engine.generate(send_command(n, tokens=120))) for n in range(12)
+            asyncio.create_task(it.engine.generate(request_of(n, tokens=120))) for n in range(12)
         ]
         while (await it.engine.stats()).tokens < before + 30:
             await asyncio.sleep(0)
         assert await it.engine.pause(OnSync.INTERRUPT) is True
         parts = [await task for task in running]
-        assert all(part.finish is Finish.INTERRUPT for part in parts) and any(
-            len(part) for part in parts
-        )
+        assert all(part.finish is Finish.INTERRUPT for part in parts)
+        assert any(len(part) for part in parts)
         waiting = [
-            asyncio.create_task(it.engine.generate(send_command(n, tokens=120, partial=part)))
+            asyncio.create_task(it.engine.generate(request_of(n, tokens=120, partial=part)))
             for n, part in enumerate(parts)
         ]
         await asyncio.sleep(0)
@@ -239,13 +234,13 @@ def test_an_interrupted_answer_resumes_as_if_nothing_had_happened(with_rig: Any)
     with_rig(scenario)
 
 
-def test_drain_lets_running_answers_finish_and_holds_back_new_ones(with_rig: Any) -> None:
+def test_drain_finishes_running_requests_and_delays_new_ones(with_rig: Any) -> None:
     async def scenario(it: Rig) -> None:
-        running = asyncio.create_task(it.engine.generate(send_command(tokens=40)))
+        running = asyncio.create_task(it.engine.generate(request_of(tokens=40)))
         await asyncio.sleep(0)
         assert await it.engine.pause(OnSync.DRAIN) is True
         assert (await running).finish is Finish.LENGTH
-        late = asyncio.create_task(it.engine.generate(send_command(1)))
+        late = asyncio.create_task(it.engine.generate(request_of(1)))
         tokens = (await it.engine.stats()).tokens
         assert (await it.engine.stats()).tokens == tokens and not late.done()
         assert await it.engine.resume() and len(await late) == 24
@@ -253,12 +248,12 @@ def test_drain_lets_running_answers_finish_and_holds_back_new_ones(with_rig: Any
     with_rig(scenario)
 
 
-def test_after_new_weights_answers_are_those_of_the_new_weights_and_say_so(with_rig: Any) -> None:
+def test_completions_use_new_weights_and_version_after_load(with_rig: Any) -> None:
     async def scenario(it: Rig) -> None:
         version = it.version
-        old = await it.engine.generate(send_command())
+        old = await it.engine.generate(request_of())
         await it.engine.load_weights(it.change_weights())
-        new = await it.engine.generate(send_command())
+        new = await it.engine.generate(request_of())
         assert set(old.versions) == {version} and set(new.versions) == {version + 1}
         assert np.abs(new.logprobs - reference(it.model, new)).max() < 1e-4
         assert np.abs(old.logprobs - reference(it.model, old)).max() > 1e-2
@@ -266,20 +261,20 @@ def test_after_new_weights_answers_are_those_of_the_new_weights_and_say_so(with_
     with_rig(scenario)
 
 
-def test_adapters_reach_the_engine_merged_and_it_answers_as_transformers_does_with_them(
+def test_engine_generates_with_merged_adapters(
     with_rig: Any,
 ) -> None:
     async def scenario(it: Rig) -> None:
         trained = LoraDevice(copy.deepcopy(it.model), TrainSettings(lora=LoraSettings(rank=4)))
         with torch.no_grad():
             for name, parameter in trained.model.named_parameters():
-                if "lora_B" in name:  # 0 to begin with
+                if "lora_B" in name:  # initialized to 0
                     parameter.copy_(
                         torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
                     )
-        plain = await it.engine.generate(send_command(temperature=0.0))
+        plain = await it.engine.generate(request_of(temperature=0.0))
         await it.engine.load_weights(it.publish(trained.export_weights()))
-        adapted = await it.engine.generate(send_command(temperature=0.0))
+        adapted = await it.engine.generate(request_of(temperature=0.0))
         expected = trained.model.generate(
             torch.tensor([PROMPT]),
             max_new_tokens=24,
@@ -287,17 +282,16 @@ def test_adapters_reach_the_engine_merged_and_it_answers_as_transformers_does_wi
             eos_token_id=None,
             pad_token_id=0,
         )
-        assert (
-            adapted.tokens.tolist() == expected[0, len(PROMPT) :].tolist() != plain.tokens.tolist()
-        )
+        assert adapted.tokens.tolist() == expected[0, len(PROMPT) :].tolist()
+        assert adapted.tokens.tolist() != plain.tokens.tolist()
         assert np.abs(adapted.logprobs - reference(trained.model, adapted)).max() < 1e-4
 
     with_rig(scenario)
 
 
-def test_weights_swapped_in_flight_change_the_version_in_mid_answer(with_rig: Any) -> None:
+def test_swap_changes_version_within_running_completion(with_rig: Any) -> None:
     async def scenario(it: Rig) -> None:
-        running = asyncio.create_task(it.engine.generate(send_command(tokens=130)))
+        running = asyncio.create_task(it.engine.generate(request_of(tokens=130)))
         before = (await it.engine.stats()).tokens
         while (await it.engine.stats()).tokens < before + 5:
             await asyncio.sleep(0)
@@ -307,9 +301,8 @@ def test_weights_swapped_in_flight_change_the_version_in_mid_answer(with_rig: An
         await it.engine.resume()
         completion = await running
         change = int(np.argmax(completion.versions == version + 1))
-        assert 5 <= change < 130 and completion.versions.tolist() == [version] * change + [
-            version + 1
-        ] * (130 - change)
+        versions = [version] * change + [version + 1] * (130 - change)
+        assert 5 <= change < 130 and completion.versions.tolist() == versions
         expected = _swapped(old, it.model, completion, change)
         assert np.abs(completion.logprobs - expected).max() < 1e-4
 
@@ -320,7 +313,7 @@ def test_weights_swapped_in_flight_change_the_version_in_mid_answer(with_rig: An
 def _swapped(
     old: PreTrainedModel, new: PreTrainedModel, completion: Completion, change: int
 ) -> np.ndarray:
-    """Log-probs when the first `change` tokens come from the old weights and the rest from the new ones on the old KV cache."""
+    """Return log-probs of the first `change` tokens under `old`, of the others under `new`."""
     tokens = completion.tokens.tolist()
     context = torch.tensor([[*PROMPT, *tokens[: change - 1]]])
     first = old(context, use_cache=True)
@@ -334,22 +327,22 @@ def _swapped(
     return np.array(found)
 
 
-def test_damaged_weights_are_refused_and_the_old_ones_stay(with_rig: Any) -> None:
+def test_engine_keeps_old_weights_when_new_ones_are_corrupted(with_rig: Any) -> None:
     async def scenario(it: Rig) -> None:
-        old = await it.engine.generate(send_command())
+        old = await it.engine.generate(request_of())
         version, weights = it.version, it.change_weights()
         next(iter(it.block.tensors.values())).view(torch.int32).flatten()[0] += 1
         with pytest.raises(SyncError, match="arrived damaged"):
             await it.engine.load_weights(weights)
         assert (await it.engine.stats()).version == version
-        assert (await it.engine.generate(send_command())).tokens.tolist() == old.tokens.tolist()
+        assert (await it.engine.generate(request_of())).tokens.tolist() == old.tokens.tolist()
 
     with_rig(scenario)
 
 
-def test_a_prompt_that_cannot_fit_is_refused_and_the_others_are_not(with_rig: Any) -> None:
+def test_generate_rejects_only_prompt_that_does_not_fit(with_rig: Any) -> None:
     async def scenario(it: Rig) -> None:
-        good = asyncio.create_task(it.engine.generate(send_command()))
+        good = asyncio.create_task(it.engine.generate(request_of()))
         with pytest.raises(RolloutError):
             await it.engine.generate(Request("long", (1,) * 5000, 0, Sampling(5)))
         assert len(await good) == 24
@@ -357,42 +350,37 @@ def test_a_prompt_that_cannot_fit_is_refused_and_the_others_are_not(with_rig: An
     with_rig(scenario)
 
 
-def test_stop_tokens_end_an_answer_and_stay_in_it(with_rig: Any) -> None:
+def test_completion_ends_with_stop_token(with_rig: Any) -> None:
     async def scenario(it: Rig) -> None:
-        free = await it.engine.generate(send_command())
+        free = await it.engine.generate(request_of())
         stop = int(free.tokens[10])
-        stopped = await it.engine.generate(send_command(stop_token_ids=(stop,)))
+        stopped = await it.engine.generate(request_of(stop_token_ids=(stop,)))
         first = free.tokens.tolist().index(stop)
-        assert (
-            stopped.finish is Finish.STOP
-            and stopped.tokens.tolist() == free.tokens[: first + 1].tolist()
-        )
+        assert stopped.finish is Finish.STOP
+        assert stopped.tokens.tolist() == free.tokens[: first + 1].tolist()
 
     with_rig(scenario)
 
 
-def test_a_stop_string_ends_an_answer_and_stays_in_it(with_rig: Any) -> None:
+def test_completion_ends_with_stop_string(with_rig: Any) -> None:
     async def scenario(it: Rig) -> None:
         decode = make_tokenizer().decode
-        free = await it.engine.generate(send_command())
+        free = await it.engine.generate(request_of())
         stop = decode(free.tokens[10:12].tolist())
-        stopped = await it.engine.generate(send_command(stop=(stop,)))
-        assert (
-            stopped.finish is Finish.STOP
-            and stopped.tokens.tolist() == free.tokens[: len(stopped)].tolist()
-        )
-        assert stop in decode(stopped.tokens.tolist()) and stop not in decode(
-            stopped.tokens[:-1].tolist()
-        )
+        stopped = await it.engine.generate(request_of(stop=(stop,)))
+        assert stopped.finish is Finish.STOP
+        assert stopped.tokens.tolist() == free.tokens[: len(stopped)].tolist()
+        assert stop in decode(stopped.tokens.tolist())
+        assert stop not in decode(stopped.tokens[:-1].tolist())
         assert (await it.engine.stats()).running == 0
 
     with_rig(scenario)
 
 
-def test_a_cancelled_request_frees_its_place(with_rig: Any) -> None:
+def test_cancelled_request_frees_its_slot(with_rig: Any) -> None:
     async def scenario(it: Rig) -> None:
         running = [
-            asyncio.create_task(it.engine.generate(send_command(n, tokens=130))) for n in range(20)
+            asyncio.create_task(it.engine.generate(request_of(n, tokens=130))) for n in range(20)
         ]
         before = (await it.engine.stats()).tokens
         while (await it.engine.stats()).tokens < before + 3:

@@ -1,4 +1,4 @@
-"""The Megatron engine on a GPU, where it needs no help: it agrees with a single device, and what is put away frees the device."""
+"""The Megatron engine on a GPU: agreement with a single device, and offloading."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -39,15 +39,17 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_one_megatron_rank_learns_what_a_single_device_does(
+def test_one_megatron_rank_trains_like_single_device(
     ranks: Ranks, dtype: str, recompute: bool, tmp_path: Path
 ) -> None:
     settings, batch = TrainSettings(dtype=dtype, gradient_checkpointing=recompute), random_batch()
     single, megatron = SingleDevice(tiny("qwen3").cuda(), settings), ranks(tiny("qwen3"), settings)
     one, two = (engine.forward_backward(batch, LOSS)["loss"] for engine in (single, megatron))
-    near = 1e-5 if dtype == "float32" else 0.05
-    assert two == pytest.approx(one, abs=near)
-    assert megatron.optimizer_step(1e-4) == pytest.approx(single.optimizer_step(1e-4), rel=near)
+    tolerance = 1e-5 if dtype == "float32" else 0.05
+    assert two == pytest.approx(one, abs=tolerance)
+    assert megatron.optimizer_step(1e-4) == pytest.approx(
+        single.optimizer_step(1e-4), rel=tolerance
+    )
     megatron.save(tmp_path)
     single.load(tmp_path)
     assert same_bits(
@@ -55,14 +57,14 @@ def test_one_megatron_rank_learns_what_a_single_device_does(
     )
 
 
-def test_what_is_put_away_comes_back_the_same(ranks: Ranks) -> None:
+def test_offloaded_state_is_restored_unchanged(ranks: Ranks) -> None:
     engine = ranks(tiny("qwen2"), TrainSettings())
     engine.forward_backward(random_batch(), LOSS)
     engine.optimizer_step(1e-3)
     before = weights_of(engine)
-    away = engine.place("host")
-    assert away.bytes >= 4 * sum(weight.nbytes for weight in before.values()), (
+    offloaded = engine.place("host")
+    assert offloaded.bytes >= 4 * sum(weight.nbytes for weight in before.values()), (
         "parameters, gradients and two moments"
     )
-    assert engine.place("device").bytes == away.bytes
+    assert engine.place("device").bytes == offloaded.bytes
     assert same_bits(weights_of(engine), before)

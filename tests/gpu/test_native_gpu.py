@@ -1,4 +1,4 @@
-"""The native engine on a GPU gives the answers it gives on a CPU, with log-probabilities of plain transformers, in little memory too."""
+"""The native engine on a GPU against its CPU completions and the log-probs of transformers."""
 
 import dataclasses
 
@@ -28,9 +28,13 @@ pytestmark = [
 
 VOCABULARY, LENGTH = 1000, 512
 SHAPE = {
-    "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3, "vocab_size": VOCABULARY, "max_position_embeddings": 4096,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 4096,
     "initializer_range": 0.1,
-}  # fmt: skip
+}
 MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
     "llama, head dim 64, biases": (
         LlamaForCausalLM,
@@ -67,9 +71,8 @@ def build(name: str = "qwen3, head dim 128", seed: int = 0) -> PreTrainedModel:
     kind, config = MODELS[name]
     torch.manual_seed(seed)
     module = kind(config).eval()
-    for (
-        parameter
-    ) in module.parameters():  # biases and norms start at 0 and 1, where a bug would not show
+    # Biases and norms start at 0 and 1, which would hide bugs.
+    for parameter in module.parameters():
         if parameter.ndim == 1:
             parameter.data.add_(torch.randn_like(parameter), alpha=0.2)
     return module
@@ -92,34 +95,30 @@ def run(engine: NativeEngine, wanted: list[Request], steps: int = 100_000) -> di
 
 
 def mixed() -> list[Request]:
-    """All ways to sample, long and short prompts, some the same, some stopped early."""
+    """Return requests with all sampling settings and with long, short and equal prompts."""
     random = np.random.default_rng(0)
-    ways = [
-        {}, {"temperature": 0.7}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.8}, {"top_k": 20, "top_p": 0.9, "temperature": 1.3},
+    settings = [
+        {},
+        {"temperature": 0.7},
+        {"temperature": 0.0},
+        {"top_k": 5},
+        {"top_p": 0.8},
+        {"top_k": 20, "top_p": 0.9, "temperature": 1.3},
         {"stop_token_ids": tuple(range(0, VOCABULARY, 20))},
-    ]  # fmt: skip
+    ]
     wanted = []
     for i in range(42):
-        prompt = tuple(
-            random.integers(
-                0, VOCABULARY, int(random.choice([1, 2, 30, 63, 64, 65, 130, 300]))
-            ).tolist()
-        )
-        wanted += [
-            Request(
-                f"r{i}-{j}",
-                prompt,
-                10 * i + j,
-                Sampling(int(random.integers(1, 90)), **ways[i % 7]),
-            )
-            for j in range(1 + i % 3)
-        ]
+        length = int(random.choice([1, 2, 30, 63, 64, 65, 130, 300]))
+        prompt = tuple(random.integers(0, VOCABULARY, length).tolist())
+        for j in range(1 + i % 3):
+            sampling = Sampling(int(random.integers(1, 90)), **settings[i % 7])
+            wanted.append(Request(f"r{i}-{j}", prompt, 10 * i + j, sampling))
     return wanted
 
 
 @torch.no_grad()
-def off(module: PreTrainedModel, request: Request, completion: Completion) -> np.ndarray:
-    """How far log-probs are from a float32 forward pass; only for answers drawn from all tokens."""
+def logprob_error(module: PreTrainedModel, request: Request, completion: Completion) -> np.ndarray:
+    """Return the distance of the log-probs to a float32 forward pass over all tokens."""
     tokens = torch.tensor([[*request.prompt, *completion.tokens.tolist()]], device="cuda")
     logits = module(tokens).logits[0, len(request.prompt) - 1 : -1].float() / (
         request.sampling.temperature or 1.0
@@ -128,12 +127,12 @@ def off(module: PreTrainedModel, request: Request, completion: Completion) -> np
     return np.abs(completion.logprobs - expected.cpu().numpy())
 
 
-def whole(request: Request) -> bool:
+def untruncated(request: Request) -> bool:
     return request.sampling.top_k == 0 and request.sampling.top_p == 1.0
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_answers_are_those_of_the_cpu_and_logprobs_those_of_transformers(name: str) -> None:
+def test_completions_equal_cpu_and_logprobs_equal_transformers(name: str) -> None:
     expected = run(engine_of(build(name), "cpu"), mixed())
     module = build(name)
     engine = engine_of(module)
@@ -143,21 +142,25 @@ def test_answers_are_those_of_the_cpu_and_logprobs_those_of_transformers(name: s
         a, b = done[request.id], expected[request.id]
         assert a.tokens.tolist() == b.tokens.tolist() and a.finish == b.finish, request.id
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
-        if whole(request):
-            assert off(module, request, a).max() < 1e-4
+        if untruncated(request):
+            assert logprob_error(module, request, a).max() < 1e-4
 
 
-def test_bfloat16_stays_near_float32() -> None:
+def test_bfloat16_logprobs_are_close_to_float32() -> None:
     module = build("qwen2, 7 heads to a kv head, tied", seed=2).cuda().bfloat16()
     done = run(engine_of(module), mixed())
     exact = module.float()
     errors = np.concatenate(
-        [off(exact, request, done[request.id]) for request in mixed() if whole(request)]
+        [
+            logprob_error(exact, request, done[request.id])
+            for request in mixed()
+            if untruncated(request)
+        ]
     )
     assert errors.mean() < 0.02 and errors.max() < 0.2
 
 
-def test_few_long_sequences_are_split_and_joined_right() -> None:
+def test_logprobs_are_right_when_attention_splits_long_sequences() -> None:
     module = build()
     random = np.random.default_rng(1)
     wanted = [
@@ -167,7 +170,7 @@ def test_few_long_sequences_are_split_and_joined_right() -> None:
         for i in range(3)
     ]
     done = run(engine_of(module, slots=3), wanted)
-    assert max(off(module, request, done[request.id]).max() for request in wanted) < 1e-4
+    assert max(logprob_error(module, request, done[request.id]).max() for request in wanted) < 1e-4
 
 
 def test_samples_of_one_prompt_share_one_prefill() -> None:
@@ -177,10 +180,10 @@ def test_samples_of_one_prompt_share_one_prefill() -> None:
     engine = engine_of(module)
     done = run(engine, wanted)
     assert engine.tokens_prefilled <= 2 * 149
-    assert max(off(module, request, done[request.id]).max() for request in wanted) < 1e-4
+    assert max(logprob_error(module, request, done[request.id]).max() for request in wanted) < 1e-4
 
 
-def test_new_weights_are_used_by_the_graphs_there_are_and_tokens_say_which_made_them() -> None:
+def test_existing_graphs_use_new_weights_and_report_their_version() -> None:
     old, new = build(seed=0), build(seed=1)
     engine = engine_of(old, version=4)
     wanted = Request("r", (1, 2, 3), 0, Sampling(100))
@@ -194,12 +197,12 @@ def test_new_weights_are_used_by_the_graphs_there_are_and_tokens_say_which_made_
     first = dataclasses.replace(
         completion, tokens=completion.tokens[:change], logprobs=completion.logprobs[:change]
     )
-    assert off(old, wanted, first).max() < 1e-4
+    assert logprob_error(old, wanted, first).max() < 1e-4
     late = Request("late", (1, 2, 3), 0, Sampling(20))
-    assert off(new, late, run(engine, [late])["late"]).max() < 1e-4
+    assert logprob_error(new, late, run(engine, [late])["late"]).max() < 1e-4
 
 
-def test_with_little_memory_sequences_wait_or_are_preempted_and_answers_stay_the_same() -> None:
+def test_completions_stay_the_same_when_memory_is_scarce() -> None:
     module = build()
     expected = run(engine_of(module), mixed())
     page = 3 * 2 * 64 * 128 * 4
@@ -210,18 +213,16 @@ def test_with_little_memory_sequences_wait_or_are_preempted_and_answers_stay_the
     before, done = pages.free, run(engine, mixed())
     assert pages.free == before
     for id, completion in expected.items():
-        assert (
-            done[id].tokens.tolist() == completion.tokens.tolist()
-            and done[id].finish == completion.finish
-        )
+        assert done[id].tokens.tolist() == completion.tokens.tolist()
+        assert done[id].finish == completion.finish
 
 
-def test_memory_for_less_than_one_sequence_is_refused() -> None:
+def test_engine_rejects_memory_for_less_than_one_sequence() -> None:
     with pytest.raises(RolloutError, match="kv_memory_fraction"):
         engine_of(build(), kv_memory_fraction=1e-9)
 
 
-def test_sleep_gives_memory_back_and_answers_go_on_after_it() -> None:
+def test_sequences_continue_after_sleep_frees_memory() -> None:
     module = build()
     expected = run(engine_of(module), mixed())
     engine = engine_of(module, slots=64)
@@ -234,7 +235,7 @@ def test_sleep_gives_memory_back_and_answers_go_on_after_it() -> None:
         assert done[id].tokens.tolist() == completion.tokens.tolist()
 
 
-def test_an_interrupted_and_resumed_answer_is_the_uninterrupted_one() -> None:
+def test_resumed_completion_equals_uninterrupted_one() -> None:
     module = build()
     expected, engine = run(engine_of(module), mixed()), engine_of(module)
     done = run(engine, mixed(), steps=4)
@@ -252,13 +253,11 @@ def test_an_interrupted_and_resumed_answer_is_the_uninterrupted_one() -> None:
         ],
     )
     for id, completion in expected.items():
-        assert (
-            done[id].tokens.tolist() == completion.tokens.tolist()
-            and done[id].finish == completion.finish
-        )
+        assert done[id].tokens.tolist() == completion.tokens.tolist()
+        assert done[id].finish == completion.finish
 
 
-def test_diverged_weights_are_an_error_and_do_not_spoil_what_comes_after() -> None:
+def test_engine_recovers_after_diverged_weights_are_replaced() -> None:
     module = build()
     engine = engine_of(module)
     engine.load(((name, tensor * torch.nan) for name, tensor in module.state_dict().items()), 1)
@@ -267,7 +266,7 @@ def test_diverged_weights_are_an_error_and_do_not_spoil_what_comes_after() -> No
     engine.abort(["r"])
     engine.load(module.state_dict().items(), 2)
     late = Request("late", (1, 2, 3, 4), 0, Sampling(20))
-    assert off(module, late, run(engine, [late])["late"]).max() < 1e-4
+    assert logprob_error(module, late, run(engine, [late])["late"]).max() < 1e-4
 
 
 def test_memory_does_not_grow_over_2000_admissions() -> None:
@@ -284,7 +283,7 @@ def test_memory_does_not_grow_over_2000_admissions() -> None:
             ],
         )
 
-    for n in (1, 2, 4, 8, 16, 32, 48, 64):  # so that no graph is captured later
+    for n in (1, 2, 4, 8, 16, 32, 48, 64):  # capture all graphs now
         run(engine, [Request(f"{n}-{i}", (1, 2), i, Sampling(9)) for i in range(n)])
     work(200, "warm")
     before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
@@ -292,10 +291,10 @@ def test_memory_does_not_grow_over_2000_admissions() -> None:
     assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
 
 
-def test_an_engine_that_was_full_takes_new_sequences_however_short_they_may_be() -> None:
+def test_full_engine_admits_new_sequences_when_each_has_one_page() -> None:
     module = build()
     weights = DecoderWeights.from_module(module.to("cuda"), share=False)
-    engine = NativeEngine(module.config, weights, slots=16, max_length=40)  # one page for each
+    engine = NativeEngine(module.config, weights, slots=16, max_length=40)  # one page each
     for wave in range(3):
         wanted = [
             Request(f"{wave}.{number}", (1, 2, number), number, Sampling(8)) for number in range(16)

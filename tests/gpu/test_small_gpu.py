@@ -1,4 +1,4 @@
-"""The kernels for few rows: as near to float32 as the ordinary ones, the same bits every time, whatever the model's shape."""
+"""The kernels for small batches: as accurate as the ordinary ones, and the same bits each time."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,16 @@ from transformers import PreTrainedModel
 
 from paceline.rollout.native.engine import NativeEngine
 from paceline.types import Completion, Request, Sampling
-from tests.gpu.test_native_gpu import MODELS, VOCABULARY, build, engine_of, mixed, off, run, whole
+from tests.gpu.test_native_gpu import (
+    MODELS,
+    VOCABULARY,
+    build,
+    engine_of,
+    logprob_error,
+    mixed,
+    run,
+    untruncated,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,11 +27,11 @@ pytestmark = [
 ]
 
 
-def narrow_engine(module: PreTrainedModel, few: bool = True, **options) -> NativeEngine:
+def bfloat16_engine(module: PreTrainedModel, small: bool = True, **options) -> NativeEngine:
     engine = engine_of(module.cuda().bfloat16(), **options)
     forward = engine._backend.forward  # type: ignore[attr-defined]
-    assert forward.few == 16
-    forward.few *= few
+    assert forward.small_rows == 16
+    forward.small_rows *= small
     return engine
 
 
@@ -31,12 +40,16 @@ def errors(
 ) -> np.ndarray:
     exact = module.float()
     return np.concatenate(
-        [off(exact, request, done[request.id]) for request in wanted if whole(request)]
+        [
+            logprob_error(exact, request, done[request.id])
+            for request in wanted
+            if untruncated(request)
+        ]
     )
 
 
 def long() -> list[Request]:
-    """Prompts that attention looks at in several pieces."""
+    """Return prompts that attention splits into several chunks."""
     random = np.random.default_rng(1)
     return [
         Request(
@@ -48,33 +61,29 @@ def long() -> list[Request]:
 
 @pytest.mark.parametrize("requests", [mixed, long])
 @pytest.mark.parametrize("name", MODELS)
-def test_few_rows_are_as_near_to_float32_as_many(name: str, requests) -> None:
+def test_small_batch_kernels_are_as_accurate_as_ordinary_ones(name: str, requests) -> None:
     module = build(name)
-    few = errors(module, requests(), run(narrow_engine(module), requests()))
-    many = errors(module, requests(), run(narrow_engine(module, few=False), requests()))
-    assert few.mean() < 1.1 * many.mean() and few.max() < 1.5 * many.max(), (
-        few.mean(),
-        many.mean(),
-        few.max(),
-        many.max(),
-    )
+    small = errors(module, requests(), run(bfloat16_engine(module), requests()))
+    ordinary = errors(module, requests(), run(bfloat16_engine(module, small=False), requests()))
+    assert small.mean() < 1.1 * ordinary.mean()
+    assert small.max() < 1.5 * ordinary.max()
 
 
-def test_few_rows_of_a_model_as_it_is_initialised_stay_within_the_bounds() -> None:
+def test_small_batch_logprobs_are_close_to_float32_when_model_is_untrained() -> None:
     module = build("qwen2, 7 heads to a kv head, tied", seed=2)
-    few = errors(module, mixed(), run(narrow_engine(module), mixed()))
-    assert few.mean() < 0.02 and few.max() < 0.2, (few.mean(), few.max())
+    found = errors(module, mixed(), run(bfloat16_engine(module), mixed()))
+    assert found.mean() < 0.02 and found.max() < 0.2, (found.mean(), found.max())
 
 
-def test_the_same_requests_give_the_same_bits() -> None:
-    engine = narrow_engine(build())
+def test_same_requests_give_same_bits() -> None:
+    engine = bfloat16_engine(build())
     first, second = run(engine, long()), run(engine, long())
     for request in long():
         assert first[request.id].tokens.tolist() == second[request.id].tokens.tolist()
         assert first[request.id].logprobs.tobytes() == second[request.id].logprobs.tobytes()
 
 
-def test_an_engine_with_brief_bursts_gives_the_same_answers() -> None:
+def test_completions_stay_the_same_when_bursts_are_brief() -> None:
     module = build()
     expected, done = run(engine_of(module), mixed()), run(engine_of(module, brief=True), mixed())
     assert {id: completion.tokens.tolist() for id, completion in done.items()} == {

@@ -1,4 +1,4 @@
-"""Train engines on a GPU: FSDP agrees with a single device, and what is put away frees the device."""
+"""Train engines on a GPU: agreement of FSDP with a single device, and offloading."""
 
 import copy
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from paceline.train.fsdp import Fsdp
 from paceline.train.settings import TrainSettings
 from paceline.train.single import SingleDevice
 from tests.contract.test_train_engine import LOSS, random_batch, same_bits, tiny, weights_of
-from tests.gpu.test_fused_gpu import batch_of, gradient, off
+from tests.gpu.test_fused_gpu import batch_of, gradient, relative_error
 from tests.gpu.test_native_gpu import MODELS, build
 from tests.ranks import Ranks
 
@@ -33,15 +33,15 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_one_fsdp_rank_learns_what_a_single_device_does(
-    ranks: Ranks, dtype: str, tmp_path: Path
-) -> None:
+def test_one_fsdp_rank_trains_like_single_device(ranks: Ranks, dtype: str, tmp_path: Path) -> None:
     settings, batch = TrainSettings(dtype=dtype, gradient_checkpointing=True), random_batch()
     single, sharded = SingleDevice(tiny("qwen3").cuda(), settings), ranks(tiny("qwen3"), settings)
     one, two = (engine.forward_backward(batch, LOSS)["loss"] for engine in (single, sharded))
-    near = 1e-4 if dtype == "float32" else 0.05
-    assert two == pytest.approx(one, abs=near)
-    assert sharded.optimizer_step(1e-4) == pytest.approx(single.optimizer_step(1e-4), rel=10 * near)
+    tolerance = 1e-4 if dtype == "float32" else 0.05
+    assert two == pytest.approx(one, abs=tolerance)
+    assert sharded.optimizer_step(1e-4) == pytest.approx(
+        single.optimizer_step(1e-4), rel=10 * tolerance
+    )
     sharded.save(tmp_path)
     single.load(tmp_path)
     assert same_bits(
@@ -57,7 +57,9 @@ def fused(model: PreTrainedModel, settings: TrainSettings, **options: Any) -> Tr
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_our_own_passes_give_the_same_sharded(ranks: Ranks, name: str, checkpointing: bool) -> None:
+def test_fused_passes_give_same_gradients_when_sharded(
+    ranks: Ranks, name: str, checkpointing: bool
+) -> None:
     settings = TrainSettings(
         dtype="bfloat16", gradient_checkpointing=checkpointing, micro_batch_tokens=500
     )
@@ -70,28 +72,28 @@ def test_our_own_passes_give_the_same_sharded(ranks: Ranks, name: str, checkpoin
     assert two == pytest.approx(one, abs=1e-3)
     wanted, found = gradient(single.model), sharded.gradients()
     assert found.keys() == wanted.keys()
-    errors = {key: off(found[key], wanted[key]) for key in wanted}
+    errors = {key: relative_error(found[key], wanted[key]) for key in wanted}
     assert max(errors.values()) < 0.02, max(errors.items(), key=lambda item: item[1])
     assert sharded.optimizer_step(1e-3) == pytest.approx(single.optimizer_step(1e-3), rel=1e-3)
     after = single.logprobs(batch)
     assert np.abs(after - sharded.logprobs(batch)).mean() < 0.1 * np.abs(after - before).mean(), (
-        "the next pass sees the new weights"
+        "the next pass must use the new weights"
     )
 
 
-def test_what_is_put_away_frees_the_device_and_comes_back_the_same(ranks: Ranks) -> None:
+def test_offload_frees_device_and_restores_state_unchanged(ranks: Ranks) -> None:
     model = tiny("qwen2").cuda()
     single, sharded = SingleDevice(model, TrainSettings()), ranks(tiny("qwen2"), TrainSettings())
     for engine in (single, sharded):
         engine.forward_backward(random_batch(), LOSS)
         engine.optimizer_step(1e-3)
-        engine.forward_backward(random_batch(), LOSS)  # so that there are gradients, too
+        engine.forward_backward(random_batch(), LOSS)  # leaves gradients to offload
     views = [model.lm_head.weight.view(-1), model.lm_head.weight[3:5]]
     before, seen = weights_of(single), [view.clone() for view in views]
     held, used = 4 * sum(p.numel() for p in model.parameters()), torch.cuda.memory_allocated()
-    away = single.place("host")
-    assert away.bytes >= 4 * held and used - torch.cuda.memory_allocated() >= 4 * held
-    assert single.place("device").bytes == away.bytes
+    offloaded = single.place("host")
+    assert offloaded.bytes >= 4 * held and used - torch.cuda.memory_allocated() >= 4 * held
+    assert single.place("device").bytes == offloaded.bytes
     assert same_bits(before, weights_of(single)) and all(
         torch.equal(*pair) for pair in zip(views, seen, strict=True)
     )
@@ -99,7 +101,7 @@ def test_what_is_put_away_frees_the_device_and_comes_back_the_same(ranks: Ranks)
     assert sharded.optimizer_step(1e-3) == pytest.approx(single.optimizer_step(1e-3), rel=1e-3)
 
 
-def test_parameters_that_are_lent_stay_where_they_are() -> None:
+def test_shared_parameters_are_not_offloaded() -> None:
     model = tiny("qwen2").cuda()
     engine = SingleDevice(model, TrainSettings())
     engine.forward_backward(random_batch(), LOSS)

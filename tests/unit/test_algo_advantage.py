@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.algo.advantage import (
-    minus_group_mean,
-    minus_length_weighted_mean,
-    minus_mean_of_others,
     advantages,
     gae,
     group_stds,
+    minus_group_mean,
+    minus_length_weighted_mean,
+    minus_mean_of_others,
     uniform,
     whiten,
 )
@@ -44,7 +44,10 @@ def test_each_baseline_is_that_of_its_paper_for_groups_of_any_size(
     rows: list[tuple[float, int, int]],
 ) -> None:
     rewards, groups, lengths = columns(rows)
-    grpo, rloo = minus_group_mean(rewards, groups).tolist(), minus_mean_of_others(rewards, groups).tolist()
+    grpo, rloo = (
+        minus_group_mean(rewards, groups).tolist(),
+        minus_mean_of_others(rewards, groups).tolist(),
+    )
     opo, deviations = (
         minus_length_weighted_mean(rewards, groups, lengths).tolist(),
         group_stds(rewards, groups).tolist(),

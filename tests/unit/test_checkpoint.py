@@ -82,7 +82,9 @@ def test_a_save_that_fails_leaves_nothing_and_the_old_one_stays(tmp_path: Path) 
         await _write(folder)
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(CheckpointError, match=r"cannot write the checkpoint of step 2 .*No space left"):
+    with pytest.raises(
+        CheckpointError, match=r"cannot write the checkpoint of step 2 .*No space left"
+    ):
         asyncio.run(save_checkpoint(tmp_path, 2, {}, full_disk, 2))
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
 

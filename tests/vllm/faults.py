@@ -1,4 +1,4 @@
-"""Parts that go wrong on purpose, for workers of tests."""
+"""Worker parts with deliberate faults."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,25 +9,25 @@ from paceline.config import RunConfig
 from paceline.types import Role
 from paceline.workers.build import build_parts
 
-SPOILED_VERSION = 2
+CORRUPTED_VERSION = 2
 TIED = ("model.embed_tokens.weight", "lm_head.weight")  # one tensor under two names
 
 
 def build_with_a_wrong_tensor(
     roles: Sequence[Role], config: RunConfig, model_path: str, threads: int
 ) -> Mapping[str, Any]:
-    """An engine that mislays one tensor of version 2, after every check has passed."""
+    """Build an engine that corrupts one tensor of version 2 after all checks have passed."""
     parts = build_parts(roles, config, model_path, threads)
     if Role.ROLLOUT in parts:
         engine = parts[Role.ROLLOUT]._engine
         load = engine.load
 
-        def spoiled(tensors: Any, version: int) -> None:
+        def corrupted(tensors: Any, version: int) -> None:
             named = dict(tensors)
-            if version == SPOILED_VERSION:
+            if version == CORRUPTED_VERSION:
                 wrong = 5 * torch.randn_like(named["model.embed_tokens.weight"])
                 named.update({name: wrong for name in TIED if name in named})
             load(named, version)
 
-        engine.load = spoiled
+        engine.load = corrupted
     return parts

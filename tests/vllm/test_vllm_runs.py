@@ -1,6 +1,6 @@
-"""Whole runs with vLLM as the engine: fully async, hybrid with turns on one pool, adapters, a killed engine, a wrong tensor.
+"""Whole runs with vLLM: fully async, hybrid on one pool, adapters, a killed engine, a wrong tensor.
 
-Starting vLLM takes half of each test's time, so each run shows as much as it can.
+vLLM takes half of each test's time to start, so each run checks several properties.
 """
 
 import asyncio
@@ -43,37 +43,36 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return random_model(
-        tmp_path_factory.mktemp("model"), hidden=128
-    )  # vLLM on CPUs wants heads of 32 at least
+    # vLLM on CPUs needs heads of at least 32.
+    return random_model(tmp_path_factory.mktemp("model"), hidden=128)
 
 
 @pytest.fixture(autouse=True)
-def nobody_is_left_behind() -> Any:
+def no_child_processes_remain() -> Any:
     yield
     assert not children()
 
 
-def config(model: str, folder: Path, *settings: str) -> RunConfig:
-    return load_config(None, [f"model={model}", f"run_dir={folder}", *SMALL, *settings])
+def config(model: str, directory: Path, *settings: str) -> RunConfig:
+    return load_config(None, [f"model={model}", f"run_dir={directory}", *SMALL, *settings])
 
 
-def rows(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def rows(directory: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-def check_books(summary: dict[str, Any], steps: int, max_staleness: int) -> None:
+def check_ledger(summary: dict[str, Any], steps: int, max_staleness: int) -> None:
     assert summary["steps"] == steps and 0 <= summary["staleness_max"] <= max_staleness
     ledger = summary["ledger"]
     assert ledger["trained"] == 4 * steps and not ledger["dropped"]
     assert ledger["issued"] == ledger["trained"] + ledger["outstanding"]
 
 
-def test_ten_fully_async_steps_keep_the_bound_and_the_books_and_engine_and_trainer_agree(
+def test_fully_async_run_balances_ledger_and_engine_agrees_with_trainer(
     model: str, tmp_path: Path
 ) -> None:
     summary = asyncio.run(train(config(model, tmp_path, "steps=10", *SEPARATE)))
-    check_books(summary, 10, 2)
+    check_ledger(summary, 10, 2)
     fresh = [row for row in rows(tmp_path) if "train/logprob_diff_max" in row]
     assert fresh and all(
         row["train/logprob_diff_max"] < 1e-3 and row["train/mismatch_outlier_fraction"] == 0
@@ -84,13 +83,13 @@ def test_ten_fully_async_steps_keep_the_bound_and_the_books_and_engine_and_train
 @pytest.mark.parametrize(
     "adapters", [[], ["train.lora.rank=4", "train.learning_rate=1e-2"]], ids=["all weights", "lora"]
 )
-def test_on_a_shared_pool_vllm_and_trainer_take_turns_and_each_phase_says_what_it_needs(
+def test_hybrid_run_alternates_phases_and_reports_their_memory(
     adapters: list[str], model: str, tmp_path: Path
 ) -> None:
     summary = asyncio.run(
         train(config(model, tmp_path, "steps=4", "train.offload=true", *adapters))
     )
-    check_books(summary, 4, 0)
+    check_ledger(summary, 4, 0)
     for row in rows(tmp_path):
         assert row["train/logprob_diff_max"] < 1e-3, "the engine did not have the trainer's weights"
         assert min(row[f"memory/{phase}_bytes"] for phase in ("generate", "train", "sync")) > 0
@@ -98,9 +97,7 @@ def test_on_a_shared_pool_vllm_and_trainer_take_turns_and_each_phase_says_what_i
     assert all(row["train/weights_changed"] == 1 for row in rows(tmp_path))
 
 
-def test_a_killed_engine_is_replaced_or_ends_the_run_by_name_in_time(
-    model: str, tmp_path: Path
-) -> None:
+def test_run_replaces_killed_engine_or_fails_with_its_name(model: str, tmp_path: Path) -> None:
     killed: list[float] = []
 
     class Killer:
@@ -119,19 +116,18 @@ def test_a_killed_engine_is_replaced_or_ends_the_run_by_name_in_time(
             return
 
     try:
-        chosen = config(
-            model, tmp_path, "steps=6", "sync.transport=collective", *SEPARATE
-        )  # and broadcast reaches vLLM, old and new
+        # The collective transport must reach both the old and the new engine.
+        chosen = config(model, tmp_path, "steps=6", "sync.transport=collective", *SEPARATE)
         summary = asyncio.run(asyncio.wait_for(train(chosen, lambda _: Killer()), 120))
         assert summary["steps"] == 6 and summary["ledger"]["trained"] == 24, (
-            "healed: every prompt trained once"
+            "after recovery, every prompt must be trained once"
         )
     except PacelineError as error:
         assert killed and "rollout" in str(error) and time.monotonic() - killed[0] < 30, error
     assert killed
 
 
-def test_a_wrong_tensor_in_the_engine_stops_the_run_within_one_step(
+def test_run_fails_within_one_step_when_engine_has_wrong_tensor(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.workers.local.build_parts", faults.build_with_a_wrong_tensor)
@@ -142,11 +138,11 @@ def test_a_wrong_tensor_in_the_engine_stops_the_run_within_one_step(
     assert len(rows(tmp_path)) == 2
 
 
-def test_a_version_the_adapter_does_not_know_is_refused_before_anything_starts(
+def test_train_rejects_unsupported_vllm_version_before_start(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.rollout.vllm_settings.version", lambda package: "0.19.1")
     with pytest.raises(
-        ConfigError, match=r"vllm 0\.19\.1 is installed, and this adapter knows 0\.24 to 0\.32"
+        ConfigError, match=r"vllm 0\.19\.1 is not supported; expected 0\.24 to 0\.32"
     ):
         asyncio.run(train(config(model, tmp_path)))

@@ -1,1 +1,1 @@
-"""Our own rollout engine: continuous batching over slots, on the trainer's weights or on a copy of them."""
+"""The built-in rollout engine: continuous batching on the trainer's weights or on a copy."""

@@ -1,5 +1,7 @@
-"""What the engine needs from a device: a place for keys and values, prefill, and bursts of decode steps that may run ahead of the
-host. The simple backend computes at once, on any device; `cuda.py` is the fast one for GPUs, `module.py` the one for all other models.
+"""The native engine's interface to a device: KV cache, prefill and bursts of decode steps.
+
+`SimpleBackend` computes synchronously on any device. `cuda.py` is the fast backend for GPUs, and
+`module.py` serves the models without a built-in forward pass.
 """
 
 import importlib.util
@@ -18,16 +20,16 @@ from paceline.model.engine_weights import ModuleWeights
 from paceline.model.shape import head_dim, sliding_window
 from paceline.model.weights import DecoderWeights, EngineWeights
 from paceline.rollout.native.model import Decoder
-from paceline.rollout.native.sampling import draw, row_keys
+from paceline.rollout.native.sampling import row_keys, sample
 from paceline.rollout.native.slots import Sequence, Slots
 
-PREFILL_TOKENS = 1024  # per forward pass: bounds its memory
+PREFILL_TOKENS = 1024  # per forward pass, to bound its memory
 Tokens = tuple[NDArray[np.int32], NDArray[np.float32]]  # tokens and log-probs, both [step, row]
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Tokens start..stop of a sequence's context, to be put into the cache."""
+    """Tokens start..stop of a sequence's context, to be added to the cache."""
 
     sequence: Sequence
     start: int
@@ -35,74 +37,84 @@ class PrefillChunk:
 
 
 class Burst(Protocol):
-    """Decode steps under way."""
+    """Decode steps in flight."""
 
     def result(self) -> Tokens:
-        """Waits for them. What a row makes beyond its limit means nothing."""
+        """Wait for the tokens. Those beyond a row's limit are meaningless."""
         ...
 
 
 class Backend(Protocol):
-    ahead: int  # bursts that are started before the first one is looked at
-    prefill_tokens: (
-        int  # of prompts per step while sequences are decoding: more would hold those up
-    )
-    admit_share: int  # new sequences wait until this part of the slots is free: prefilling few costs nearly as much as many
+    # Number of bursts that are started before the oldest is read.
+    ahead: int
+    # Maximum prompt tokens per step while sequences are decoding: more would delay them.
+    prefill_tokens: int
+    # New sequences wait until one in `admit_divisor` slots is free: a prefill of a few sequences
+    # takes nearly as long as a prefill of many.
+    admit_divisor: int
 
     def kv_used(self) -> float | None:
-        """Share of the memory for keys and values that is taken; None where every slot has its own."""
+        """Return the fraction of KV cache memory in use, or None if each slot owns its memory."""
         ...
 
     def steps(self, rows: int) -> int:
-        """Tokens a burst makes for each row."""
+        """Return the number of tokens per row in a burst."""
         ...
 
-    def room_for(self, sequence: Sequence, source: Sequence | None) -> bool:
-        """Reserve what the context of a new sequence needs, the common part held together with `source`. False: no room now."""
+    def reserve(self, sequence: Sequence, source: Sequence | None) -> bool:
+        """Reserve memory for the context of a new sequence; share its prefix with `source`.
+
+        Returns False if there is no room now.
+        """
         ...
 
     def grow(self, slots: Slots, positions: NDArray[np.int64]) -> bool:
-        """Reserve what live rows need to reach these positions. False: no room now."""
+        """Reserve memory for the live rows up to these positions; False if there is no room now."""
         ...
 
     def free(self, sequence: Sequence) -> None: ...
 
-    def prefill(self, pieces: list[PrefillChunk], row: int) -> None:
-        """Compute keys and values; whole contexts go to rows from `row` on, in order."""
+    def prefill(self, chunks: list[PrefillChunk], row: int) -> None:
+        """Fill the KV cache; complete contexts go to the rows from `row` on, in order."""
         ...
 
     def fork(self, source: Sequence, row: int, copies: list[Sequence], target: int) -> None:
-        """Give `copies`, in rows from `target` on, the context of `source`, which is in `row`."""
+        """Give `copies`, in the rows from `target` on, the context of `source`, in `row`."""
         ...
 
     def place(self, slots: Slots, row: int) -> None:
-        """The rows from `row` on are new: their settings stand in `slots`."""
+        """Read the settings of the new rows, from `row` on, from `slots`."""
         ...
 
     def move(self, slots: Slots, moves: list[tuple[int, int]]) -> None:
-        """Rows have been moved (source, target) in `slots`, the rest removed."""
+        """Follow the moves (source row, target row) that `slots` made when it removed rows."""
         ...
 
     def decode(self, slots: Slots, steps: int) -> Burst: ...
 
     def changing_weights(self) -> AbstractContextManager[object]:
-        """Around a change of the weights: bursts started before still see the old ones."""
+        """Return a context for changing weights: bursts started before it use the old ones."""
         ...
 
     def cache_bytes(self) -> int:
-        """Held by keys and values while awake."""
+        """Return the size of the KV cache while awake."""
         ...
 
     def sleep(self) -> None:
-        """Give memory back. No sequence holds anything."""
+        """Free the KV cache. No sequence may hold memory."""
         ...
 
     def wake(self) -> None: ...
 
 
 def choose_backend(
-    config: PretrainedConfig, weights: EngineWeights, slots: int, max_length: int, kv_memory_fraction: float, brief: bool
-) -> "Backend":  # fmt: skip
+    config: PretrainedConfig,
+    weights: EngineWeights,
+    slots: int,
+    max_length: int,
+    kv_memory_fraction: float,
+    brief: bool,
+) -> "Backend":
     if not isinstance(weights, DecoderWeights):
         from paceline.rollout.native.module import ModuleBackend
 
@@ -111,7 +123,8 @@ def choose_backend(
     window = sliding_window(config)
     if window is not None and max_length > window:
         raise ModelError(
-            f"the model sees only {window} tokens back (sliding window): max_length {max_length} must not be above that"
+            f"max_length = {max_length}: longer than the sliding window of the model; "
+            f"expected at most {window} tokens"
         )
     dim = head_dim(config)
     if (
@@ -135,11 +148,14 @@ class CompletedBurst:
 
 
 class StepByStep:
-    """Every slot owns its longest sequence's memory, and a burst is one step, done when `decode` returns."""
+    """Base of the synchronous backends: a burst is one step, complete when `decode` returns.
+
+    Every slot owns the memory of a sequence of maximum length.
+    """
 
     ahead = 0
     prefill_tokens = 1 << 62
-    admit_share = 8
+    admit_divisor = 8
 
     def kv_used(self) -> None:
         return None
@@ -147,7 +163,7 @@ class StepByStep:
     def steps(self, rows: int) -> int:
         return 1
 
-    def room_for(self, sequence: Sequence, source: Sequence | None) -> bool:
+    def reserve(self, sequence: Sequence, source: Sequence | None) -> bool:
         return True
 
     def grow(self, slots: Slots, positions: NDArray[np.int64]) -> bool:
@@ -160,7 +176,7 @@ class StepByStep:
 
 
 class SimpleBackend(StepByStep):
-    """By our own forward pass, on any device."""
+    """Backend for the built-in forward pass on any device."""
 
     def __init__(
         self, config: PretrainedConfig, weights: DecoderWeights, slots: int, max_length: int
@@ -168,19 +184,19 @@ class SimpleBackend(StepByStep):
         self._weights = weights
         self._model = Decoder(config, weights, slots, max_length)
 
-    def prefill(self, pieces: list[PrefillChunk], row: int) -> None:
-        """Longest first, padded to the longest of a forward pass."""
-        while pieces:
-            length = pieces[0].stop
-            n = max(1, min(len(pieces), PREFILL_TOKENS // length))
+    def prefill(self, chunks: list[PrefillChunk], row: int) -> None:
+        """Prefill the longest contexts first; pad to the longest of a forward pass."""
+        while chunks:
+            length = chunks[0].stop
+            n = max(1, min(len(chunks), PREFILL_TOKENS // length))
             tokens = np.zeros((n, length), np.int64)
-            for index, piece in enumerate(pieces[:n]):
-                tokens[index, : piece.stop] = piece.sequence.context[: piece.stop]
+            for index, chunk in enumerate(chunks[:n]):
+                tokens[index, : chunk.stop] = chunk.sequence.context[: chunk.stop]
             for start in range(0, length, PREFILL_TOKENS):
                 self._model.prefill(
                     self._tensor(tokens[:, start : start + PREFILL_TOKENS]), start, row
                 )
-            pieces, row = pieces[n:], row + n
+            chunks, row = chunks[n:], row + n
 
     def fork(self, source: Sequence, row: int, copies: list[Sequence], target: int) -> None:
         self._model.copy(row, target, len(copies), len(copies[0].context) - 1)
@@ -198,7 +214,7 @@ class SimpleBackend(StepByStep):
             self._tensor(slots.last[:n]), self._tensor(positions), int(positions.max())
         )
         keys = row_keys(slots.seed[:n], positions + 1)
-        tokens, logprobs = draw(
+        tokens, logprobs = sample(
             logits, keys, slots.temperature[:n], slots.top_k[:n], slots.top_p[:n]
         )
         return CompletedBurst(tokens[None], logprobs[None])

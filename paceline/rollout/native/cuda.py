@@ -1,8 +1,12 @@
-"""The engine's fast path on NVIDIA GPUs. What a row is doing lives on the device and is advanced there; a decode step is one CUDA
-graph, from the embedding to the drawn token, and bursts of steps run ahead of the host, which reads tokens through pinned memory.
+"""The native engine's fast backend for NVIDIA GPUs.
 
-Graphs are captured once for each of a few batch sizes, when first needed; the rows beyond the live ones stand still on page 0.
-All work is queued on one stream, so a page or a row may be given to another sequence while the burst that last uses it still runs.
+The state of each row lives on the GPU and advances there. A decode step is one CUDA graph, from the
+embedding to the sampled token. Bursts of steps run ahead of the host, which reads the tokens
+through pinned memory.
+
+A graph is captured once for each of a few batch sizes, on first use; its rows beyond the live ones
+are idle on page 0. All work is queued on one stream, so a page or a row may be given to another
+sequence while the last burst that uses it still runs.
 """
 
 from collections.abc import Iterator
@@ -17,38 +21,24 @@ from transformers import PretrainedConfig
 
 from paceline.errors import RolloutError
 from paceline.model.weights import DecoderWeights
-from paceline.rollout.native import small
+from paceline.rollout.native import small_batch
 from paceline.rollout.native.backend import PrefillChunk, Tokens
 from paceline.rollout.native.forward import Cache, Forward
 from paceline.rollout.native.kernels import PAGE, State
 from paceline.rollout.native.pages import Pages
 from paceline.rollout.native.slots import Sequence, Slots
 
-MOST_STEPS = 8  # of a burst: about 10 ms of work, so that the host keeps up and a stopped sequence does not run on for long
-FORWARD_TOKENS = 8192  # prefilled in one forward pass: bounds its memory
-SIZES = (
-    1,
-    2,
-    4,
-    8,
-    16,
-    32,
-    48,
-    64,
-    96,
-    128,
-    192,
-    256,
-    320,
-    384,
-    448,
-    512,
-)  # of a batch that has a graph; above: multiples of 128
+# Maximum steps per burst, about 10 ms of work: enough for the host to keep up, and few wasted steps
+# after a sequence has ended.
+MAX_STEPS = 8
+FORWARD_TOKENS = 8192  # maximum tokens per prefill pass, to bound its memory
+# Batch sizes with a CUDA graph; larger ones are multiples of 128.
+SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 
 
 @dataclass(frozen=True, slots=True)
 class PendingTokens:
-    """Tokens of a burst on their way to the host."""
+    """Tokens of a burst that are being copied to the host."""
 
     host: Tensor  # [step, 2, row], pinned
     arrived: torch.cuda.Event
@@ -62,7 +52,7 @@ class PendingTokens:
 class CudaBackend:
     ahead = 1
     prefill_tokens = FORWARD_TOKENS
-    admit_share = 32
+    admit_divisor = 32
 
     def __init__(
         self,
@@ -75,14 +65,13 @@ class CudaBackend:
     ) -> None:
         self.device, self.brief = weights.head.device, brief
         self.slots, self.max_length, self.fraction = slots, max_length, kv_memory_fraction
-        self.stream = torch.cuda.Stream(
-            self.device, priority=-1
-        )  # a burst is short: beside training it goes first
-        self._after_others()
-        with self._here():
+        # Bursts are short, so they take priority over training on the same device.
+        self.stream = torch.cuda.Stream(self.device, priority=-1)
+        self._wait_for_caller()
+        with self._on_stream():
             self.forward = Forward(config, weights, slots, max_length)
             self.state = torch.zeros(len(State), slots, dtype=torch.int32, device=self.device)
-            self.out = torch.zeros(MOST_STEPS, 2, slots, dtype=torch.int32, device=self.device)
+            self.out = torch.zeros(MAX_STEPS, 2, slots, dtype=torch.int32, device=self.device)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self.wake()
 
@@ -95,19 +84,21 @@ class CudaBackend:
         count = min(int((free + reusable) * self.fraction) // self.forward.page_bytes, most)
         if count < self.forward.pages_each + 1:
             raise RolloutError(
-                f"keys and values: {self.fraction:.0%} of the {free / 2**30:.1f} GiB free on {self.device} hold {max(count - 1, 0) * PAGE} "
-                f"tokens, fewer than one sequence of {self.max_length}; raise kv_memory_fraction, shorten max_length or free memory"
+                f"rollout.kv_memory_fraction = {self.fraction:g}: of the {free / 2**30:.1f} GiB "
+                f"free on {self.device}, the KV cache gets {max(count - 1, 0) * PAGE} tokens; "
+                f"expected room for one sequence of {self.max_length} tokens. "
+                "Raise it, shorten the sequences or free GPU memory"
             )
-        with self._here():
+        with self._on_stream():
             self.cache = Cache.make(self.forward, count, self.slots, self.device)
             self.state.zero_()
         self.pages = Pages(count, PAGE)
         self._pool = torch.cuda.graph_pool_handle()
         self._table = np.zeros((self.slots, self.forward.pages_each), np.int32)
-        self._held = np.zeros(self.slots, np.int64)  # pages of each row
+        self._held = np.zeros(self.slots, np.int64)  # number of pages of each row
         self._table_changed = False
-        self._live = 0  # rows that are decoded
-        self._used = 0  # rows from here on stand still
+        self._live = 0  # number of rows that are decoded
+        self._used = 0  # all rows from this one on are idle
 
     def kv_used(self) -> float:
         return self.pages.used
@@ -123,16 +114,15 @@ class CudaBackend:
 
     def steps(self, rows: int) -> int:
         if self.brief:
-            return 4 if rows <= small.MOST_ROWS else 2 if rows <= 64 else 1
-        return MOST_STEPS if rows <= 128 else MOST_STEPS // 2
+            return 4 if rows <= small_batch.MAX_ROWS else 2 if rows <= 64 else 1
+        return MAX_STEPS if rows <= 128 else MAX_STEPS // 2
 
-    def room_for(self, sequence: Sequence, source: Sequence | None) -> bool:
+    def reserve(self, sequence: Sequence, source: Sequence | None) -> bool:
         length = len(sequence.context) - 1
         shared = source.pages[: length // PAGE] if source else []
         needed = self.pages.needed(length + 1) - len(shared)
-        growing = int(
-            (self._held[: self._live] < self.forward.pages_each).sum()
-        )  # those soon want one more each
+        # Each of these rows will soon need one more page.
+        growing = int((self._held[: self._live] < self.forward.pages_each).sum())
         if self.pages.free < needed + growing:
             if self._live or not (taken := self.pages.take(needed)):
                 return False
@@ -144,7 +134,7 @@ class CudaBackend:
 
     def grow(self, slots: Slots, positions: NDArray[np.int64]) -> bool:
         n = len(positions)
-        wanted = (positions - 1) // PAGE + 1  # the key of the last token is not written yet
+        wanted = (positions - 1) // PAGE + 1  # the last token's key is not written
         rows = np.flatnonzero(wanted > self._held[:n])
         if not len(rows):
             return True
@@ -164,16 +154,16 @@ class CudaBackend:
         self.pages.give_back(sequence.pages)
         sequence.pages = []
 
-    def prefill(self, pieces: list[PrefillChunk], row: int) -> None:
-        """In forward passes of at most FORWARD_TOKENS, sequences end to end."""
+    def prefill(self, chunks: list[PrefillChunk], row: int) -> None:
+        """Prefill concatenated chunks in forward passes of at most FORWARD_TOKENS."""
         batch: list[PrefillChunk] = []
         room = FORWARD_TOKENS
-        with self._here():
-            for piece in pieces:
-                start = piece.start
-                while start < piece.stop:
-                    stop = min(piece.stop, start + room)
-                    batch.append(PrefillChunk(piece.sequence, start, stop))
+        with self._on_stream():
+            for chunk in chunks:
+                start = chunk.start
+                while start < chunk.stop:
+                    stop = min(chunk.stop, start + room)
+                    batch.append(PrefillChunk(chunk.sequence, start, stop))
                     room -= stop - start
                     start = stop
                     if room == 0:
@@ -183,20 +173,15 @@ class CudaBackend:
                 self._prefill(batch)
 
     def fork(self, source: Sequence, row: int, copies: list[Sequence], target: int) -> None:
-        """Whole pages are shared already; of the one that is filled in part each copy gets its own."""
+        """Copy the partly filled page for each of `copies`; `reserve` has shared the full pages."""
         length = len(copies[0].context) - 1
         if length % PAGE:
             last = length // PAGE
-            with self._here():
-                targets = self._upload(
-                    np.array([copy.pages[last] for copy in copies], np.int32)
-                ).long()
-                page = source.pages[last]
-                self.cache.kv.index_copy_(
-                    1,
-                    targets,
-                    self.cache.kv[:, page : page + 1].expand(-1, len(copies), -1, -1, -1, -1),
-                )
+            pages = np.array([copy.pages[last] for copy in copies], np.int32)
+            with self._on_stream():
+                kv, page = self.cache.kv, source.pages[last]
+                repeated = kv[:, page : page + 1].expand(-1, len(copies), -1, -1, -1, -1)
+                kv.index_copy_(1, self._upload(pages).long(), repeated)
 
     def place(self, slots: Slots, row: int) -> None:
         n = len(slots.live)
@@ -204,20 +189,15 @@ class CudaBackend:
             return
         new = slice(row, n)
         words = np.zeros((len(State), n - row), np.int32)
-        words[State.POSITION], words[State.LAST], words[State.LIMIT] = (
-            slots.position[new],
-            slots.last[new],
-            slots.limit[new],
-        )
-        words[State.SEED_LOW : State.SEED_HIGH + 1] = (
-            slots.seed[new].view(np.int32).reshape(-1, 2).T
-        )
+        words[State.POSITION] = slots.position[new]
+        words[State.LAST] = slots.last[new]
+        words[State.LIMIT] = slots.limit[new]
+        seeds = slots.seed[new].view(np.int32).reshape(-1, 2)
+        words[State.SEED_LOW : State.SEED_HIGH + 1] = seeds.T
         words[State.TEMPERATURE] = slots.temperature[new].view(np.int32)
-        words[State.TOP_K], words[State.TOP_P] = (
-            np.minimum(slots.top_k[new], 2**31 - 1),
-            slots.top_p[new].view(np.int32),
-        )
-        with self._here():
+        words[State.TOP_K] = np.minimum(slots.top_k[new], 2**31 - 1)
+        words[State.TOP_P] = slots.top_p[new].view(np.int32)
+        with self._on_stream():
             self.state[:, new] = self._upload(words)
         for index in range(row, n):
             pages = slots.live[index].pages
@@ -229,7 +209,7 @@ class CudaBackend:
     def move(self, slots: Slots, moves: list[tuple[int, int]]) -> None:
         if moves:
             sources, targets = (np.array(rows, np.int32) for rows in zip(*moves, strict=True))
-            with self._here():
+            with self._on_stream():
                 both = self._upload(np.stack((sources, targets))).long()
                 self.state.index_copy_(1, both[1], self.state.index_select(1, both[0]))
             self._table[targets], self._held[targets] = self._table[sources], self._held[sources]
@@ -240,7 +220,7 @@ class CudaBackend:
     def decode(self, slots: Slots, steps: int) -> PendingTokens:
         n = len(slots.live)
         truncated = bool(slots.top_k[:n].any() or (slots.top_p[:n] < 1).any())
-        with self._here():
+        with self._on_stream():
             if self._used > n:
                 self.state[:, n : self._used] = 0
                 self._used = n
@@ -256,19 +236,18 @@ class CudaBackend:
 
     @contextmanager
     def _changing_weights(self) -> Iterator[None]:
-        self._after_others()
-        with self._here():
+        self._wait_for_caller()
+        with self._on_stream():
             yield
-        torch.cuda.current_stream(self.device).wait_stream(
-            self.stream
-        )  # the source must not change before it has been read
+        # The caller must not change the source tensors before they have been read.
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
     @contextmanager
-    def _here(self) -> Iterator[None]:
+    def _on_stream(self) -> Iterator[None]:
         with torch.cuda.stream(self.stream), torch.inference_mode():
             yield
 
-    def _after_others(self) -> None:
+    def _wait_for_caller(self) -> None:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def _size(self, rows: int) -> int:
@@ -284,9 +263,8 @@ class CudaBackend:
 
     def _capture(self, size: int, truncated: bool) -> torch.cuda.CUDAGraph:
         state = self.state.clone()
-        self.forward.step(
-            self.cache, self.state, self.out, size, truncated
-        )  # compiles kernels; writes only what the real step will
+        # Compiles the kernels; it writes only to places that the captured step overwrites.
+        self.forward.step(self.cache, self.state, self.out, size, truncated)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"
@@ -307,30 +285,25 @@ class CudaBackend:
         return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
 
     def _prefill(self, batch: list[PrefillChunk]) -> None:
-        rows = [piece.sequence.context[piece.start : piece.stop] for piece in batch]
+        rows = [chunk.sequence.context[chunk.start : chunk.stop] for chunk in batch]
         tokens = np.array([token for row in rows for token in row], np.int32)
         positions = np.concatenate(
-            [np.arange(piece.start, piece.stop, dtype=np.int32) for piece in batch]
+            [np.arange(chunk.start, chunk.stop, dtype=np.int32) for chunk in batch]
         )
         table = np.zeros((len(batch), self.forward.pages_each), np.int32)
-        for index, piece in enumerate(batch):
-            table[index, : len(piece.sequence.pages)] = piece.sequence.pages
-        owner = np.repeat(np.arange(len(batch)), [piece.stop - piece.start for piece in batch])
+        for index, chunk in enumerate(batch):
+            table[index, : len(chunk.sequence.pages)] = chunk.sequence.pages
+        owner = np.repeat(np.arange(len(batch)), [chunk.stop - chunk.start for chunk in batch])
         places = table[owner, positions // PAGE] * PAGE + positions % PAGE
         tiles, offset = [], 0
-        for index, piece in enumerate(batch):
-            for start in range(piece.start, piece.stop, PAGE):
-                count = min(PAGE, piece.stop - start)
+        for index, chunk in enumerate(batch):
+            for start in range(chunk.start, chunk.stop, PAGE):
+                count = min(PAGE, chunk.stop - start)
                 tiles.append((index, offset, count, start))
                 offset += count
-        parts = (
-            tokens,
-            positions,
-            places.astype(np.int32),
-            np.array(tiles, np.int32).ravel(),
-            table.ravel(),
-        )
-        flat = self._upload(np.concatenate(parts)).split([len(part) for part in parts])
+        flat_tiles = np.array(tiles, np.int32).ravel()
+        arrays = (tokens, positions, places.astype(np.int32), flat_tiles, table.ravel())
+        flat = self._upload(np.concatenate(arrays)).split([len(array) for array in arrays])
         self.forward.prefill(
             self.cache, flat[0], flat[1], flat[2], flat[3].view(-1, 4), flat[4].view(len(batch), -1)
         )

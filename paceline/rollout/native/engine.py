@@ -1,8 +1,10 @@
-"""The native rollout engine: sequences wait for a slot, are prefilled together, and then all live slots make tokens in bursts of
-decode steps. Synchronous and driven from one thread; between two calls the weights may change.
+"""The native rollout engine: continuous batching of sequences over a fixed number of slots.
 
-A backend may run ahead: a burst is started before the one before it has been looked at. A sequence that has stopped by then makes
-some tokens too many, which are cut off; those of a sequence that is given up are dropped.
+Sequences wait for a slot and are prefilled together; then all live slots decode in bursts of steps.
+The engine is synchronous and runs on one thread. The weights may change between two calls.
+
+A backend may run ahead, that is, start a burst before the previous one has been read. The engine
+then drops the tokens after the end of a sequence and those of aborted sequences.
 """
 
 from collections import OrderedDict, deque
@@ -19,7 +21,7 @@ from paceline.model.shape import position_limit
 from paceline.model.weights import EngineWeights
 from paceline.rollout.native.backend import Backend, Burst, PrefillChunk, choose_backend
 from paceline.rollout.native.slots import Sequence as Running
-from paceline.rollout.native.slots import Slots, already_ended, refusal
+from paceline.rollout.native.slots import Slots, already_ended, rejection_reason
 from paceline.types import Completion, Finish, Request
 
 Finished = list[tuple[str, Completion]]
@@ -27,13 +29,15 @@ Finished = list[tuple[str, Completion]]
 
 @dataclass(slots=True, eq=False)
 class PendingPrefill:
-    """A context on its way into the cache: of `source`, a new sequence, and of `copies` with the same one. A `source` that is
-    live already has it, so that nothing remains to be done."""
+    """A context that is being prefilled for `source` and for `copies` with the same context.
+
+    Unless `new`, `source` is live: its context is in the cache and needs no prefill.
+    """
 
     source: Running
     copies: list[Running]
     new: bool
-    done: int  # tokens of it in the cache
+    done: int  # tokens in the cache
 
     @property
     def sequences(self) -> list[Running]:
@@ -41,14 +45,13 @@ class PendingPrefill:
 
     @property
     def left(self) -> int:
-        return (
-            len(self.source.context) - 1 - self.done if self.new else 0
-        )  # the decode step eats the last token
+        """Number of tokens to prefill; the last token is the input of the first decode step."""
+        return len(self.source.context) - 1 - self.done if self.new else 0
 
 
 @dataclass(frozen=True, slots=True)
 class InFlightBurst:
-    """A burst that has been started, and for whom."""
+    """A burst that was started and has not been read, with its sequences."""
 
     burst: Burst
     steps: int
@@ -70,9 +73,14 @@ class NativeEngine:
         brief: bool = False,
         backend: Backend | None = None,
     ) -> None:
-        """`slots`: sequences decoded at a time; `max_length`: tokens of prompt and answer together; `decode`: tokens to text,
-        needed for stop strings; `kv_memory_fraction`: of a GPU's free memory, for keys and values; `brief`: bursts of about 2 ms at most,
-        since whoever brings new weights while it works has to wait for the one under way."""
+        """Create an engine.
+
+        slots: number of sequences decoded concurrently.
+        max_length: maximum tokens of prompt and completion together.
+        decode: converts tokens to text; required for stop strings.
+        kv_memory_fraction: fraction of a GPU's free memory for the KV cache.
+        brief: limit bursts to about 2 ms, because a weight sync waits for the burst in flight.
+        """
         max_length = min(max_length, position_limit(config) or max_length)
         self._weights = weights
         self._backend = backend or choose_backend(
@@ -81,13 +89,13 @@ class NativeEngine:
         self._slots = Slots(slots, max_length)
         self._decode = decode
         self._waiting: OrderedDict[str, Running] = OrderedDict()
-        self._filling: list[PendingPrefill] = []
-        self._flights: deque[InFlightBurst] = deque()
+        self._prefilling: list[PendingPrefill] = []
+        self._in_flight: deque[InFlightBurst] = deque()
         self._ended: dict[str, Completion] = {}  # complete, to be returned by the next step
         self._asleep = False
         self._arrivals = count()
         self._version = version
-        self._epoch = 0  # counts changes of the weights
+        self._epoch = 0  # number of weight changes
         self._tokens_sampled = self._tokens_prefilled = 0
 
     @property
@@ -96,13 +104,13 @@ class NativeEngine:
 
     @property
     def kv_used(self) -> float:
-        """Share of the memory for keys and values that is taken."""
+        """Fraction of the KV cache in use."""
         used = self._backend.kv_used()
         return self.running / self.slots if used is None else used
 
     @property
     def running(self) -> int:
-        return len(self._slots.live) + sum(len(filling.sequences) for filling in self._filling)
+        return len(self._slots.live) + sum(len(pending.sequences) for pending in self._prefilling)
 
     @property
     def waiting(self) -> int:
@@ -110,7 +118,7 @@ class NativeEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._slots.live or self._waiting or self._ended or self._filling)
+        return bool(self._slots.live or self._waiting or self._ended or self._prefilling)
 
     @property
     def version(self) -> int:
@@ -125,10 +133,10 @@ class NativeEngine:
         return self._tokens_prefilled
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue these; if one cannot be served, none is taken and RolloutError says why."""
+        """Queue all requests, or none: raise RolloutError if one of them cannot be served."""
         taken = {running.request.id for running in self._slots.live}
         taken.update(
-            running.request.id for filling in self._filling for running in filling.sequences
+            running.request.id for pending in self._prefilling for running in pending.sequences
         )
         for request in requests:
             self._check(request, taken)
@@ -142,23 +150,22 @@ class NativeEngine:
                 self._ended[request.id] = running.partial(finish)
 
     def step(self) -> Finished:
-        """Admit what waits into free slots, start a burst of tokens for every live sequence, return those that ended."""
+        """Admit waiting sequences, start a burst and return the sequences that ended."""
         self.wake()
         finished = list(self._ended.items())
         self._ended.clear()
         self._admit()
         started = self._start(finished)
-        if self._flights and (not started or len(self._flights) > self._backend.ahead):
-            finished += self._land()
+        if self._in_flight and (not started or len(self._in_flight) > self._backend.ahead):
+            finished += self._collect()
         return finished
 
     def abort(self, ids: Sequence[str]) -> Finished:
-        """Give these up and return what they have; unknown ids are ignored."""
+        """Abort these requests and return their partial completions; ignore unknown IDs."""
         wanted = set(ids)
-        for filling in [
-            f for f in self._filling if any(running.request.id in wanted for running in f.sequences)
-        ]:
-            self._unfill(filling)
+        for pending in list(self._prefilling):
+            if any(running.request.id in wanted for running in pending.sequences):
+                self._cancel_prefill(pending)
         finished = [
             (id, self._waiting.pop(id).partial(Finish.ABORT))
             for id in wanted & self._waiting.keys()
@@ -172,10 +179,10 @@ class NativeEngine:
         return finished + self._release(rows)
 
     def interrupt(self) -> Finished:
-        """Empty the engine: everything comes back as it stands, to be resumed from there."""
+        """Remove all requests and return their partial completions, which can be resumed."""
         self.wait_idle()
-        while self._filling:
-            self._unfill(self._filling[-1])
+        while self._prefilling:
+            self._cancel_prefill(self._prefilling[-1])
         finished = list(self._ended.items())
         finished += [
             (id, running.partial(Finish.INTERRUPT)) for id, running in self._waiting.items()
@@ -185,50 +192,59 @@ class NativeEngine:
         return finished + self._release(dict.fromkeys(range(self.running), Finish.INTERRUPT))
 
     def wait_idle(self) -> None:
-        """Wait for the bursts under way, so that nothing reads the weights any more. What has ended comes with the next step."""
-        while self._flights:
-            self._ended.update(self._land())
+        """Wait for the bursts in flight, so that nothing reads the weights.
+
+        The next step returns the sequences that ended.
+        """
+        while self._in_flight:
+            self._ended.update(self._collect())
 
     def load(
         self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int
     ) -> None:
-        """Take over new weights, all or none (SyncError). Running sequences go on with the keys and values they have."""
+        """Load all weights, or raise SyncError and load none.
+
+        Running sequences continue on the KV cache they have.
+        """
         with self._backend.changing_weights():
             self._weights.load(tensors)
         self._version = version
         self._epoch += 1
 
     def set_version(self, version: int) -> None:
-        """The weights have just been changed in place (after `settle`): from here on tokens are of this version."""
+        """Set the version of the next tokens after the weights were changed in place.
+
+        Call `wait_idle` before the change.
+        """
         with self._backend.changing_weights():
             self._version = version
             self._epoch += 1
 
     def sleep(self) -> None:
-        """Give the memory of keys and values back. Running sequences wait, and are prefilled again after `wake`."""
+        """Free the KV cache. Running sequences wait and are prefilled again after `wake`."""
         if self._asleep:
             return
         self.wait_idle()
-        while self._filling or self._slots.live:
+        while self._prefilling or self._slots.live:
             self._preempt()
         self._backend.sleep()
         self._asleep = True
 
     def cache_bytes(self) -> int:
-        """Held by keys and values."""
+        """Return the size of the KV cache."""
         return 0 if self._asleep else self._backend.cache_bytes()
 
     def wake(self) -> None:
-        """Undo `sleep`; a step does so by itself."""
+        """Undo `sleep`; a step does so implicitly."""
         if self._asleep:
             self._backend.wake()
             self._asleep = False
 
     def _check(self, request: Request, taken: set[str]) -> None:
-        known = request.id in taken or request.id in self._waiting or request.id in self._ended
-        problem = refusal(
+        duplicate = request.id in taken or request.id in self._waiting or request.id in self._ended
+        problem = rejection_reason(
             request,
-            known,
+            duplicate,
             self._slots.max_length,
             self._weights.vocabulary,
             self._decode is not None,
@@ -240,65 +256,67 @@ class NativeEngine:
         slots = self._slots
         free = slots.count - self.running
         if self._waiting and free >= min(
-            len(self._waiting), max(1, slots.count // self._backend.admit_share)
+            len(self._waiting), max(1, slots.count // self._backend.admit_divisor)
         ):
-            self._choose(free)
-        if self._filling:
-            self._fill()
+            self._select(free)
+        if self._prefilling:
+            self._prefill()
 
-    def _choose(self, free: int) -> None:
-        """Take up to `free` sequences from those that wait, as long as there is room; the same contexts come together."""
-        # a live sequence with the same context still holds the keys and values of its prefill, unless the weights changed
+    def _select(self, free: int) -> None:
+        """Take up to `free` waiting sequences while there is memory, and group equal contexts."""
+        # The cache of a live sequence with the same context is valid unless the weights changed.
         live = {
             running.key: running for running in self._slots.live if running.epoch == self._epoch
         }
-        fillings: dict[int, PendingPrefill] = {}
+        prefills: dict[int, PendingPrefill] = {}
         for _ in range(min(free, len(self._waiting))):
             running = next(iter(self._waiting.values()))
-            filling, holder = fillings.get(running.key), live.get(running.key)
-            source = filling.source if filling else holder
-            if not self._backend.room_for(running, source):
+            pending, holder = prefills.get(running.key), live.get(running.key)
+            source = pending.source if pending else holder
+            if not self._backend.reserve(running, source):
                 break
             del self._waiting[running.request.id]
             running.epoch, running.arrival = self._epoch, next(self._arrivals)
-            if filling:
-                filling.copies.append(running)
+            if pending:
+                pending.copies.append(running)
             elif holder:
-                fillings[running.key] = PendingPrefill(holder, [running], new=False, done=0)
+                prefills[running.key] = PendingPrefill(holder, [running], new=False, done=0)
             else:
-                fillings[running.key] = PendingPrefill(running, [], new=True, done=0)
-        self._filling += sorted(fillings.values(), key=lambda filling: -len(filling.source.context))
+                prefills[running.key] = PendingPrefill(running, [], new=True, done=0)
+        self._prefilling += sorted(
+            prefills.values(), key=lambda pending: -len(pending.source.context)
+        )
 
-    def _fill(self) -> None:
-        """Prefill, no more at a time than live sequences can wait for, and let those whose context is complete go live."""
+    def _prefill(self) -> None:
+        """Prefill within the backend's token budget and start sequences with a complete context."""
         slots, base = self._slots, len(self._slots.live)
         budget = self._backend.prefill_tokens if base else 1 << 62
-        pieces = []
-        for filling in self._filling:
-            if (tokens := min(filling.left, budget)) > 0:
-                pieces.append(PrefillChunk(filling.source, filling.done, filling.done + tokens))
-                filling.done += tokens
+        chunks = []
+        for pending in self._prefilling:
+            if (tokens := min(pending.left, budget)) > 0:
+                chunks.append(PrefillChunk(pending.source, pending.done, pending.done + tokens))
+                pending.done += tokens
                 budget -= tokens
                 self._tokens_prefilled += tokens
-        if pieces:
-            self._backend.prefill(pieces, base)
-        complete = [filling for filling in self._filling if filling.left == 0]
-        self._filling = [filling for filling in self._filling if filling.left]
-        for filling in sorted(complete, key=lambda filling: filling.new, reverse=True):
-            if filling.new:
-                slots.add(filling.source)
+        if chunks:
+            self._backend.prefill(chunks, base)
+        complete = [pending for pending in self._prefilling if pending.left == 0]
+        self._prefilling = [pending for pending in self._prefilling if pending.left]
+        for pending in complete:
+            if pending.new:
+                slots.add(pending.source)
         target = len(slots.live)
         rows = {id(running): row for row, running in enumerate(slots.live)}
-        for filling in complete:
-            for running in filling.copies:
+        for pending in complete:
+            for running in pending.copies:
                 slots.add(running)
-            if filling.copies:
-                self._backend.fork(filling.source, rows[id(filling.source)], filling.copies, target)
-                target += len(filling.copies)
+            if pending.copies:
+                self._backend.fork(pending.source, rows[id(pending.source)], pending.copies, target)
+                target += len(pending.copies)
         self._backend.place(slots, base)
 
     def _start(self, finished: Finished) -> bool:
-        """Start the next burst, unless all live sequences reach their end with those under way."""
+        """Start the next burst, unless the bursts in flight complete all live sequences."""
         slots = self._slots
         while n := len(slots.live):
             now, limit = slots.position[:n] + slots.ahead[:n], slots.limit[:n]
@@ -306,41 +324,39 @@ class NativeEngine:
                 return False
             steps = self._backend.steps(n)
             if self._backend.grow(slots, np.minimum(now + steps, limit)):
-                self._flights.append(
-                    InFlightBurst(
-                        self._backend.decode(slots, steps), steps, list(slots.live), self._version
-                    )
-                )
+                burst = self._backend.decode(slots, steps)
+                self._in_flight.append(InFlightBurst(burst, steps, list(slots.live), self._version))
                 slots.ahead[:n] += steps
                 return True
-            if self._flights:
-                finished += self._land()
+            if self._in_flight:
+                finished += self._collect()
             else:
                 self._preempt()
         return False
 
-    def _land(self) -> Finished:
-        """Read the tokens of the oldest burst under way."""
-        flight, slots = self._flights.popleft(), self._slots
-        if flight.sequences == slots.live:
+    def _collect(self) -> Finished:
+        """Read the tokens of the oldest burst in flight."""
+        oldest, slots = self._in_flight.popleft(), self._slots
+        if oldest.sequences == slots.live:
             rows = columns = np.arange(len(slots.live))
-        else:  # some are gone or have other rows by now
-            column = {id(running): index for index, running in enumerate(flight.sequences)}
+        else:  # some sequences have ended or moved to other rows
+            column = {id(running): index for index, running in enumerate(oldest.sequences)}
             rows = np.array(
                 [row for row, running in enumerate(slots.live) if id(running) in column], np.int64
             )
             columns = np.array([column[id(slots.live[row])] for row in rows], np.int64)
-        slots.ahead[rows] -= flight.steps
+        slots.ahead[rows] -= oldest.steps
         going = slots.position[rows] < slots.limit[rows]
         rows, columns = rows[going], columns[going]
-        tokens, logprobs = flight.burst.result()
+        tokens, logprobs = oldest.burst.result()
         ended: dict[int, Finish] = {}
-        for step in range(flight.steps):
+        for step in range(oldest.steps):
             if not np.isfinite(logprobs[step, columns]).all():
                 raise RolloutError(
-                    f"a log-probability is not finite: the weights of version {flight.version} hold inf or nan, or have diverged"
+                    f"a log-prob is not finite: the weights of version {oldest.version} "
+                    "contain inf or nan, or training has diverged"
                 )
-            slots.record(rows, tokens[step, columns], logprobs[step, columns], flight.version)
+            slots.record(rows, tokens[step, columns], logprobs[step, columns], oldest.version)
             self._tokens_sampled += len(rows)
             if stopped := slots.ended(rows, self._decode):
                 ended |= stopped
@@ -364,9 +380,9 @@ class NativeEngine:
             self._backend.move(self._slots, self._slots.remove(rows))
 
     def _preempt(self) -> None:
-        """Make the sequence that came last wait again, with what it has: its memory is needed."""
-        if self._filling:
-            self._unfill(self._filling[-1])
+        """Return the latest sequence to the queue, with its tokens, to free its memory."""
+        if self._prefilling:
+            self._cancel_prefill(self._prefilling[-1])
             return
         live = self._slots.live
         row = max(range(len(live)), key=lambda row: live[row].arrival)
@@ -376,9 +392,9 @@ class NativeEngine:
         )
         self._remove([row])
 
-    def _unfill(self, filling: PendingPrefill) -> None:
-        self._filling.remove(filling)
-        for running in reversed(filling.sequences):
+    def _cancel_prefill(self, pending: PendingPrefill) -> None:
+        self._prefilling.remove(pending)
+        for running in reversed(pending.sequences):
             self._backend.free(running)
             self._requeue(running)
 

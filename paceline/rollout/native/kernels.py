@@ -1,11 +1,12 @@
-"""Triton kernels of the native engine on a GPU: norms, rotary positions and cache writes, attention over pages, sampling.
+"""Triton kernels of the native engine: norm, rotary embedding, paged attention and sampling.
 
-The KV cache of a layer is [page, kv head, k or v, PAGE positions, head_dim]; page 0 belongs to nobody and takes the writes of rows
-that have nothing to do. What a row of the batch is doing stands in the `state` matrix [field, row] of 32-bit words (see `State`).
+The KV cache of a layer is [page, kv head, k or v, PAGE positions, head_dim]. Page 0 belongs to no
+sequence and takes the writes of idle rows. The state of each row of the batch is a column of the
+`state` matrix [field, row] of 32-bit words (see `State`).
 """
 
 # mypy: ignore-errors
-# (kernels are written in the language of Triton, of which only the syntax is Python's)
+# (Triton kernels share only the syntax of Python)
 
 from enum import IntEnum
 
@@ -18,9 +19,9 @@ PAGE = 64  # positions per page of the KV cache
 class State(IntEnum):
     """Rows of the state matrix."""
 
-    POSITION = 0  # of the last token
+    POSITION = 0  # position of the last token
     LAST = 1  # the last token
-    LIMIT = 2  # position of the last token allowed; at it a row stands still
+    LIMIT = 2  # highest allowed position; a row at its limit is idle
     SEED_LOW = 3
     SEED_HIGH = 4
     TEMPERATURE = 5  # bits of a float32
@@ -29,18 +30,12 @@ class State(IntEnum):
 
 
 POSITION, LAST, LIMIT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-SEED_LOW, SEED_HIGH, TEMPERATURE, TOP_K, TOP_P = (
-    tl.constexpr(3),
-    tl.constexpr(4),
-    tl.constexpr(5),
-    tl.constexpr(6),
-    tl.constexpr(7),
-)
-_PAGE = tl.constexpr(PAGE)
+SEED_LOW, SEED_HIGH = tl.constexpr(3), tl.constexpr(4)
+TEMPERATURE, TOP_K, TOP_P = tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
+PAGE_TL = tl.constexpr(PAGE)
 LOG2_E = tl.constexpr(1.4426950408889634)
-U_STEP = tl.constexpr(
-    2.0**-31 * (1 - 2.0**-20)
-)  # keeps u strictly inside (0, 1), so that a token of probability 0 never wins
+# Keeps u strictly inside (0, 1), so that a token of probability 0 never wins.
+U_STEP = tl.constexpr(2.0**-31 * (1 - 2.0**-20))
 LOWEST = tl.constexpr(-(2**31))
 
 
@@ -58,9 +53,10 @@ def norm(x, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def rotate_and_cache(
     qkv, cos, sin, positions, places, cache, q_norm, k_norm, eps,
-    HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, NORMED: tl.constexpr,
+    HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+    NORMED: tl.constexpr,
 ):  # fmt: skip
-    """Queries are rotated where they are; rotated keys and the values go to their place in the cache."""
+    """Rotate the queries in place; write the rotated keys and the values to the cache."""
     token = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = DIM // 2
     head, at = tl.arange(0, ROWS)[:, None], tl.arange(0, HALF)[None, :]
@@ -84,81 +80,74 @@ def rotate_and_cache(
     tl.store(here + HALF, y, mask=head < HEADS)
     place = tl.load(places + token).to(tl.int64)
     other = tl.maximum(head - HEADS, 0)  # keys, then values
-    part = ((place // _PAGE) * KV + other % KV) * 2 + other // KV
-    there = cache + part * (_PAGE * DIM) + (place % _PAGE) * DIM + at
+    part = ((place // PAGE_TL) * KV + other % KV) * 2 + other // KV
+    there = cache + part * (PAGE_TL * DIM) + (place % PAGE_TL) * DIM + at
     tl.store(there, x, mask=(head >= HEADS) & inside)
     tl.store(there + HALF, y, mask=(head >= HEADS) & inside)
 
 
 @triton.jit
 def plan(
-    state,
-    table,
-    tick,
-    places,
-    pieces,
-    stride,
-    width,
-    SHARE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Before a step: where each row's new key goes, and which pieces of which rows attention works on: for each piece its row,
-    start and stop in it, how many pieces the row has and which is its first. Pieces are of one size, chosen so that there are at
-    most SHARE more than rows: few long rows are split, many are not. What is left of the list has row -1."""
+    state, table, tick, places, chunks, stride, width,
+    EXTRA: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Plan a decode step: the place of each row's new key, and the chunks that attention works on.
+
+    An entry of `chunks` is: row, start and stop in the row, the row's number of chunks and the
+    index of its first chunk. All chunks have one size, chosen so that there are at most EXTRA more
+    than rows: a few long rows are split, many rows are not. Unused entries have row -1.
+    """
     row = tl.arange(0, BLOCK)
     inside = row < ROWS
     position = tl.load(state + POSITION * stride + row, mask=inside, other=0)
     limit = tl.load(state + LIMIT * stride + row, mask=inside, other=0)
     moving = inside & (position < limit)
-    page = tl.load(table + row.to(tl.int64) * width + position // _PAGE, mask=moving, other=0)
-    tl.store(places + row, tl.where(moving, page * _PAGE + position % _PAGE, 0), mask=inside)
+    page = tl.load(table + row.to(tl.int64) * width + position // PAGE_TL, mask=moving, other=0)
+    tl.store(places + row, tl.where(moving, page * PAGE_TL + position % PAGE_TL, 0), mask=inside)
     length = tl.where(moving, position + 1, 1)
     total = tl.sum(tl.where(inside, length, 0), 0)
-    size = tl.maximum(((total + SHARE - 1) // SHARE + _PAGE - 1) // _PAGE * _PAGE, 2 * _PAGE)
+    size = tl.maximum(
+        ((total + EXTRA - 1) // EXTRA + PAGE_TL - 1) // PAGE_TL * PAGE_TL, 2 * PAGE_TL
+    )
     count = tl.where(inside, (length + size - 1) // size, 0)
     first = tl.cumsum(count, 0) - count
     for i in range(tl.max(count, 0)):
-        to = pieces + (first + i) * 8
+        to = chunks + (first + i) * 8
         tl.store(to, row, mask=i < count)
         tl.store(to + 1, tl.zeros_like(row) + i * size, mask=i < count)
         tl.store(to + 2, tl.minimum((i + 1) * size, length), mask=i < count)
         tl.store(to + 3, count, mask=i < count)
         tl.store(to + 4, first, mask=i < count)
-    for i in range(tl.sum(count, 0), ROWS + SHARE, BLOCK):
+    for i in range(tl.sum(count, 0), ROWS + EXTRA, BLOCK):
         tl.store(
-            pieces + (i + row) * 8, tl.full([BLOCK], -1, tl.int32), mask=i + row < ROWS + SHARE
+            chunks + (i + row) * 8, tl.full([BLOCK], -1, tl.int32), mask=i + row < ROWS + EXTRA
         )
     tl.store(tick, tl.load(tick) + 1)
 
 
 @triton.jit
 def _attend(
-    q,
-    base,
-    table_row,
-    start,
-    stop,
-    seen,
-    scale,
-    KV: tl.constexpr,
-    DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Online softmax over positions start..stop; row i of q sees those up to seen[i]. Returns weighted values, sum and maximum."""
-    d, o = tl.arange(0, DIM), tl.arange(0, _PAGE)
+    q, base, table_row, start, stop, seen, scale,
+    KV: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Compute the online softmax over positions start..stop; row i of q sees those up to seen[i].
+
+    Returns the weighted values, the sum and the maximum.
+    """
+    d, o = tl.arange(0, DIM), tl.arange(0, PAGE_TL)
     most = tl.full([ROWS], -1e30, tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     values = tl.zeros([ROWS, DIM], tl.float32)
-    page = tl.load(table_row + start // _PAGE).to(tl.int64)
-    for n in range(start, stop, _PAGE):
-        here = base + page * (KV * 2 * _PAGE * DIM) + (o[:, None] * DIM + d[None, :])
+    page = tl.load(table_row + start // PAGE_TL).to(tl.int64)
+    for n in range(start, stop, PAGE_TL):
+        here = base + page * (KV * 2 * PAGE_TL * DIM) + (o[:, None] * DIM + d[None, :])
         k = tl.load(here)
-        # what lies behind the end may be anything, and 0 * nan is not 0
-        v = tl.load(here + _PAGE * DIM, mask=(n + o)[:, None] < stop, other=0)
-        page = tl.load(table_row + (n // _PAGE + 1), mask=n + _PAGE < stop, other=0).to(
+        # Positions beyond the end are uninitialized, and 0 * nan is not 0.
+        v = tl.load(here + PAGE_TL * DIM, mask=(n + o)[:, None] < stop, other=0)
+        # The next page is loaded early, so that loads overlap.
+        page = tl.load(table_row + (n // PAGE_TL + 1), mask=n + PAGE_TL < stop, other=0).to(
             tl.int64
-        )  # early, so that loads can overlap
+        )
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         scores = tl.where((n + o)[None, :] <= seen[:, None], scores, -1e30)
         higher = tl.maximum(most, tl.max(scores, 1))
@@ -175,7 +164,7 @@ def join(
     part, part_log, arrivals, there, mine, first, count, kv,
     KV: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """The pieces of a row for one kv head, put together; TOGETHER are read at a time, since each read takes long."""
+    """Combine the chunks of a row for one kv head; read TOGETHER at a time to hide the latency."""
     g, d = tl.arange(0, ROWS)[:, None], tl.arange(0, DIM)[None, :]
     most = tl.full([ROWS, DIM], -1e30, tl.float32)
     mass = tl.zeros([ROWS, DIM], tl.float32)
@@ -185,7 +174,7 @@ def join(
         for i in tl.static_range(TOGETHER):
             at = ((first + n + i) * KV + kv) * ROWS + g
             inside = mine & (n + i < count)
-            logs = logs + (  # noqa: RUF005 (Triton has no unpacking)
+            logs = logs + (  # noqa: RUF005 (Triton does not support unpacking)
                 tl.load(part_log + at * DIM + d, mask=inside, other=-1e30, cache_modifier=".cg"),
             )
             parts = parts + (  # noqa: RUF005
@@ -203,12 +192,15 @@ def join(
 
 @triton.jit
 def attend_decode(
-    qkv, cache, table, pieces, out, part, part_log, arrivals, scale, width,
+    qkv, cache, table, chunks, out, part, part_log, arrivals, scale, width,
     HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One piece of one row for the queries of one kv head; whoever does the last piece of a row joins them."""
-    piece, kv = tl.program_id(0), tl.program_id(1)
-    entry = pieces + piece * 8
+    """Attend to one chunk of a row for the queries of one kv head.
+
+    The program that completes the last chunk of a row combines them.
+    """
+    chunk, kv = tl.program_id(0), tl.program_id(1)
+    entry = chunks + chunk * 8
     row, start, stop = tl.load(entry).to(tl.int64), tl.load(entry + 1), tl.load(entry + 2)
     count, first = tl.load(entry + 3), tl.load(entry + 4)
     if row < 0:
@@ -223,55 +215,39 @@ def attend_decode(
     )
     seen = tl.zeros([ROWS], tl.int32) + (stop - 1)
     values, mass, most = _attend(
-        q,
-        cache + kv * (2 * _PAGE * DIM),
-        table + row * width,
-        start,
-        stop,
-        seen,
-        scale,
-        KV,
-        DIM,
-        ROWS,
-    )
+        q, cache + kv * (2 * PAGE_TL * DIM), table + row * width, start, stop, seen, scale,
+        KV, DIM, ROWS,
+    )  # fmt: skip
     values = values / mass[:, None]
     there = out + row * (HEADS * DIM) + (kv * GROUP + g)[:, None] * DIM + d[None, :]
     if count == 1:
         tl.store(there, values.to(out.dtype.element_ty), mask=mine)
         return
-    at = ((piece * KV + kv) * ROWS + g)[:, None] * DIM + d[None, :]
+    at = ((chunk * KV + kv) * ROWS + g)[:, None] * DIM + d[None, :]
     tl.store(part + at, values)
-    tl.store(
-        part_log + at, tl.zeros([ROWS, DIM], tl.float32) + (most + tl.log2(mass))[:, None]
-    )  # as `join` reads it
-    tl.debug_barrier()  # all of it is written before this program is counted
+    # One copy per value, as `join` reads it.
+    tl.store(part_log + at, tl.zeros([ROWS, DIM], tl.float32) + (most + tl.log2(mass))[:, None])
+    tl.debug_barrier()  # all writes are complete before this program is counted
     if tl.atomic_add(arrivals + row * KV + kv, 1, sem="acq_rel") == count - 1:
         join(
-            part,
-            part_log,
-            arrivals + row * KV + kv,
-            there,
-            mine,
-            first,
-            count,
-            kv,
-            KV,
-            DIM,
-            ROWS,
-            2,
-        )
+            part, part_log, arrivals + row * KV + kv, there, mine, first, count, kv,
+            KV, DIM, ROWS, 2,
+        )  # fmt: skip
 
 
 @triton.jit
 def attend_prefill(
-    qkv, cache, table, tiles, out, scale, width, HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr
+    qkv, cache, table, tiles, out, scale, width,
+    HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A tile is `count` tokens of one sequence, from row `offset` of the batch and from `start` in the sequence."""
+    """Attend for one head of one tile of tokens.
+
+    A tile is `count` tokens of one sequence, from row `offset` of the batch and from `start` in the
+    sequence.
+    """
     tile, head = tl.program_id(0), tl.program_id(1)
-    sequence, offset = (
-        tl.load(tiles + tile * 4).to(tl.int64),
-        tl.load(tiles + tile * 4 + 1).to(tl.int64),
-    )
+    sequence = tl.load(tiles + tile * 4).to(tl.int64)
+    offset = tl.load(tiles + tile * 4 + 1).to(tl.int64)
     count, start = tl.load(tiles + tile * 4 + 2), tl.load(tiles + tile * 4 + 3)
     kv = head // (HEADS // KV)
     i, d = tl.arange(0, ROWS), tl.arange(0, DIM)
@@ -281,7 +257,7 @@ def attend_prefill(
         mask=inside,
         other=0,
     )
-    base = cache + kv * (2 * _PAGE * DIM)
+    base = cache + kv * (2 * PAGE_TL * DIM)
     values, mass, _ = _attend(
         q, base, table + sequence * width, 0, start + count, start + i, scale, KV, DIM, ROWS
     )
@@ -293,14 +269,17 @@ def attend_prefill(
 
 @triton.jit
 def _ordered(x):
-    """Integers in the order of the floats."""
+    """Map floats to integers with the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def truncate(logits, state, floors, stride, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr):
-    """The lowest logit that top-k, then top-p keep in a row, as an ordered integer; found by bisection, so exact, ties kept."""
+    """Find the lowest logit that top-k, then top-p keep in a row, as an ordered integer.
+
+    Bisection makes it exact; ties are kept.
+    """
     row = tl.program_id(0)
     k = tl.load(state + TOP_K * stride + row)
     p = tl.load(state + TOP_P * stride + row).to(tl.float32, bitcast=True)
@@ -308,8 +287,8 @@ def truncate(logits, state, floors, stride, VOCABULARY: tl.constexpr, BLOCK: tl.
     tl.store(floors + row, floor)
     if (k <= 0) & (p >= 1.0):
         return
-    heat = tl.load(state + TEMPERATURE * stride + row).to(tl.float32, bitcast=True)
-    heat = tl.where(heat == 0, 1.0, heat)
+    temperature = tl.load(state + TEMPERATURE * stride + row).to(tl.float32, bitcast=True)
+    temperature = tl.where(temperature == 0, 1.0, temperature)
     here = logits + row.to(tl.int64) * VOCABULARY
     at = tl.arange(0, BLOCK)
     highs = tl.full([BLOCK], -float("inf"), tl.float32)
@@ -321,7 +300,7 @@ def truncate(logits, state, floors, stride, VOCABULARY: tl.constexpr, BLOCK: tl.
     ceiling = _ordered(top)
     if (k > 0) & (k < VOCABULARY):
         high = ceiling
-        while floor < high:  # the highest value that at least k logits reach
+        while floor < high:  # find the highest value that at least k logits reach
             middle = (floor | high) - ((floor ^ high) >> 1)  # rounded up; a sum could overflow
             found = tl.zeros([BLOCK], tl.int32)
             for n in range(0, VOCABULARY, BLOCK):
@@ -336,15 +315,17 @@ def truncate(logits, state, floors, stride, VOCABULARY: tl.constexpr, BLOCK: tl.
         kept = tl.zeros([BLOCK], tl.float32)
         for n in range(0, VOCABULARY, BLOCK):
             logit = tl.load(here + n + at, mask=n + at < VOCABULARY, other=-float("inf"))
-            kept += tl.where(_ordered(logit) >= floor, tl.exp((logit - top) / heat), 0.0)
+            kept += tl.where(_ordered(logit) >= floor, tl.exp((logit - top) / temperature), 0.0)
         wanted = p * tl.sum(kept, 0)
         high = ceiling
-        while floor < high:  # the lowest value above which there is less than p
+        while floor < high:  # find the lowest value above which there is less than p
             middle = (floor & high) + ((floor ^ high) >> 1)
             above = tl.zeros([BLOCK], tl.float32)
             for n in range(0, VOCABULARY, BLOCK):
                 logit = tl.load(here + n + at, mask=n + at < VOCABULARY, other=-float("inf"))
-                above += tl.where(_ordered(logit) > middle, tl.exp((logit - top) / heat), 0.0)
+                above += tl.where(
+                    _ordered(logit) > middle, tl.exp((logit - top) / temperature), 0.0
+                )
             less = tl.sum(above, 0) < wanted
             high = tl.where(less, middle, high)
             floor = tl.where(less, floor, middle + 1)
@@ -353,7 +334,7 @@ def truncate(logits, state, floors, stride, VOCABULARY: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def _row_key(low, high, position):
-    """splitmix64 of a seed and a position, as `sampling.row_keys`."""
+    """Hash a seed and a position with splitmix64, as `sampling.row_keys` does."""
     seed = (high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | low.to(
         tl.uint32, bitcast=True
     ).to(tl.uint64)
@@ -365,39 +346,43 @@ def _row_key(low, high, position):
 
 @triton.jit
 def _exponential(hash, mask, multiplier):
-    """An exponential random number, up to a constant factor, from the hashes of a row and a token; u is as fine as 2^-31 near 0."""
+    """Return an exponential random number, up to a constant factor, from two hashes.
+
+    They are those of a row and of a token; u has a resolution of 2^-31 near 0.
+    """
     x = (hash ^ mask) * multiplier
     x = (x ^ (x >> 15)) * 0x2C1B3C6D
     u = (x & 0x7FFFFFFF).to(tl.float32) * U_STEP + U_STEP / 4
-    series = u * (
-        LOG2_E + u * (0.5 * LOG2_E + u * (LOG2_E / 3))
-    )  # -log2(1 - u) near 0, where the race is decided
+    # -log2(1 - u) near 0, where the race is decided.
+    series = u * (LOG2_E + u * (0.5 * LOG2_E + u * (LOG2_E / 3)))
     return tl.where(u < 0.0078125, series, -tl.log2(1 - u))
 
 
 @triton.jit
-def draw(
+def sample(
     logits, hashes, state, floors, maxima, masses, scores, winners, stride,
     VOCABULARY: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, TRUNCATED: tl.constexpr,
 ):  # fmt: skip
-    """One part of the vocabulary of one row: its softmax maximum and sum, and the winner of the exponential race in it: the token with
-    the largest p / E is a sample of p (the Gumbel-max trick without the outer logarithm). Each lane keeps its best p / E as a pair, so
-    that no quotient is needed; in logarithms to base 2 lanes are compared at the end."""
+    """Sample within one split of the vocabulary of a row.
+
+    Stores the split's softmax maximum and sum, and the winner of its exponential race: the token
+    with the largest p / E is a sample of p (the Gumbel-max trick without the outer logarithm). Each
+    SIMD lane keeps its best p / E as a pair, which avoids divisions; the lanes are compared at the
+    end, in logarithms to base 2.
+    """
     row, split = tl.program_id(0), tl.program_id(1)
-    heat = tl.load(state + TEMPERATURE * stride + row).to(tl.float32, bitcast=True)
-    greedy = heat == 0
-    scale = LOG2_E * tl.where(greedy, 1.0, 1.0 / heat)
+    temperature = tl.load(state + TEMPERATURE * stride + row).to(tl.float32, bitcast=True)
+    greedy = temperature == 0
+    scale = LOG2_E * tl.where(greedy, 1.0, 1.0 / temperature)
     low, high = tl.load(state + SEED_LOW * stride + row), tl.load(state + SEED_HIGH * stride + row)
     key = _row_key(low, high, tl.load(state + POSITION * stride + row) + 1)
-    mask, multiplier = (
-        key.to(tl.uint32).to(tl.int32, bitcast=True),
-        ((key >> 32).to(tl.uint32) | 1).to(tl.int32, bitcast=True),
-    )
+    mask = key.to(tl.uint32).to(tl.int32, bitcast=True)
+    multiplier = ((key >> 32).to(tl.uint32) | 1).to(tl.int32, bitcast=True)
     PART: tl.constexpr = (VOCABULARY + SPLITS - 1) // SPLITS
     most = tl.full([BLOCK], -1e30, tl.float32)
     mass = tl.zeros([BLOCK], tl.float32)
-    best = tl.zeros([BLOCK], tl.float32)  # p of the winner so far, relative to the lane's maximum
-    time = tl.full([BLOCK], 1.0, tl.float32)  # E of the winner
+    best = tl.zeros([BLOCK], tl.float32)  # p of the best token, relative to the lane's maximum
+    time = tl.full([BLOCK], 1.0, tl.float32)  # E of the best token
     winner = tl.zeros([BLOCK], tl.int32)
     here = logits + row.to(tl.int64) * VOCABULARY
     end = tl.minimum((split + 1) * PART, VOCABULARY)
@@ -415,11 +400,9 @@ def draw(
         e = _exponential(tl.load(hashes + at, mask=at < end, other=0), mask, multiplier)
         e = tl.where(greedy, 1.0, e)
         wins = p * time > best * e
-        best, time, winner = (
-            tl.where(wins, p, best),
-            tl.where(wins, e, time),
-            tl.where(wins, at, winner),
-        )
+        best = tl.where(wins, p, best)
+        time = tl.where(wins, e, time)
+        winner = tl.where(wins, at, winner)
     top = tl.max(most, 0)
     score = tl.where(best > 0, most + tl.log2(best) - tl.log2(time), -float("inf"))
     highest = tl.max(score, 0)
@@ -432,16 +415,19 @@ def draw(
 
 @triton.jit
 def advance(
-    logits, state, maxima, masses, scores, winners, tick, out, stride, VOCABULARY: tl.constexpr, SPLITS: tl.constexpr
+    logits, state, maxima, masses, scores, winners, tick, out, stride,
+    VOCABULARY: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The winner of a row, its log-probability, and the row's next state, unless it stands still. out: [step, 2, row]."""
+    """Store a row's sampled token and log-prob in `out` [step, 2, row]; advance it unless idle."""
     row = tl.program_id(0)
     at = tl.arange(0, SPLITS)
     most, mass = tl.load(maxima + row * SPLITS + at), tl.load(masses + row * SPLITS + at)
     score, winner = tl.load(scores + row * SPLITS + at), tl.load(winners + row * SPLITS + at)
     token = tl.min(tl.where(score == tl.max(score, 0), winner, VOCABULARY - 1), 0)
-    heat = tl.load(state + TEMPERATURE * stride + row).to(tl.float32, bitcast=True)
-    logit = tl.load(logits + row.to(tl.int64) * VOCABULARY + token) / tl.where(heat == 0, 1.0, heat)
+    temperature = tl.load(state + TEMPERATURE * stride + row).to(tl.float32, bitcast=True)
+    logit = tl.load(logits + row.to(tl.int64) * VOCABULARY + token) / tl.where(
+        temperature == 0, 1.0, temperature
+    )
     top = tl.max(most, 0)
     logprob = logit - top / LOG2_E - tl.log(tl.sum(mass * tl.exp2(most - top), 0))
     position = tl.load(state + POSITION * stride + row)

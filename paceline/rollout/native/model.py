@@ -1,8 +1,9 @@
-"""The forward pass of the native engine: one token for each live slot (decode), or a stretch of prompts (prefill).
+"""The built-in forward pass of the native engine on any device, in plain PyTorch.
 
-Every slot owns a row of the KV cache [layer, slot, kv head, k or v, position, head_dim]. In this order the slots' key
-matrices are evenly spaced in memory, so that attention over the first n slots is one batched product with no copy; live
-slots are kept dense at the front, so that slices do instead of gathers.
+It decodes one token for each live slot, or prefills a chunk of several prompts. Every slot owns a
+row of the KV cache [layer, slot, kv head, k or v, position, head_dim]. In this order, the key
+matrices of the slots are evenly spaced in memory, so attention over the first n slots is one
+batched matmul without a copy. Live slots are dense at the front, so slices replace gathers.
 """
 
 import torch
@@ -32,7 +33,7 @@ class Decoder:
                 device
             )
             cos, sin = angles.cos() * weights.rope_scale, angles.sin() * weights.rope_scale
-            # for all heads of a fused q/k/v row: values are multiplied by 1, and nothing is added to them
+            # One entry per head of a fused q/k/v row; cos 1 and sin 0 leave the values unchanged.
             self.cos = torch.ones(
                 max_length,
                 self.heads + 2 * self.kv_heads,
@@ -44,10 +45,11 @@ class Decoder:
             self.sin = torch.zeros_like(self.cos)
             self.sin[:, : -self.kv_heads] = torch.cat((-sin, sin), -1).unsqueeze(1)
             self.columns = torch.arange(max_length, device=device)
+            # Start of each slot's rows in the cache of a layer.
             self.rows = (
                 torch.arange(slots * self.kv_heads * 2, device=device).view(slots, -1) * max_length
-            )  # of a layer's cache
-            self.least = torch.full((1, 1), self.eps, device=device)
+            )
+            self.eps_tensor = torch.full((1, 1), self.eps, device=device)
         self.make_cache()
 
     @torch.inference_mode()
@@ -62,12 +64,14 @@ class Decoder:
 
     @torch.inference_mode()
     def decode(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """Logits [n, vocabulary] after `tokens` [n], the tokens at `positions` of the sequences in slots 0..n-1.
-        `longest`: the highest position."""
+        """Return the logits [n, vocabulary] that follow `tokens` [n].
+
+        The tokens are at `positions` of the sequences in slots 0..n-1; `longest` is the highest.
+        """
         n = len(tokens)
         window = min(-(-(longest + 1) // WINDOW) * WINDOW, self.max_length)
         each = positions.unsqueeze(1)
-        # [n * kv heads, 1, window]: 0 where a key may be seen
+        # [n * kv heads, 1, window]: 0 where a key is visible
         mask = (
             torch.where(self.columns[:window] > each, -torch.inf, 0.0)
             .to(self.kv.dtype)
@@ -92,8 +96,11 @@ class Decoder:
 
     @torch.inference_mode()
     def prefill(self, tokens: Tensor, start: int, slot: int) -> None:
-        """Fill the cache of slots `slot`... with `tokens` [n, t], which stand at positions start..start+t-1. Shorter rows
-        are padded on the right: no real token sees the padding, and decoding overwrites it."""
+        """Fill the cache of the slots from `slot` on with `tokens` [n, t] at start..start+t-1.
+
+        Shorter rows are padded on the right: no real token attends to the padding, and decoding
+        overwrites it.
+        """
         n, t = tokens.shape
         end = start + t
         cos, sin = self.cos[start:end].repeat(n, 1, 1), self.sin[start:end].repeat(n, 1, 1)
@@ -106,7 +113,7 @@ class Decoder:
             q, new = self._project(layer, x, cos, sin)
             kv[:, :, :, start:end] = new.unflatten(0, (n, t)).permute(0, 2, 3, 1, 4)
             if index == last:
-                return  # only keys and values are wanted
+                return  # the output of the last layer is not needed
             keys, values = kv[:, :, :, :end].unbind(2)
             q = q.unflatten(0, (n, t)).transpose(1, 2)
             attended = F.scaled_dot_product_attention(
@@ -117,31 +124,36 @@ class Decoder:
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, count: int, length: int) -> None:
-        """Give the `count` slots from `target` on the first `length` positions of slot `source`."""
+        """Copy the first `length` positions of slot `source` to `count` slots from `target` on."""
         self.kv[:, target : target + count, :, :, :length] = self.kv[
             :, source : source + 1, :, :, :length
         ]
 
     def _keys_values(self, n: int, window: int) -> list[tuple[Tensor, Tensor]]:
-        """For each layer the keys [n * kv heads, head_dim, window] and values of the first n slots, as views: made anew only
-        when n or the window changes, as slicing costs as much as a small operation."""
+        """Return views of the keys [n * kv heads, head_dim, window] and values of each layer.
+
+        They are cached until n or the window changes, because slicing costs as much as a small
+        operation.
+        """
         if self._views[0] != (n, window):
             visible = self.kv[:, :n].flatten(1, 2)[:, :, :, :window]
             self._views = (n, window), [(kv[:, 0].transpose(1, 2), kv[:, 1]) for kv in visible]
         return self._views[1]
 
     def _project(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated queries [n, heads, head_dim]; rotated keys and the values, together [n, kv heads, 2, head_dim]."""
+        """Return rotated queries and, in one tensor, rotated keys and values.
+
+        The shapes are [n, heads, head_dim] and [n, kv heads, 2, head_dim].
+        """
         qkv = layer.qkv(self._norm(x, layer.input_norm)).view(len(x), -1, self.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
-            turned = qkv.shape[1] - self.kv_heads
-            normed = F.rms_norm(qkv[:, :turned], (self.head_dim,), None, self.eps)
+            end = qkv.shape[1] - self.kv_heads  # the values are not normalized
+            normed = F.rms_norm(qkv[:, :end], (self.head_dim,), None, self.eps)
             torch.mul(normed[:, : self.heads], layer.q_norm, out=qkv[:, : self.heads])
-            torch.mul(normed[:, self.heads :], layer.k_norm, out=qkv[:, self.heads : turned])
+            torch.mul(normed[:, self.heads :], layer.k_norm, out=qkv[:, self.heads : end])
         rotated = (qkv * cos).addcmul_(qkv.roll(self.head_dim // 2, -1), sin)  # halves swapped
-        return rotated[:, : self.heads], rotated[:, self.heads :].view(
-            len(x), 2, self.kv_heads, -1
-        ).transpose(1, 2)
+        kv = rotated[:, self.heads :].view(len(x), 2, self.kv_heads, -1).transpose(1, 2)
+        return rotated[:, : self.heads], kv
 
     def _mlp(self, layer: Layer, x: Tensor) -> None:
         gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, -1)
@@ -150,6 +162,7 @@ class Decoder:
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         if x.dtype != torch.float32:
             return F.rms_norm(x, weight.shape, weight, self.eps)
-        # Faster than the one above, and bit for bit the same in any batch, which a matrix product of the squares is not.
+        # Faster than rms_norm and, unlike a matmul of the squares, independent of batch composition
+        # to the last bit.
         squares = torch.linalg.vector_norm(x, 2, -1, True).square_()
-        return (x * self.least.add(squares, alpha=1 / x.shape[1]).rsqrt_()).mul_(weight)
+        return (x * self.eps_tensor.add(squares, alpha=1 / x.shape[1]).rsqrt_()).mul_(weight)

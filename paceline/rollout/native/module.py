@@ -1,8 +1,9 @@
-"""Generation through the Hugging Face module itself, for every causal language model that keeps nothing but keys and values.
+"""Backend that generates with the Hugging Face module, for models without a built-in forward pass.
 
-Slower than our own forward pass, and it knows no architecture: rows are padded on the left, so that all live sequences write their next
-key and value in the same column of the cache. That is what every model of transformers understands: which columns of a row are real, and
-the position of each token. What comes out is compared with the plain model once, before anything is generated.
+It is slower but architecture-independent: it serves every causal language model whose only state
+is a KV cache. Rows are padded on the left, so all live sequences write their next key and value to
+the same column of the cache; each model gets an attention mask and, if it takes them, positions.
+At startup, the backend compares its log-probs with a plain forward pass.
 """
 
 import inspect
@@ -19,17 +20,19 @@ from paceline.model.engine_weights import ModuleWeights
 from paceline.model.loading import EXACT, ROUNDED, model_body
 from paceline.model.support import ALTERNATIVE
 from paceline.rollout.native.backend import PREFILL_TOKENS, CompletedBurst, PrefillChunk, StepByStep
-from paceline.rollout.native.sampling import draw, row_keys
+from paceline.rollout.native.sampling import row_keys, sample
 from paceline.rollout.native.slots import Sequence, Slots
 
-SLACK = (
-    64  # columns beyond the longest sequence: rows are moved back to the left once in so many steps
-)
+# Columns beyond the longest sequence: once they are used up, all rows move back to the left.
+SLACK = 64
 
 
-class SlotCache(Cache):  # type: ignore[misc]  # transformers says nothing of its types
-    """Keys and values of all slots, [slot, head, column, size] for each layer, made when its first key comes. A forward pass is over rows
-    `row`.. and columns `first`.., of which `seen` are filled."""
+class SlotCache(Cache):  # type: ignore[misc]  # transformers exports no types
+    """KV cache of all slots, [slot, head, column, size] per layer, allocated on first use.
+
+    A forward pass covers the rows from `row` on and the columns from `first` on, of which `seen`
+    are filled.
+    """
 
     def __init__(self, slots: int, columns: int) -> None:
         super().__init__(layers=[])
@@ -59,7 +62,10 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers says nothing of it
         return self.seen + query_length, 0
 
     def copy(self, rows: slice, start: int, length: int, target: slice, to: int) -> None:
-        """Columns start..start+length of these rows (or of one, to several) to those from `to` on of `target`."""
+        """Copy columns start..start+length of `rows` to the columns from `to` on of `target`.
+
+        One source row may be copied to several target rows.
+        """
         for kept in (tensor for pair in self.kept.values() for tensor in pair):
             kept[target, :, to : to + length] = kept[rows, :, start : start + length].clone()
 
@@ -68,23 +74,23 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers says nothing of it
 
 
 class ModuleBackend(StepByStep):
-    """`_end` is the column where all live rows write next."""
+    """Backend on a Hugging Face module. All live rows write next to column `_end`."""
 
     def __init__(self, weights: ModuleWeights, slots: int, max_length: int) -> None:
         self._weights, self._model, self._body = weights, weights.module, model_body(weights.module)
         self._longest = self._end = max_length
         self._cache = SlotCache(slots, max_length + SLACK)
-        self._length = np.zeros(slots, np.int64)  # tokens of each row in the cache
+        self._length = np.zeros(slots, np.int64)  # cached tokens of each row
         self._model.eval()
         self._positions = "position_ids" in inspect.signature(self._model.forward).parameters
         self._check(min(slots, 2), max_length)
 
-    def prefill(self, pieces: list[PrefillChunk], row: int) -> None:
-        """Longest first, padded to the longest of a forward pass."""
-        while pieces:
-            n = max(1, min(len(pieces), PREFILL_TOKENS // pieces[0].stop))
-            self._prefill([piece.sequence.context[: piece.stop] for piece in pieces[:n]], row)
-            pieces, row = pieces[n:], row + n
+    def prefill(self, chunks: list[PrefillChunk], row: int) -> None:
+        """Prefill the longest contexts first; pad to the longest of a forward pass."""
+        while chunks:
+            n = max(1, min(len(chunks), PREFILL_TOKENS // chunks[0].stop))
+            self._prefill([chunk.sequence.context[: chunk.stop] for chunk in chunks[:n]], row)
+            chunks, row = chunks[n:], row + n
 
     def _prefill(self, contexts: list[tuple[int, ...]], row: int) -> None:
         width, lengths = len(contexts[0]), np.array([len(context) for context in contexts])
@@ -130,13 +136,13 @@ class ModuleBackend(StepByStep):
         n = len(slots.live)
         logits = self._decode(slots.last[:n])
         keys = row_keys(slots.seed[:n], slots.position[:n] + 1)
-        tokens, logprobs = draw(
+        tokens, logprobs = sample(
             logits, keys, slots.temperature[:n], slots.top_k[:n], slots.top_p[:n]
         )
         return CompletedBurst(tokens[None], logprobs[None])
 
     def _decode(self, tokens: NDArray[np.int64]) -> Tensor:
-        """Logits after one more token of each of the first rows."""
+        """Append one token to each of the first rows and return the logits that follow."""
         lengths, rows = self._length[: len(tokens)], slice(0, len(tokens))
         width = int(lengths.max())
         if self._end == self._cache.columns:
@@ -158,7 +164,8 @@ class ModuleBackend(StepByStep):
 
     def wake(self) -> None: ...
 
-    @torch.no_grad()  # not inference mode: what a module keeps of this pass may meet it again in training
+    # Not inference mode, because training may reuse tensors that a module caches in this pass.
+    @torch.no_grad()
     def _forward(
         self,
         module: Any,
@@ -168,7 +175,10 @@ class ModuleBackend(StepByStep):
         first: int,
         seen: int,
     ) -> Any:
-        """`tokens` [n, t] stand in columns first + seen.. of the rows from `row` on; `padding` columns from `first` on mean nothing."""
+        """Run the module on `tokens` [n, t], in columns first + seen.. of the rows from `row` on.
+
+        The first `padding` columns of each row, counted from `first`, are masked.
+        """
         cache, columns = self._cache, np.arange(seen + tokens.shape[1]) - padding[:, None]
         cache.row, cache.first, cache.seen = row, first, seen
         positions = (
@@ -186,8 +196,11 @@ class ModuleBackend(StepByStep):
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._weights.device)
 
     def _check(self, rows: int, max_length: int) -> None:
-        """Does this model do with a cache of rows of different lengths what it does with one plain row? One that has other things to
-        remember, or looks ahead, would generate from another distribution than it is trained on."""
+        """Compare cached decoding of rows of different lengths with plain forward passes.
+
+        A model with other state than the KV cache, or without causal attention, would generate
+        from a different distribution than the one it is trained on.
+        """
         lengths = [min(6 - 3 * row, max_length) for row in range(rows)]
         tokens = [
             tuple((7 * i + row) % self._weights.vocabulary for i in range(max(3, length)))
@@ -198,21 +211,20 @@ class ModuleBackend(StepByStep):
             self._decode(np.array([row[-2] for row in tokens]))
             found = self._decode(np.array([row[-1] for row in tokens])).float().log_softmax(-1)
             with torch.no_grad():
+                inputs = [self._tensor(np.array([row])) for row in tokens]
                 logits = [
-                    self._model(input_ids=self._tensor(np.array([row])), use_cache=False).logits[
-                        0, -1
-                    ]
-                    for row in tokens
+                    self._model(input_ids=ids, use_cache=False).logits[0, -1] for ids in inputs
                 ]
             plain = torch.stack(logits).float().log_softmax(-1)
             gap = float(((found - plain).abs() / (1 + plain.abs())).mean())
-        except Exception as error:  # whatever a model of unknown make does not like
+        except Exception as error:  # an unknown architecture may raise anything
             raise ModelError(
-                f"{type(self._model).__name__} cannot be used by the native engine ({error}); {ALTERNATIVE}"
+                f"the native engine cannot run {type(self._model).__name__} ({error}); {ALTERNATIVE}"
             ) from error
         if not gap <= (EXACT if logits[0].dtype == torch.float32 else ROUNDED):
             raise ModelError(
-                f"{type(self._model).__name__} cannot be used by the native engine: with kept keys and values its log-probs differ by "
-                f"{gap:.2g} (relative, on average) from those of the plain model; {ALTERNATIVE}"
+                f"the native engine cannot run {type(self._model).__name__}: with a KV cache, its "
+                f"log-probs differ by {gap:.2g} (mean relative difference) from a plain forward "
+                f"pass; {ALTERNATIVE}"
             )
         self._end = max_length

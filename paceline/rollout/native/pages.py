@@ -1,4 +1,7 @@
-"""Who holds which page of a KV cache. Pages of a common prefix are held by several sequences; page 0 is never given out."""
+"""Reference counts of the pages of a KV cache.
+
+Sequences with a common prefix share its pages. Page 0 is never allocated: idle rows write to it.
+"""
 
 import numpy as np
 
@@ -15,14 +18,14 @@ class Pages:
 
     @property
     def used(self) -> float:
-        """The share that is held."""
+        """Fraction of the pages in use."""
         return 1 - len(self._free) / max(1, len(self._holders) - 1)
 
     def needed(self, tokens: int) -> int:
         return -(-tokens // self.size)
 
     def take(self, count: int) -> list[int] | None:
-        """New pages, or None if there are not that many."""
+        """Return `count` free pages, or None if there are fewer."""
         if count > len(self._free):
             return None
         taken = self._free[len(self._free) - count :]

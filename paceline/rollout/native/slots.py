@@ -1,6 +1,7 @@
-"""What the engine knows on the host about each slot: how its sequence samples, where it stands, what it has produced.
+"""Host-side state of the engine's slots: sampling settings, positions and generated tokens.
 
-Arrays over slots, live ones dense at the front: one step reads and writes slices, with no Python loop over sequences.
+The arrays are indexed by slot, with the live ones dense at the front. A step reads and writes
+slices, without a Python loop over sequences.
 """
 
 from collections.abc import Callable
@@ -12,19 +13,20 @@ from numpy.typing import NDArray
 from paceline.types import Completion, Finish, Request, empty_completion
 
 NO_TOKEN = -1
-TAIL = 8  # tokens decoded beyond the length of a stop string, since a token may decode to nothing
+# Tokens decoded beyond the length of a stop string, because a token may decode to nothing.
+TAIL = 8
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request on its way. `context`: the prompt and what was generated before."""
+    """A request in flight. Its context is the prompt and the tokens generated before."""
 
     request: Request
     context: tuple[int, ...]
-    key: int  # hash of the context: sequences with the same one share their prefill
-    epoch: int = -1  # which weights made its prefill
-    arrival: int = -1  # the how manieth to get a slot
-    pages: list[int] = field(default_factory=list)  # where a paged cache keeps it
+    key: int  # hash of the context; sequences with the same key share their prefill
+    epoch: int = -1  # which weights computed its prefill
+    arrival: int = -1  # order of slot assignment; the latest sequence is preempted first
+    pages: list[int] = field(default_factory=list)  # its pages in a paged cache
 
     @classmethod
     def of(cls, request: Request) -> "Sequence":
@@ -33,29 +35,27 @@ class Sequence:
         return cls(request, context, hash(context))
 
     def partial(self, finish: Finish) -> Completion:
-        """What there is of a sequence that has no slot."""
+        """Return the tokens so far of a sequence without a slot."""
         made = self.request.partial
-        return (
-            empty_completion(finish)
-            if made is None
-            else Completion(made.tokens, made.logprobs, made.versions, finish)
-        )
+        if made is None:
+            return empty_completion(finish)
+        return Completion(made.tokens, made.logprobs, made.versions, finish)
 
 
 class Slots:
     def __init__(self, count: int, max_length: int) -> None:
         self.count, self.max_length = count, max_length
         self.live: list[Sequence] = []
-        self.position = np.zeros(count, np.int64)  # of the last token
-        self.ahead = np.zeros(count, np.int64)  # tokens being made that have not been read yet
-        self.limit = np.zeros(count, np.int64)  # position of the last token allowed
+        self.position = np.zeros(count, np.int64)  # position of the last token
+        self.ahead = np.zeros(count, np.int64)  # tokens in flight, not read yet
+        self.limit = np.zeros(count, np.int64)  # highest allowed position
         self.seed = np.zeros(count, np.uint64)
         self.temperature = np.ones(count, np.float32)
         self.top_k = np.zeros(count, np.int64)
         self.top_p = np.ones(count, np.float32)
         self.stops = np.full((count, 1), NO_TOKEN, np.int32)
-        self.last = np.zeros(count, np.int64)  # the last token, which the next decode step eats
-        self.tokens = np.zeros((count, max_length), np.int32)  # by position; only generated ones
+        self.last = np.zeros(count, np.int64)  # last token, the input of the next step
+        self.tokens = np.zeros((count, max_length), np.int32)  # by position; generated ones only
         self.logprobs = np.zeros((count, max_length), np.float32)
         self.versions = np.zeros((count, max_length), np.int32)
 
@@ -92,7 +92,7 @@ class Slots:
         logprobs: NDArray[np.float32],
         version: int,
     ) -> None:
-        """One new token for each of these rows."""
+        """Append one token to each of these rows."""
         self.position[rows] += 1
         self.last[rows] = tokens
         at = (rows, self.position[rows])
@@ -101,7 +101,7 @@ class Slots:
     def ended(
         self, rows: NDArray[np.int64], decode: Callable[[list[int]], str] | None
     ) -> dict[int, Finish]:
-        """Those of these rows whose sequence is complete, and why."""
+        """Return the finish reason of each of these rows whose sequence is complete."""
         ended = dict.fromkeys(rows[self.position[rows] >= self.limit[rows]].tolist(), Finish.LENGTH)
         stopped = (self.stops[rows] == self.last[rows, None]).any(1)
         ended.update(dict.fromkeys(rows[stopped].tolist(), Finish.STOP))
@@ -123,22 +123,19 @@ class Slots:
         )
 
     def remove(self, rows: list[int]) -> list[tuple[int, int]]:
-        """Free these rows and close the gaps with sequences from the end; returns which row went where."""
+        """Free these rows and fill the gaps with sequences from the end.
+
+        Returns the moves as (source row, target row).
+        """
         kept = len(self.live) - len(rows)
         gone = set(rows)
         targets = sorted(row for row in gone if row < kept)
         sources = [row for row in range(kept, len(self.live)) if row not in gone]
-        for array in (
-            self.position,
-            self.ahead,
-            self.limit,
-            self.seed,
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            self.stops,
-            self.last,
-        ):
+        by_row = (
+            self.position, self.ahead, self.limit, self.seed, self.temperature, self.top_k,
+            self.top_p, self.stops, self.last,
+        )  # fmt: skip
+        for array in by_row:
             array[targets] = array[sources]
         for source, target in zip(sources, targets, strict=True):
             self.live[target] = self.live[source]
@@ -152,39 +149,46 @@ class Slots:
 def ends_in_stop(
     tokens: NDArray[np.int32], stops: tuple[str, ...], decode: Callable[[list[int]], str]
 ) -> bool:
-    """Does the text of the last tokens hold a stop string? A string of n bytes spans at most n tokens that decode to something."""
+    """Return whether the text of the last tokens contains a stop string.
+
+    A string of n bytes spans at most n tokens that decode to a nonempty text.
+    """
     tail = max(len(stop.encode()) for stop in stops) + TAIL
     text = decode(tokens[-tail:].tolist())
     return any(stop in text for stop in stops)
 
 
-def refusal(
-    request: Request, taken: bool, max_length: int, vocabulary: int, can_decode: bool
+def rejection_reason(
+    request: Request, duplicate: bool, max_length: int, vocabulary: int, can_decode: bool
 ) -> str | None:
-    """Why an engine cannot generate this, if so."""
+    """Return why an engine cannot serve this request, or None if it can."""
     sampling, made = request.sampling, 0 if request.partial is None else len(request.partial)
-    if taken:
-        return "its id is already in use; ids must be unique among running and waiting requests"
+    if duplicate:
+        return "its ID is already in use; IDs must be unique among running and waiting requests"
     if not request.prompt:
-        return "its prompt is empty; at least one token is needed"
+        return "its prompt is empty; expected at least one token"
     if len(request.prompt) + max(made, 1) > max_length:
         return (
-            f"{len(request.prompt)} prompt and {max(made, 1)} new tokens do not fit into max_length {max_length}, which is "
-            "data.max_prompt_length + rollout.max_response_length; raise one of them or shorten the prompt"
+            f"{len(request.prompt)} prompt tokens and {max(made, 1)} new tokens exceed max_length "
+            f"{max_length}, which is data.max_prompt_length + rollout.max_response_length; "
+            "raise one of them or shorten the prompt"
         )
     if min(request.prompt) < 0 or max(request.prompt) >= vocabulary:
-        return f"its prompt has token ids outside 0..{vocabulary - 1}; is the tokenizer the model's own?"
+        return (
+            f"its prompt contains token IDs outside 0..{vocabulary - 1}; "
+            "use the tokenizer that belongs to the model"
+        )
     if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
-        return f"temperature must be >= 0, top_p in (0, 1], top_k >= 0; got {sampling}"
+        return f"expected temperature >= 0, top_p in (0, 1] and top_k >= 0; got {sampling}"
     if sampling.stop and not can_decode:
-        return "it has stop strings, but the engine was made without a `decode` function"
+        return "it has stop strings, but the engine was created without a `decode` function"
     return None
 
 
 def already_ended(
     request: Request, max_length: int, decode: Callable[[list[int]], str] | None
 ) -> Finish | None:
-    """Why a request needs no more tokens, if so: its partial answer is complete."""
+    """Return the finish reason if the request's partial completion is already complete."""
     made = request.partial.tokens if request.partial is not None else np.zeros(0, np.int32)
     sampling = request.sampling
     if len(made) and (
@@ -192,8 +196,5 @@ def already_ended(
         or (sampling.stop and decode and ends_in_stop(made, sampling.stop, decode))
     ):
         return Finish.STOP
-    return (
-        Finish.LENGTH
-        if len(made) >= min(sampling.max_new_tokens, max_length - len(request.prompt))
-        else None
-    )
+    limit = min(sampling.max_new_tokens, max_length - len(request.prompt))
+    return Finish.LENGTH if len(made) >= limit else None
