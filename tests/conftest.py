@@ -1,8 +1,20 @@
-"""Environment of every test, set before torch is imported."""
+"""Environment of every test, set before torch is imported, and markers that follow from a directory."""
 
 import os
+from pathlib import Path
+
+import pytest
 
 # With several processes on few cores, spinning threads cost more than they give.
 os.environ["OMP_NUM_THREADS"] = "1"
 # Some virtual machines report AMX and then trap on it: bfloat16 matmuls would kill the process.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
+MARKERS = {"slow": pytest.mark.slow, "faults": pytest.mark.serial, "gpu": pytest.mark.serial}
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects tests by marker
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if marker := MARKERS.get(item.path.relative_to(Path(__file__).parent).parts[0]):
+            item.add_marker(marker)
