@@ -1,4 +1,4 @@
-"""Environment of every test, set before torch is imported, and markers that follow from a directory."""
+"""Environment of every test, set before torch is imported, and the markers of directories."""
 
 import os
 from pathlib import Path
