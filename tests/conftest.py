@@ -2,7 +2,6 @@
 
 import os
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -24,5 +23,5 @@ MARKERS = {"slow": pytest.mark.slow, "faults": pytest.mark.serial, "gpu": pytest
 @pytest.hookimpl(tryfirst=True)  # before pytest selects tests by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if marker := MARKERS.get(item.path.relative_to(Path(__file__).parent).parts[0]):
+        if marker := MARKERS.get(item.path.parent.name):
             item.add_marker(marker)
