@@ -1,70 +1,107 @@
-# Two commands: `make demo` trains a model on this machine, `make test` proves that it works.
+# Commands for users and contributors. `make demo` trains a model, `make test` runs the tests.
+# Every command creates the virtual environment it needs on first use.
 PYTHON ?= python3
+# Test processes that run at the same time. Many tests start processes themselves, so more than one
+# per core makes them slower.
+JOBS ?= 2
+# Further arguments for pytest, for example: make test ARGS=--durations=20
+ARGS ?=
+
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PIP_INSTALL := pip install --quiet --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest $(ARGS)
+# Idle processes take over pending tests, because single tests differ a hundredfold in duration.
+PARALLEL := -n $(JOBS) --dist worksteal
+FAST := tests/unit tests/torture
+OTHER_PACKAGES := tests/bench tests/megatron tests/ray tests/vllm
+RUNS := $(filter-out $(FAST) $(OTHER_PACKAGES),$(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py)))
 
-.PHONY: demo test test-slow test-megatron test-ray test-vllm test-bench lint format clean
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test test-fast test-runs test-serial coverage test-slow test-megatron test-ray \
+	test-vllm test-bench lint format clean
 
-demo: $(READY)  ## fully async training on two CPU cores, under three minutes
+help:  ## list the commands
+	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | \
+		awk -F '\t' '{ printf "  %-14s %s\n", $$1, $$2 }'
+
+demo: $(READY)  ## train a tiny model with fully async GRPO: about 30 seconds on two cores
 	$(BIN)/paceline train recipes/fully_async.toml run_dir=runs/demo --fresh
 
-test: $(READY)  ## what the README promises: about 13 minutes on two cores
-	$(BIN)/python -m pytest
+test: test-fast test-runs test-serial  ## run every test of the README: at most 10 minutes on two cores
 
-test-slow: $(READY)  ## every algorithm preset learns, three seeds each: about five minutes
-	$(BIN)/python -m pytest -m slow
+test-fast: $(READY)  ## unit and torture tests only: about two minutes
+	$(PYTEST) $(PARALLEL) $(FAST)
 
-test-megatron: $(VENV)/.megatron  ## the Megatron engine against one device: real ranks on CPU, a few minutes
-	$(BIN)/python -m pytest tests/megatron
+test-runs: $(READY)  ## contract tests and whole runs that can share the machine
+	$(PYTEST) $(PARALLEL) $(RUNS) -m "not slow and not serial"
 
-test-ray: $(VENV)/.ray  ## workers on Ray: two nodes on this machine, lost calls, killed and stopped workers; a few minutes
-	$(BIN)/python -m pytest tests/ray
+test-serial: $(READY)  ## tests with real deadlines or GPUs, one at a time
+	$(PYTEST) $(RUNS) -m "serial and not slow"
 
-test-vllm: .venv-vllm/.ready  ## vLLM as the engine, in its own interpreter: contract suite, async and hybrid runs; a few minutes
-	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/contract/test_rollout_engine.py tests/vllm
+coverage: $(READY)  ## like test-fast, with a coverage report: about four minutes on Python 3.11
+	$(PYTEST) $(PARALLEL) $(FAST) --cov --cov-report=term
 
-test-bench: .venv-trl/.ready  ## our formulas against TRL's own code, in TRL's interpreter
-	OMP_NUM_THREADS=1 .venv-trl/bin/python -m pytest tests/bench
+test-slow: $(READY)  ## every algorithm preset learns, with three seeds each: about five minutes
+	$(PYTEST) -m slow
 
-lint: $(READY)
+test-megatron: $(VENV)/.megatron  ## Megatron backend against one device, ranks on CPUs: a few minutes
+	$(PYTEST) tests/megatron
+
+test-ray: $(VENV)/.ray  ## Ray workers on two nodes of this machine, with faults: a few minutes
+	$(PYTEST) tests/ray
+
+test-vllm: .venv-vllm/.ready  ## vLLM on CPUs: contract suite and whole runs, a few minutes
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest $(ARGS) \
+		tests/contract/test_rollout_engine.py tests/vllm
+
+test-bench: .venv-trl/.ready  ## loss and advantage formulas against TRL: about a minute
+	OMP_NUM_THREADS=1 .venv-trl/bin/python -m pytest $(ARGS) tests/bench
+
+lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(READY)
+format: $(READY)  ## fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+clean:  ## delete environments and caches; training results stay
+	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache .coverage .coverage.*
+
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-		echo "Paceline needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+		echo "Paceline needs Python 3.11 or newer, but $(PYTHON) is $$($(PYTHON) --version)." \
+			"Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/$(PIP_INSTALL) -c constraints.txt -e ".[dev]"
 	@touch $@
 
-$(VENV)/.megatron: $(READY)  # without its dependencies: torch, numpy and packaging are here already
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps "megatron-core==0.16.1"
+# Without dependencies: torch, numpy and packaging are already installed.
+$(VENV)/.megatron: $(READY)
+	$(BIN)/$(PIP_INSTALL) --no-deps "megatron-core==0.16.1"
 	@touch $@
 
 $(VENV)/.ray: $(READY)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt "ray==2.60.*"
+	$(BIN)/$(PIP_INSTALL) -c constraints.txt "ray==2.60.*"
 	@touch $@
 
-$(VENV)/.plots: $(READY)  # for the reports of run_benchmark.sh
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt "matplotlib>=3.9"
+# For the reports of run_benchmark.sh.
+$(VENV)/.plots: $(READY)
+	$(BIN)/$(PIP_INSTALL) -c constraints.txt "matplotlib>=3.9"
 	@touch $@
 
 .venv-trl/.ready: benchmarks/install_trl.sh
 	PYTHON=$(PYTHON) bash benchmarks/install_trl.sh
-	.venv-trl/bin/pip install --quiet --disable-pip-version-check pytest pytest-timeout pydantic typer rich
+	.venv-trl/bin/$(PIP_INSTALL) pytest pytest-timeout pydantic typer rich
 	@touch $@
 
 .venv-vllm/.ready: benchmarks/install_vllm.sh
 	PYTHON=$(PYTHON) bash benchmarks/install_vllm.sh
-	.venv-vllm/bin/pip install --quiet --disable-pip-version-check "pytest>=9" "pytest-timeout>=2.4" "psutil>=7" "peft>=0.18" "accelerate>=1.10" "torch==2.13.0"
-	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
+	.venv-vllm/bin/$(PIP_INSTALL) "pytest>=9" "pytest-timeout>=2.4" "psutil>=7" "peft>=0.18" \
+		"accelerate>=1.10" "torch==2.13.0"
+	.venv-vllm/bin/$(PIP_INSTALL) --no-deps -e .
 	@touch $@
-
-clean:  ## what can be made again; runs stay
-	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache

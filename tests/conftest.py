@@ -1,8 +1,27 @@
-"""Environment of every test, set before torch is imported."""
+"""Environment of every test, set before torch is imported, and the markers of directories."""
 
 import os
+from importlib.util import find_spec
+
+import pytest
 
 # With several processes on few cores, spinning threads cost more than they give.
 os.environ["OMP_NUM_THREADS"] = "1"
 # Some virtual machines report AMX and then trap on it: bfloat16 matmuls would kill the process.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
+if find_spec("hypothesis"):  # the environments of vLLM and TRL do not have it
+    from hypothesis import settings
+
+    # Two test processes and a coverage measurement make single examples slow, not wrong.
+    settings.register_profile("paceline", deadline=None)
+    settings.load_profile("paceline")
+
+MARKERS = {"slow": pytest.mark.slow, "faults": pytest.mark.serial, "gpu": pytest.mark.serial}
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects tests by marker
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if marker := MARKERS.get(item.path.parent.name):
+            item.add_marker(marker)
