@@ -127,7 +127,7 @@ def test_gspo_gradient_equals_sequence_form_when_row_shares_advantage(seed: int)
     new = t["new"].clone().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
     for row in range(int(ROWS.max()) + 1):
-        inside, a = ROWS.eq(row), t["advantages"][row]
+        inside, a = row == ROWS, t["advantages"][row]
         s = (new - t["old"])[inside].mean().exp()
         total = total - inside.sum() * torch.minimum(s * a, s.clamp(0.99, 1.02) * a)
     total.backward()
