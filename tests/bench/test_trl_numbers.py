@@ -1,6 +1,6 @@
-"""Our losses, gradients and advantages against TRL's, by calling TRL's own code on the same random numbers.
+"""Losses, gradients and advantages compared with TRL's code on the same random numbers.
 
-Runs in TRL's interpreter (`make test-bench`), not with the other tests.
+Runs in a separate environment with TRL (`make test-bench`), not with the other tests.
 """
 
 from collections import defaultdict
@@ -29,7 +29,10 @@ ROWS, LENGTH = 6, 9
 
 
 class Numbers:
-    """Random log-probs and advantages of answers of unlike length, one of them with a tool's words in the middle."""
+    """Random log-probs and advantages of completions of different lengths.
+
+    The first completion contains tokens of a tool.
+    """
 
     def __init__(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -43,27 +46,39 @@ class Numbers:
         self.advantages = rng.standard_normal(ROWS)
 
     def trl(self, compute: Callable[..., Tensor], **settings: Any) -> tuple[float, np.ndarray]:
-        """Loss and its gradient by log-prob, from the trainer's method on a stand-in that has only what it reads."""
+        """Return the loss and its gradient by log-prob.
+
+        The trainer's method runs on a stand-in that has only the attributes it reads.
+        """
         new = torch.from_numpy(self.new).requires_grad_()
-        own = {
+        defaults = {
             "delta": None,
             "sapo_temperature_pos": 1.0,
             "sapo_temperature_neg": 1.05,
             "use_bias_correction_kl": False,
         }
-        args = SimpleNamespace(
-            steps_per_generation=1,
-            **own | {name: settings.pop(name) for name in list(settings) if name in own},
+        given = {name: settings.pop(name) for name in list(settings) if name in defaults}
+        args = SimpleNamespace(steps_per_generation=1, **defaults | given)
+        one_process = SimpleNamespace(
+            num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x
         )
-        same = SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x)
         values = {
-            "loss_type": "grpo", "importance_sampling_level": "token", "epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.0,
-            "max_completion_length": LENGTH, "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "use_vllm": False,
-            "aux_loss_enabled": False, "current_gradient_accumulation_steps": 1, "_entropy_bonus_enabled": False,
-        }  # fmt: skip
+            "loss_type": "grpo",
+            "importance_sampling_level": "token",
+            "epsilon_low": 0.2,
+            "epsilon_high": 0.2,
+            "beta": 0.0,
+            "max_completion_length": LENGTH,
+            "top_entropy_quantile": 1.0,
+            "off_policy_mask_threshold": None,
+            "use_vllm": False,
+            "aux_loss_enabled": False,
+            "current_gradient_accumulation_steps": 1,
+            "_entropy_bonus_enabled": False,
+        }
         trainer = SimpleNamespace(
             args=args,
-            accelerator=same,
+            accelerator=one_process,
             model=SimpleNamespace(training=True),
             _metrics={"train": defaultdict(list)},
             _get_per_token_logps_and_entropies=lambda *_, **__: (new, torch.zeros_like(new), None),
@@ -73,16 +88,22 @@ class Numbers:
         old = torch.from_numpy(self.old)
         nothing = torch.zeros(ROWS, 0, dtype=torch.long)
         inputs = {
-            "prompt_ids": nothing, "prompt_mask": nothing, "completion_ids": torch.zeros(ROWS, LENGTH, dtype=torch.long),
-            "completion_mask": mask, "advantages": torch.from_numpy(self.advantages), "old_per_token_logps": old,
-            "old_logps": (old * mask).sum(1), "ref_per_token_logps": torch.from_numpy(self.ref), "num_items_in_batch": mask.sum(),
-        }  # fmt: skip
+            "prompt_ids": nothing,
+            "prompt_mask": nothing,
+            "completion_ids": torch.zeros(ROWS, LENGTH, dtype=torch.long),
+            "completion_mask": mask,
+            "advantages": torch.from_numpy(self.advantages),
+            "old_per_token_logps": old,
+            "old_logps": (old * mask).sum(1),
+            "ref_per_token_logps": torch.from_numpy(self.ref),
+            "num_items_in_batch": mask.sum(),
+        }
         loss = compute(trainer, None, inputs)
         loss.backward()
         assert new.grad is not None
         return float(loss.detach()), new.grad.numpy()
 
-    def ours(self, **algorithm: Any) -> tuple[float, np.ndarray]:
+    def paceline(self, **algorithm: Any) -> tuple[float, np.ndarray]:
         flat, row = self.mask.ravel(), np.repeat(np.arange(ROWS), LENGTH)
         zeros = np.zeros(ROWS * LENGTH, np.float32)
         tokens, lengths = zeros.astype(np.int32), np.full(ROWS, LENGTH, np.int32)
@@ -93,10 +114,8 @@ class Numbers:
         def pick(values: np.ndarray) -> Tensor:
             return torch.from_numpy(values.ravel()[flat])
 
-        new, advantage = (
-            pick(self.new).requires_grad_(),
-            torch.from_numpy(self.advantages[row][flat]),
-        )
+        new = pick(self.new).requires_grad_()
+        advantage = torch.from_numpy(self.advantages[row][flat])
         data = TokenData(
             torch.from_numpy(row[flat]),
             weights,
@@ -135,34 +154,32 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", PAIRS)
 @pytest.mark.parametrize("seed", range(4))
-def test_loss_and_gradient_are_trls(case: str, seed: int) -> None:
-    theirs, ours = PAIRS[case]
+def test_loss_gradient_matches_trl(case: str, seed: int) -> None:
+    trl_settings, algorithm = PAIRS[case]
     numbers = Numbers(seed)
-    (expected, slope), (found, own_slope) = (
-        numbers.trl(GRPOTrainer._compute_loss, **theirs),
-        numbers.ours(**ours),
-    )
-    assert found == pytest.approx(
-        expected, rel=1e-6, abs=1e-7
-    )  # our weights and TRL's SAPO temperatures are float32
-    assert np.abs(own_slope - slope).max() < 1e-7 and np.abs(slope).max() > 1e-3
+    expected, expected_gradient = numbers.trl(GRPOTrainer._compute_loss, **trl_settings)
+    found, gradient = numbers.paceline(**algorithm)
+    # Paceline's token weights and TRL's SAPO temperatures are float32.
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-7)
+    assert np.abs(gradient - expected_gradient).max() < 1e-7
+    assert np.abs(expected_gradient).max() > 1e-3
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_on_fresh_answers_our_rloo_step_is_trls(seed: int) -> None:
-    """TRL clips the ratio of the whole answer and we that of each token: the same where it is 1."""
+def test_rloo_gradient_matches_trl_on_fresh_completions(seed: int) -> None:
+    """TRL clips the ratio of the completion, Paceline that of each token; both are 1 here."""
     numbers = Numbers(seed)
-    numbers.mask[0] = True  # TRL's RLOO knows no tool words
+    numbers.mask[0] = True  # TRL's RLOO does not support tool tokens
     numbers.new = numbers.old.copy()
-    _, slope = numbers.trl(RLOOTrainer._compute_loss)
-    _, own_slope = numbers.ours(name="rloo", constant_length=1)
-    assert np.abs(own_slope - slope).max() < 1e-7 and np.abs(slope).max() > 1e-3
+    _, expected = numbers.trl(RLOOTrainer._compute_loss)
+    _, gradient = numbers.paceline(name="rloo", constant_length=1)
+    assert np.abs(gradient - expected).max() < 1e-7 and np.abs(expected).max() > 1e-3
 
 
 def trl_advantages(
-    kind: str, folder: Path, rewards: list[float], group_size: int, **settings: Any
+    kind: str, output_dir: Path, rewards: list[float], group_size: int, **settings: Any
 ) -> list[float]:
-    """A whole TRL trainer on a toy model scores the answers it generates with these rewards."""
+    """Return the advantages of a TRL trainer whose toy model's completions get these rewards."""
     words = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1, "go": 2}, unk_token="<pad>"))
     words.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
@@ -183,9 +200,18 @@ def trl_advantages(
         "rloo": (RLOOTrainer, RLOOConfig),
     }[kind]
     config = config_type(
-        output_dir=str(folder), per_device_train_batch_size=len(rewards), num_generations=group_size, max_completion_length=4, beta=0.0,
-        use_cpu=True, bf16=False, report_to="none", steps_per_generation=1, gradient_accumulation_steps=1, **settings,
-    )  # fmt: skip
+        output_dir=str(output_dir),
+        per_device_train_batch_size=len(rewards),
+        num_generations=group_size,
+        max_completion_length=4,
+        beta=0.0,
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        steps_per_generation=1,
+        gradient_accumulation_steps=1,
+        **settings,
+    )
     prompts = Dataset.from_list([{"prompt": "go"}] * len(rewards))
     trainer = trainer_type(
         model, lambda **_: rewards, args=config, train_dataset=prompts, processing_class=tokenizer
@@ -198,7 +224,7 @@ def trl_advantages(
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings", "ours"),
+    ("kind", "settings", "algorithm"),
     [
         ("grpo", {"scale_rewards": "group"}, {"name": "grpo"}),
         ("grpo", {"scale_rewards": "none"}, {"name": "dr_grpo"}),
@@ -206,8 +232,8 @@ def trl_advantages(
         ("rloo", {"normalize_advantages": True}, {"name": "rloo", "normalize": "batch"}),
     ],
 )
-def test_advantages_are_trls(
-    kind: str, settings: dict[str, Any], ours: dict[str, Any], tmp_path: Path
+def test_advantages_match_trl(
+    kind: str, settings: dict[str, Any], algorithm: dict[str, Any], tmp_path: Path
 ) -> None:
     size, rng = 4, np.random.default_rng(0)
     rewards = rng.standard_normal(3 * size).astype(np.float32)
@@ -224,8 +250,9 @@ def test_advantages_are_trls(
         rewards,
         groups,
     )
-    found = advantages(batch, AlgorithmSettings.model_validate(ours)).advantages
+    found = advantages(batch, AlgorithmSettings.model_validate(algorithm)).advantages
     assert found is not None
-    # TRL adds 1e-4 to a deviation and we 1e-6; over the batch it divides by the sample deviation and we by the population's.
-    scale = np.sqrt((rows - 1) / rows) if ours.get("normalize") == "batch" else 1.0
+    # TRL adds 1e-4 to a standard deviation, Paceline 1e-6. Over the batch, TRL divides by the
+    # sample standard deviation, Paceline by that of the population.
+    scale = np.sqrt((rows - 1) / rows) if algorithm.get("normalize") == "batch" else 1.0
     assert (found[mask] * scale).tolist() == pytest.approx(expected, rel=1e-3, abs=1e-6)

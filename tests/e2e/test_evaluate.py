@@ -1,4 +1,4 @@
-"""`paceline evaluate`: a model on every row, once, without training."""
+"""`paceline evaluate`: scores every row once, without training."""
 
 import json
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def evaluated(tmp_path: Path) -> Callable[..., dict[str, float]]:
     return run
 
 
-def test_every_row_is_scored_once_and_greedy_or_several_times(
+def test_evaluate_scores_every_row_once(
     evaluated: Callable[..., dict[str, float]], tmp_path: Path
 ) -> None:
     greedy = evaluated()
@@ -63,10 +63,10 @@ def test_every_row_is_scored_once_and_greedy_or_several_times(
         7,
         1.0,
     ) and "reward_component/length" in greedy
-    assert evaluated() == greedy, "greedy answers do not depend on chance or order"
-    drawn = evaluated("--attempts", "3")
-    assert drawn["attempts"] == 21 and drawn["reward_max"] >= drawn["reward"]
-    assert not (tmp_path / "run").exists(), "nothing is left behind"
+    assert evaluated() == greedy, "greedy completions depend on the seed or the order"
+    sampled = evaluated("--attempts", "3")
+    assert sampled["attempts"] == 21 and sampled["reward_max"] >= sampled["reward"]
+    assert not (tmp_path / "run").exists(), "evaluation wrote a run directory"
 
 
 def test_evaluate_samples_with_top_k_and_top_p(

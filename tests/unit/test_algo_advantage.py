@@ -1,4 +1,4 @@
-"""Advantages against a plain restatement of their formulas."""
+"""Advantages compared with their formulas in plain Python."""
 
 import math
 import statistics
@@ -24,9 +24,10 @@ from paceline.algo.settings import AlgorithmSettings
 from paceline.errors import ConfigError
 from paceline.types import Batch
 
+# Rows of reward, group and length: groups of any size, in any order.
 ROWS = st.lists(
     st.tuples(st.floats(-3, 3), st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=12
-)  # reward, group, length: groups of any size, in any order
+)
 
 
 def group_of(rows: list[tuple[float, int, int]], row: int) -> list[int]:
@@ -40,7 +41,7 @@ def columns(rows: list[tuple[float, int, int]]) -> tuple[torch.Tensor, torch.Ten
 
 @settings(max_examples=60, deadline=None)
 @given(ROWS)
-def test_each_baseline_is_that_of_its_paper_for_groups_of_any_size(
+def test_baselines_match_their_papers_for_groups_of_any_size(
     rows: list[tuple[float, int, int]],
 ) -> None:
     rewards, groups, lengths = columns(rows)
@@ -48,10 +49,8 @@ def test_each_baseline_is_that_of_its_paper_for_groups_of_any_size(
         minus_group_mean(rewards, groups).tolist(),
         minus_mean_of_others(rewards, groups).tolist(),
     )
-    opo, deviations = (
-        minus_length_weighted_mean(rewards, groups, lengths).tolist(),
-        group_stds(rewards, groups).tolist(),
-    )
+    opo = minus_length_weighted_mean(rewards, groups, lengths).tolist()
+    stds = group_stds(rewards, groups).tolist()
     for row, (reward, _, _) in enumerate(rows):
         members = group_of(rows, row)
         others = [rows[i][0] for i in members if i != row]
@@ -63,7 +62,7 @@ def test_each_baseline_is_that_of_its_paper_for_groups_of_any_size(
         )
         weighted = sum(rows[i][0] * rows[i][2] for i in members) / sum(rows[i][2] for i in members)
         assert opo[row] == pytest.approx(reward - weighted, abs=1e-9)
-        assert deviations[row] == pytest.approx(
+        assert stds[row] == pytest.approx(
             statistics.stdev(rows[i][0] for i in members) if others else 0.0, abs=1e-9
         )
 
@@ -76,8 +75,11 @@ def plain_gae(
     gamma: float,
     lam: float,
 ) -> list[float]:
-    """Definition: sum over later trained tokens of (gamma * lam)^l * delta. What is paid between two trained tokens is the
-    first one's; the reward of the answer is the last one's."""
+    """Return the sum over later trained tokens of (gamma * lam)^l * delta.
+
+    Rewards between two trained tokens belong to the first one, the reward of the completion to
+    the last trained token.
+    """
     times = [t for t, m in enumerate(mask) if m]
     deltas = []
     for i, t in enumerate(times):
@@ -92,16 +94,11 @@ def plain_gae(
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.97, 0.9), (0.9, 0.0), (0.0, 0.5)])
-def test_gae_is_the_discounted_sum_of_surprises_over_trained_tokens(
-    gamma: float, lam: float
-) -> None:
+def test_gae_is_discounted_sum_of_td_errors_over_trained_tokens(gamma: float, lam: float) -> None:
     rng = np.random.default_rng(0)
-    values, mask, paid = (
-        rng.standard_normal((5, 9)),
-        rng.random((5, 9)) < 0.6,
-        rng.standard_normal((5, 9)),
-    )
-    mask[4] = False  # nothing trained
+    values, mask = rng.standard_normal((5, 9)), rng.random((5, 9)) < 0.6
+    paid = rng.standard_normal((5, 9))
+    mask[4] = False  # a row without trained tokens
     rewards = rng.standard_normal(5)
     arguments = [torch.from_numpy(a) for a in (rewards, values, mask)]
     for token_rewards in (np.zeros((5, 9)), paid):
@@ -124,7 +121,7 @@ def test_gae_is_the_discounted_sum_of_surprises_over_trained_tokens(
             )
 
 
-def test_whitened_advantages_have_mean_0_and_deviation_1_over_trained_tokens() -> None:
+def test_whiten_scales_trained_tokens_to_mean_0_std_1() -> None:
     mask = torch.tensor([[True, True, False], [True, False, True]])
     white = whiten(torch.tensor([[1.0, 2.0, 99.0], [4.0, 99.0, -3.0]], dtype=torch.float64), mask)
     assert white[mask].mean().item() == pytest.approx(0, abs=1e-6)
@@ -137,13 +134,14 @@ MASK = np.array([0, 1, 1, 0, 0, 1, 1, 0, 1, 0, 1], np.bool_)  # the second row h
 
 def small_batch() -> Batch:
     zeros = np.zeros(11, np.float32)
-    lengths, rewards, groups = (
-        np.array([3, 6, 2], np.int32),
-        np.array([1, 0, 0.5], np.float32),
-        np.array([0, 0, 1], np.int32),
-    )
     return Batch(
-        np.arange(11, dtype=np.int32), lengths, MASK, zeros, np.zeros(11, np.int32), rewards, groups
+        tokens=np.arange(11, dtype=np.int32),
+        lengths=np.array([3, 6, 2], np.int32),
+        mask=MASK,
+        logprobs=zeros,
+        versions=np.zeros(11, np.int32),
+        rewards=np.array([1, 0, 0.5], np.float32),
+        groups=np.array([0, 0, 1], np.int32),
     )
 
 
@@ -160,67 +158,58 @@ def on_rows(first: float, second: float, third: float) -> list[float]:
     ]
 
 
-def test_a_batch_gets_its_rows_advantage_on_trained_tokens_only() -> None:
+def test_advantages_give_trained_tokens_their_row_advantage() -> None:
     batch = small_batch()
     assert filled(batch, name="rloo") == on_rows(1, -1, 0)
     assert filled(batch, name="dr_grpo") == on_rows(0.5, -0.5, 0)
     assert filled(batch, name="grpo") == pytest.approx(
         on_rows(0.5 / math.sqrt(0.5), -0.5 / math.sqrt(0.5), 0), abs=1e-5
     )
-    assert filled(batch, name="opo") == pytest.approx(
-        on_rows(1 - 2 / 5, -2 / 5, 0)
-    )  # lengths 2 and 3
-    assert filled(
-        replace(batch, baselines=np.array([0.25, 0.25, 1], np.float32)), name="remax"
-    ) == on_rows(0.75, -0.25, -0.5)
+    lengths = (2, 3)
+    mean = lengths[0] / sum(lengths)
+    assert filled(batch, name="opo") == pytest.approx(on_rows(1 - mean, -mean, 0))
+    greedy = replace(batch, baselines=np.array([0.25, 0.25, 1], np.float32))
+    assert filled(greedy, name="remax") == on_rows(0.75, -0.25, -0.5)
 
 
-def test_rewards_of_turns_count_with_the_answers_own() -> None:
+def test_advantages_include_turn_rewards() -> None:
     paid = np.zeros(11, np.float32)
-    paid[[4, 8]] = (
-        0.5,
-        1.0,
-    )  # two turns of the second row; the first falls on a token that is not trained
-    assert filled(replace(small_batch(), token_rewards=paid), name="dr_grpo") == on_rows(
-        -0.25, 0.25, 0
-    )
+    # Two turns of the second row; the first reward is at a token that is not trained.
+    paid[[4, 8]] = 0.5, 1.0
+    batch = replace(small_batch(), token_rewards=paid)
+    assert filled(batch, name="dr_grpo") == on_rows(-0.25, 0.25, 0)
 
 
-def test_reinforce_plus_plus_normalises_the_reward_to_come_over_the_batch() -> None:
+def test_reinforce_plus_plus_whitens_future_rewards_over_batch() -> None:
     paid = np.linspace(-1, 1, 11).astype(np.float32)
     batch = replace(small_batch(), token_rewards=paid)
-    to_come = []
+    future = []
     for row in range(3):
         inside = slice(batch.offsets[row], batch.offsets[row + 1])
         zeros = [0.0] * int(batch.lengths[row])
-        to_come += plain_gae(
+        future += plain_gae(
             float(batch.rewards[row]), paid[inside].tolist(), zeros, MASK[inside].tolist(), 0.9, 1.0
         )
-    trained = [value for value, m in zip(to_come, MASK, strict=True) if m]
-    mean, deviation = statistics.mean(trained), statistics.pstdev(trained)
-    expected = [
-        (value - mean) / deviation if m else 0.0 for value, m in zip(to_come, MASK, strict=True)
-    ]
+    trained = [value for value, m in zip(future, MASK, strict=True) if m]
+    mean, std = statistics.mean(trained), statistics.pstdev(trained)
+    expected = [(value - mean) / std if m else 0.0 for value, m in zip(future, MASK, strict=True)]
     assert filled(batch, name="reinforce++", gamma=0.9) == pytest.approx(expected, abs=1e-5)
 
 
-def test_its_baseline_variant_takes_the_group_mean_off_first() -> None:
+def test_reinforce_plus_plus_baseline_subtracts_group_mean_first() -> None:
     values = [0.5, 0.5, -0.5, -0.5, -0.5, 0.0]
-    mean, deviation = statistics.mean(values), statistics.pstdev(values)
-    expected = on_rows(*((value - mean) / deviation for value in (0.5, -0.5, 0.0)))
+    mean, std = statistics.mean(values), statistics.pstdev(values)
+    expected = on_rows(*((value - mean) / std for value in (0.5, -0.5, 0.0)))
     assert filled(small_batch(), name="reinforce++_baseline") == pytest.approx(expected, abs=1e-5)
 
 
-def test_with_a_critic_a_batch_gets_advantages_returns_and_values() -> None:
+def test_advantages_add_returns_when_critic_gives_values() -> None:
     paid = np.zeros(11, np.float32)
     paid[7] = 2.0
-    batch, values = (
-        replace(small_batch(), token_rewards=paid),
-        np.linspace(-1, 1, 11).astype(np.float32),
-    )
-    found = advantages(
-        batch, AlgorithmSettings(name="ppo", gamma=0.9, lam=0.8, normalize="none"), values
-    )
+    batch = replace(small_batch(), token_rewards=paid)
+    values = np.linspace(-1, 1, 11).astype(np.float32)
+    algorithm = AlgorithmSettings(name="ppo", gamma=0.9, lam=0.8, normalize="none")
+    found = advantages(batch, algorithm, values)
     assert found.advantages is not None and found.returns is not None and found.values is values
     for row in range(3):
         inside = slice(batch.offsets[row], batch.offsets[row + 1])
@@ -235,22 +224,26 @@ def test_with_a_critic_a_batch_gets_advantages_returns_and_values() -> None:
         assert found.advantages[inside].tolist() == pytest.approx(expected, abs=1e-6)
 
 
-def test_what_an_advantage_needs_and_does_not_get_is_refused() -> None:
-    with pytest.raises(ConfigError, match="critic"):
-        advantages(small_batch(), AlgorithmSettings(name="ppo"))
-    with pytest.raises(ConfigError, match="greedy"):
-        advantages(small_batch(), AlgorithmSettings(name="remax"))
+@pytest.mark.parametrize(
+    ("algorithm", "missing"),
+    [(AlgorithmSettings(name="ppo"), "critic"), (AlgorithmSettings(name="remax"), "greedy")],
+)
+def test_advantages_fail_when_baseline_is_missing(
+    algorithm: AlgorithmSettings, missing: str
+) -> None:
+    with pytest.raises(ConfigError, match=missing):
+        advantages(small_batch(), algorithm)
 
 
-def test_equal_rewards_give_no_signal_and_one_good_answer_among_many_a_finite_one() -> None:
+def test_advantages_are_zero_when_rewards_are_equal() -> None:
     batch = replace(small_batch(), rewards=np.full(3, 0.1, np.float32))
-    assert np.abs(filled(batch, name="grpo")).max() < 1e-6
-    rewards = torch.tensor([1.0] + [0.0] * 63, dtype=torch.float64)
-    assert (
-        (minus_group_mean(rewards, torch.zeros(64)) / group_stds(rewards, torch.zeros(64)))
-        .isfinite()
-        .all()
-    )
+    assert not any(filled(batch, name="grpo"))
+
+
+def test_normalized_advantages_are_finite_when_one_of_many_is_rewarded() -> None:
+    rewards, groups = torch.tensor([1.0] + [0.0] * 63, dtype=torch.float64), torch.zeros(64)
+    normalized = minus_group_mean(rewards, groups) / group_stds(rewards, groups)
+    assert normalized.isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "reinforce++_baseline"])
@@ -276,7 +269,7 @@ def test_uniform_ignores_rounding_only(rewards: list[float], expected: bool) -> 
     assert uniform(rewards) is expected
 
 
-def test_a_batch_with_nothing_to_train_has_advantages_of_zero() -> None:
+def test_advantages_are_zero_when_no_token_is_trained() -> None:
     nothing = replace(small_batch(), mask=np.zeros(11, np.bool_))
     for name in ("grpo", "reinforce++", "opo"):
         assert not any(filled(nothing, name=name))

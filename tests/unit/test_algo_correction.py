@@ -1,4 +1,4 @@
-"""Off-policy weights against plain Python, and the two ratios measured apart."""
+"""Off-policy weights compared with plain Python, and metrics of mismatch and staleness."""
 
 import math
 
@@ -41,7 +41,7 @@ def of_row(values: list[float], i: int) -> list[float]:
     ],
 )
 @pytest.mark.parametrize("seed", range(3))
-def test_weights_are_ratios_kept_in_bounds(kind: str, level: str, seed: int) -> None:
+def test_importance_weights_are_bounded_ratios(kind: str, level: str, seed: int) -> None:
     settings = AlgorithmSettings.model_validate(
         {"correction": kind, "correction_level": level, "correction_range": (0.5, 1.8)}
     )
@@ -63,7 +63,7 @@ def test_weights_are_ratios_kept_in_bounds(kind: str, level: str, seed: int) -> 
 
 
 @pytest.mark.parametrize("threshold", [0.04, 0.3, 100.0])
-def test_m2po_drops_the_largest_until_the_mean_square_is_small_enough(threshold: float) -> None:
+def test_m2po_masks_largest_log_weights_until_mean_square_fits(threshold: float) -> None:
     log_weight = log_weights().tolist()
     kept = list(range(TOKENS))
     while kept and sum(log_weight[i] ** 2 for i in kept) / len(kept) > threshold:
@@ -78,7 +78,7 @@ def test_m2po_drops_the_largest_until_the_mean_square_is_small_enough(threshold:
     )
 
 
-def test_answers_are_rejected_whole_by_their_mean_ratio() -> None:
+def test_reject_range_masks_whole_completions_by_mean_ratio() -> None:
     log_weight = log_weights(1)
     found = importance_weights(
         log_weight, ROWS, AlgorithmSettings(correction="none", reject_range=(0.9, 1.2))
@@ -88,7 +88,7 @@ def test_answers_are_rejected_whole_by_their_mean_ratio() -> None:
     assert 0 < found.masked.sum() < TOKENS
 
 
-def test_absurd_ratios_stay_finite() -> None:
+def test_importance_weights_are_finite_when_ratios_overflow() -> None:
     log_weight = torch.tensor([500.0, -500.0, 0.0])
     rows = torch.tensor([0, 1, 2])
     for correction in ("truncate", "mask", "m2po"):
@@ -96,13 +96,8 @@ def test_absurd_ratios_stay_finite() -> None:
         assert importance_weights(log_weight, rows, settings).values.isfinite().all()
 
 
-def test_the_guess_at_the_proximal_policy_moves_from_the_sampler_to_the_present_with_staleness() -> (
-    None
-):
-    current, sampler = (
-        torch.tensor([-1.0, -1.0, -1.0, -1.0], requires_grad=True),
-        torch.full((4,), -3.0),
-    )
+def test_interpolated_moves_from_sampler_to_current_with_staleness() -> None:
+    current, sampler = torch.full((4,), -1.0, requires_grad=True), torch.full((4,), -3.0)
     found = interpolated(current, sampler, versions=torch.tensor([7, 6, 5, 0]), step=7)
     assert found.tolist() == pytest.approx([-3, -3 + 2 * 1 / 2, -3 + 2 * 2 / 3, -3 + 2 * 7 / 8])
     assert not found.requires_grad
@@ -110,13 +105,11 @@ def test_the_guess_at_the_proximal_policy_moves_from_the_sampler_to_the_present_
 
 def measured(log_ratio: list[float], fresh: list[bool]) -> dict[str, float]:
     sums, maxima = off_policy_measures(torch.tensor(log_ratio), torch.tensor(fresh))
-    return named_measures(
-        {n: float(v) / len(fresh) for n, v in sums.items()}
-        | {n: float(v) for n, v in maxima.items()}
-    )
+    means = {name: float(value) / len(fresh) for name, value in sums.items()}
+    return named_measures(means | {name: float(value) for name, value in maxima.items()})
 
 
-def test_mismatch_and_staleness_are_measured_apart() -> None:
+def test_measures_separate_mismatch_from_staleness() -> None:
     found = measured([0.01, -0.02, 0.5, -1.0], [True, True, False, False])
     assert found == pytest.approx(
         {
@@ -136,12 +129,12 @@ def test_mismatch_and_staleness_are_measured_apart() -> None:
     )
 
 
-def test_fresh_are_the_tokens_of_answers_that_no_older_version_began() -> None:
+def test_fresh_tokens_exclude_completions_with_older_tokens() -> None:
     rows, versions = torch.tensor([0, 0, 1, 1, 2, 2]), torch.tensor([7, 7, 6, 7, 6, 6])
     assert fresh_tokens(versions, rows, step=7).tolist() == [True, True, False, False, False, False]
 
 
-def test_a_kind_that_is_absent_is_left_out() -> None:
+def test_measures_leave_out_kind_without_tokens() -> None:
     assert not any(name.startswith("staleness") for name in measured([0.1, 0.2], [True, True]))
     assert not any(
         name.startswith(("mismatch", "logprob_diff"))

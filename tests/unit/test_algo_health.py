@@ -1,4 +1,4 @@
-"""A run that does not learn says so, but not at every step."""
+"""Warnings about runs that do not learn, but not at every step."""
 
 import logging
 
@@ -8,7 +8,7 @@ from paceline.observe.health import ALARMS, Health
 
 
 @pytest.mark.parametrize(("metric", "wrong"), [(name, wrong) for name, wrong, _ in ALARMS])
-def test_what_is_wrong_is_said_at_the_first_tenth_and_hundredth_step(
+def test_health_warns_at_first_tenth_and_hundredth_occurrence(
     metric: str, wrong: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     health = Health()
@@ -25,7 +25,7 @@ def test_what_is_wrong_is_said_at_the_first_tenth_and_hundredth_step(
     )
 
 
-def test_a_run_that_learns_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_health_is_silent_when_run_learns(caplog: pytest.LogCaptureFixture) -> None:
     metrics = {
         "train/lr": 1e-6,
         "train/weights_changed": 1.0,
@@ -37,17 +37,19 @@ def test_a_run_that_learns_is_left_alone(caplog: pytest.LogCaptureFixture) -> No
     assert not caplog.records
 
 
-def test_one_cause_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_health_reports_only_cause_when_weights_do_not_change(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     Health().check({"train/weights_changed": 0.0, "train/advantage_zero_fraction": 1.0}, 0)
     assert len(caplog.records) == 1 and "every token has advantage 0" in caplog.text
 
 
-def test_a_single_step_between_good_ones_is_no_reason_to_warn_but_two_are(
+def test_health_warns_when_two_consecutive_steps_are_bad(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     health = Health()
-    for step, share in enumerate([0.5, 1.0, 0.5, 1.0]):
-        health.check({"train/advantage_zero_fraction": share}, step)
+    for step, fraction in enumerate([0.5, 1.0, 0.5, 1.0]):
+        health.check({"train/advantage_zero_fraction": fraction}, step)
     assert not caplog.records
     health.check({"train/advantage_zero_fraction": 1.0}, 4)
     assert len(caplog.records) == 1

@@ -1,4 +1,4 @@
-"""KL estimators: their numbers, which KL their gradients belong to, and the steered coefficient."""
+"""KL estimators: values, gradients and the adapted coefficient."""
 
 import math
 from typing import get_args
@@ -24,7 +24,7 @@ def gradient(value: Tensor, logits: Tensor) -> list[float]:
     return found.tolist()
 
 
-def test_estimates_are_schulmans_formulas() -> None:
+def test_kl_estimates_match_schulmans_formulas() -> None:
     new, ref = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -0.5, -0.5])
     plain = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}
     for estimator in ESTIMATORS:
@@ -33,7 +33,7 @@ def test_estimates_are_schulmans_formulas() -> None:
         assert kl_loss(new, ref, estimator).tolist() == pytest.approx(expected)
 
 
-def test_k3_continues_as_its_tangent_when_reference_is_much_likelier() -> None:
+def test_k3_continues_as_tangent_when_reference_is_much_likelier() -> None:
     differences = [-200.0, K3_TANGENT - 1e-3, K3_TANGENT + 1e-3, 20.0, 200.0]
     policy = torch.tensor([-d for d in differences], dtype=torch.float64, requires_grad=True)
     found = kl_loss(policy, torch.zeros(5, dtype=torch.float64), "k3")
@@ -52,7 +52,7 @@ def test_k3_continues_as_its_tangent_when_reference_is_much_likelier() -> None:
     )
 
 
-def test_k1_and_k3_are_the_kl_on_average() -> None:
+def test_k1_k3_are_unbiased() -> None:
     logits, ref = distributions()
     logp = logits.log_softmax(0).detach()
     exact = float((logp.exp() * (logp - ref)).sum())
@@ -60,25 +60,23 @@ def test_k1_and_k3_are_the_kl_on_average() -> None:
         assert float((logp.exp() * kl_estimate(logp, ref, estimator)).sum()) == pytest.approx(exact)
 
 
-def test_in_the_loss_k1_and_k2_have_the_gradient_of_the_kl_and_k3_that_of_the_other_direction() -> (
-    None
-):
-    """Tokens are drawn from the policy, so the average of a token's gradient is weighted by the policy as a constant."""
+def test_kl_loss_has_gradient_of_kl_that_estimator_stands_for() -> None:
+    """Average the gradient over tokens sampled from the policy, whose probability is constant."""
     logits, ref = distributions()
     logp = logits.log_softmax(0)
     probability = logp.exp().detach()
-    towards = gradient((logp.exp() * (logp - ref)).sum(), logits)
-    away = gradient((ref.exp() * (ref - logits.log_softmax(0))).sum(), logits)
-    for estimator, expected in zip(ESTIMATORS, (towards, towards, away), strict=True):
+    forward = gradient((logp.exp() * (logp - ref)).sum(), logits)
+    reverse = gradient((ref.exp() * (ref - logits.log_softmax(0))).sum(), logits)
+    for estimator, expected in zip(ESTIMATORS, (forward, forward, reverse), strict=True):
         found = gradient(
             (probability * kl_loss(logits.log_softmax(0), ref, estimator)).sum(), logits
         )
         assert found == pytest.approx(expected), estimator
     naive = gradient((probability * kl_estimate(logits.log_softmax(0), ref, "k1")).sum(), logits)
-    assert naive == pytest.approx([0.0] * 6), "why k1 needs a gradient of its own"
+    assert naive == pytest.approx([0.0] * 6), "k1 needs a different gradient"
 
 
-def test_the_coefficient_follows_the_kl_slowly() -> None:
+def test_adapted_coefficient_changes_by_at_most_2_percent() -> None:
     assert adapted(0.1, kl=0.5, target=0.5) == 0.1
     assert adapted(0.1, kl=0.55, target=0.5) == pytest.approx(0.1 * 1.01)
     assert adapted(0.1, kl=50.0, target=0.5) == pytest.approx(0.1 * 1.02)

@@ -1,4 +1,4 @@
-"""Losses against a plain restatement of their formulas, and their gradients against finite differences."""
+"""Losses compared with their formulas in plain Python, gradients with finite differences."""
 
 import math
 from dataclasses import replace
@@ -17,7 +17,7 @@ TOKENS = 40
 
 
 def tensors(seed: int = 0) -> dict[str, Tensor]:
-    """Ratios from far below to far above every clip, advantages of both signs."""
+    """Return ratios on both sides of every clip and advantages of both signs."""
     g = torch.Generator().manual_seed(seed)
 
     def normal(scale: float) -> Tensor:
@@ -74,7 +74,7 @@ def plain_policy_loss(t: dict[str, Tensor], s: AlgorithmSettings, kl_coef: float
         AlgorithmSettings(kl_coef=0.3, kl_estimator="k2"),
     ],
 )
-def test_the_policy_loss_is_the_objective_plus_kl_minus_entropy_weighted_by_token(
+def test_policy_loss_is_weighted_objective_plus_kl_minus_entropy(
     settings: AlgorithmSettings,
 ) -> None:
     t = tensors()
@@ -93,7 +93,7 @@ def test_the_policy_loss_is_the_objective_plus_kl_minus_entropy_weighted_by_toke
     )
 
 
-def test_kl_in_the_reward_is_not_in_the_loss_but_is_measured() -> None:
+def test_policy_loss_only_measures_kl_when_placed_in_reward() -> None:
     t = tensors()
     settings = AlgorithmSettings(kl_coef=0.3, kl_placement="reward")
     terms = PolicyLoss(settings)(TokenOutputs(logprobs=t["new"], entropy=t["entropy"]), data(t))
@@ -104,7 +104,7 @@ def test_kl_in_the_reward_is_not_in_the_loss_but_is_measured() -> None:
 
 
 @pytest.mark.parametrize("proximal", ["recomputed", "interpolated"])
-def test_a_decoupled_loss_weighs_by_proximal_over_sampler_and_clips_by_current_over_proximal(
+def test_decoupled_loss_weights_by_one_ratio_clips_by_other(
     proximal: str,
 ) -> None:
     t, step = tensors(), 3
@@ -132,7 +132,7 @@ def test_a_decoupled_loss_weighs_by_proximal_over_sampler_and_clips_by_current_o
     assert 0 < terms.sums["truncated_fraction"] < TOKENS and terms.sums["masked_fraction"] == 0
 
 
-def test_diagnostics_are_what_they_are_called() -> None:
+def test_diagnostics_match_their_definitions() -> None:
     t = tensors()
     given = replace(data(t), rows=torch.arange(TOKENS) % 2, versions=torch.arange(TOKENS) % 2)
     terms = PolicyLoss(AlgorithmSettings(clip_high=0.3), step=1)(
@@ -174,7 +174,7 @@ def test_diagnostics_are_finite_when_ratios_exceed_float32() -> None:
 
 
 @pytest.mark.parametrize("clip", [None, 0.2, 1.0])
-def test_the_value_loss_is_the_worse_of_the_free_and_the_clipped_error(clip: float | None) -> None:
+def test_value_loss_is_larger_of_unclipped_clipped_error(clip: float | None) -> None:
     t = tensors()
     terms = ValueLoss(clip)(TokenOutputs(values=t["values"]), data(t))
     total, errors = 0.0, 0.0
@@ -194,7 +194,7 @@ def test_the_value_loss_is_the_worse_of_the_free_and_the_clipped_error(clip: flo
     )
 
 
-def test_kl_to_a_reference_that_is_not_there_is_refused() -> None:
+def test_policy_loss_fails_when_reference_logprobs_are_missing() -> None:
     t = tensors()
     with pytest.raises(ConfigError, match="reference"):
         PolicyLoss(AlgorithmSettings(kl_coef=0.1))(
@@ -206,7 +206,7 @@ def test_kl_to_a_reference_that_is_not_there_is_refused() -> None:
 def small_batch() -> Batch:
     mask = np.array([0, 1, 1, 0, 0, 1, 1, 1, 0, 0], np.bool_)
     logprobs = np.where(mask, -1.0, 0.0).astype(np.float32)
-    lengths = np.array([3, 5, 2], np.int32)  # the last row has nothing to train on
+    lengths = np.array([3, 5, 2], np.int32)  # the last row has no trained token
     return Batch(
         np.arange(10, dtype=np.int32),
         lengths,
@@ -218,7 +218,7 @@ def small_batch() -> Batch:
     )
 
 
-def test_token_weights_say_what_each_aggregation_divides_by() -> None:
+def test_token_weights_match_aggregation() -> None:
     batch = small_batch()
     assert token_weights(batch, "token")[batch.mask].tolist() == pytest.approx([1 / 5] * 5)
     assert token_weights(batch, "sequence")[batch.mask].tolist() == pytest.approx(
@@ -228,13 +228,13 @@ def test_token_weights_say_what_each_aggregation_divides_by() -> None:
     assert not token_weights(batch, "token")[~batch.mask].any()
 
 
-def test_the_constant_is_the_longest_answer_unless_set() -> None:
+def test_constant_aggregation_divides_by_max_length_by_default() -> None:
     batch, settings = small_batch(), AlgorithmSettings(name="dr_grpo")
     assert PolicyLoss(settings, max_length=20).weights(batch)[batch.mask].tolist() == pytest.approx(
         [1 / 40] * 5
     )
-    own = AlgorithmSettings(name="dr_grpo", constant_length=5)
-    assert PolicyLoss(own, max_length=20).weights(batch)[batch.mask].tolist() == pytest.approx(
+    explicit = AlgorithmSettings(name="dr_grpo", constant_length=5)
+    assert PolicyLoss(explicit, max_length=20).weights(batch)[batch.mask].tolist() == pytest.approx(
         [1 / 10] * 5
     )
     with pytest.raises(ConfigError, match="constant_length"):

@@ -1,4 +1,4 @@
-"""Policy objectives against their papers' formulas in plain Python, and their gradients against finite differences."""
+"""Policy objectives compared with the formulas of their papers, gradients included."""
 
 import math
 
@@ -15,7 +15,7 @@ ROWS = torch.arange(TOKENS) // 7  # six rows, the last one short
 
 
 def tensors(seed: int = 0) -> dict[str, Tensor]:
-    """Ratios from far below to far above every clip, advantages of both signs."""
+    """Return ratios on both sides of every clip and advantages of both signs."""
     g = torch.Generator().manual_seed(seed)
 
     def normal(scale: float) -> Tensor:
@@ -30,7 +30,7 @@ def clip(ratio: float, s: AlgorithmSettings) -> float:
 
 
 def plain_objective(t: dict[str, Tensor], s: AlgorithmSettings, i: int) -> float:
-    """What is maximised, of one token."""
+    """Return the quantity that is maximized for one token."""
     new, old, advantage = (t[name].tolist() for name in ("new", "old", "advantages"))
     ratio, a = math.exp(new[i] - old[i]), advantage[i]
     if s.loss == "clip":
@@ -65,9 +65,7 @@ OBJECTIVES = [
 
 @pytest.mark.parametrize("settings", OBJECTIVES, ids=lambda s: f"{s.name}-{s.loss}")
 @pytest.mark.parametrize("seed", range(3))
-def test_the_loss_of_each_token_is_minus_the_papers_objective(
-    settings: AlgorithmSettings, seed: int
-) -> None:
+def test_token_loss_is_minus_objective_of_paper(settings: AlgorithmSettings, seed: int) -> None:
     t = tensors(seed)
     loss, _ = objective(t["new"], t["old"], t["advantages"], ROWS, settings)
     assert loss.tolist() == pytest.approx(
@@ -80,7 +78,7 @@ def test_the_loss_of_each_token_is_minus_the_papers_objective(
     [s for s in OBJECTIVES if s.loss not in ("cispo", "sequence_clip")],
     ids=lambda s: f"{s.name}-{s.loss}",
 )
-def test_its_gradient_is_that_of_finite_differences(settings: AlgorithmSettings) -> None:
+def test_loss_gradient_matches_finite_differences(settings: AlgorithmSettings) -> None:
     t = tensors()
     weights = torch.linspace(0.1, 1, TOKENS, dtype=torch.float64)
 
@@ -91,27 +89,28 @@ def test_its_gradient_is_that_of_finite_differences(settings: AlgorithmSettings)
     assert torch.autograd.gradcheck(loss, (t["new"].requires_grad_(),))
 
 
-def test_cispo_gives_every_token_the_gradient_of_its_log_prob_times_the_clipped_ratio() -> None:
+def test_cispo_gradient_is_clipped_ratio_times_logprob_gradient() -> None:
     t = tensors()
     new = t["new"].requires_grad_()
-    loss, cut = cispo(new, t["old"], t["advantages"], 0.3, 0.5)
+    loss, clipped = cispo(new, t["old"], t["advantages"], 0.3, 0.5)
     loss.sum().backward()
     ratio = (t["new"] - t["old"]).exp().tolist()
     expected = [
         -a * min(max(r, 0.7), 1.5) for a, r in zip(t["advantages"].tolist(), ratio, strict=True)
     ]
     assert new.grad is not None and new.grad.tolist() == pytest.approx(expected)
-    assert cut.tolist() == [not 0.7 <= r <= 1.5 for r in ratio] and 0 < sum(cut) < TOKENS
+    assert clipped.tolist() == [not 0.7 <= r <= 1.5 for r in ratio]
+    assert 0 < sum(clipped) < TOKENS
 
 
-def test_on_fresh_tokens_every_objective_has_the_plain_policy_gradient() -> None:
+def test_every_objective_has_plain_policy_gradient_on_fresh_tokens() -> None:
     t = tensors()
     for settings in OBJECTIVES:
         new = t["old"].clone().requires_grad_()
-        loss, cut = objective(new, t["old"], t["advantages"], ROWS, settings)
+        loss, clipped = objective(new, t["old"], t["advantages"], ROWS, settings)
         loss.sum().backward()
         assert new.grad is not None and torch.allclose(new.grad, -t["advantages"]), settings.loss
-        assert not cut.any(), settings.loss
+        assert not clipped.any(), settings.loss
 
 
 def gradient(t: dict[str, Tensor], advantages: Tensor, settings: AlgorithmSettings) -> Tensor:
@@ -160,9 +159,9 @@ def test_gradient_is_finite_when_ratio_exceeds_float32(settings: AlgorithmSettin
     assert new.grad is not None and new.grad.isfinite().all() and loss.isfinite().all()
 
 
-def test_a_clipped_token_has_no_gradient() -> None:
+def test_clipped_token_has_no_gradient() -> None:
     log_ratio = torch.tensor([1.0, -1.0, 0.0], requires_grad=True)
-    loss, cut = clipped_objective(log_ratio, torch.tensor([1.0, -1.0, 1.0]), 0.2, 0.2)
+    loss, clipped = clipped_objective(log_ratio, torch.tensor([1.0, -1.0, 1.0]), 0.2, 0.2)
     loss.sum().backward()
-    assert cut.tolist() == [True, True, False]
+    assert clipped.tolist() == [True, True, False]
     assert log_ratio.grad is not None and log_ratio.grad.tolist() == [0.0, 0.0, -1.0]

@@ -1,4 +1,4 @@
-"""Presets and what contradicts them."""
+"""Presets, and settings that conflict with each other."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ def settings(**values: Any) -> AlgorithmSettings:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_gives_what_is_not_set_and_what_is_set_wins(name: str) -> None:
+def test_explicit_settings_override_preset(name: str) -> None:
     preset = settings(name=name)
     assert {field: getattr(preset, field) for field in PRESETS[name]} == PRESETS[name]
     changed = settings(name=name, aggregation="sequence", normalize="batch", entropy_coef=0.5)
@@ -31,19 +31,19 @@ def test_a_preset_gives_what_is_not_set_and_what_is_set_wins(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_settings_written_down_in_full_are_read_back_the_same(name: str) -> None:
+def test_settings_survive_round_trip_through_json(name: str) -> None:
     preset = settings(name=name)
     assert settings(**preset.model_dump(mode="json")) == preset
 
 
-def test_every_preset_is_a_name_and_every_name_a_preset() -> None:
+def test_names_match_presets() -> None:
     assert set(AlgorithmSettings.model_json_schema()["properties"]["name"]["enum"]) == set(PRESETS)
 
 
-def test_a_correction_brings_its_proximal_policy_and_bounds() -> None:
+def test_correction_sets_proximal_policy_with_bounds() -> None:
     assert (settings().proximal, settings().correction) == ("behavior", "none")
-    one_line = settings(correction="truncate")
-    assert (one_line.proximal, one_line.correction_range) == ("recomputed", (0.0, 2.0))
+    truncated = settings(correction="truncate")
+    assert (truncated.proximal, truncated.correction_range) == ("recomputed", (0.0, 2.0))
     assert settings(proximal="interpolated").correction == "truncate"
     assert settings(proximal="recomputed", correction="none").correction == "none"
     assert settings(correction="icepop").correction_range == (0.5, 5.0)
@@ -51,13 +51,11 @@ def test_a_correction_brings_its_proximal_policy_and_bounds() -> None:
     assert settings(reject_range=(0.9, 1.1)).proximal == "recomputed"
 
 
-def test_roles_that_an_algorithm_needs() -> None:
+def test_presets_need_expected_roles() -> None:
     assert [name for name in PRESETS if settings(name=name).needs_critic] == ["ppo"]
     assert [name for name in PRESETS if settings(name=name).needs_greedy_baseline] == ["remax"]
-    assert (
-        not any(settings(name=name).needs_reference for name in PRESETS)
-        and settings(kl_coef=0.1).needs_reference
-    )
+    assert not any(settings(name=name).needs_reference for name in PRESETS)
+    assert settings(kl_coef=0.1).needs_reference
     assert [name for name in PRESETS if not settings(name=name).compares_completions] == [
         "ppo",
         "reinforce++",
@@ -97,16 +95,18 @@ def test_roles_that_an_algorithm_needs() -> None:
         ({"name": "gpro"}, ["name"]),
     ],
 )
-def test_contradictions_are_refused_naming_both(values: dict[str, Any], named: list[str]) -> None:
-    with pytest.raises(ValidationError) as refused:
+def test_conflicting_settings_are_rejected_by_name(
+    values: dict[str, Any], named: list[str]
+) -> None:
+    with pytest.raises(ValidationError) as rejected:
         settings(**values)
-    assert all(text in str(refused.value) for text in named), str(refused.value)
+    assert all(text in str(rejected.value) for text in named), str(rejected.value)
 
 
-def test_one_attempt_at_a_prompt_cannot_be_sampled_dynamically() -> None:
+def test_dynamic_sampling_is_rejected_when_group_size_is_1() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"group_size = 1 contradicts algorithm.dynamic_sampling = true.*every group would be replaced",
+        match=r"group_size = 1 contradicts algorithm.dynamic_sampling = true.*every group would be",
     ):
         load_config(None, ["group_size=1", "algorithm.name=ppo", "algorithm.dynamic_sampling=true"])
 

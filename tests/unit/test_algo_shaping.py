@@ -1,4 +1,4 @@
-"""Over-long answers and the KL in the reward."""
+"""Over-long completions and the KL penalty in the reward."""
 
 from dataclasses import replace
 
@@ -12,13 +12,11 @@ from paceline.types import Batch
 
 
 def batch() -> Batch:
-    mask = np.array(
-        [0, 1, 1, 1, 1, 0, 1, 0, 1, 1, 0, 0], np.bool_
-    )  # four trained; one then two, in turns; none
+    # Trained tokens per row: four; one and two, in two turns; none.
+    mask = np.array([0, 1, 1, 1, 1, 0, 1, 0, 1, 1, 0, 0], np.bool_)
     logprobs = np.where(mask, -1.0, 0.0).astype(np.float32)
     lengths = np.array([5, 5, 2], np.int32)
     rewards, groups = np.array([1, 0, 0.5], np.float32), np.array([0, 0, 1], np.int32)
-    cut_off = np.array([True, False, False])
     return Batch(
         np.arange(12, dtype=np.int32),
         lengths,
@@ -27,48 +25,52 @@ def batch() -> Batch:
         np.zeros(12, np.int32),
         rewards,
         groups,
-        truncated=cut_off,
+        truncated=np.array([True, False, False]),
     )
 
 
-def test_the_penalty_is_dapos_formula() -> None:
-    longest, buffer = 20, 8
+def test_overlong_penalty_matches_dapo() -> None:
+    max_length, buffer = 20, 8
     lengths = np.arange(0, 24)
-    for length, found in zip(lengths, overlong_penalty(lengths, longest, buffer), strict=True):
-        if length <= longest - buffer:
+    for length, found in zip(lengths, overlong_penalty(lengths, max_length, buffer), strict=True):
+        if length <= max_length - buffer:
             expected = 0.0
-        elif length <= longest:
-            expected = ((longest - buffer) - length) / buffer
+        elif length <= max_length:
+            expected = ((max_length - buffer) - length) / buffer
         else:
             expected = -1.0
         assert found == pytest.approx(expected)
 
 
-def test_only_the_last_turn_counts_as_length() -> None:
+def test_last_turn_lengths_ignore_earlier_turns() -> None:
     assert last_turn_lengths(batch()).tolist() == [4, 2, 0]
 
 
-def test_the_penalty_is_added_to_the_reward() -> None:
+def test_overlong_penalty_is_added_to_reward() -> None:
     shaped = shape_rewards(
         batch(), AlgorithmSettings(overlong="penalty", overlong_buffer=3), max_length=4
     )
     assert shaped.rewards.tolist() == pytest.approx([1 - 1, 0 - 1 / 3, 0.5])
-    unset = shape_rewards(
-        batch(), AlgorithmSettings(overlong="penalty"), max_length=4
-    )  # a fifth of 4 is less than a token
-    assert unset.rewards.tolist() == pytest.approx([0, 0, 0.5])
+
+
+def test_overlong_buffer_is_at_least_one_token_by_default() -> None:
+    shaped = shape_rewards(batch(), AlgorithmSettings(overlong="penalty"), max_length=4)
+    assert shaped.rewards.tolist() == pytest.approx([0, 0, 0.5])
+
+
+def test_overlong_penalty_fails_when_max_length_is_missing() -> None:
     with pytest.raises(ConfigError, match="max_length"):
         shape_rewards(batch(), AlgorithmSettings(overlong="penalty"))
 
 
-def test_masked_answers_are_not_learned_from_and_others_are() -> None:
+def test_overlong_mask_excludes_truncated_completions() -> None:
     shaped = shape_rewards(batch(), AlgorithmSettings(overlong="mask"))
     assert not shaped.mask[:5].any() and (shaped.mask[5:] == batch().mask[5:]).all()
     assert shaped.rewards.tolist() == batch().rewards.tolist()
     assert (shape_rewards(batch(), AlgorithmSettings(overlong="keep")).mask == batch().mask).all()
 
 
-def test_the_kl_is_taken_off_the_reward_token_by_token() -> None:
+def test_kl_penalty_is_subtracted_from_token_rewards() -> None:
     given = replace(
         batch(),
         ref_logprobs=np.full(12, -1.5, np.float32),
@@ -79,8 +81,8 @@ def test_the_kl_is_taken_off_the_reward_token_by_token() -> None:
     assert found is not None and found.tolist() == pytest.approx(
         [0.1 - 0.2 * 0.5 if m else 0.1 for m in given.mask]
     )
-    steered = shape_rewards(given, settings, kl_coef=0.4).token_rewards
-    assert steered is not None and steered[1] == pytest.approx(0.1 - 0.4 * 0.5)
+    adapted = shape_rewards(given, settings, kl_coef=0.4).token_rewards
+    assert adapted is not None and adapted[1] == pytest.approx(0.1 - 0.4 * 0.5)
     in_loss = shape_rewards(given, AlgorithmSettings(kl_coef=0.2))
     assert in_loss.token_rewards is given.token_rewards
     with pytest.raises(ConfigError, match="reference"):

@@ -1,4 +1,4 @@
-"""Actor and critic: what one step does and what it reports."""
+"""Actor and critic: what one train step changes and which metrics it reports."""
 
 import math
 from dataclasses import replace
@@ -30,96 +30,80 @@ def actor(
     return Actor(SingleDevice(tiny("qwen2"), train), algorithm, train, total_steps, max_length=1)
 
 
-def on_policy(who: Actor) -> Batch:
+def on_policy(policy: Actor) -> Batch:
     batch = random_batch()
-    return replace(batch, logprobs=who.logprobs(batch))
+    return replace(batch, logprobs=policy.logprobs(batch))
 
 
 def critic_of(model: PreTrainedModel, algorithm: AlgorithmSettings, steps: int) -> Critic:
     return Critic(SingleDevice(model.base_model, FAST, head="value"), algorithm, FAST, steps)
 
 
-def test_an_on_policy_step_reports_a_ratio_of_one_and_no_gap() -> None:
-    who = actor(AlgorithmSettings())
-    metrics = who.update(on_policy(who), step=0)
-    assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-5) and metrics[
-        "ratio_max"
-    ] == pytest.approx(1, abs=1e-5)
-    assert (
-        metrics["clip_fraction"] == 0
-        and metrics["kl"] == pytest.approx(0, abs=1e-6)
-        and metrics["logprob_diff_max"] < 1e-5
-    )
+def test_on_policy_step_reports_ratio_1_without_logprob_difference() -> None:
+    policy = actor(AlgorithmSettings())
+    metrics = policy.update(on_policy(policy), step=0)
+    assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
+    assert metrics["ratio_max"] == pytest.approx(1, abs=1e-5)
+    assert metrics["clip_fraction"] == 0 and metrics["kl"] == pytest.approx(0, abs=1e-6)
+    assert metrics["logprob_diff_max"] < 1e-5
     assert metrics["lr"] == 1e-2 and metrics["grad_norm"] > 0 and metrics["weights_changed"] == 1
-    assert (
-        0 < metrics["entropy"] < math.log(37) + 1e-6
-        and metrics["tokens"] == random_batch().mask.sum()
-    )
+    assert 0 < metrics["entropy"] < math.log(37) + 1e-6
+    assert metrics["tokens"] == random_batch().mask.sum()
 
 
-def test_epochs_and_mini_batches_make_that_many_updates_and_the_gap_is_of_the_first() -> None:
-    who = actor(AlgorithmSettings(epochs=2, mini_batches=3))
-    metrics = who.update(on_policy(who), step=0)
+def test_update_measures_mismatch_in_first_of_several_updates() -> None:
+    policy = actor(AlgorithmSettings(epochs=2, mini_batches=3))
+    metrics = policy.update(on_policy(policy), step=0)
     assert metrics["updates"] == 6 and metrics["updates_skipped"] == 0
     assert metrics["logprob_diff_max"] < 1e-5 < metrics["ratio_max"] - 1
 
 
-def test_the_same_step_is_the_same_update() -> None:
+def test_update_is_deterministic_for_same_step() -> None:
     results = []
     for _ in range(2):
-        who = actor(AlgorithmSettings(epochs=2, mini_batches=2))
-        who.update(random_batch(), step=3)
-        results.append(weights_of(who.engine))
+        policy = actor(AlgorithmSettings(epochs=2, mini_batches=2))
+        policy.update(random_batch(), step=3)
+        results.append(weights_of(policy.engine))
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
-def test_a_rate_of_zero_is_reported_as_weights_that_did_not_change() -> None:
+def test_update_reports_unchanged_weights_when_rate_is_zero() -> None:
     train = TrainSettings(learning_rate=0)
-    who = actor(AlgorithmSettings(), train)
-    before = weights_of(who.engine)
-    assert who.update(random_batch(), step=0)["weights_changed"] == 0
-    assert all(torch.equal(before[name], weight) for name, weight in who.engine.export_weights())
+    policy = actor(AlgorithmSettings(), train)
+    before = weights_of(policy.engine)
+    assert policy.update(random_batch(), step=0)["weights_changed"] == 0
+    assert all(torch.equal(before[name], weight) for name, weight in policy.engine.export_weights())
 
 
-def test_a_step_with_a_broken_gradient_is_reported_as_skipped() -> None:
-    who, batch = actor(AlgorithmSettings()), random_batch()
-    metrics = who.update(
+def test_update_is_skipped_when_gradient_is_not_finite() -> None:
+    policy, batch = actor(AlgorithmSettings()), random_batch()
+    metrics = policy.update(
         replace(batch, advantages=np.full(batch.num_tokens, np.float32(math.inf))), step=0
     )
-    assert (
-        metrics["updates_skipped"] == 1
-        and metrics["weights_changed"] == 0
-        and math.isnan(metrics["grad_norm"])
-    )
+    assert metrics["updates_skipped"] == 1 and metrics["weights_changed"] == 0
+    assert math.isnan(metrics["grad_norm"])
 
 
-def test_fresh_tokens_show_mismatch_and_older_ones_staleness() -> None:
-    who, batch = actor(AlgorithmSettings()), random_batch()
-    gap = np.abs(who.logprobs(batch) - batch.logprobs)[batch.mask]
-    fresh = who.update(batch, step=0)
-    assert (
-        fresh["logprob_diff_max"] == pytest.approx(float(gap.max()), rel=1e-5)
-        and fresh["logprob_diff_max"] > 0.1
-    )
+def test_update_reports_mismatch_of_fresh_staleness_of_older_tokens() -> None:
+    policy, batch = actor(AlgorithmSettings()), random_batch()
+    difference = np.abs(policy.logprobs(batch) - batch.logprobs)[batch.mask]
+    fresh = policy.update(batch, step=0)
+    assert fresh["logprob_diff_max"] == pytest.approx(float(difference.max()), rel=1e-5)
+    assert fresh["logprob_diff_max"] > 0.1
     assert fresh["stale_fraction"] == 0 and not any(name.startswith("staleness") for name in fresh)
-    stale = who.update(batch, step=5)
+    stale = policy.update(batch, step=5)
     assert stale["stale_fraction"] == 1 and stale["staleness_ratio_max"] > 1
     assert not any(name.startswith(("mismatch", "logprob_diff")) for name in stale)
 
 
-def test_with_one_update_per_step_recomputing_costs_no_forward_pass_and_gives_the_same_step() -> (
-    None
-):
-    """With a learning rate of 0 for the second pass nothing moves, so two updates see what one sees."""
+def test_recomputed_proximal_needs_no_forward_pass_for_one_update() -> None:
+    """Compare with two updates at learning rate 0, which see the same weights."""
     settings = {"correction": "truncate", "correction_range": (0.9, 1.1), "dual_clip": 3.0}
-    once, twice = (
-        actor(AlgorithmSettings.model_validate(settings)),
-        actor(AlgorithmSettings.model_validate(settings | {"epochs": 2})),
-    )
+    once = actor(AlgorithmSettings.model_validate(settings))
+    twice = actor(AlgorithmSettings.model_validate(settings | {"epochs": 2}))
     calls = []
     once.engine.logprobs = calls.append  # type: ignore[method-assign, assignment]
-    frozen = TrainSettings(learning_rate=0)
-    twice._train = frozen
+    twice._train = TrainSettings(learning_rate=0)
     one, other = once.update(random_batch(), step=1), twice.update(random_batch(), step=1)
     assert not calls
     for name in (
@@ -135,39 +119,33 @@ def test_with_one_update_per_step_recomputing_costs_no_forward_pass_and_gives_th
     assert 0 < one["truncated_fraction"] < 1
 
 
-def test_m2po_masks_over_the_whole_batch() -> None:
-    small = TrainSettings(
-        learning_rate=1e-2, micro_batch_tokens=20
-    )  # so that a micro-batch is not all of it
-    who, batch = (
-        actor(AlgorithmSettings(correction="m2po", m2_threshold=0.04), small),
-        random_batch(),
-    )
-    squares = sorted(
-        np.square((who.logprobs(batch) - batch.logprobs)[batch.mask].astype(np.float64))
-    )
+def test_m2po_masks_over_whole_batch() -> None:
+    several_micro_batches = TrainSettings(learning_rate=1e-2, micro_batch_tokens=20)
+    algorithm = AlgorithmSettings(correction="m2po", m2_threshold=0.04)
+    policy, batch = actor(algorithm, several_micro_batches), random_batch()
+    log_ratio = (policy.logprobs(batch) - batch.logprobs)[batch.mask].astype(np.float64)
+    squares = sorted(np.square(log_ratio))
     kept = sum(np.mean(squares[: k + 1]) <= 0.04 for k in range(len(squares)))
-    assert who.update(batch, step=0)["masked_fraction"] == pytest.approx(
-        1 - kept / len(squares)
-    ) and 0 < kept < len(squares)
+    assert 0 < kept < len(squares)
+    masked = policy.update(batch, step=0)["masked_fraction"]
+    assert masked == pytest.approx(1 - kept / len(squares))
 
 
-def test_answers_that_were_cut_off_do_not_disturb_the_correction_of_the_others() -> None:
+def test_correction_ignores_rows_without_trained_tokens() -> None:
     settings = AlgorithmSettings(
         correction="truncate", correction_level="sequence", reject_range=(1e-9, 1e9), epochs=2
     )
-    who, batch = actor(settings), random_batch()
+    policy, batch = actor(settings), random_batch()
     last = batch.offsets[-2]
-    alone = replace(
-        batch, mask=batch.mask & (np.arange(batch.num_tokens) >= last)
-    )  # fewer tokens than there are rows before it
+    # The last row has fewer trained tokens than there are rows before it.
+    alone = replace(batch, mask=batch.mask & (np.arange(batch.num_tokens) >= last))
     alone.mask[last + 2 :] = False
     alone.mask[last + 1] = True
-    assert who.update(alone, step=0)["tokens"] == 1
+    assert policy.update(alone, step=0)["tokens"] == 1
 
 
 class Passes:
-    """An engine that notes which rows it was given."""
+    """Engine that records the tokens it was given."""
 
     def __init__(self) -> None:
         self.seen: list[list[int]] = []
@@ -180,53 +158,53 @@ class Passes:
         return 1.0
 
 
-def test_passes_over_a_batch_cut_it_differently() -> None:
+def test_epochs_split_batch_into_different_mini_batches() -> None:
     engine, algorithm = Passes(), AlgorithmSettings(epochs=2, mini_batches=2)
     train_on(engine, random_batch(rows=16), ValueLoss(None), algorithm, lr=0.0, step=1)  # type: ignore[arg-type]
     assert sorted(engine.seen[:2]) != sorted(engine.seen[2:]), (
-        "both passes had the same mini-batches"
+        "both epochs had the same mini-batches"
     )
 
 
-def test_a_batch_with_nothing_left_to_train_changes_nothing() -> None:
-    who, batch = actor(AlgorithmSettings(overlong="mask")), random_batch()
-    before = weights_of(who.engine)
-    metrics = who.update(replace(batch, mask=np.zeros_like(batch.mask)), step=0)
+def test_update_changes_nothing_when_no_token_is_trained() -> None:
+    policy, batch = actor(AlgorithmSettings(overlong="mask")), random_batch()
+    before = weights_of(policy.engine)
+    metrics = policy.update(replace(batch, mask=np.zeros_like(batch.mask)), step=0)
     assert metrics["weights_changed"] == 0 and metrics["updates"] == 0
-    assert all(torch.equal(before[name], weight) for name, weight in who.engine.export_weights())
+    assert all(torch.equal(before[name], weight) for name, weight in policy.engine.export_weights())
 
 
-def test_a_rate_lost_in_rounding_is_reported_as_weights_that_did_not_change() -> None:
+def test_update_reports_unchanged_weights_when_rate_is_lost_in_rounding() -> None:
     metrics = actor(AlgorithmSettings(), TrainSettings(learning_rate=1e-30)).update(
         random_batch(), step=0
     )
     assert metrics["grad_norm"] > 0 and metrics["weights_changed"] == 0
 
 
-def test_a_batch_without_advantages_is_refused() -> None:
+def test_update_fails_when_batch_has_no_advantages() -> None:
     with pytest.raises(DataError, match="advantages"):
         actor(AlgorithmSettings()).update(replace(random_batch(), advantages=None), step=0)
 
 
-def bandit(who: Actor, rng: np.random.Generator, lever: int) -> Batch:
-    """One prompt, one token sampled from the policy; reward 1 for the right one."""
+def bandit(policy: Actor, rng: np.random.Generator, lever: int) -> Batch:
+    """Return completions of one token sampled from the policy, with reward 1 for `lever`."""
     rows = 32
-    everything = np.stack([np.zeros(37), np.arange(37)], 1).astype(np.int32).ravel()
+    vocabulary = np.stack([np.zeros(37), np.arange(37)], 1).astype(np.int32).ravel()
     pairs = np.full(37, 2, np.int32)
     mask = np.tile([False, True], 37)
     zeros = np.zeros(74, np.float32)
-    every = Batch(everything, pairs, mask, zeros, np.zeros(74, np.int32), zeros[:37], pairs)
-    logprobs = who.logprobs(every)[1::2]
+    every = Batch(vocabulary, pairs, mask, zeros, np.zeros(74, np.int32), zeros[:37], pairs)
+    logprobs = policy.logprobs(every)[1::2]
     p = np.exp(logprobs.astype(np.float64))
-    drawn = rng.choice(37, rows, p=p / p.sum())
-    flat = np.stack([np.zeros(rows), drawn], 1).astype(np.int32).ravel()
-    sampled = np.stack([np.zeros(rows), logprobs[drawn]], 1).astype(np.float32).ravel()
-    rewards = (drawn == lever).astype(np.float32)
+    sampled = rng.choice(37, rows, p=p / p.sum())
+    tokens = np.stack([np.zeros(rows), sampled], 1).astype(np.int32).ravel()
+    token_logprobs = np.stack([np.zeros(rows), logprobs[sampled]], 1).astype(np.float32).ravel()
+    rewards = (sampled == lever).astype(np.float32)
     return Batch(
-        flat,
+        tokens,
         np.full(rows, 2, np.int32),
         mask[: 2 * rows],
-        sampled,
+        token_logprobs,
         np.zeros(2 * rows, np.int32),
         rewards,
         np.zeros(rows, np.int32),
@@ -234,24 +212,24 @@ def bandit(who: Actor, rng: np.random.Generator, lever: int) -> Batch:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_token_that_pays_becomes_the_likely_one(name: str) -> None:
+def test_rewarded_token_becomes_likely(name: str) -> None:
     algorithm = AlgorithmSettings.model_validate({"name": name, "overlong": "keep"})
-    who, rng = actor(algorithm, total_steps=60), np.random.default_rng(0)
+    policy, rng = actor(algorithm, total_steps=60), np.random.default_rng(0)
     critic = critic_of(tiny("qwen2"), algorithm, 60)
-    share = []
+    rewarded = []
     for step in range(60):
-        batch = replace(bandit(who, rng, lever=7), baselines=np.zeros(32, np.float32))
+        batch = replace(bandit(policy, rng, lever=7), baselines=np.zeros(32, np.float32))
         batch = advantages(
             batch, algorithm, critic.values(batch) if algorithm.needs_critic else None
         )
-        who.update(batch, step)
+        policy.update(batch, step)
         if algorithm.needs_critic:
             critic.update(batch, step)
-        share.append(batch.rewards.mean())
-    assert share[0] < 0.3 and np.mean(share[-5:]) > 0.9
+        rewarded.append(batch.rewards.mean())
+    assert rewarded[0] < 0.3 and np.mean(rewarded[-5:]) > 0.9
 
 
-def test_a_critic_learns_the_reward_to_expect() -> None:
+def test_critic_learns_expected_reward() -> None:
     algorithm, batch = AlgorithmSettings(name="ppo"), random_batch()
     critic = critic_of(tiny("qwen2"), algorithm, 40)
     first = last = 0.0
@@ -262,7 +240,7 @@ def test_a_critic_learns_the_reward_to_expect() -> None:
     assert last < first / 5
 
 
-def test_a_critic_without_returns_is_refused() -> None:
+def test_critic_update_fails_when_batch_has_no_returns() -> None:
     with pytest.raises(DataError, match="returns"):
         critic_of(tiny("qwen2"), AlgorithmSettings(name="ppo"), 1).update(
             replace(random_batch(), returns=None), 0
