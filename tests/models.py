@@ -1,4 +1,4 @@
-"""Small random models for tests: no warm-up, made in milliseconds, the same every time."""
+"""Small random models for tests: deterministic, created in milliseconds."""
 
 from pathlib import Path
 
@@ -16,12 +16,12 @@ from tests.architectures import tiny_architecture
 
 
 def random_model(folder: Path, *, hidden: int = 32, layers: int = 2, seed: int = 0) -> str:
-    """A Qwen2-shape model with our character tokenizer, saved where `model = "<folder>"` finds it."""
+    """Save a Qwen2 model with the character tokenizer; return its directory."""
     return _save(Qwen2ForCausalLM, make_tokenizer(), folder, hidden, layers, seed)
 
 
 def random_other_model(folder: Path, name: str = "gpt2") -> str:
-    """One that generates through its module."""
+    """Save a model of another architecture, which generates through its module."""
     tokenizer = make_tokenizer()
     tiny_architecture(name, vocab_size=len(tokenizer)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -31,7 +31,7 @@ def random_other_model(folder: Path, name: str = "gpt2") -> str:
 def random_reward_model(
     folder: Path, *, labels: int = 1, seed: int = 0, chat_template: str | None = None
 ) -> str:
-    """The same shape with a number per label for its output."""
+    """Save a Qwen2 model with one output per label."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = chat_template
     return _save(Qwen2ForSequenceClassification, tokenizer, folder, 32, 2, seed, num_labels=labels)

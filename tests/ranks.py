@@ -1,4 +1,7 @@
-"""Train engines that live in ranks of their own, to be tested like local ones: every call goes to all ranks, the first answers."""
+"""Train engines in rank processes, with the interface of a local engine.
+
+Every call goes to all ranks; rank 0 returns the result.
+"""
 
 import asyncio
 import pickle
@@ -22,11 +25,11 @@ from paceline.types import Batch, FloatArray
 
 Make = Callable[..., TrainEngine]  # (model, settings, temperature=, head=), in each rank
 Arrays = dict[str, NDArray[Any]]
-KEPT = 3  # engines a test may use at the same time
+KEPT = 3  # number of engines that a test can use at the same time
 
 
 class EngineService:
-    """In a rank: the engines that tests have made. Tensors cross as arrays, models pickled."""
+    """Engines of the tests inside a rank. Tensors are sent as arrays, models pickled."""
 
     def __init__(self, make: Make) -> None:
         self._make = make
@@ -65,7 +68,7 @@ class EngineService:
         }
 
     def held(self, key: int) -> dict[str, int]:
-        """Bytes of parameters, gradients and optimizer state on this rank."""
+        """Return the bytes of parameters, gradients and optimizer state on this rank."""
         return held_bytes(self._engines[key])
 
 
@@ -96,10 +99,10 @@ def build_service(make: Make) -> Mapping[str, Any]:
 
 
 class Ranks:
-    """A group of ranks behind plain blocking calls."""
+    """A group of ranks with blocking calls."""
 
     def __init__(self, make: Make, count: int, folder: Path, **settings: Any) -> None:
-        """`settings` replace those an engine is asked for with."""
+        """`settings` override the settings of every engine."""
         self._settings = settings
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -123,7 +126,7 @@ class Ranks:
         make: Make | None = None,
         **options: Any,
     ) -> "RemoteEngine":
-        """Make an engine, by `make` instead of the usual way if given; only the last few are kept."""
+        """Create an engine, with `make` if given. Only the last few engines are kept."""
         self._made += 1
         settings = settings.model_copy(update=self._settings)
         self.call("make", self._made, pickle.dumps(model), settings, options, make)
@@ -138,12 +141,12 @@ class Ranks:
         self._thread.join()
         self._loop.close()
 
-    def _wait(self, what: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(what, self._loop).result(120)
+    def _wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(120)
 
 
 class RemoteEngine:
-    """A TrainEngine whose ranks are elsewhere."""
+    """A TrainEngine whose ranks are other processes."""
 
     def __init__(self, ranks: Ranks, key: int) -> None:
         self._ranks, self._key = ranks, key

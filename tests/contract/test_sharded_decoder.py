@@ -1,5 +1,7 @@
-"""FSDP over our own forward and backward pass learns what a single device does, with plain torch in place of our kernels (on a GPU:
-tests/gpu/test_train_gpu.py)."""
+"""FSDP with the explicit passes gives the results of a single device.
+
+Plain torch replaces the GPU kernels (on a GPU: tests/gpu/test_train_gpu.py).
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -45,7 +47,7 @@ class FusedFsdp(Fsdp):
 
 
 def add_matmul(to: Tensor, a: Tensor, b: Tensor) -> None:
-    """A CPU has no product of narrow matrices with a wide result."""
+    """Replace a matmul that torch lacks on a CPU: bfloat16 inputs with a float32 result."""
     to += a.to(to.dtype) @ b.to(to.dtype)
 
 
@@ -60,18 +62,16 @@ def ranks(
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_log_probs_gradients_and_weights_are_those_of_a_single_device(
+def test_sharded_decoder_matches_single_device(
     ranks: Ranks, name: str, checkpointing: bool
 ) -> None:
-    batch, settings = (
-        random_batch(),
-        TrainSettings(micro_batch_tokens=40, gradient_checkpointing=checkpointing),
-    )
+    batch = random_batch()
+    settings = TrainSettings(micro_batch_tokens=40, gradient_checkpointing=checkpointing)
     single, sharded = (
         build(tiny(name), settings, temperature=TEMPERATURE) for build in (SingleDevice, ranks)
     )
     assert np.abs(single.logprobs(batch) - sharded.logprobs(batch)).max() < 1e-5
-    for _ in range(2):  # gradients of two calls add up, too
+    for _ in range(2):  # gradients of two calls accumulate
         one, two = (engine.forward_backward(batch, LOSS) for engine in (single, sharded))
         assert two == pytest.approx(one, abs=1e-5)
     expected, found = gradients(single), gradients(sharded)
@@ -81,11 +81,11 @@ def test_log_probs_gradients_and_weights_are_those_of_a_single_device(
     before, after = weights_of(single), weights_of(sharded)
     assert max(float((after[key] - before[key]).abs().max()) for key in before) < 1e-5
     assert np.abs(single.logprobs(batch) - sharded.logprobs(batch)).max() < 1e-5, (
-        "the next pass sees the new weights"
+        "the next pass must use the new weights"
     )
 
 
-def test_a_rank_without_rows_takes_part(ranks: Ranks) -> None:
+def test_step_matches_single_device_when_rank_has_no_rows(ranks: Ranks) -> None:
     whole = random_batch()
     batch = select_rows(whole, np.array([int(whole.lengths.argmax())]))
     single, sharded = (build(tiny("qwen3"), TrainSettings()) for build in (SingleDevice, ranks))
@@ -94,8 +94,8 @@ def test_a_rank_without_rows_takes_part(ranks: Ranks) -> None:
     assert sharded.optimizer_step(1e-4) == pytest.approx(single.optimizer_step(1e-4), abs=1e-5)
 
 
-def test_narrow_products_leave_gradients_wide(ranks: Ranks) -> None:
-    """Ranks and passes add up in float32: the way a batch is cut shows only in what bfloat16 rounds inside a pass."""
+def test_gradients_stay_float32_when_matmuls_are_bfloat16(ranks: Ranks) -> None:
+    """Ranks and passes accumulate in float32: only rounding inside a pass depends on its size."""
     found: list[dict[str, Tensor]] = []
     for limit in (1, 4096):
         engine: Any = ranks(
@@ -111,7 +111,7 @@ def test_narrow_products_leave_gradients_wide(ranks: Ranks) -> None:
     )
     exact = SingleDevice(tiny("qwen2-tied"), TrainSettings())
     exact.forward_backward(random_batch(), LOSS)
-    for key, wanted in gradients(exact).items():
+    for key, expected in gradients(exact).items():
         for each in found:
-            assert float((each[key] - wanted).norm() / wanted.norm()) < 0.06, key
+            assert float((each[key] - expected).norm() / expected.norm()) < 0.06, key
     assert not same_bits(*found)

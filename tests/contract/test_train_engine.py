@@ -1,4 +1,4 @@
-"""What every train engine promises, whatever it runs on. A new back end joins by adding its factory to `engines`."""
+"""Contract of every train engine. To test a new backend, add it to the fixture `build`."""
 
 import copy
 import math
@@ -51,8 +51,9 @@ def build(
 
 def tiny(name: str) -> PreTrainedModel:
     shape: dict[str, Any] = {
-        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": name.endswith("tied"),
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 64, "tie_word_embeddings": name.endswith("tied"),
     }  # fmt: skip
     torch.manual_seed(0)
     model: PreTrainedModel
@@ -62,14 +63,17 @@ def tiny(name: str) -> PreTrainedModel:
         model = Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=8))
     else:
         model = Qwen2ForCausalLM(Qwen2Config(**shape))
-    with torch.no_grad():  # biases and norms that are not 0 and 1, so that leaving one out shows
+    with torch.no_grad():  # no bias is 0 and no norm 1, so that omitting one changes the result
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     return model
 
 
 def random_batch(rows: int = 6, seed: int = 0) -> Batch:
-    """Rows of unlike lengths with masks of several turns; one has nothing to train on, two start with the same prompt."""
+    """Return rows of different lengths with masks of several turns.
+
+    One row has no trained token, and two rows share their prompt.
+    """
     rng = np.random.default_rng(seed)
     lengths = rng.integers(2, 20, rows).astype(np.int32)
     total = int(lengths.sum())
@@ -103,7 +107,7 @@ def random_batch(rows: int = 6, seed: int = 0) -> Batch:
 
 
 def plain_logprobs(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Row by row through transformers' own forward, full logits and all: log-prob and entropy of each trained token."""
+    """Return log-prob and entropy of each trained token by plain forward passes, row by row."""
     offsets, logprobs, entropies = batch.offsets, [], []
     for row in range(batch.num_rows):
         ids = torch.from_numpy(batch.tokens[offsets[row] : offsets[row + 1]].astype(np.int64))[None]
@@ -115,7 +119,7 @@ def plain_logprobs(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor
 
 
 class Counted:
-    """A loss that counts the micro-batches it is asked about."""
+    """A loss that counts its calls, one per micro-batch."""
 
     def __init__(self, inner: PolicyLoss) -> None:
         self.inner, self.calls = inner, 0
@@ -150,15 +154,14 @@ def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("limit", [1, 40, 4096])
-def test_log_probs_are_those_of_a_plain_forward_of_each_row(
+def test_logprobs_match_plain_forward_of_each_row(
     build: EngineFactory, name: str, limit: int
 ) -> None:
     model, batch = tiny(name), random_batch()
     with torch.no_grad():
         expected, _ = plain_logprobs(copy.deepcopy(model), batch)
-    found = build(model, TrainSettings(micro_batch_tokens=limit), temperature=TEMPERATURE).logprobs(
-        batch
-    )
+    settings = TrainSettings(micro_batch_tokens=limit)
+    found = build(model, settings, temperature=TEMPERATURE).logprobs(batch)
     assert np.abs(found[batch.mask] - expected.numpy()).max() < 1e-5
     assert not found[~batch.mask].any()
 
@@ -166,7 +169,7 @@ def test_log_probs_are_those_of_a_plain_forward_of_each_row(
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("limit", [1, 40, 4096])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_gradient_is_that_of_the_plain_loss_however_the_batch_is_cut(
+def test_gradient_matches_plain_loss_for_any_micro_batch_size(
     build: EngineFactory, name: str, limit: int, checkpointing: bool
 ) -> None:
     model, batch = tiny(name), random_batch()
@@ -200,18 +203,16 @@ def test_the_gradient_is_that_of_the_plain_loss_however_the_batch_is_cut(
         assert (found[parameter] - gradient).abs().max() < 1e-6, parameter
 
 
-def test_metrics_do_not_depend_on_how_the_batch_is_cut(build: EngineFactory) -> None:
+def test_metrics_do_not_depend_on_micro_batch_size(build: EngineFactory) -> None:
     batch = random_batch()
-    cuts = [
+    one, some, all_ = (
         build(tiny("qwen2"), TrainSettings(micro_batch_tokens=limit)).forward_backward(batch, LOSS)
         for limit in (1, 40, 4096)
-    ]
-    assert cuts[0] == pytest.approx(cuts[2], abs=1e-5) and cuts[1] == pytest.approx(
-        cuts[2], abs=1e-5
     )
+    assert one == pytest.approx(all_, abs=1e-5) and some == pytest.approx(all_, abs=1e-5)
 
 
-def test_gradients_of_two_batches_add_up(build: EngineFactory) -> None:
+def test_gradients_accumulate_over_batches(build: EngineFactory) -> None:
     engine, once = build(tiny("llama"), TrainSettings()), build(tiny("llama"), TrainSettings())
     once.forward_backward(random_batch(), LOSS)
     for _ in range(2):
@@ -221,9 +222,7 @@ def test_gradients_of_two_batches_add_up(build: EngineFactory) -> None:
         assert (twice[name] - 2 * gradient).abs().max() < 1e-6
 
 
-def test_a_step_clips_reports_the_norm_and_clears_the_gradient(
-    build: EngineFactory, tmp_path: Path
-) -> None:
+def test_optimizer_step_clips_gradient_before_update(build: EngineFactory, tmp_path: Path) -> None:
     engine = build(tiny("qwen2"), TrainSettings(max_grad_norm=1e-3))
     engine.forward_backward(random_batch(), LOSS)
     expected = math.sqrt(sum(float(g.double().square().sum()) for g in gradients(engine).values()))
@@ -241,7 +240,7 @@ def test_a_step_clips_reports_the_norm_and_clears_the_gradient(
     )
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing(build: EngineFactory) -> None:
+def test_optimizer_step_changes_nothing_when_gradient_is_not_finite(build: EngineFactory) -> None:
     engine, clean = build(tiny("qwen2"), TrainSettings()), build(tiny("qwen2"), TrainSettings())
     batch = random_batch()
     assert batch.advantages is not None
@@ -254,11 +253,11 @@ def test_a_gradient_that_is_not_finite_changes_nothing(build: EngineFactory) -> 
         each.forward_backward(batch, LOSS)
         each.optimizer_step(1e-3)
     assert same_bits(weights_of(clean), weights_of(engine)), (
-        "the skipped step left a trace in gradient or optimizer"
+        "the skipped step must not change the gradient or the optimizer state"
     )
 
 
-def test_the_same_batch_gives_the_same_bits(build: EngineFactory) -> None:
+def test_training_is_deterministic(build: EngineFactory) -> None:
     results = []
     for _ in range(2):
         engine = build(tiny("qwen3"), TrainSettings(micro_batch_tokens=40))
@@ -270,7 +269,9 @@ def test_the_same_batch_gives_the_same_bits(build: EngineFactory) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_exported_weights_make_the_same_model(build: EngineFactory, name: str) -> None:
+def test_exported_weights_give_same_logprobs_in_plain_model(
+    build: EngineFactory, name: str
+) -> None:
     engine, batch = build(tiny(name), TrainSettings(), temperature=TEMPERATURE), random_batch()
     engine.forward_backward(batch, LOSS)
     engine.optimizer_step(1e-2)
@@ -285,7 +286,7 @@ def test_exported_weights_make_the_same_model(build: EngineFactory, name: str) -
 
 
 @pytest.mark.parametrize("head", ["policy", "value"])
-def test_saved_and_loaded_training_goes_on_bit_for_bit(
+def test_loaded_engine_continues_training_bit_for_bit(
     build: EngineFactory, head: str, tmp_path: Path
 ) -> None:
     loss = LOSS if head == "policy" else ValueLoss(0.2)
@@ -316,11 +317,9 @@ def test_saved_and_loaded_training_goes_on_bit_for_bit(
     assert {path.suffix for path in (tmp_path / "saved").iterdir()} == {".safetensors", ".json"}
 
 
-def test_a_saved_policy_opens_with_transformers(build: EngineFactory, tmp_path: Path) -> None:
-    engine, batch = (
-        build(tiny("qwen2-tied"), TrainSettings(), temperature=TEMPERATURE),
-        random_batch(),
-    )
+def test_saved_policy_loads_with_transformers(build: EngineFactory, tmp_path: Path) -> None:
+    engine = build(tiny("qwen2-tied"), TrainSettings(), temperature=TEMPERATURE)
+    batch = random_batch()
     engine.save(tmp_path)
     opened = Qwen2ForCausalLM.from_pretrained(tmp_path)
     with torch.no_grad():
@@ -328,7 +327,7 @@ def test_a_saved_policy_opens_with_transformers(build: EngineFactory, tmp_path: 
     assert np.abs(engine.logprobs(batch)[batch.mask] - expected.numpy()).max() < 1e-5
 
 
-def test_weights_of_another_model_are_refused_and_nothing_changes(
+def test_load_changes_nothing_when_checkpoint_is_unusable(
     build: EngineFactory, tmp_path: Path
 ) -> None:
     build(tiny("llama"), TrainSettings()).save(tmp_path / "llama")
@@ -336,16 +335,16 @@ def test_weights_of_another_model_are_refused_and_nothing_changes(
     before = weights_of(engine)
     with pytest.raises(CheckpointError, match="another model"):
         engine.load(tmp_path / "llama")
-    (tmp_path / "cut").mkdir()
-    (tmp_path / "cut" / "model.safetensors").write_bytes(b"half a file")
-    with pytest.raises(CheckpointError, match="cut"):
-        engine.load(tmp_path / "cut")
-    with pytest.raises(CheckpointError, match="nowhere"):
-        engine.load(tmp_path / "nowhere")
+    (tmp_path / "truncated").mkdir()
+    (tmp_path / "truncated" / "model.safetensors").write_bytes(b"half a file")
+    with pytest.raises(CheckpointError, match="truncated"):
+        engine.load(tmp_path / "truncated")
+    with pytest.raises(CheckpointError, match="missing"):
+        engine.load(tmp_path / "missing")
     assert same_bits(before, weights_of(engine))
 
 
-def test_a_batch_without_a_trained_token_is_refused(build: EngineFactory) -> None:
+def test_forward_backward_rejects_batch_without_trained_tokens(build: EngineFactory) -> None:
     batch = random_batch()
     with pytest.raises(DataError, match="no trained token"):
         build(tiny("llama"), TrainSettings()).forward_backward(
@@ -353,7 +352,7 @@ def test_a_batch_without_a_trained_token_is_refused(build: EngineFactory) -> Non
         )
 
 
-def test_values_start_at_zero_and_learn_the_returns(build: EngineFactory) -> None:
+def test_values_start_at_zero_and_learn_returns(build: EngineFactory) -> None:
     engine, batch = build(tiny("qwen2").base_model, TrainSettings(), head="value"), random_batch()
     assert batch.returns is not None
     assert not engine.values(batch).any()
@@ -365,10 +364,11 @@ def test_values_start_at_zero_and_learn_the_returns(build: EngineFactory) -> Non
     assert errors[-1] < errors[0] / 10
 
 
-def test_an_engine_that_is_put_away_and_brought_back_is_the_same(build: EngineFactory) -> None:
+def test_offload_and_restore_keep_engine_unchanged(build: EngineFactory) -> None:
     engine = build(tiny("qwen2"), TrainSettings())
     engine.forward_backward(random_batch(), LOSS)
     before = weights_of(engine)
-    away, back = engine.place("host"), engine.place("device")
-    assert away.bytes == back.bytes == 0 and away.seconds >= 0, "a CPU has nowhere else to put it"
+    offloaded, restored = engine.place("host"), engine.place("device")
+    assert offloaded.bytes == restored.bytes == 0, "an engine on a CPU moves nothing"
+    assert offloaded.seconds >= 0
     assert same_bits(before, weights_of(engine)) and engine.optimizer_step(1e-3) > 0

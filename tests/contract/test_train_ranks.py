@@ -1,4 +1,4 @@
-"""Engines on several ranks learn exactly what one device does, and hand over to each other; planted errors show."""
+"""FSDP on several ranks gives the results of a single device and exchanges checkpoints with it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,11 +38,11 @@ from tests.contract.test_train_engine import (
 from tests.ranks import Ranks
 
 SETTINGS = TrainSettings(learning_rate=1e-4, micro_batch_tokens=40, weight_decay=0.1)
-NAMES = {"1": (1, 1), "2": (2, 1), "2 x tensor 2": (4, 2)}  # ranks in all, tensor parallel
+NAMES = {"1": (1, 1), "2": (2, 1), "2 x tensor 2": (4, 2)}  # total ranks, tensor-parallel ranks
 
 
 class Groups:
-    """Groups of ranks by name, started when first asked for."""
+    """Groups of ranks by name, started on first use."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -71,24 +71,19 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Groups]:
 
 @dataclass(frozen=True)
 class Step:
-    """One update as it is compared: metrics, and all weights after it."""
+    """Result of one update: its metrics and the weights after it."""
 
     metrics: dict[str, float]
     weights: dict[str, Tensor]
 
-    def gap(self, other: "Step") -> float:
-        assert (
-            self.metrics.keys() == other.metrics.keys()
-            and self.weights.keys() == other.weights.keys()
-        )
-        gaps = [abs(self.metrics[name] - other.metrics[name]) for name in ("loss", "grad_norm")]
-        return max(
-            gaps
-            + [
-                float((self.weights[name] - other.weights[name]).abs().max())
-                for name in self.weights
-            ]
-        )
+    def difference(self, other: "Step") -> float:
+        assert self.metrics.keys() == other.metrics.keys()
+        assert self.weights.keys() == other.weights.keys()
+        metrics = [abs(self.metrics[key] - other.metrics[key]) for key in ("loss", "grad_norm")]
+        weights = [
+            float((self.weights[name] - other.weights[name]).abs().max()) for name in self.weights
+        ]
+        return max(metrics + weights)
 
 
 def step(
@@ -99,7 +94,7 @@ def step(
     model: PreTrainedModel | None = None,
     **more: Any,
 ) -> Step:
-    """One GRPO step of an actor, or one PPO step of actor and critic."""
+    """Run one GRPO step of an actor, or one PPO step of actor and critic."""
     settings = AlgorithmSettings(name=algorithm, kl_coef=0.1)
     batch = batch or random_batch()
     actor = Actor(
@@ -126,46 +121,45 @@ def step(
 @pytest.mark.parametrize("ranks", ["2", "2 x tensor 2"])
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 @pytest.mark.parametrize("name", ["llama", "qwen2-tied", "qwen3"])
-def test_one_step_gives_the_loss_norm_and_weights_of_a_single_device(
+def test_step_on_ranks_matches_single_device(
     groups: Groups, ranks: str, algorithm: str, name: str
 ) -> None:
     start = tiny(name).state_dict()
     expected = step(SingleDevice, algorithm, name)
-    assert step(groups[ranks], algorithm, name).gap(expected) < 1e-5
+    assert step(groups[ranks], algorithm, name).difference(expected) < 1e-5
     assert max(float((expected.weights[key] - start[key]).abs().max()) for key in start) > 9e-5, (
-        "weights must move for this to mean something"
+        "the step must change the weights, or the comparison shows nothing"
     )
 
 
 @pytest.mark.parametrize("ranks", ["2", "2 x tensor 2"])
-def test_fewer_rows_than_ranks_are_enough(groups: Groups, ranks: str) -> None:
+def test_step_matches_single_device_when_rows_are_fewer_than_ranks(
+    groups: Groups, ranks: str
+) -> None:
     whole = random_batch()
     batch = select_rows(whole, np.array([int(whole.lengths.argmax())]))
-    assert (
-        step(groups[ranks], "ppo", "qwen2", batch).gap(step(SingleDevice, "ppo", "qwen2", batch))
-        < 1e-5
-    )
+    expected = step(SingleDevice, "ppo", "qwen2", batch)
+    assert step(groups[ranks], "ppo", "qwen2", batch).difference(expected) < 1e-5
 
 
 def without_mask(model: PreTrainedModel, settings: TrainSettings, **options: Any) -> TrainEngine:
-    """An engine whose tokens see those after them."""
+    """Return an engine whose attention is not causal."""
 
-    def blind(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def without_causal_mask(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(
             q, k, v, scale=scale, enable_gqa=True
         )
 
-    engine = Fsdp(
-        model, settings, **options
-    )  # with a mask: it would notice, and do without packed rows
-    engine.forward_backward = _always(engine.forward_backward, blind)  # type: ignore[method-assign]
+    # Created with the mask: otherwise the engine would detect the error and pad rows.
+    engine = Fsdp(model, settings, **options)
+    engine.forward_backward = _with_attention(engine.forward_backward, without_causal_mask)  # type: ignore[method-assign]
     return engine
 
 
-def _always(method: Any, blind: Any) -> Any:
+def _with_attention(method: Any, wrong: Any) -> Any:
     def patched(*args: Any) -> Any:
         right = attention._short_rows
-        attention._short_rows = blind
+        attention._short_rows = wrong
         try:
             return method(*args)
         finally:
@@ -174,7 +168,7 @@ def _always(method: Any, blind: Any) -> Any:
     return patched
 
 
-def test_planted_layout_errors_show(groups: Groups) -> None:
+def test_comparison_detects_planted_layout_errors(groups: Groups) -> None:
     swapped = tiny("qwen3")
     projections = swapped.model.layers[0].self_attn
     projections.k_proj.weight.data, projections.v_proj.weight.data = (
@@ -182,21 +176,21 @@ def test_planted_layout_errors_show(groups: Groups) -> None:
         projections.k_proj.weight.data,
     )
     right = step(SingleDevice, "grpo")
-    assert step(groups["2"], "grpo", model=swapped).gap(right) > 1e-3
-    assert step(groups["2"], "grpo", make=without_mask).gap(right) > 1e-3
+    assert step(groups["2"], "grpo", model=swapped).difference(right) > 1e-3
+    assert step(groups["2"], "grpo", make=without_mask).difference(right) > 1e-3
     critic, batch = tiny("qwen3").base_model, random_batch()
-    blind = groups["2"](critic, SETTINGS, head="value", make=without_mask)
-    seeing = SingleDevice(tiny("qwen3").base_model, SETTINGS, head="value")
+    wrong = groups["2"](critic, SETTINGS, head="value", make=without_mask)
+    reference = SingleDevice(tiny("qwen3").base_model, SETTINGS, head="value")
     loss = ValueLoss(None)
-    for engine in (blind, seeing):
+    for engine in (wrong, reference):
         engine.forward_backward(batch, loss)
         engine.optimizer_step(1e-1)
-    found, expected = (engine.forward_backward(batch, loss)["loss"] for engine in (blind, seeing))
+    found, expected = (e.forward_backward(batch, loss)["loss"] for e in (wrong, reference))
     assert abs(found - expected) > 1e-3
 
 
 @pytest.mark.parametrize("ranks", ["single", "2", "2 x tensor 2"])
-def test_the_native_engine_answers_as_the_trainer_itself_would(groups: Groups, ranks: str) -> None:
+def test_native_engine_samples_trainers_most_likely_tokens(groups: Groups, ranks: str) -> None:
     trainer = groups[ranks](tiny("qwen3"), SETTINGS)
     trainer.forward_backward(random_batch(), LOSS)
     trainer.optimizer_step(1e-2)
@@ -215,12 +209,12 @@ def test_the_native_engine_answers_as_the_trainer_itself_would(groups: Groups, r
         assert token == _likeliest(trainer, row)
         row.append(token)
     assert same_bits(exported, weights_of(groups[ranks](model, SETTINGS))), (
-        "imported and exported again"
+        "importing exported weights must not change them"
     )
 
 
 def _likeliest(trainer: TrainEngine, row: list[int]) -> int:
-    """The trainer's own choice for the next token: the log-prob of each there is."""
+    """Return the trainer's most likely next token by the log-probs of all tokens."""
     length = len(row) + 1
     tokens = np.concatenate([[*row, token] for token in range(VOCABULARY)]).astype(np.int32)
     lengths = np.full(VOCABULARY, length, np.int32)
@@ -237,7 +231,7 @@ def _likeliest(trainer: TrainEngine, row: list[int]) -> int:
     [("single", "2"), ("2", "single"), ("2", "1"), ("2", "2 x tensor 2"), ("2 x tensor 2", "2")],
 )
 @pytest.mark.parametrize("head", ["policy", "value"])
-def test_what_some_ranks_saved_others_continue_with_the_same_losses(
+def test_checkpoint_continues_with_same_losses_on_other_ranks(
     groups: Groups, before: str, after: str, head: str, tmp_path: Path
 ) -> None:
     loss = LOSS if head == "policy" else ValueLoss(None)
@@ -262,7 +256,7 @@ def test_what_some_ranks_saved_others_continue_with_the_same_losses(
     assert train(other, range(2, 4)) == pytest.approx(expected, abs=1e-5)
 
 
-def test_bfloat16_is_near(groups: Groups) -> None:
+def test_bfloat16_on_ranks_approximates_single_device(groups: Groups) -> None:
     settings, batch = SETTINGS.model_copy(update={"dtype": "bfloat16"}), random_batch()
     single, sharded = SingleDevice(tiny("qwen2"), settings), groups["2"](tiny("qwen2"), settings)
     assert np.abs(single.logprobs(batch) - sharded.logprobs(batch)).max() < 0.1
@@ -271,7 +265,7 @@ def test_bfloat16_is_near(groups: Groups) -> None:
     assert sharded.optimizer_step(1e-3) == pytest.approx(single.optimizer_step(1e-3), rel=0.05)
 
 
-def test_a_model_that_cannot_be_split_is_refused_by_all_ranks_and_they_live_on(
+def test_ranks_keep_working_after_rejecting_indivisible_model(
     groups: Groups,
 ) -> None:
     model = tiny("llama")
@@ -283,7 +277,7 @@ def test_a_model_that_cannot_be_split_is_refused_by_all_ranks_and_they_live_on(
 
 @pytest.mark.parametrize("ranks", ["2", "2 x tensor 2"])
 @pytest.mark.parametrize("name", ["qwen2-tied", "qwen3"])
-def test_a_rank_holds_what_was_estimated(groups: Groups, ranks: str, name: str) -> None:
+def test_rank_holds_estimated_memory(groups: Groups, ranks: str, name: str) -> None:
     engine = groups[ranks](tiny(name), SETTINGS)
     engine.forward_backward(random_batch(), LOSS)
     engine.optimizer_step(1e-3)

@@ -1,6 +1,7 @@
-"""Lets megatron-core, which knows only CUDA devices, run on CPU: its calls to torch.cuda are answered for the CPU.
+"""Patches that let megatron-core, which supports only CUDA devices, run on a CPU.
 
-Only tests install this, before they import megatron. It covers what this engine's paths touch in megatron-core 0.16.1.
+Tests install them before they import megatron. They cover the functions of megatron-core 0.16.1
+that the Megatron engine uses.
 """
 
 from collections.abc import Callable
@@ -28,10 +29,8 @@ def install() -> None:
         )
 
     torch.Tensor.type = type_name  # type: ignore[method-assign, assignment]
-    for name in (
-        "custom_fwd",
-        "custom_bwd",
-    ):  # so that Megatron's layers see autocast in the backward pass
+    # Megatron's layers need autocast in the backward pass, too.
+    for name in ("custom_fwd", "custom_bwd"):
         setattr(torch.amp, name, _for_cpu(getattr(torch.amp, name)))
 
     from megatron.core import utils
@@ -42,9 +41,8 @@ def install() -> None:
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     for module in (utils, clip_grads, optimizer, schedules):
-        module.torch = (
-            _Torch()
-        )  # torch itself stays as it is: transformers depends on what its constructors are
+        # Only Megatron gets the replacement: transformers depends on torch's constructors.
+        module.torch = _Torch()
 
 
 def _for_cpu(decorator: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,7 +50,7 @@ def _for_cpu(decorator: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Torch:
-    """torch, except that what is to be made on "cuda" is made on the CPU."""
+    """torch with constructors that create "cuda" tensors on the CPU."""
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(torch, name)

@@ -1,4 +1,4 @@
-"""Makes Megatron engines in the ranks of a test, on CPU."""
+"""Factory of Megatron engines on a CPU, for the ranks of a test."""
 
 import gc
 from typing import Any
@@ -23,7 +23,10 @@ def make(
     planted: str | None = None,
     **options: Any,
 ) -> TrainEngine:
-    """An engine in this layout, whatever the one before had. `planted` names an error to build in."""
+    """Create an engine in this layout, also if the previous one had another.
+
+    `planted` names an error to build in.
+    """
     global installed
     if not installed:
         install()
@@ -38,7 +41,7 @@ def make(
             parallel_state.get_pipeline_model_parallel_world_size(),
         )
         if found != (tensor, pipeline):
-            gc.collect()  # engines of that layout
+            gc.collect()  # free the engines of the old layout
             parallel_state.destroy_model_parallel()
     weights = model.state_dict()
     settings = settings.model_copy(
@@ -54,7 +57,7 @@ def make(
 
 
 class _SeesOneRow(torch.nn.Module):
-    """Attention that takes all packed rows for one."""
+    """Attention that treats all packed rows as one row."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
@@ -65,17 +68,15 @@ class _SeesOneRow(torch.nn.Module):
 
 
 def _with_swapped_qkv(build: Any) -> TrainEngine:
-    """The error of a conversion that lays q, k and v out one after the other instead of by key head."""
+    """Create an engine with q, k and v concatenated instead of interleaved by key head."""
     from paceline.train.megatron_weights import ParameterMapping
 
     right = ParameterMapping.split
 
-    def wrong(slot: ParameterMapping, full: Any, rank: int, ranks: int) -> Tensor:
-        return (
-            torch.cat(list(full)).chunk(ranks)[rank]
-            if slot.kind == "qkv"
-            else right(slot, full, rank, ranks)
-        )
+    def wrong(mapping: ParameterMapping, full: Any, rank: int, ranks: int) -> Tensor:
+        if mapping.kind == "qkv":
+            return torch.cat(list(full)).chunk(ranks)[rank]
+        return right(mapping, full, rank, ranks)
 
     ParameterMapping.split = wrong  # type: ignore[method-assign]
     try:

@@ -1,4 +1,4 @@
-"""The Megatron engine in real processes agrees with one device, in every layout, and its checkpoints fit every other engine."""
+"""The Megatron engine matches a single device in every layout and shares its checkpoints."""
 
 import math
 import os
@@ -51,7 +51,8 @@ LARGE: dict[str, Layout] = {
 SETTINGS = TrainSettings(micro_batch_tokens=20, weight_decay=0.1)
 GRPO = PolicyLoss(AlgorithmSettings(kl_coef=0.1, entropy_coef=0.01, aggregation="sequence"))
 PPO = PolicyLoss(AlgorithmSettings(name="ppo"))
-LR = 1e-4  # Adam's first step is the rate times the gradient's sign, even where the gradient is rounding noise
+# Small, because Adam's first step has the size of the rate even where the gradient is only noise.
+LR = 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     ranks.close()
 
 
-def on_one_device(
+def single_device(
     name: str, head: str = "policy", settings: TrainSettings = SETTINGS
 ) -> SingleDevice:
     model = tiny(name)
@@ -92,74 +93,76 @@ def learn(engine: TrainEngine, batch: Batch, loss: LossFn) -> tuple[dict[str, fl
     return engine.forward_backward(batch, loss), engine.optimizer_step(LR)
 
 
-def gap(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     assert one.keys() == other.keys()
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-def assert_a_step_agrees(
+def assert_step_matches(
     engine: TrainEngine,
     reference: SingleDevice,
     loss: LossFn,
     folder: Path,
     batch: Batch | None = None,
 ) -> None:
-    """Loss, diagnostics, gradient norm, resulting weights and optimizer state."""
+    """Compare loss, metrics, gradient norm, and the resulting weights and optimizer state."""
     batch = batch or random_batch()
     found, expected = learn(engine, batch, loss), learn(reference, batch, loss)
     assert found[0] == pytest.approx(expected[0], abs=1e-5)
     assert found[1] == pytest.approx(expected[1], abs=1e-5)
     engine.save(folder / "ranks")
     reference.save(folder / "one")
-    for file, most in (("model.safetensors", 1e-5), ("optimizer.safetensors", 1e-6)):
-        assert gap(load_file(folder / "ranks" / file), load_file(folder / "one" / file)) < most
+    for file, limit in (("model.safetensors", 1e-5), ("optimizer.safetensors", 1e-6)):
+        assert (
+            difference(load_file(folder / "ranks" / file), load_file(folder / "one" / file)) < limit
+        )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_grpo_step_agrees_with_one_device(
+def test_grpo_step_matches_single_device(
     pair: Ranks, name: str, layout: str, tmp_path: Path
 ) -> None:
-    engine, reference = in_ranks(pair, name, LAYOUTS[layout]), on_one_device(name)
+    engine, reference = in_ranks(pair, name, LAYOUTS[layout]), single_device(name)
     assert np.abs(engine.logprobs(random_batch()) - reference.logprobs(random_batch())).max() < 1e-5
-    assert_a_step_agrees(engine, reference, GRPO, tmp_path)
+    assert_step_matches(engine, reference, GRPO, tmp_path)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_ppo_step_of_actor_and_critic_agrees_with_one_device(
-    pair: Ranks, layout: str, tmp_path: Path
-) -> None:
-    assert_a_step_agrees(
-        in_ranks(pair, "qwen2", LAYOUTS[layout]), on_one_device("qwen2"), PPO, tmp_path / "actor"
+def test_ppo_step_matches_single_device(pair: Ranks, layout: str, tmp_path: Path) -> None:
+    assert_step_matches(
+        in_ranks(pair, "qwen2", LAYOUTS[layout]), single_device("qwen2"), PPO, tmp_path / "actor"
     )
     critic, reference = (
         in_ranks(pair, "qwen2", LAYOUTS[layout], "value"),
-        on_one_device("qwen2", "value"),
+        single_device("qwen2", "value"),
     )
-    assert not critic.values(random_batch()).any(), "values start at 0"
-    assert_a_step_agrees(critic, reference, ValueLoss(0.2), tmp_path / "critic")
+    assert not critic.values(random_batch()).any(), "initial values must be 0"
+    assert_step_matches(critic, reference, ValueLoss(0.2), tmp_path / "critic")
     assert np.abs(critic.values(random_batch()) - reference.values(random_batch())).max() < 1e-5
     assert reference.values(random_batch()).any()
 
 
 @pytest.mark.parametrize("layout", LARGE)
 @pytest.mark.parametrize("head", ["policy", "value"])
-def test_four_ranks_agree_with_one_device(
+def test_step_on_four_ranks_matches_single_device(
     four: Ranks, layout: str, head: str, tmp_path: Path
 ) -> None:
     name = {"tp2-pp2-sp": "qwen3", "tp2-sp-dp2": "qwen2", "pp2-dp2": "qwen2-tied"}[layout]
     loss = GRPO if head == "policy" else ValueLoss(0.2)
-    assert_a_step_agrees(
-        in_ranks(four, name, LARGE[layout], head), on_one_device(name, head), loss, tmp_path
+    assert_step_matches(
+        in_ranks(four, name, LARGE[layout], head), single_device(name, head), loss, tmp_path
     )
 
 
 @pytest.mark.parametrize("planted", ["qkv", "mask"])
-def test_a_layout_error_does_not_go_unnoticed(pair: Ranks, planted: str, tmp_path: Path) -> None:
+def test_comparison_detects_planted_layout_errors(
+    pair: Ranks, planted: str, tmp_path: Path
+) -> None:
     with pytest.raises(AssertionError):
-        assert_a_step_agrees(
+        assert_step_matches(
             in_ranks(pair, "llama", LAYOUTS["tp2"], planted=planted),
-            on_one_device("llama"),
+            single_device("llama"),
             GRPO,
             tmp_path,
         )
@@ -167,49 +170,49 @@ def test_a_layout_error_does_not_go_unnoticed(pair: Ranks, planted: str, tmp_pat
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
-def test_weights_that_go_in_come_out_bit_for_bit(pair: Ranks, name: str, layout: str) -> None:
+def test_exported_weights_equal_imported_weights(pair: Ranks, name: str, layout: str) -> None:
     assert same_bits(
         weights_of(in_ranks(pair, name, LAYOUTS[layout])), dict(tiny(name).state_dict())
     )
 
 
 @pytest.mark.parametrize("layout", ["tp2-sp", "pp2"])
-def test_recomputed_activations_give_the_same_gradient(
+def test_gradient_checkpointing_gives_same_gradient(
     pair: Ranks, layout: str, tmp_path: Path
 ) -> None:
     settings = SETTINGS.model_copy(update={"gradient_checkpointing": True})
-    assert_a_step_agrees(
+    assert_step_matches(
         in_ranks(pair, "qwen3", LAYOUTS[layout], settings=settings),
-        on_one_device("qwen3"),
+        single_device("qwen3"),
         GRPO,
         tmp_path,
     )
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_bfloat16_products_give_about_the_same(pair: Ranks, recompute: bool) -> None:
+def test_bfloat16_approximates_single_device(pair: Ranks, recompute: bool) -> None:
     settings = SETTINGS.model_copy(
         update={"dtype": "bfloat16", "gradient_checkpointing": recompute}
     )
     engine, reference = (
         in_ranks(pair, "qwen2", LAYOUTS["tp2-sp"], settings=settings),
-        on_one_device("qwen2", settings=settings),
+        single_device("qwen2", settings=settings),
     )
     found, expected = learn(engine, random_batch(), GRPO), learn(reference, random_batch(), GRPO)
     assert found[0]["loss"] == pytest.approx(expected[0]["loss"], rel=0.05)
     assert found[1] == pytest.approx(expected[1], rel=0.05)
 
 
-def test_a_replica_without_rows_takes_part(pair: Ranks, tmp_path: Path) -> None:
+def test_step_matches_single_device_when_replica_has_no_rows(pair: Ranks, tmp_path: Path) -> None:
     batch = random_batch()
     longest = select_rows(batch, np.array([int(batch.lengths.argmax())]))
-    assert_a_step_agrees(
-        in_ranks(pair, "qwen2", LAYOUTS["dp2"]), on_one_device("qwen2"), GRPO, tmp_path, longest
+    assert_step_matches(
+        in_ranks(pair, "qwen2", LAYOUTS["dp2"]), single_device("qwen2"), GRPO, tmp_path, longest
     )
 
 
-def test_gradients_of_two_batches_add_up(pair: Ranks) -> None:
-    engine, reference = in_ranks(pair, "qwen2", LAYOUTS["dp2"]), on_one_device("qwen2")
+def test_gradients_accumulate_over_batches(pair: Ranks) -> None:
+    engine, reference = in_ranks(pair, "qwen2", LAYOUTS["dp2"]), single_device("qwen2")
     for each in (engine, reference):
         each.forward_backward(random_batch(seed=1), GRPO)
     assert learn(engine, random_batch(), GRPO)[1] == pytest.approx(
@@ -218,32 +221,28 @@ def test_gradients_of_two_batches_add_up(pair: Ranks) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_gradient_that_is_not_finite_changes_nothing(pair: Ranks, layout: str) -> None:
+def test_optimizer_step_changes_nothing_when_gradient_is_not_finite(
+    pair: Ranks, layout: str
+) -> None:
     engine, batch = in_ranks(pair, "qwen2", LAYOUTS[layout]), random_batch()
     assert batch.advantages is not None
-    row = (
-        np.repeat(np.arange(batch.num_rows), batch.lengths) == batch.lengths.argmax()
-    )  # one row, so one replica only
+    # Only one row, and therefore only one replica, has a gradient that is not finite.
+    row = np.repeat(np.arange(batch.num_rows), batch.lengths) == batch.lengths.argmax()
+    broken = replace(batch, advantages=np.where(row, np.float32(math.nan), batch.advantages))
     before = weights_of(engine)
-    assert math.isnan(
-        learn(
-            engine,
-            replace(batch, advantages=np.where(row, np.float32(math.nan), batch.advantages)),
-            GRPO,
-        )[1]
-    )
+    assert math.isnan(learn(engine, broken, GRPO)[1])
     assert same_bits(before, weights_of(engine))
-    clean = on_one_device("qwen2")
+    clean = single_device("qwen2")
     assert learn(engine, batch, GRPO)[0]["loss"] == pytest.approx(
         learn(clean, batch, GRPO)[0]["loss"], abs=1e-5
     )
-    assert gap(weights_of(clean), weights_of(engine)) < 1e-5, (
-        "the skipped step left a trace in gradient or optimizer"
+    assert difference(weights_of(clean), weights_of(engine)) < 1e-5, (
+        "the skipped step must not change the gradient or the optimizer state"
     )
 
 
 @pytest.mark.parametrize("head", ["policy", "value"])
-def test_training_goes_on_in_any_other_layout(pair: Ranks, head: str, tmp_path: Path) -> None:
+def test_checkpoint_continues_in_any_layout(pair: Ranks, head: str, tmp_path: Path) -> None:
     loss = GRPO if head == "policy" else ValueLoss(0.2)
     saved = in_ranks(pair, "qwen2-tied", LAYOUTS["tp2-sp"], head)
     for seed in range(2):
@@ -251,38 +250,34 @@ def test_training_goes_on_in_any_other_layout(pair: Ranks, head: str, tmp_path: 
     saved.save(tmp_path / "saved")
     expected = learn(saved, random_batch(seed=2), loss)
     weights = weights_of(saved)
-    one = on_one_device("qwen2-tied", head)
+    one = single_device("qwen2-tied", head)
     one.save(tmp_path / "fresh")
-    for layout in ("one device", "tp2-sp", "tp2", "pp2", "dp2"):
-        engine = (
-            one if layout == "one device" else in_ranks(pair, "qwen2-tied", LAYOUTS[layout], head)
-        )
-        learn(engine, random_batch(seed=9), loss)  # what it has learned itself must be gone
+    for layout in ("single", "tp2-sp", "tp2", "pp2", "dp2"):
+        engine = one if layout == "single" else in_ranks(pair, "qwen2-tied", LAYOUTS[layout], head)
+        learn(engine, random_batch(seed=9), loss)  # `load` must overwrite this step
         engine.load(tmp_path / "saved")
         found = learn(engine, random_batch(seed=2), loss)
         assert found[0]["loss"] == pytest.approx(expected[0]["loss"], abs=1e-5), layout
         assert found[1] == pytest.approx(expected[1], abs=1e-5), layout
-        assert gap(weights_of(engine), weights) < 1e-5, layout
+        assert difference(weights_of(engine), weights) < 1e-5, layout
         if layout == "tp2-sp":
-            assert same_bits(weights_of(engine), weights), "in the same layout not a bit may differ"
-    engine.load(tmp_path / "fresh")  # one device's, saved before its first step
-    assert gap(weights_of(engine), weights_of(on_one_device("qwen2-tied", head))) == 0.0
+            assert same_bits(weights_of(engine), weights), "the same layout must give the same bits"
+    engine.load(tmp_path / "fresh")  # a single device's checkpoint before its first step
+    assert difference(weights_of(engine), weights_of(single_device("qwen2-tied", head))) == 0.0
 
 
-def test_weights_of_another_model_are_refused_and_nothing_changes(
-    pair: Ranks, tmp_path: Path
-) -> None:
-    on_one_device("llama").save(tmp_path / "llama")
+def test_load_changes_nothing_when_checkpoint_is_unusable(pair: Ranks, tmp_path: Path) -> None:
+    single_device("llama").save(tmp_path / "llama")
     engine = in_ranks(pair, "qwen2", LAYOUTS["pp2"])
     before = weights_of(engine)
-    for folder, reason in (("llama", "another model"), ("nowhere", "nowhere")):
+    for folder, reason in (("llama", "another model"), ("missing", "missing")):
         with pytest.raises(CheckpointError, match=reason):
             engine.load(tmp_path / folder)
     assert same_bits(before, weights_of(engine))
 
 
 def greedy(engine: TrainEngine, prompt: list[int], count: int) -> list[int]:
-    """What the trainer itself finds most likely, token by token: every continuation is scored."""
+    """Return the trainer's most likely tokens, by the log-probs of all continuations."""
     tokens = list(prompt)
     for _ in range(count):
         rows = np.array([[*tokens, last] for last in range(VOCABULARY)], np.int32)
@@ -304,7 +299,7 @@ def greedy(engine: TrainEngine, prompt: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_native_engine_continues_as_the_trainer_would(pair: Ranks, layout: str) -> None:
+def test_native_engine_samples_trainers_most_likely_tokens(pair: Ranks, layout: str) -> None:
     engine, prompt = (
         in_ranks(pair, "qwen3", LAYOUTS[layout], settings=TrainSettings()),
         [3, 1, 4, 1, 5],
@@ -312,13 +307,13 @@ def test_the_native_engine_continues_as_the_trainer_would(pair: Ranks, layout: s
     learn(engine, random_batch(), GRPO)
     model = tiny("qwen3")
     model.load_state_dict(weights_of(engine))
-    answer = run(
+    completion = run(
         engine_of(model), [Request("greedy", tuple(prompt), 0, Sampling(6, temperature=0.0))]
     )["greedy"]
-    assert answer.tokens.tolist() == greedy(engine, prompt, 6)
+    assert completion.tokens.tolist() == greedy(engine, prompt, 6)
 
 
-def test_what_cannot_be_laid_out_is_refused_with_a_sentence(pair: Ranks) -> None:
+def test_engine_rejects_unsupported_layouts_models_and_batches(pair: Ranks) -> None:
     from paceline.train.megatron_model import transformer_config
 
     config = tiny("qwen2").config
@@ -344,7 +339,7 @@ def test_what_cannot_be_laid_out_is_refused_with_a_sentence(pair: Ranks) -> None
         in_ranks(pair, "qwen2", {}).values(random_batch())
 
 
-def test_a_killed_rank_ends_the_group(tmp_path: Path) -> None:
+def test_group_ends_when_rank_is_killed(tmp_path: Path) -> None:
     ranks = Ranks(make, 2, tmp_path)
     engine = in_ranks(ranks, "qwen2", LAYOUTS["pp2"])
     pids = [rank.process.pid for rank in ranks.group.ranks]

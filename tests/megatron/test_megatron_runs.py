@@ -1,4 +1,4 @@
-"""Whole runs whose trainer is a group of Megatron ranks: fully async, with every role, continued on one device."""
+"""Complete runs with Megatron ranks: fully async, hybrid, with all roles, resumed elsewhere."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers started from now on answer Megatron's calls to CUDA for the CPU."""
+    """Let workers patch Megatron for the CPU when they start."""
     monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent / 'workers'}:{ROOT}")
 
 
@@ -49,7 +49,7 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_recipe_runs_on_two_ranks_and_goes_on_on_one_device(
+def test_async_recipe_on_two_ranks_resumes_on_single_device(
     on_cpu: None, model: str, tmp_path: Path
 ) -> None:
     summary = run(model, tmp_path, "steps=3")
@@ -59,7 +59,7 @@ def test_the_recipe_runs_on_two_ranks_and_goes_on_on_one_device(
     assert run(model, tmp_path, "steps=4", *one)["steps"] == 4
 
 
-def test_the_hybrid_recipe_generates_with_the_trainers_weights_in_every_step(
+def test_hybrid_recipe_generates_with_current_weights(
     on_cpu: None, model: str, tmp_path: Path
 ) -> None:
     summary = run(model, tmp_path, "steps=3", recipe="megatron_hybrid")
@@ -67,7 +67,7 @@ def test_the_hybrid_recipe_generates_with_the_trainers_weights_in_every_step(
     assert all(row["train/logprob_diff_max"] < 1e-4 for row in steps_of(tmp_path))
 
 
-def test_actor_critic_and_reference_in_one_pipeline(
+def test_actor_critic_and_reference_share_pipeline(
     on_cpu: None, model: str, tmp_path: Path
 ) -> None:
     roles = [
@@ -80,6 +80,6 @@ def test_actor_critic_and_reference_in_one_pipeline(
     assert all(row["critic/loss"] > 0 and "train/kl_reference" in row for row in steps_of(tmp_path))
 
 
-def test_without_a_gpu_the_run_says_what_is_missing(model: str, tmp_path: Path) -> None:
+def test_run_fails_with_reason_when_gpu_is_missing(model: str, tmp_path: Path) -> None:
     with pytest.raises(PacelineError, match=r"train.backend = 'megatron' needs a CUDA device"):
         run(model, tmp_path, "steps=1")

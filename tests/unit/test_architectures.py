@@ -1,5 +1,4 @@
-"""Models that our own forward pass does not know run through their module: the same answers and log-probs as transformers', and training
-that the engine sees."""
+"""Architectures that run through their module match transformers in generation and training."""
 
 import copy
 from pathlib import Path
@@ -48,7 +47,7 @@ def plain_logprobs(model: PreTrainedModel, tokens: list[int]) -> np.ndarray:
 
 
 def greedy(model: PreTrainedModel, prompt: tuple[int, ...], tokens: int = 12) -> list[int]:
-    made = model.generate(
+    tokens_out = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         max_new_tokens=tokens,
@@ -56,11 +55,11 @@ def greedy(model: PreTrainedModel, prompt: tuple[int, ...], tokens: int = 12) ->
         eos_token_id=None,
         pad_token_id=0,
     )
-    return made[0, len(prompt) :].tolist()
+    return tokens_out[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_the_engine_says_what_transformers_says(name: str) -> None:
+def test_engine_matches_transformers(name: str) -> None:
     model = tiny_architecture(name)
     weights = engine_weights(copy.deepcopy(model), share=True, max_length=LONGEST)
     assert isinstance(weights, ModuleWeights)
@@ -96,7 +95,7 @@ def batch(prompts: list[tuple[int, ...]], completions: list[Completion]) -> Batc
 
 
 class Likelier:
-    """Makes the trained tokens likelier."""
+    """A loss that makes the trained tokens more likely."""
 
     def weights(self, batch: Batch) -> np.ndarray:
         return batch.mask.astype(np.float32)
@@ -106,9 +105,7 @@ class Likelier:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_the_trainer_says_what_transformers_says_and_the_engine_sees_what_it_learns(
-    name: str, tmp_path: Path
-) -> None:
+def test_trainer_matches_transformers_and_updates_shared_engine(name: str, tmp_path: Path) -> None:
     plain, model = tiny_architecture(name), tiny_architecture(name)
     trainer = SingleDevice(
         model, TrainSettings(gradient_checkpointing=model.supports_gradient_checkpointing)
@@ -131,7 +128,7 @@ def test_the_trainer_says_what_transformers_says_and_the_engine_sees_what_it_lea
             )
 
     compare(plain)
-    gradient = {n: p.grad for n, p in learned(plain, rows).items()}
+    gradient = plain_gradients(plain, rows)
     trainer.forward_backward(rows, Likelier())
     for n, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, gradient[n], atol=1e-3, rtol=1e-3)
@@ -143,7 +140,7 @@ def test_the_trainer_says_what_transformers_says_and_the_engine_sees_what_it_lea
     plain.load_state_dict(model.state_dict())
     compare(plain)
     assert [c.tokens.tolist() for c in after] == [greedy(plain, prompt) for prompt in PROMPTS]
-    trainer.save(tmp_path)  # an ordinary folder, whatever its tensors are called on the hub
+    trainer.save(tmp_path)  # transformers loads it, although hub checkpoints use other names
     compare(
         AutoModelForCausalLM.from_pretrained(
             tmp_path, attn_implementation="eager", dtype=torch.float32
@@ -151,21 +148,20 @@ def test_the_trainer_says_what_transformers_says_and_the_engine_sees_what_it_lea
     )
 
 
-def learned(model: PreTrainedModel, rows: Batch) -> dict[str, torch.nn.Parameter]:
-    """The model with the gradient of the same loss, by transformers alone."""
+def plain_gradients(model: PreTrainedModel, rows: Batch) -> dict[str, torch.Tensor | None]:
+    """Return the gradients of the same loss, computed with transformers alone."""
     for start, stop in zip(rows.offsets[:-1], rows.offsets[1:], strict=True):
         ids = torch.from_numpy(rows.tokens[start:stop].astype(np.int64))[None]
         logprobs = torch.log_softmax(model(ids, use_cache=False).logits[0, :-1], -1).gather(
             1, ids[0, 1:, None]
         )[:, 0]
         (-(logprobs * torch.from_numpy(rows.mask[start + 1 : stop]))).sum().backward()
-    return dict(model.named_parameters())
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt2", "falcon", "mixtral", "deepseek_v3"]
-)  # transposed weights, linear layers of its own, experts
-def test_adapters_learn_and_reach_the_engine_merged(name: str) -> None:
+# Transposed weights, custom linear layers, and two kinds of experts.
+@pytest.mark.parametrize("name", ["gpt2", "falcon", "mixtral", "deepseek_v3"])
+def test_engine_gets_trained_adapters_as_merged_weights(name: str) -> None:
     model = tiny_architecture(name)
     engine = NativeEngine(
         model.config, ModuleWeights(model, share=False), slots=4, max_length=LONGEST
@@ -184,16 +180,11 @@ def test_adapters_learn_and_reach_the_engine_merged(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "bloom", "gemma2", "llama4_text"])
-def test_a_critic_values_what_the_body_of_the_model_sees(name: str) -> None:
+def test_critic_values_match_models_hidden_states(name: str) -> None:
     model = tiny_architecture(name)
-    rows = batch(
-        PROMPTS,
-        generate(
-            NativeEngine(
-                model.config, ModuleWeights(model, share=False), slots=4, max_length=LONGEST
-            )
-        ),
-    )
+    weights = ModuleWeights(model, share=False)
+    engine = NativeEngine(model.config, weights, slots=4, max_length=LONGEST)
+    rows = batch(PROMPTS, generate(engine))
     critic = SingleDevice(model_body(model), TrainSettings(), head="value")
     linear = critic._packed.head.linear
     torch.nn.init.normal_(linear.weight)

@@ -1,4 +1,4 @@
-"""LoRA: adapters alone learn, everyone outside sees plain merged weights, and the base model is the reference."""
+"""LoRA: only adapters are trained, exported weights are merged, the base model is the reference."""
 
 import copy
 import json
@@ -50,7 +50,7 @@ def train(engine: SingleDevice, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_fresh_adapters_change_nothing(name: str) -> None:
+def test_new_adapters_do_not_change_model(name: str) -> None:
     assert same_bits(weights_of(lora(name)), dict(tiny(name).state_dict()))
     plain = SingleDevice(tiny(name), TrainSettings(), TEMPERATURE)
     assert (lora(name).logprobs(random_batch()) == plain.logprobs(random_batch())).all()
@@ -58,9 +58,7 @@ def test_fresh_adapters_change_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_merged_weights_in_a_plain_model_give_the_log_probs_of_the_trained_one(
-    name: str, checkpointing: bool
-) -> None:
+def test_merged_weights_give_same_logprobs_in_plain_model(name: str, checkpointing: bool) -> None:
     engine = trained(name, SETTINGS.model_copy(update={"gradient_checkpointing": checkpointing}))
     model, batch = tiny(name), random_batch(seed=9)
     with torch.no_grad():
@@ -70,11 +68,11 @@ def test_merged_weights_in_a_plain_model_give_the_log_probs_of_the_trained_one(
     found = engine.logprobs(batch)[batch.mask]
     assert np.abs(found - merged.numpy()).max() < 1e-5
     assert np.abs(found - before.numpy()).max() > 1e-2, (
-        "training changed nothing, so this test proves nothing"
+        "training must change the log-probs, or the comparison shows nothing"
     )
 
 
-def test_the_gradient_of_the_adapters_is_that_of_peft_itself() -> None:
+def test_adapter_gradient_matches_peft() -> None:
     engine, batch = trained(steps=1), random_batch(seed=3)
     reference = peft.get_peft_model(
         tiny("qwen2-tied"), peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
@@ -94,7 +92,7 @@ def test_the_gradient_of_the_adapters_is_that_of_peft_itself() -> None:
 
 
 class Sum:
-    """The plain sum of log-probs as a loss."""
+    """The sum of log-probs as a loss."""
 
     def weights(self, batch):  # type: ignore[no-untyped-def]
         return np.ones(batch.num_tokens, np.float32)
@@ -105,18 +103,18 @@ class Sum:
         return LossTerms(outputs.logprobs.sum(), {}, {})
 
 
-def test_only_adapters_train_and_only_they_have_optimizer_state() -> None:
+def test_only_adapters_have_gradients_and_optimizer_state() -> None:
     engine = trained()
     base = tiny("qwen2-tied").state_dict()
     for name, parameter in engine.model.named_parameters():
         if ".lora_" not in name:
             assert not parameter.requires_grad and parameter.grad is None
             assert torch.equal(parameter, base[name.replace(".base_layer.", ".")])
-    count = 2 * 2 * 7  # layers, A and B, linear layers of attention and MLP
+    count = 2 * 2 * 7  # layers x (A and B) x linear layers of attention and MLP
     assert len(engine._parameters) == len(engine._optimizer.state) == count
 
 
-def test_an_engine_that_takes_merged_weights_never_holds_more_than_two_of_them() -> None:
+def test_loading_merged_weights_holds_at_most_two_tensors() -> None:
     engine = trained()
     weights = DecoderWeights.from_module(tiny("qwen2-tied"), share=False)
     alive: list[int] = []
@@ -133,7 +131,7 @@ def test_an_engine_that_takes_merged_weights_never_holds_more_than_two_of_them()
     assert same_bits(weights.named | {"lm_head.weight": weights.head}, weights_of(engine))
 
 
-def test_with_adapters_off_the_model_is_the_base_model_and_trains_on_as_before() -> None:
+def test_adapters_off_gives_base_model_without_affecting_training() -> None:
     engine, other, batch = trained(), trained(), random_batch(seed=4)
     base = SingleDevice(tiny("qwen2-tied"), TrainSettings(), TEMPERATURE).logprobs(batch)
     with engine.adapters_off():
@@ -144,7 +142,7 @@ def test_with_adapters_off_the_model_is_the_base_model_and_trains_on_as_before()
     assert same_bits(weights_of(engine), weights_of(other))
 
 
-def test_a_checkpoint_round_trip_is_exact_and_training_goes_on_the_same(tmp_path: Path) -> None:
+def test_loaded_adapters_continue_training_bit_for_bit(tmp_path: Path) -> None:
     engine, other = trained(), lora(seed=7)
     engine.save(tmp_path)
     assert not same_bits(weights_of(engine), weights_of(other))
@@ -156,7 +154,7 @@ def test_a_checkpoint_round_trip_is_exact_and_training_goes_on_the_same(tmp_path
     assert same_bits(weights_of(engine), weights_of(other))
 
 
-def test_a_checkpoint_is_a_plain_model_and_beside_it_an_adapter_that_peft_loads(
+def test_checkpoint_contains_merged_model_and_peft_adapter(
     tmp_path: Path,
 ) -> None:
     engine, batch = trained(), random_batch(seed=9)
@@ -171,9 +169,7 @@ def test_a_checkpoint_is_a_plain_model_and_beside_it_an_adapter_that_peft_loads(
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == 4
 
 
-def test_adapters_are_the_same_for_the_same_seed_and_leave_the_global_random_numbers_alone() -> (
-    None
-):
+def test_adapters_depend_on_seed_and_not_on_global_rng() -> None:
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
@@ -186,26 +182,27 @@ def test_adapters_are_the_same_for_the_same_seed_and_leave_the_global_random_num
     assert not torch.equal(one._parameters[layer], lora("llama", seed=1)._parameters[layer])
 
 
-def test_a_checkpoint_of_another_rank_is_refused(tmp_path: Path) -> None:
+def test_load_rejects_checkpoint_of_other_rank(tmp_path: Path) -> None:
     trained().save(tmp_path)
-    with pytest.raises(
-        CheckpointError,
-        match=r"adapter_model\.safetensors belongs to another model: the shape of \S*lora_A\.weight is \(4, 48\) there and \(2, 48\)",
-    ):
+    problem = r"adapter_model\.safetensors belongs to another model: "
+    shapes = r"the shape of \S*lora_A\.weight is \(4, 48\) there and \(2, 48\)"
+    with pytest.raises(CheckpointError, match=problem + shapes):
         lora(settings=TrainSettings(lora=LoraSettings(rank=2))).load(tmp_path)
 
 
-def test_targets_choose_layers_and_unknown_ones_are_refused() -> None:
+def test_targets_select_known_layers() -> None:
     engine = lora(settings=TrainSettings(lora=LoraSettings(targets=("q_proj", "v_proj"))))
     assert {name.split(".")[-2] for name in adapted_layers(engine.model)} == {"q_proj", "v_proj"}
-    with pytest.raises(
-        ConfigError,
-        match=r"train\.lora\.targets contains 'lm_head'; expected .* Qwen2ForCausalLM: down_proj, gate_proj",
-    ):
+
+
+def test_targets_reject_unknown_layers() -> None:
+    problem = r"train\.lora\.targets contains 'lm_head'; "
+    expected = "expected .* Qwen2ForCausalLM: down_proj, gate_proj"
+    with pytest.raises(ConfigError, match=problem + expected):
         lora(settings=TrainSettings(lora=LoraSettings(targets=("q_proj", "lm_head"))))
 
 
-def test_without_peft_the_user_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_extra_when_peft_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match=r"pip install 'paceline\[lora\]'"):
         lora()

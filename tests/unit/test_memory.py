@@ -1,6 +1,7 @@
-"""What the planner is told of memory is what an engine really holds. (Ranks: tests/contract/test_train_ranks.py.)"""
+"""Memory estimates match what an engine holds (ranks: tests/contract/test_train_ranks.py)."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tests.ranks import held_bytes
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2-tied", "qwen3"])
-def test_a_single_device_holds_what_was_estimated(name: str) -> None:
+def test_single_device_holds_estimated_memory(name: str) -> None:
     model = tiny(name)
     engine = SingleDevice(model, TrainSettings())
     engine.forward_backward(random_batch(), LOSS)
@@ -26,41 +27,37 @@ def test_a_single_device_holds_what_was_estimated(name: str) -> None:
     }
 
 
-def test_activations_stay_below_their_bound() -> None:
+def test_activations_stay_below_estimate() -> None:
     batch = random_batch(rows=40)
     for name in ("llama", "qwen3"):
         bounds = []
         for checkpointing in (False, True):
-            settings, model = (
-                TrainSettings(micro_batch_tokens=120, gradient_checkpointing=checkpointing),
-                tiny(name),
-            )
+            settings = TrainSettings(micro_batch_tokens=120, gradient_checkpointing=checkpointing)
+            model = tiny(name)
             engine = SingleDevice(model, settings)
             bounds.append(memory_estimate(model.config, settings)["activations"])
-            assert (
-                _kept_bytes(model, lambda engine=engine: engine.forward_backward(batch, LOSS))
-                < bounds[-1]
-            )  # type: ignore[misc]
+            work = partial(engine.forward_backward, batch, LOSS)
+            assert _saved_bytes(model, work) < bounds[-1]
         assert bounds[1] < bounds[0]
 
 
-def _kept_bytes(model: PreTrainedModel, work: Callable[[], object]) -> int:
-    """Most bytes that autograd kept at a time, weights apart."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+def _saved_bytes(model: PreTrainedModel, work: Callable[[], object]) -> int:
+    """Return the peak bytes of tensors that autograd saved, except weights."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     alive: dict[int, int] = {}
-    most = 0
+    peak = 0
 
-    class SavedActivations:
+    class SavedTensor:
         def __init__(self, tensor: torch.Tensor) -> None:
-            nonlocal most
+            nonlocal peak
             self.tensor, self.key = tensor, tensor.untyped_storage().data_ptr()
-            if self.key not in own:
+            if self.key not in weights:
                 alive[self.key] = tensor.untyped_storage().nbytes()
-            most = max(most, sum(alive.values()))
+            peak = max(peak, sum(alive.values()))
 
         def __del__(self) -> None:
             alive.pop(self.key, None)
 
-    with torch.autograd.graph.saved_tensors_hooks(SavedActivations, lambda kept: kept.tensor):
+    with torch.autograd.graph.saved_tensors_hooks(SavedTensor, lambda saved: saved.tensor):
         work()
-    return most
+    return peak

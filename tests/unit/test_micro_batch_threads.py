@@ -1,4 +1,4 @@
-"""Micro-batches side by side give what one after the other gives."""
+"""Micro-batches in parallel threads give the results of sequential ones."""
 
 import threading
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def gradient_of(batch_seed: int) -> dict[str, torch.Tensor]:
     return gradients(model)
 
 
-def test_two_lanes_give_the_gradient_of_one_and_always_the_same_bits(two_threads: None) -> None:
+def test_two_threads_give_deterministic_gradient_of_one(two_threads: None) -> None:
     found = gradient_of(3)
     for _ in range(5):
         again = gradient_of(3)
@@ -43,7 +43,7 @@ def test_two_lanes_give_the_gradient_of_one_and_always_the_same_bits(two_threads
     assert max(float((found[name] - one[name]).abs().max()) for name in found) < 1e-6
 
 
-def test_log_probs_do_not_depend_on_the_lanes(two_threads: None) -> None:
+def test_logprobs_do_not_depend_on_thread_count(two_threads: None) -> None:
     batch = random_batch(30)
     two = SingleDevice(tiny("qwen2"), TrainSettings()).logprobs(batch)
     torch.set_num_threads(1)
@@ -53,7 +53,7 @@ def test_log_probs_do_not_depend_on_the_lanes(two_threads: None) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("limit", [1, 25, 60, 10_000])
-def test_micro_batches_are_even_within_the_limit_and_enough_for_all_lanes(
+def test_micro_batches_use_all_threads_within_token_limit(
     threads: int, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing, "THREAD_TOKENS", 8)
@@ -71,29 +71,29 @@ def test_micro_batches_are_even_within_the_limit_and_enough_for_all_lanes(
         assert len(found) == threads and max(sizes) - min(sizes) <= 0.25 * max(sizes)
 
 
-def test_results_come_in_order_and_lanes_really_run_side_by_side() -> None:
+def test_threads_run_in_parallel_and_return_results_in_order() -> None:
     meeting = threading.Barrier(2, timeout=10)
 
     def work(item: int) -> int:
-        meeting.wait()  # passes only when another item is being worked on
+        meeting.wait()  # returns only while another item is in progress
         return item * 10
 
     assert list(MicroBatchThreads(2).map(work, range(4))) == [0, 10, 20, 30]
 
 
-def test_an_error_in_a_lane_reaches_the_caller_and_lanes_still_work() -> None:
+def test_threads_keep_working_after_raising_error_to_caller() -> None:
     threads = MicroBatchThreads(2)
     with pytest.raises(ZeroDivisionError):
         list(threads.map(lambda item: 1 // item, [1, 0, 2]))
     assert list(threads.map(lambda item: 1 // item, [1, 1, 1])) == [1, 1, 1]
 
 
-def test_a_lane_does_not_change_how_many_threads_its_caller_has(two_threads: None) -> None:
+def test_threads_do_not_change_torch_threads_of_caller(two_threads: None) -> None:
     assert list(MicroBatchThreads(2).map(lambda _: torch.get_num_threads(), range(2))) == [1, 1]
     assert torch.get_num_threads() == 2
 
 
-def test_a_model_too_large_for_a_gradient_per_lane_gets_one_lane(
+def test_engine_uses_one_thread_when_model_is_large(
     two_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = sum(p.numel() for p in tiny("qwen2").parameters())

@@ -1,4 +1,4 @@
-"""The alarm that stops a run whose engine has not the trainer's weights, and nothing else."""
+"""Mismatch monitor: it ends a run only when the engine does not have the trainer's weights."""
 
 import logging
 import math
@@ -27,7 +27,7 @@ def batch(
     return found
 
 
-def test_two_implementations_of_one_policy_may_differ_up_to_the_limit() -> None:
+def test_monitor_raises_when_fresh_difference_exceeds_limit() -> None:
     monitor = MismatchMonitor(0.02)
     monitor.check(batch(1e-6), 0)
     monitor.check(batch(0.019), 1)
@@ -38,21 +38,19 @@ def test_two_implementations_of_one_policy_may_differ_up_to_the_limit() -> None:
         monitor.check(batch(0.05), 2)
 
 
-def test_a_distance_that_is_no_number_is_wrong() -> None:
+def test_monitor_raises_when_difference_is_nan() -> None:
     with pytest.raises(MismatchError):
         MismatchMonitor(0.02).check(batch(math.nan), 0)
 
 
-def test_a_handful_of_tokens_proves_nothing() -> None:
+def test_monitor_ignores_difference_of_few_tokens() -> None:
     monitor = MismatchMonitor(0.02)
     monitor.check(batch(0.5, tokens=8), 0)
-    with pytest.raises(MismatchError, match="step 2"):  # many do
+    with pytest.raises(MismatchError, match="step 2"):  # many tokens suffice
         monitor.check(batch(0.5), 1)
 
 
-def test_stale_tokens_differ_because_the_policy_moved_and_only_a_jump_far_beyond_that_is_wrong() -> (
-    None
-):
+def test_monitor_raises_when_stale_difference_jumps() -> None:
     monitor = MismatchMonitor(0.02)
     for step in range(1, 6):
         monitor.check(batch(stale_gap=0.1 * step), step)
@@ -60,7 +58,7 @@ def test_stale_tokens_differ_because_the_policy_moved_and_only_a_jump_far_beyond
         monitor.check(batch(stale_gap=3.5), 6)
 
 
-def test_when_all_tokens_are_stale_it_says_once_that_it_sees_less(
+def test_monitor_logs_once_when_all_tokens_are_stale(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monitor = MismatchMonitor(0.02)
@@ -72,8 +70,8 @@ def test_when_all_tokens_are_stale_it_says_once_that_it_sees_less(
     )
 
 
-def test_a_step_that_did_not_train_the_actor_is_not_judged() -> None:
+def test_monitor_ignores_step_without_actor_update() -> None:
     monitor = MismatchMonitor(0.02)
     monitor.check({"critic/loss": 1.0}, 0)
-    with pytest.raises(MismatchError, match="step 2"):  # the next one is
+    with pytest.raises(MismatchError, match="step 2"):  # the next step has one
         monitor.check(batch(0.5), 1)

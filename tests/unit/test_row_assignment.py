@@ -1,4 +1,4 @@
-"""Rows reach exactly one rank, loads differ by at most a row, and all ranks make the same number of passes."""
+"""Assignment of rows to ranks and passes."""
 
 import numpy as np
 from hypothesis import given
@@ -10,39 +10,31 @@ LENGTHS = st.lists(st.integers(0, 50), max_size=40).map(lambda lengths: np.array
 
 
 @given(LENGTHS, st.integers(1, 8))
-def test_every_row_with_tokens_has_one_rank_and_no_rank_has_a_row_too_many(
-    lengths: np.ndarray, ranks: int
-) -> None:
-    shares = assign_rows(lengths, ranks)
-    assert sorted(np.concatenate(shares).tolist()) == np.flatnonzero(lengths).tolist()
-    loads = [int(lengths[share].sum()) for share in shares]
+def test_rows_are_assigned_once_with_balanced_loads(lengths: np.ndarray, ranks: int) -> None:
+    assigned = assign_rows(lengths, ranks)
+    assert sorted(np.concatenate(assigned).tolist()) == np.flatnonzero(lengths).tolist()
+    loads = [int(lengths[rows].sum()) for rows in assigned]
     assert all(
-        load - lengths[share[-1]] <= min(loads)
-        for load, share in zip(loads, shares, strict=True)
-        if len(share)
+        load - lengths[rows[-1]] <= min(loads)
+        for load, rows in zip(loads, assigned, strict=True)
+        if len(rows)
     )
 
 
 @given(LENGTHS, st.integers(1, 8), st.integers(1, 100))
-def test_all_ranks_make_the_same_number_of_passes_within_the_limit(
+def test_ranks_have_equal_number_of_passes_within_limit(
     lengths: np.ndarray, ranks: int, limit: int
 ) -> None:
-    plan = assign_passes(lengths, limit, ranks)
-    assert len({len(mine) for mine in plan}) == 1
-    assert (
-        sorted(np.concatenate([rows for mine in plan for rows in mine] or [np.zeros(0)]).tolist())
-        == np.flatnonzero(lengths).tolist()
-    )
-    for rows in (rows for mine in plan for rows in mine if len(rows) > 1):
-        assert len(rows) * lengths[rows].max() <= limit
+    assigned = assign_passes(lengths, limit, ranks)
+    assert len({len(passes) for passes in assigned}) == 1
+    all_passes = [rows for passes in assigned for rows in passes]
+    all_rows = np.concatenate(all_passes or [np.zeros(0)])
+    assert sorted(all_rows.tolist()) == np.flatnonzero(lengths).tolist()
+    for rows in all_passes:
+        assert len(rows) <= 1 or len(rows) * lengths[rows].max() <= limit
 
 
-def test_fewer_rows_than_ranks_leave_some_with_nothing_to_do_but_the_same_passes() -> None:
-    assert [
-        [rows.tolist() for rows in mine] for mine in assign_passes(np.array([3, 9]), 100, 4)
-    ] == [
-        [[1]],
-        [[0]],
-        [[]],
-        [[]],
-    ]
+def test_ranks_without_rows_have_empty_passes() -> None:
+    assigned = assign_passes(np.array([3, 9]), 100, 4)
+    found = [[rows.tolist() for rows in passes] for passes in assigned]
+    assert found == [[[1]], [[0]], [[]], [[]]]

@@ -1,5 +1,7 @@
-"""The decoder's written-out forward and backward pass, with plain torch between the products, is that of transformers and autograd.
-(On a GPU our kernels stand there: tests/gpu.)"""
+"""The decoder's explicit forward and backward pass matches transformers and autograd.
+
+Plain torch replaces the GPU kernels, which tests/gpu covers.
+"""
 
 import copy
 from dataclasses import replace
@@ -20,7 +22,7 @@ from tests.contract.test_train_engine import MODELS, random_batch, tiny
 
 
 class TorchOperations(Operations):
-    """The same operations in plain torch, their gradients by autograd."""
+    """Operations in plain torch, with gradients by autograd."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -53,7 +55,7 @@ class TorchOperations(Operations):
         q, k, v = qkv.view(len(qkv), -1, s.dim).split((s.heads, s.kv_heads, s.kv_heads), 1)
         if q_norm is not None and k_norm is not None:
             q, k = self._norm(q, q_norm), self._norm(k, k_norm)
-        return torch.cat((self._turn(q, at), self._turn(k, at), v), 1).view(len(qkv), -1)
+        return torch.cat((self._rotate(q, at), self._rotate(k, at), v), 1).view(len(qkv), -1)
 
     def rotate_backward(
         self,
@@ -74,15 +76,16 @@ class TorchOperations(Operations):
         group = self.shape.heads // self.shape.kv_heads
         rows = []
         for row in range(len(queries) - 1):
-            send_command, see = slice(*queries[row : row + 2]), slice(*keys[row : row + 2])
-            own, all_ = send_command.stop - send_command.start, see.stop - see.start
-            visible = torch.arange(all_) <= torch.arange(all_ - own, all_)[:, None]
-            scores = (
-                torch.einsum("qhd,khd->hqk", q[send_command], k[see].repeat_interleave(group, 1))
-                * self.shape.dim**-0.5
+            query, key = slice(*queries[row : row + 2]), slice(*keys[row : row + 2])
+            q_row, k_row, v_row = (
+                q[query],
+                k[key].repeat_interleave(group, 1),
+                v[key].repeat_interleave(group, 1),
             )
+            visible = torch.arange(len(k_row)) <= torch.arange(len(k_row))[-len(q_row) :, None]
+            scores = torch.einsum("qhd,khd->hqk", q_row, k_row) * self.shape.dim**-0.5
             weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-            rows.append(torch.einsum("hqk,khd->qhd", weights, v[see].repeat_interleave(group, 1)))
+            rows.append(torch.einsum("hqk,khd->qhd", weights, v_row))
         return torch.cat(rows).flatten(1), ()
 
     def attend_backward(
@@ -95,7 +98,7 @@ class TorchOperations(Operations):
             weight.dtype
         )
 
-    def _turn(self, x: Tensor, at: Positions) -> Tensor:
+    def _rotate(self, x: Tensor, at: Positions) -> Tensor:
         a, b = x.chunk(2, -1)
         cos, sin = at.cos[:, None], at.sin[:, None]
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
@@ -108,11 +111,10 @@ def gradient(function: Any, given: tuple[Tensor, ...], d_out: Tensor) -> tuple[T
 
 
 def with_varlen(micro: MicroBatch) -> MicroBatch:
-    """A CPU's micro-batch with the layout a GPU's has."""
+    """Return a CPU's micro-batch with the layout for a GPU."""
     layout = micro.layout
-    row, position = np.divmod(
-        layout.slots.numpy(), layout.longest
-    )  # of each token, in the first row that has it
+    # Row and position of each token, in the first row that contains it.
+    row, position = np.divmod(layout.slots.numpy(), layout.longest)
     own, lengths = np.bincount(row, minlength=layout.rows), np.zeros(layout.rows, np.int64)
     np.maximum.at(lengths, row, position + 1)
     inside = np.arange(layout.longest)[None, :] < lengths[:, None]
@@ -137,16 +139,14 @@ def torch_passes(config: PretrainedConfig, checkpointing: bool) -> LayerPasses:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_hidden_states_and_gradients_are_those_of_transformers(
-    name: str, checkpointing: bool
-) -> None:
+def test_decoder_matches_transformers(name: str, checkpointing: bool) -> None:
     model, batch = tiny(name).double(), random_batch()
     weights = DecoderWeights.from_module(copy.deepcopy(model), share=False)
     needed = trained_lengths(batch)
     rows = np.flatnonzero(needed)
     micro = with_varlen(micro_batch(batch, rows, needed, torch.device("cpu")))
     assert micro.layout.varlen is not None and micro.layout.varlen.source is not None, (
-        "two rows share their prompt"
+        "the batch must contain rows that share a prompt"
     )
     decoder = TrainDecoder(torch_passes(model.config, checkpointing), weights)
     tape = decoder.start(micro)
@@ -163,12 +163,12 @@ def test_hidden_states_and_gradients_are_those_of_transformers(
     order = torch.from_numpy(
         np.argsort(np.concatenate(flat))[np.searchsorted(np.sort(np.concatenate(flat)), micro.flat)]
     )
-    wanted = torch.cat(expected)[order]
-    assert (hidden - wanted).abs().max() < 1e-5  # rotary frequencies are float32
+    reference = torch.cat(expected)[order]
+    assert (hidden - reference).abs().max() < 1e-5  # rotary frequencies are float32
 
     torch.manual_seed(0)
     upstream = torch.randn_like(hidden)
-    wanted.backward(upstream)
+    reference.backward(upstream)
     found = weights.zeros(torch.float64)
     decoder.backward(micro, tape, upstream, found)
     for parameter, tensor in model.base_model.named_parameters(prefix="model"):
@@ -178,7 +178,7 @@ def test_hidden_states_and_gradients_are_those_of_transformers(
         ), parameter
 
 
-def test_gradients_have_the_layout_of_the_weights() -> None:
+def test_gradients_have_layout_of_weights() -> None:
     weights = DecoderWeights.from_module(tiny("qwen2-tied"), share=False)
     zeros = weights.zeros(torch.float64)
     assert (
@@ -193,7 +193,7 @@ def test_gradients_have_the_layout_of_the_weights() -> None:
     )
 
 
-def test_rows_with_one_prompt_count_it_once_and_a_long_row_goes_alone() -> None:
+def test_cut_shared_counts_shared_prompt_once() -> None:
     a, b = (np.arange(n, dtype=np.int32).tobytes() for n in (6, 5))
     assert cut_shared([10, 10, 10], [a, a, b], 100) == [3]
     assert cut_shared([10, 10, 10], [a, a, b], 14) == [2, 1], "10 + (10 - 6)"

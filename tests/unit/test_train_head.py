@@ -1,4 +1,4 @@
-"""Log-probs in chunks: the numbers and gradients of the plain formula, without its memory."""
+"""Chunked log-probs match the plain formula without holding all logits."""
 
 import pytest
 import torch
@@ -34,9 +34,7 @@ def naive(
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 100])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_chunks_give_the_numbers_and_gradients_of_the_plain_formula(
-    chunk: int, temperature: float
-) -> None:
+def test_chunked_logprobs_match_plain_formula(chunk: int, temperature: float) -> None:
     hidden, weight, bias, targets = inputs()
     mix = torch.linspace(-1, 1, 7, dtype=torch.float64)
     found = chunked_logprobs(hidden, weight, bias, targets, temperature, chunk)
@@ -63,12 +61,12 @@ def test_gradients_match_finite_differences() -> None:
     )
 
 
-def test_bfloat16_products_give_float32_answers_and_a_float32_weight_gradient() -> None:
+def test_bfloat16_matmuls_return_float32_logprobs_and_weight_gradients() -> None:
     hidden, weight, bias, targets = inputs(dtype=torch.float32)
-    narrow = hidden.detach().bfloat16().requires_grad_()
-    logprobs, entropy = chunked_logprobs(narrow, weight, bias, targets, 0.7, 2)
+    rounded = hidden.detach().bfloat16().requires_grad_()
+    logprobs, entropy = chunked_logprobs(rounded, weight, bias, targets, 0.7, 2)
     assert logprobs.dtype == entropy.dtype == torch.float32
-    found = torch.autograd.grad(logprobs.sum() + entropy.sum(), (narrow, weight, bias))
+    found = torch.autograd.grad(logprobs.sum() + entropy.sum(), (rounded, weight, bias))
     exact = torch.autograd.grad(
         sum(t.sum() for t in naive(hidden, weight, bias, targets, 0.7)), (hidden, weight, bias)
     )
@@ -78,7 +76,7 @@ def test_bfloat16_products_give_float32_answers_and_a_float32_weight_gradient() 
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the largest tensor any operation made."""
+    """Size of the largest tensor that any operation created."""
 
     numel = 0
 
@@ -90,7 +88,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_logits_of_the_whole_batch_are_never_in_memory() -> None:
+def test_logprobs_never_hold_logits_of_whole_batch() -> None:
     hidden, weight, _, targets = inputs(rows=600, vocabulary=500, dtype=torch.float32)
     with LargestTensor() as spy:
         logprobs, entropy = chunked_logprobs(hidden, weight, None, targets, 1.0, 16)
@@ -98,5 +96,5 @@ def test_logits_of_the_whole_batch_are_never_in_memory() -> None:
     assert spy.numel <= 16 * 500
 
 
-def test_a_new_critic_expects_nothing() -> None:
+def test_value_head_starts_at_zero() -> None:
     assert ValueHead(5)(torch.ones(3, 5), torch.zeros(3)).values.tolist() == [0.0, 0.0, 0.0]

@@ -1,4 +1,4 @@
-"""The learning rate, and which parameters decay."""
+"""Learning-rate schedules and weight decay."""
 
 import math
 import subprocess
@@ -16,22 +16,22 @@ def rates(total: int, **settings: object) -> list[float]:
     return [s.learning_rate_at(step, total) for step in range(total + 1)]
 
 
-def test_a_constant_rate_is_constant() -> None:
+def test_constant_schedule_keeps_learning_rate() -> None:
     assert rates(5) == [1.0] * 6
 
 
-def test_warm_up_learns_from_its_first_step_and_reaches_the_full_rate() -> None:
+def test_warmup_rises_linearly_from_above_zero() -> None:
     assert rates(6, warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0]
 
 
-def test_linear_decay_reaches_zero_only_after_the_last_step() -> None:
+def test_linear_decay_reaches_zero_after_last_step() -> None:
     assert rates(4, lr_schedule="linear") == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
     assert rates(6, lr_schedule="linear", warmup_steps=2) == pytest.approx(
         [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
     )
 
 
-def test_cosine_decay_is_half_way_at_half_time() -> None:
+def test_cosine_decay_is_half_at_half_time() -> None:
     assert rates(4, lr_schedule="cosine") == pytest.approx(
         [1.0, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125), 0.0]
     )
@@ -39,15 +39,15 @@ def test_cosine_decay_is_half_way_at_half_time() -> None:
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize("warmup", [0, 1, 10])
-def test_no_step_has_rate_zero(schedule: str, warmup: int) -> None:
+def test_learning_rate_is_positive_at_every_step(schedule: str, warmup: int) -> None:
     assert all(rate > 0 for rate in rates(10, lr_schedule=schedule, warmup_steps=warmup)[:10])
 
 
-def test_a_run_past_its_end_does_not_raise_the_rate_again() -> None:
+def test_cosine_decay_stays_zero_past_last_step() -> None:
     assert TrainSettings(lr_schedule="cosine").learning_rate_at(99, 10) == 0
 
 
-def test_only_matrices_decay() -> None:
+def test_weight_decay_applies_only_to_matrices() -> None:
     named = dict(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2)).named_parameters())
     decay = {
         id(p): group["weight_decay"]
@@ -63,5 +63,6 @@ def test_only_matrices_decay() -> None:
 
 
 def test_settings_load_without_torch() -> None:
-    program = "import sys, paceline.algo.settings, paceline.train.settings; sys.exit('torch' in sys.modules)"
+    modules = "sys, paceline.algo.settings, paceline.train.settings"
+    program = f"import {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

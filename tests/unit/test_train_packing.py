@@ -1,4 +1,4 @@
-"""How a batch is cut up."""
+"""Division of a batch into micro-batches."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def batch_of(masks: list[list[bool]]) -> Batch:
-    """Rows with these masks; token t of the batch is number t, so that tokens tell where they came from."""
+    """Return rows with these masks. Each token's ID is its index in the batch."""
     lengths = np.array([len(m) for m in masks], np.int32)
     total = int(lengths.sum())
     numbers = np.arange(total)
@@ -41,7 +41,7 @@ rows_strategy = st.lists(
 
 
 @given(rows_strategy, st.integers(1, 60))
-def test_every_trained_token_is_predicted_once_from_the_token_before_it_in_its_row(
+def test_every_trained_token_is_predicted_once_from_previous_token(
     masks: list[list[bool]], limit: int
 ) -> None:
     batch = batch_of(masks)
@@ -59,14 +59,14 @@ def test_every_trained_token_is_predicted_once_from_the_token_before_it_in_its_r
     assert sorted(seen) == np.flatnonzero(batch.mask).tolist()
 
 
-def test_what_follows_the_last_trained_token_is_not_fed() -> None:
+def test_micro_batch_drops_tokens_after_last_trained_token() -> None:
     (micro,) = micro_batches(
         batch_of([[False, True, True, False, False], [False, False]]), 100, CPU
     )
     assert micro.input_ids.tolist() == [[0, 1]]
 
 
-def test_a_prompt_that_rows_share_is_fed_once() -> None:
+def test_micro_batch_contains_shared_prompt_once() -> None:
     batch = batch_of(
         [
             [False, False, True, True],
@@ -75,9 +75,8 @@ def test_a_prompt_that_rows_share_is_fed_once() -> None:
             [False, False, True, True],
         ]
     )
-    tokens = np.array(
-        [5, 6, 1, 2, 5, 6, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9], np.int32
-    )  # the third starts alike, but its prompt is shorter
+    # The third row starts with the same tokens, but its prompt is shorter.
+    tokens = np.array([5, 6, 1, 2, 5, 6, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9], np.int32)
     (micro,) = micro_batches(replace(batch, tokens=tokens), 100, CPU)
     assert micro.input_ids.tolist() == [[5, 6, 1, 3, 5, 6, 7, 9, 9, 9]]
     assert micro.position_ids.tolist() == [[0, 1, 2, 2, 0, 1, 2, 0, 1, 2]]
@@ -87,12 +86,12 @@ def test_a_prompt_that_rows_share_is_fed_once() -> None:
     assert micro.targets.tolist() == [1, 2, 3, 4, 6, 7, 8, 9, 9]
 
 
-def test_a_trained_first_token_is_refused() -> None:
+def test_micro_batches_reject_trained_first_token() -> None:
     with pytest.raises(DataError, match="first token"):
         list(micro_batches(batch_of([[False, True], [True, True]]), 100, CPU))
 
 
-def test_selected_rows_keep_their_tokens() -> None:
+def test_select_rows_keeps_tokens_of_rows() -> None:
     chosen = select_rows(batch_of([[False, True], [False, True, True], [False]]), np.array([2, 0]))
     assert chosen.tokens.tolist() == [5, 0, 1] and chosen.lengths.tolist() == [1, 2]
     assert chosen.groups.tolist() == [2, 0] and chosen.rewards.tolist() == [2, 0]

@@ -1,4 +1,4 @@
-"""The single-device engine's own promises: shared parameters, packed attention, models it cannot train."""
+"""Single-device engine: shared parameters, packed attention, models it cannot train."""
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +33,7 @@ SETTINGS = TrainSettings()
 
 
 def fuse_qkv(model: PreTrainedModel) -> list[torch.Tensor]:
-    """What a rollout engine does to read the trainer's own weights with one product: q, k, v become views of one storage."""
+    """Make q, k and v views of one tensor, as a rollout engine does that shares the weights."""
     storages = []
     for layer in model.base_model.layers:
         parts = [
@@ -50,9 +50,7 @@ def fuse_qkv(model: PreTrainedModel) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("fused_first", [True, False])
-def test_training_changes_fused_views_in_place_and_keeps_every_parameter(
-    fused_first: bool, tmp_path
-) -> None:  # type: ignore[no-untyped-def]
+def test_training_updates_fused_views_in_place(fused_first: bool, tmp_path) -> None:  # type: ignore[no-untyped-def]
     model, plain = tiny("qwen2"), SingleDevice(tiny("qwen2"), SETTINGS)
     identities = {name: id(p) for name, p in model.named_parameters()}
     if fused_first:
@@ -78,7 +76,7 @@ def test_training_changes_fused_views_in_place_and_keeps_every_parameter(
     assert torch.equal(storages[0], before)
 
 
-def test_the_module_stays_an_ordinary_transformers_model() -> None:
+def test_module_still_works_as_transformers_model() -> None:
     model, ids = tiny("qwen2"), torch.arange(12).view(2, 6)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
     with torch.no_grad():
@@ -89,7 +87,7 @@ def test_the_module_stays_an_ordinary_transformers_model() -> None:
         )
 
 
-def test_two_threads_can_read_one_module_with_different_batches() -> None:
+def test_logprobs_are_thread_safe() -> None:
     engine = SingleDevice(tiny("qwen2"), SETTINGS)
     batches = [random_batch(seed=seed) for seed in range(4)]
     expected = [engine.logprobs(batch) for batch in batches]
@@ -98,7 +96,7 @@ def test_two_threads_can_read_one_module_with_different_batches() -> None:
             assert (found == right).all()
 
 
-def test_rows_too_long_for_plain_products_go_through_sdpa_with_the_same_result(
+def test_sdpa_gives_same_gradient_for_long_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     batch, results = random_batch(), []
@@ -111,11 +109,12 @@ def test_rows_too_long_for_plain_products_go_through_sdpa_with_the_same_result(
         assert (results[0][name] - results[1][name]).abs().max() < 1e-6
 
 
-def test_a_sliding_window_is_kept() -> None:
+def test_logprobs_respect_sliding_window() -> None:
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=37, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        use_sliding_window=True, sliding_window=4, layer_types=["sliding_attention", "full_attention"], attn_implementation="eager",
+        vocab_size=37, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, use_sliding_window=True, sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"], attn_implementation="eager",
     )  # fmt: skip
     model, batch = Qwen2ForCausalLM(config), random_batch()
     with torch.no_grad():
@@ -124,7 +123,7 @@ def test_a_sliding_window_is_kept() -> None:
     assert np.abs(found[batch.mask] - expected.numpy()).max() < 1e-5
 
 
-def test_the_engine_never_holds_the_logits_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_never_holds_logits_of_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(head.CHUNK_LOGITS, "cpu", 8 * 37)
     engine, batch = SingleDevice(tiny("qwen2"), SETTINGS), random_batch(rows=60)
     vocabulary_wide = []
@@ -138,13 +137,12 @@ def test_the_engine_never_holds_the_logits_of_a_batch(monkeypatch: pytest.Monkey
 
     with Spy():
         engine.forward_backward(batch, LOSS)
-    assert (
-        max(n for n in vocabulary_wide if n != 32) <= 8
-    )  # [32, 37] is the output layer, transposed
+    # [32, 37] is the transposed output layer.
+    assert max(n for n in vocabulary_wide if n != 32) <= 8
     assert batch.mask.sum() > 100
 
 
-def test_gradient_checkpointing_really_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_checkpointing_recomputes_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     plain = modeling_qwen2.Qwen2MLP.forward
     monkeypatch.setattr(
@@ -157,7 +155,7 @@ def test_gradient_checkpointing_really_recomputes(monkeypatch: pytest.MonkeyPatc
         assert len(calls) == expected
 
 
-def test_dropout_is_removed_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_removes_dropout_with_warning(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny("llama")
     for layer in model.base_model.layers:
         layer.self_attn.attention_dropout = 0.5
@@ -169,7 +167,7 @@ def test_dropout_is_removed_and_said(caplog: pytest.LogCaptureFixture) -> None:
     assert engine.forward_backward(batch, LOSS) == pytest.approx(metrics, abs=1e-6)
 
 
-def test_bfloat16_is_near_and_keeps_float32_parameters() -> None:
+def test_bfloat16_keeps_float32_parameters() -> None:
     batch = random_batch()
     exact = SingleDevice(tiny("qwen2"), SETTINGS).logprobs(batch)
     model = tiny("qwen2")
@@ -180,37 +178,37 @@ def test_bfloat16_is_near_and_keeps_float32_parameters() -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_a_model_that_is_sure_of_itself_is_not_refused_for_bfloat16s_rounding() -> None:
+def test_engine_accepts_bfloat16_rounding_of_confident_model() -> None:
     model = tiny("llama")
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(100)
     batch = random_batch()
-    gap = np.abs(
+    difference = np.abs(
         SingleDevice(model, TrainSettings(dtype="bfloat16"), 0.2).logprobs(batch)
         - SingleDevice(model, TrainSettings(), 0.2).logprobs(batch)
     )
-    assert gap.max() > 0.3, "no test of this"
+    assert difference.max() > 0.3, "the model must be confident enough for large rounding errors"
 
 
-def test_a_model_that_does_something_unknown_to_its_logits_is_refused() -> None:
-    class Bent(Qwen2ForCausalLM):
+def test_engine_rejects_model_with_unknown_logit_transform() -> None:
+    class Squared(Qwen2ForCausalLM):
         def forward(self, **inputs: Any) -> Any:
             outputs = super().forward(**inputs)
             outputs.logits = outputs.logits.square()
             return outputs
 
-    with pytest.raises(ModelError, match="Bent cannot be trained: its log-probs differ"):
-        SingleDevice(Bent(tiny("qwen2").config), SETTINGS)
+    with pytest.raises(ModelError, match="Squared cannot be trained: its log-probs differ"):
+        SingleDevice(Squared(tiny("qwen2").config), SETTINGS)
 
 
-def test_heads_answer_only_what_they_are_for() -> None:
+def test_engine_rejects_outputs_of_other_head() -> None:
     with pytest.raises(ModelError, match="critic"):
         SingleDevice(tiny("qwen2"), SETTINGS).values(random_batch())
     with pytest.raises(ModelError, match="actor"):
         SingleDevice(tiny("qwen2").base_model, SETTINGS, head="value").logprobs(random_batch())
 
 
-def test_out_of_memory_says_what_holds_the_memory_and_what_to_do() -> None:
+def test_out_of_memory_error_lists_memory_holders_and_settings() -> None:
     class Full(PolicyLoss):
         def __call__(self, outputs: TokenOutputs, data: TokenData) -> LossTerms:
             raise torch.OutOfMemoryError(
@@ -218,13 +216,12 @@ def test_out_of_memory_says_what_holds_the_memory_and_what_to_do() -> None:
             )
 
     engine = SingleDevice(tiny("qwen2"), TrainSettings(micro_batch_tokens=512))
-    made_way: list[bool] = []
+    released: list[bool] = []
     engine.colocated.append(
-        ColocatedEngine("keys and values", lambda: 2**31, lambda: made_way.append(True))
+        ColocatedEngine("KV cache", lambda: 2**31, lambda: released.append(True))
     )
-    with pytest.raises(
-        OutOfMemory,
-        match=r"20.00 GiB.*parameters 0.00 GiB.*keys and values 2.00 GiB.*now 512.*gradient_checkpointing",
-    ):
+    holders = r"20.00 GiB.*parameters 0.00 GiB.*KV cache 2.00 GiB"
+    settings = "now 512.*gradient_checkpointing"
+    with pytest.raises(OutOfMemory, match=f"{holders}.*{settings}"):
         engine.forward_backward(random_batch(), Full(ALGORITHM))
-    assert made_way == [True]
+    assert released == [True]

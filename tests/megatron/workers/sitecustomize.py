@@ -1,4 +1,4 @@
-"""Python imports this at start where it is on the path: worker processes of a test's run get the CPU shim that way."""
+"""Installs the CPU patches in a test's worker processes: Python imports this module at startup."""
 
 from tests.megatron.cpu_shim import install
 
