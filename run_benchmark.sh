@@ -10,6 +10,6 @@
 # The exit code is 0 when every case ran and every hard criterion holds.
 set -euo pipefail
 cd "$(dirname "$0")"
-source benchmarks/guide/setup.sh
+source benchmarks/suite/setup.sh
 [ "$python" != .venv/bin/python ] || make --silent .venv/.plots
-exec "$python" -m benchmarks.guide.sweep "$@"
+exec "$python" -m benchmarks.suite.sweep "$@"

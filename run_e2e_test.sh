@@ -9,5 +9,5 @@
 # as it is; default: .venv, made on first use). The exit code tells: 0 = every check holds.
 set -euo pipefail
 cd "$(dirname "$0")"
-source benchmarks/guide/setup.sh
-exec "$python" -m benchmarks.guide.e2e
+source benchmarks/suite/setup.sh
+exec "$python" -m benchmarks.suite.e2e

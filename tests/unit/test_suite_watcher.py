@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.guide.watcher import Watcher
+from benchmarks.suite.watcher import Watcher
 from paceline.errors import PacelineError
 
 

@@ -23,11 +23,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.guide.cases import FULL, QUICK, Case, Work, all_cases, case_settings
-from benchmarks.guide.choice import Choice, read_target, take
-from benchmarks.guide.memory import Memory
-from benchmarks.guide.outcome import judge, judge_rate, merged
-from benchmarks.guide.report import line, report, summary
+from benchmarks.suite.cases import FULL, QUICK, Case, Work, all_cases, case_settings
+from benchmarks.suite.choice import Choice, read_target, take
+from benchmarks.suite.memory import Memory
+from benchmarks.suite.outcome import judge, judge_rate, merged
+from benchmarks.suite.report import line, report, summary
 from benchmarks.models import bench_model
 from paceline.data.tiny import no_progress_bars
 from paceline.errors import ConfigError
@@ -53,7 +53,7 @@ def run_case(
     )
     result = scratch / "result.json"
     result.unlink(missing_ok=True)
-    command = [case.python, "-m", "benchmarks.guide.case", str(scratch / "spec.json"), str(result)]
+    command = [case.python, "-m", "benchmarks.suite.case", str(scratch / "spec.json"), str(result)]
     begun = time.monotonic()
     with log.open("a") as output:
         process = subprocess.Popen(
@@ -194,7 +194,7 @@ def main() -> int:
         "rate": asdict(rate) if rate else None,
     }
     (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    from benchmarks.guide.plots import draw
+    from benchmarks.suite.plots import draw
 
     (folder / "performance_report.md").write_text(report(results, draw(results, folder)))
     text = summary(results)

@@ -19,17 +19,17 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from benchmarks.guide.choice import Choice, take
-from benchmarks.guide.criteria import Verdict, ledger
-from benchmarks.guide.memory import MB, Memory
-from benchmarks.guide.watcher import Pause, Watcher
+from benchmarks.suite.choice import Choice, take
+from benchmarks.suite.criteria import Verdict, ledger
+from benchmarks.suite.memory import MB, Memory
+from benchmarks.suite.watcher import Pause, Watcher
 from paceline.config import RunConfig, load_config
 from paceline.errors import ConfigError, ModelError, PacelineError, first_error
 from paceline.queue.message_queue import MessageQueue, MessageQueueClient
 from paceline.run import train
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPE = ROOT / "recipes" / "guide_minimal.toml"
+RECIPE = ROOT / "recipes" / "e2e_minimal.toml"
 BATCH, FIRST_STEPS, ALL_STEPS = 4, 2, 14  # the first two are the recipe's own
 ENGINES = 2  # at least, so that "every engine" means something
 LIMIT_S = 600.0

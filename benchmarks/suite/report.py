@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.guide.cases import REFERENCE, SWEEPS, SYNC
-from benchmarks.guide.criteria import MB, SLOWER, TOO_SHORT, Verdict, best, fastest
+from benchmarks.suite.cases import REFERENCE, SWEEPS, SYNC
+from benchmarks.suite.criteria import MB, SLOWER, TOO_SHORT, Verdict, best, fastest
 
 NOTES = {
     "mode": (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.guide.choice import Choice
+from benchmarks.suite.choice import Choice
 
 REFERENCE = "staleness 3"  # also the reference of every other sweep
 SYNC = "hybrid sync"  # names of what async is measured against begin with it; the faster counts
@@ -18,7 +18,7 @@ VLLM_PYTHON = (
     Path(__file__).resolve().parents[2] / ".venv-vllm" / "bin" / "python"
 )  # where vLLM has an environment of its own
 GROUP_SIZE = 8
-RECIPE_BATCH = {"guide_minimal": 4, "guide_performance": 16}  # what one training device takes
+RECIPE_BATCH = {"e2e_minimal": 4, "benchmark_base": 16}  # what one training device takes
 SEPARATE = (
     "placement.actor=train",
     "placement.rollout=rollout",
@@ -113,10 +113,10 @@ def all_cases(choice: Choice, work: Work) -> Iterator[Case]:
         "guide minimal",
         ("total_training_steps=2",),
         comparable=False,
-        recipe="guide_minimal",
+        recipe="e2e_minimal",
     )
     yield Case(
-        "guide", "guide performance", (), comparable=False, recipe="guide_performance", quick=True
+        "guide", "guide performance", (), comparable=False, recipe="benchmark_base", quick=True
     )
 
 

@@ -1,4 +1,4 @@
-"""One case of the benchmark, in a process of its own: `python -m benchmarks.guide.case SPEC.json RESULT.json`.
+"""One case of the benchmark, in a process of its own: `python -m benchmarks.suite.case SPEC.json RESULT.json`.
 
 What it says goes to the case's log. Figures are those of the steady state, after the steps of the warm-up.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import paceline.run
-from benchmarks.guide.watcher import Pause, Watcher
+from benchmarks.suite.watcher import Pause, Watcher
 from paceline.config import RunConfig, load_config
 from paceline.errors import PacelineError, first_error
 from paceline.loop import Metrics

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.guide import report
-from benchmarks.guide.cases import QUICK, Case, all_cases
-from benchmarks.guide.choice import Choice
-from benchmarks.guide.outcome import judge, judge_rate, merged
+from benchmarks.suite import report
+from benchmarks.suite.cases import QUICK, Case, all_cases
+from benchmarks.suite.choice import Choice
+from benchmarks.suite.outcome import judge, judge_rate, merged
 
 FIGURES = {
     "samples_per_s": 100.0,
@@ -177,7 +177,7 @@ def test_a_case_fails_when_one_of_its_rounds_does_and_else_has_their_median() ->
 
 def test_plots_are_files_beside_the_report(results: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from benchmarks.guide.plots import draw
+    from benchmarks.suite.plots import draw
 
     drawn = draw(results, tmp_path)
     assert len(drawn) == 5 and all(

@@ -9,8 +9,8 @@ import matplotlib
 matplotlib.use("svg")
 from matplotlib import pyplot
 
-from benchmarks.guide.criteria import MB, QUEUE_HIGH, QUEUE_LOW
-from benchmarks.guide.report import rows_of
+from benchmarks.suite.criteria import MB, QUEUE_HIGH, QUEUE_LOW
+from benchmarks.suite.report import rows_of
 
 TRAINER = {
     "trainer_trains": "trains",

@@ -8,10 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.guide.cases import FULL, QUICK, Case, Work
-from benchmarks.guide.choice import Choice
-from benchmarks.guide.sweep import sweep
-from tests.unit.test_guide_report import round_of
+from benchmarks.suite.cases import FULL, QUICK, Case, Work
+from benchmarks.suite.choice import Choice
+from benchmarks.suite.sweep import sweep
+from tests.unit.test_suite_report import round_of
 
 WORK = replace(QUICK, rounds=2, limit_s=1.0)
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.guide.cases import FULL, QUICK, SWEEPS, all_cases, case_settings
-from benchmarks.guide.choice import Choice, read_choice, read_target
+from benchmarks.suite.cases import FULL, QUICK, SWEEPS, all_cases, case_settings
+from benchmarks.suite.choice import Choice, read_choice, read_target
 from paceline.config import load_config
 from paceline.errors import ConfigError
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.guide import criteria
-from benchmarks.guide.criteria import MB, Verdict
+from benchmarks.suite import criteria
+from benchmarks.suite.criteria import MB, Verdict
 
 
 def use(mean: float, **more: Any) -> Verdict:

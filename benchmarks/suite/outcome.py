@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.guide import criteria
-from benchmarks.guide.cases import SYNC, Case, Work
+from benchmarks.suite import criteria
+from benchmarks.suite.cases import SYNC, Case, Work
 
 WORST = (
     "staleness_max",
