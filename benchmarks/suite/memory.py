@@ -1,4 +1,4 @@
-"""Memory of a case while it runs: of all its processes, and of the GPUs it may use; and how busy these say they are."""
+"""Memory of a run while it runs: host memory of all its processes, memory and use of its GPUs."""
 
 import os
 import shutil
@@ -15,52 +15,48 @@ class Memory:
     def __init__(self, pid: int) -> None:
         self._root = psutil.Process(pid)
         self._smi = shutil.which("nvidia-smi")
-        self._looks: list[
-            tuple[float, int, int, float]
-        ] = []  # wall time, bytes of the host, bytes of the GPUs, their mean use
+        # wall time, bytes of host memory, bytes of GPU memory, mean GPU utilization
+        self._polls: list[tuple[float, int, int, float]] = []
 
-    def look(self) -> None:
+    def poll(self) -> None:
         host = 0
         try:
-            family = [self._root, *self._root.children(recursive=True)]
+            processes = [self._root, *self._root.children(recursive=True)]
         except psutil.NoSuchProcess:
             return
-        for process in family:
+        for process in processes:
             try:
                 host += process.memory_info().rss
             except psutil.NoSuchProcess:
                 continue
-        self._looks.append((time.time(), host, *self._gpus()))
+        self._polls.append((time.time(), host, *self._gpus()))
 
     def gpu_growth(self) -> int:
-        """Bytes of the GPUs, at most, above what was taken when it was first looked."""
-        taken = [look[2] for look in self._looks]
-        return max(taken) - taken[0]
+        """Return the peak of the GPU memory in use, in bytes above the first poll."""
+        used = [poll[2] for poll in self._polls]
+        return max(used) - used[0]
 
     def between(self, begin: float, end: float) -> dict[str, list[float]]:
-        looks = [look for look in self._looks if begin <= look[0] <= end]
-        names = ("seconds", "host", "gpu", "gpu_use")
+        polls = [poll for poll in self._polls if begin <= poll[0] <= end]
+        names = ("seconds", "host", "gpu", "gpu_utilization")
         return {
-            name: [look[at] - (begin if at == 0 else 0) for look in looks]
+            name: [poll[at] - (begin if at == 0 else 0) for poll in polls]
             for at, name in enumerate(names)
         }
 
     def _gpus(self) -> tuple[int, float]:
-        ours = os.environ.get("CUDA_VISIBLE_DEVICES")  # `take` has set it; empty = none
-        if not (self._smi and ours):
+        # set by choice_from_environment; empty: no GPU
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if not (self._smi and visible):
             return 0, 0.0
         command = [
             self._smi,
-            f"--id={ours}",
+            f"--id={visible}",
             "--query-gpu=memory.used,utilization.gpu",
             "--format=csv,noheader,nounits",
         ]
-        cells = (
-            subprocess.run(command, capture_output=True, text=True, timeout=10)
-            .stdout.replace("\n", ",")
-            .split(",")
-        )
-        numbers = [
-            int(cell) if cell.strip().isdigit() else 0 for cell in cells if cell.strip()
-        ]  # what it cannot tell is not a number
+        output = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
+        cells = output.replace("\n", ",").split(",")
+        # nvidia-smi prints text such as [N/A] for values it cannot read
+        numbers = [int(cell) if cell.strip().isdigit() else 0 for cell in cells if cell.strip()]
         return sum(numbers[0::2]) * MB, statistics.fmean(numbers[1::2] or [0]) / 100

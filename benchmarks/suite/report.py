@@ -1,29 +1,41 @@
-"""The benchmark's results in words: performance_report.md and summary.txt. Pure functions of results.json."""
+"""Text of performance_report.md and summary.txt. Pure functions of the contents of results.json."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.suite.cases import REFERENCE, SWEEPS, SYNC
-from benchmarks.suite.criteria import MB, SLOWER, TOO_SHORT, Verdict, best, fastest
+from benchmarks.suite.criteria import MB, NOISE, TOO_SHORT, CheckResult, best, fastest
 
 NOTES = {
     "mode": (
-        f"`{REFERENCE}` is fully async with weights swapped in between two decode steps. Split placement trains a critic as well, "
-        "so its figures are of more work."
+        f"`{REFERENCE}` is fully async; engines swap weights between two decode steps. "
+        "Split placement also trains a critic, so it does more work than the other cases."
     ),
-    "staleness": "How many steps generation may run ahead. 0 waits for every step, in pools of its own; the bound is never exceeded.",
+    "staleness": (
+        "Number of steps that generation may run ahead. With 0, generation in its separate pool "
+        "waits for every step. No sample exceeds the bound."
+    ),
     "queue": (
-        f"With `{REFERENCE}` the size is unset: room for all that may be under way. A smaller queue holds generation back, so that nothing "
-        "is ever dropped; a larger one is never filled."
+        f"`{REFERENCE}` uses the default size, which has room for all groups in flight. A smaller "
+        "queue delays generation, so nothing is dropped; a larger one never fills."
     ),
     "interval": (
-        "Paceline has no clock between two generations: a new group starts when a ticket is free, and tickets come back when "
-        "new weights are live. So the interval at which generation gets new work is the number of train steps per hand-over."
+        "A new group starts when a ticket is free, and tickets return when new weights are live. "
+        "The interval between new groups is therefore the number of train steps per weight sync."
     ),
-    "split": "Which devices generate and which train; without GPUs a device is a core's worth of processes, and one GPU is shared by all.",
-    "pause": "The job was asked to pause and go on while it ran, as `paceline pause` and `paceline resume` do; figures include it.",
-    "backend": "The same loop, another trainer, engine or way to start workers.",
-    "guide": "Short answers of the built-in model and few steps: what the guide's own settings do, not a measurement of speed.",
+    "split": (
+        "Number of devices that generate and that train. Without GPUs, a device is a process "
+        "on the CPU; a single GPU is shared by all roles."
+    ),
+    "pause": (
+        "The run was paused and resumed, as with `paceline pause` and `paceline resume`. "
+        "The metrics include the pause."
+    ),
+    "backend": "The same loop with another trainer, engine or cluster.",
+    "recipe": (
+        "Short completions of the built-in model and few steps: this shows that the recipes run "
+        "and is not a measurement of speed."
+    ),
 }
 
 COLUMNS = {
@@ -31,50 +43,46 @@ COLUMNS = {
     "steps/s": "{steps_per_s:.2f}",
     "sample age, s": "{sample_age_s:.2f}",
     "staleness mean / max": "{staleness_mean:.2f} / {staleness_max:.0f}",
-    "hand-over, ms": "{sync_ms:.1f}",
-    "device use: rollout / train": "{rollout_busy:.0%} / {train_busy:.0%}",
-    "queue use": "{queue_use:.0%}",
+    "weight sync, ms": "{sync_ms:.1f}",
+    "busy: rollout / train": "{rollout_busy:.0%} / {train_busy:.0%}",
+    "queue utilization": "{queue_utilization:.0%}",
     "dropped": "{dropped:.0f}",
     "memory, MB": "{memory_mb:,.0f}",
 }
-GPU_COLUMNS = {
-    "GPU use": "{gpu_use:.0%}",
-    "GPU memory, MB": "{gpu_memory_mb:,.0f}",
-}  # as the GPUs themselves say
+# as reported by nvidia-smi
+GPU_COLUMNS = {"GPU utilization": "{gpu_utilization:.0%}", "GPU memory, MB": "{gpu_memory_mb:,.0f}"}
 TIMES = {
     "trainer: trains": "{trainer_trains:.0%}",
     "waits for samples": "{trainer_waits:.0%}",
-    "hands over": "{trainer_hands_over:.0%}",
-    "else": "{trainer_else:.0%}",
+    "syncs weights": "{trainer_syncs:.0%}",
+    "other": "{trainer_other:.0%}",
     "rollout: generates": "{rollout_generates:.0%}",
-    "held for a hand-over": "{rollout_held:.0%}",
-    "waits for tickets, rewards or its turn": "{rollout_idle:.0%}",
+    "paused for weight sync": "{rollout_paused:.0%}",
+    "waits for tickets, rewards or the trainer": "{rollout_idle:.0%}",
 }
 
 
 def report(results: Mapping[str, Any], plots: Mapping[str, str]) -> str:
-    """`plots`: what each shows -> its file."""
+    """Return performance_report.md; `plots` maps the title of each plot to its file."""
     work, cases = results["work"], results["cases"]
     sections = [
         "# Performance report",
-        f"`{results['command']}` · {results['choice']} · {results['machine']} · torch {results['versions']['torch']} · "
-        f"{results['minutes']:.1f} minutes",
-        f"Each case trains {work['steps']} steps of {work['batch']} prompts × 8 answers; the first {work['warm_up']} are not measured. "
-        f"Lengths of answers are lognormal (median {work['median']}, p99 {8 * work['median']}, at most {work['cap']} tokens), "
-        "the same in all cases; random weights unless a model was named, so that nothing is learned. "
-        f"{work['rounds']} round{'s' if work['rounds'] > 1 else ''}, medians.",
-        "## The best setting",
-        verdict_of_best(results),
+        f"`{results['command']}` · {results['date']} · {results['choice']} · {results['machine']} "
+        f"· torch {results['versions']['torch']} · {results['minutes']:.1f} minutes",
+        f"Each case trains {work['steps']} steps of {work['batch']} prompts × 8 completions; the "
+        f"first {work['warm_up']} steps are not measured. Completion lengths are lognormal (median "
+        f"{work['median']}, p99 {8 * work['median']}, at most {work['cap']} tokens) and the same "
+        "in all cases. The weights are random unless a model is given, so nothing is learned. "
+        f"Medians of {work['rounds']} round{'s' if work['rounds'] > 1 else ''}.",
+        "## Best setting",
+        describe_best(results),
         "## Success criteria",
         _criteria(results),
-        *(f"![{shows}]({file})" for shows, file in plots.items()),
+        *(f"![{title}]({file})" for title, file in plots.items()),
     ]
     measured = [case for case in cases if case["state"] == "ok"]
-    columns = (
-        COLUMNS | GPU_COLUMNS
-        if any(case["figures"]["gpu_memory_bytes"] for case in measured)
-        else COLUMNS
-    )
+    on_gpus = any(case["metrics"]["gpu_memory_bytes"] for case in measured)
+    columns = COLUMNS | GPU_COLUMNS if on_gpus else COLUMNS
     for sweep, title in SWEEPS.items():
         rows = rows_of(sweep, cases)
         if rows:
@@ -85,88 +93,92 @@ def report(results: Mapping[str, Any], plots: Mapping[str, str]) -> str:
                 *_pauses(rows),
                 *_reasons(rows),
             ]
-    sections += ["## Where the time of both sides went", _table(measured, TIMES)]
+    sections += ["## Time of trainer and engines", _table(measured, TIMES)]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
 def summary(results: Mapping[str, Any]) -> str:
-    """A line per case, the criteria that do not hold, and the best setting."""
+    """Return summary.txt: a line per case, the failed checks and the best setting."""
     lines = [
-        f"{results['command']}: {results['choice']}; {results['machine']}; {results['minutes']:.1f} minutes",
+        f"{results['command']}, {results['date']}: {results['choice']}; {results['machine']}; "
+        f"{results['minutes']:.1f} minutes",
         "",
     ]
-    for case in results["cases"]:
-        said = (
-            line(case["figures"])
-            if case["state"] == "ok"
-            else f"{case['state']}: {case['reason'].splitlines()[0]}"
-        )
-        lines.append(f"{case['name']:24} {said}")
-    lines += ["", *_shortfalls(results), "", f"best: {verdict_of_best(results)}"]
+    lines += [f"{case['name']:24} {outcome_line(case)}" for case in results["cases"]]
+    lines += ["", *_failed_checks(results)]
+    lines += ["", f"best: {describe_best(results)}"]
     return "\n".join(lines) + "\n"
 
 
-def line(figures: Mapping[str, float]) -> str:
+def outcome_line(case: Mapping[str, Any]) -> str:
+    """Return the metrics of a completed case, or the reason why there are none, on one line."""
+    if case["state"] != "ok":
+        return f"{case['state']}: {case['reason'].splitlines()[0]}"
     return (
-        f"{figures['samples_per_s']:.1f} samples/s, {figures['steps_per_s']:.2f} steps/s, age {figures['sample_age_s']:.2f} s, "
-        f"staleness {figures['staleness_mean']:.1f}, queue {figures['queue_use']:.0%}, "
-        f"busy {figures['rollout_busy']:.0%} rollout {figures['train_busy']:.0%} train"
-    )
+        "{samples_per_s:.1f} samples/s, {steps_per_s:.2f} steps/s, age {sample_age_s:.2f} s, "
+        "staleness {staleness_mean:.1f}, queue {queue_utilization:.0%}, "
+        "busy: rollout {rollout_busy:.0%}, train {train_busy:.0%}"
+    ).format(**case["metrics"])
 
 
-def verdict_of_best(results: Mapping[str, Any]) -> str:
+def describe_best(results: Mapping[str, Any]) -> str:
     found = best(results["cases"])
     if found is None:
-        return "No case ended well, so there is nothing to recommend."
-    figures = found["figures"]
-    own = dict(
-        setting.split("=", 1) for setting in found["settings"]
-    )  # a later one replaces an earlier
-    settings = " ".join(f"{key}={value}" for key, value in own.items())
-    said = [f"**{found['name']}** (`{settings}`): {figures['samples_per_s']:.1f} samples/s."]
+        return "No comparable case completed and passed, so there is no recommendation."
+    metrics = found["metrics"]
+    # a later setting replaces an earlier one of the same name
+    settings = dict(setting.split("=", 1) for setting in found["settings"])
+    shown = " ".join(f"{key}={value}" for key, value in settings.items())
+    sentences = [f"**{found['name']}** (`{shown}`): {metrics['samples_per_s']:.1f} samples/s."]
     base = fastest(results["cases"], SYNC)
     if base and not found["name"].startswith(SYNC):
-        ratio = figures["samples_per_s"] / base["figures"]["samples_per_s"]
-        said.append(
-            f"That is {ratio:.2f}× {base['name']}: its trainer trains {figures['trainer_trains']:.0%} of the time instead of "
-            f"{base['figures']['trainer_trains']:.0%}, and engines generate {figures['rollout_busy']:.0%} instead of "
-            f"{base['figures']['rollout_busy']:.0%}."
+        ratio = metrics["samples_per_s"] / base["metrics"]["samples_per_s"]
+        sentences.append(
+            f"That is {ratio:.2f}× {base['name']}: its trainer trains "
+            f"{metrics['trainer_trains']:.0%} of the time instead of "
+            f"{base['metrics']['trainer_trains']:.0%}, and its engines generate "
+            f"{metrics['rollout_busy']:.0%} instead of {base['metrics']['rollout_busy']:.0%}."
         )
     elif base:
-        said.append("On this machine nothing that runs ahead is faster than taking turns.")
-    said.append(
-        f"Of the settings within {1 - SLOWER:.0%} of the fastest it has the freshest samples: staleness {figures['staleness_mean']:.2f} on "
-        f"average, {figures['sample_age_s']:.2f} s old."
+        sentences.append("On this machine no asynchronous setting is faster than hybrid sync.")
+    sentences.append(
+        f"Of the settings within {1 - NOISE:.0%} of the fastest, it has the freshest samples: "
+        f"staleness {metrics['staleness_mean']:.2f} on average, "
+        f"{metrics['sample_age_s']:.2f} s old."
     )
-    return " ".join(said)
+    return " ".join(sentences)
 
 
 def rows_of(sweep: str, cases: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The cases of a sweep, after the one they are compared with."""
-    own = [case for case in cases if case["sweep"] == sweep]
-    other = [
-        case for case in cases if case["name"] == REFERENCE and sweep not in ("staleness", "guide")
+    """Return the cases of a sweep, after the reference they are compared with."""
+    rows = [case for case in cases if case["sweep"] == sweep]
+    reference = [
+        case for case in cases if case["name"] == REFERENCE and sweep not in ("staleness", "recipe")
     ]
-    return [*other, *own] if own else []
+    return [*reference, *rows] if rows else []
 
 
 def _table(cases: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
     lines = [f"| case | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for case in cases:
         if case["state"] == "ok":
-            figures = case["figures"] | {"memory_mb": case["figures"]["memory_peak_bytes"] / MB}
-            figures |= {"gpu_memory_mb": figures["gpu_memory_bytes"] / MB}
-            lines.append(
-                f"| {case['name']} | {' | '.join(text.format(**figures) for text in columns.values())} |"
-            )
+            metrics = case["metrics"] | {
+                "memory_mb": case["metrics"]["memory_peak_bytes"] / MB,
+                "gpu_memory_mb": case["metrics"]["gpu_memory_bytes"] / MB,
+            }
+            cells = " | ".join(text.format(**metrics) for text in columns.values())
+            lines.append(f"| {case['name']} | {cells} |")
     return "\n".join(lines)
 
 
 def _pauses(cases: Sequence[Mapping[str, Any]]) -> list[str]:
+    text = (
+        "- {name}: pause returned {paused} after {pause_ms:.0f} ms, {tokens} tokens in "
+        "{watched_s:.1f} s of pause; resume returned {resumed}, new tokens {resume_s:.1f} s later "
+        "(polled once a second)."
+    )
     return [
-        f"- {case['name']}: pause answered {case['pause']['paused']} in {1000 * case['pause']['pause_s']:.0f} ms, "
-        f"{case['pause']['tokens']} tokens in {case['pause']['watched_s']:.1f} s of pause; resume answered {case['pause']['resumed']}, "
-        f"new tokens seen {case['pause']['resume_s']:.1f} s later (looked at once a second)."
+        text.format(name=case["name"], pause_ms=1000 * case["pause"]["pause_s"], **case["pause"])
         for case in cases
         if case["state"] == "ok" and case["pause"]
     ]
@@ -181,41 +193,43 @@ def _reasons(cases: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _criteria(results: Mapping[str, Any]) -> str:
-    """How many cases met each, and what those that did not are advised."""
-    names = list(
-        dict.fromkeys(
-            verdict["criterion"] for case in results["cases"] for verdict in case["verdicts"]
-        )
+    """Return the number of cases that met each criterion, and the failed checks."""
+    names = dict.fromkeys(
+        check["criterion"] for case in results["cases"] for check in case["checks"]
     )
     lines = ["| criterion | holds in |", "|---|---|"]
-    if results["rate"]:
-        lines.append(
-            f"| {results['rate']['criterion']} | {'yes' if results['rate']['ok'] else 'no'}: {results['rate']['seen']} |"
-        )
+    if rate := results["rate"]:
+        held = "yes" if rate["ok"] else "no"
+        lines.append(f"| {rate['criterion']} | {held}: {rate['observed']} |")
     for name in names:
-        # a case may be judged several times: in each round, in the host's memory and the GPU's
-        judged = [
-            [v for v in case["verdicts"] if v["criterion"] == name] for case in results["cases"]
+        # a case can have several checks of one criterion: per round, for host and GPU memory
+        by_case = [
+            [check for check in case["checks"] if check["criterion"] == name]
+            for case in results["cases"]
         ]
-        told = [
-            all(v["ok"] for v in verdicts)
-            for verdicts in judged
-            if any(not v["seen"].startswith(TOO_SHORT) for v in verdicts)
+        measured = [
+            all(check["ok"] for check in checks)
+            for checks in by_case
+            if any(map(_measured, checks))
         ]
-        short = sum(map(bool, judged)) - len(told)
-        lines.append(
-            f"| {name} | {sum(told)} of {len(told)} cases{f'; {short} {TOO_SHORT}' if short else ''} |"
-        )
-    return "\n".join([*lines, "", *(f"- {shortfall}" for shortfall in _shortfalls(results))])
+        short = sum(map(bool, by_case)) - len(measured)
+        note = f"; {short} {TOO_SHORT}" if short else ""
+        lines.append(f"| {name} | {sum(measured)} of {len(measured)} cases{note} |")
+    items = _failed_checks(results)
+    return "\n".join([*lines, "", *(f"- {item}" for item in items)])
 
 
-def _shortfalls(results: Mapping[str, Any]) -> list[str]:
-    found = [
-        f"{case['name']}: {Verdict(**v)}"
+def _measured(check: Mapping[str, Any]) -> bool:
+    return not check["observed"].startswith(TOO_SHORT)
+
+
+def _failed_checks(results: Mapping[str, Any]) -> list[str]:
+    rate = results["rate"]
+    failed = [str(CheckResult(**rate))] if rate and not rate["ok"] else []
+    failed += [
+        f"{case['name']}: {CheckResult(**check)}"
         for case in results["cases"]
-        for v in case["verdicts"]
-        if not v["ok"]
+        for check in case["checks"]
+        if not check["ok"]
     ]
-    if results["rate"] and not results["rate"]["ok"]:
-        found.insert(0, str(Verdict(**results["rate"])))
-    return found or ["every criterion holds in every case"]
+    return failed or ["every criterion holds in every case"]
