@@ -1,5 +1,6 @@
 """Text of performance_report.md and summary.txt. Pure functions of the contents of results.json."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -98,14 +99,14 @@ def report(results: Mapping[str, Any], plots: Mapping[str, str]) -> str:
 
 
 def summary(results: Mapping[str, Any]) -> str:
-    """Return summary.txt: a line per case, the failed checks and the best setting."""
+    """Return summary.txt: a line per case, the counts, the failed checks and the best setting."""
     lines = [
         f"{results['command']}, {results['date']}: {results['choice']}; {results['machine']}; "
         f"{results['minutes']:.1f} minutes",
         "",
     ]
     lines += [f"{case['name']:24} {outcome_line(case)}" for case in results["cases"]]
-    lines += ["", *_failed_checks(results)]
+    lines += ["", *_counts(results), *_failed_checks(results)]
     lines += ["", f"best: {describe_best(results)}"]
     return "\n".join(lines) + "\n"
 
@@ -215,7 +216,7 @@ def _criteria(results: Mapping[str, Any]) -> str:
         short = sum(map(bool, by_case)) - len(measured)
         note = f"; {short} {TOO_SHORT}" if short else ""
         lines.append(f"| {name} | {sum(measured)} of {len(measured)} cases{note} |")
-    items = _failed_checks(results)
+    items = [*_counts(results), *_failed_checks(results)]
     return "\n".join([*lines, "", *(f"- {item}" for item in items)])
 
 
@@ -223,13 +224,34 @@ def _measured(check: Mapping[str, Any]) -> bool:
     return not check["observed"].startswith(TOO_SHORT)
 
 
+def _all_checks(results: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    rate = [results["rate"]] if results["rate"] else []
+    return [*rate, *(check for case in results["cases"] for check in case["checks"])]
+
+
+def _counts(results: Mapping[str, Any]) -> list[str]:
+    """Return how many cases and checks were planned, done and passed."""
+    states = Counter(case["state"] for case in results["cases"])
+    checks = _all_checks(results)
+    measured = [check for check in checks if _measured(check)]
+    passed = sum(check["ok"] for check in measured)
+    lines = [
+        f"cases: {len(results['cases'])} planned, {states['ok']} completed, "
+        f"{states['failed']} failed, {states['skipped']} skipped",
+        f"checks: {len(measured)} made, {passed} passed, {len(measured) - passed} failed"
+        + (f"; {len(checks) - len(measured)} not made: {TOO_SHORT}" if checks != measured else ""),
+    ]
+    if states["ok"] == len(results["cases"]) > 0 and passed == len(checks):
+        lines.append("every planned case completed and every criterion holds")
+    return lines
+
+
 def _failed_checks(results: Mapping[str, Any]) -> list[str]:
     rate = results["rate"]
     failed = [str(CheckResult(**rate))] if rate and not rate["ok"] else []
-    failed += [
+    return failed + [
         f"{case['name']}: {CheckResult(**check)}"
         for case in results["cases"]
         for check in case["checks"]
         if not check["ok"]
     ]
-    return failed or ["every criterion holds in every case"]

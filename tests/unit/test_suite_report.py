@@ -146,6 +146,62 @@ def test_summary_has_one_line_per_case(results: dict[str, Any]) -> None:
     assert lines[-1].startswith("best: **staleness 1**")
 
 
+SUCCESS = "every planned case completed and every criterion holds"
+
+
+@pytest.fixture
+def passed(results: dict[str, Any]) -> dict[str, Any]:
+    """The completed cases only, with one passed check each and no rate check."""
+    completed = [case for case in results["cases"] if case["state"] == "ok"]
+    return results | {"rate": None, "cases": [case | {"checks": [check()]} for case in completed]}
+
+
+def test_summary_reports_success_when_every_case_and_check_passed(passed: dict[str, Any]) -> None:
+    count = len(passed["cases"])
+    lines = report.summary(passed).splitlines()
+    assert f"cases: {count} planned, {count} completed, 0 failed, 0 skipped" in lines
+    assert f"checks: {count} made, {count} passed, 0 failed" in lines
+    assert SUCCESS in lines
+    assert f"- {SUCCESS}" in report.report(passed, {}).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("state", "counts"), [("failed", "1 failed, 0 skipped"), ("skipped", "0 failed, 1 skipped")]
+)
+def test_summary_counts_case_without_claiming_success_when_not_completed(
+    passed: dict[str, Any], state: str, counts: str
+) -> None:
+    count = len(passed["cases"])
+    passed["cases"][-1] = passed["cases"][-1] | {"state": state, "reason": "no", "checks": []}
+    text = report.summary(passed)
+    assert f"cases: {count} planned, {count - 1} completed, {counts}\n" in text
+    assert SUCCESS not in text and SUCCESS not in report.report(passed, {})
+
+
+@pytest.mark.parametrize(
+    ("result", "counts"),
+    [
+        (check(ok=False), "{passed} passed, 1 failed"),
+        (
+            check(observed="run too short to tell (3 polls)"),
+            "{passed} passed, 0 failed; 1 not made: run too short to tell",
+        ),
+    ],
+)
+def test_summary_counts_check_without_claiming_success_when_not_passed(
+    passed: dict[str, Any], result: dict[str, Any], counts: str
+) -> None:
+    passed["cases"][0]["checks"].append(result)
+    text = report.summary(passed)
+    assert counts.format(passed=len(passed["cases"])) + "\n" in text
+    assert SUCCESS not in text and SUCCESS not in report.report(passed, {})
+
+
+def test_summary_does_not_claim_success_when_no_case_was_planned(passed: dict[str, Any]) -> None:
+    text = report.summary(passed | {"cases": []})
+    assert "cases: 0 planned" in text and SUCCESS not in text
+
+
 def test_merged_case_has_median_of_rate_and_maximum_of_drops() -> None:
     case = Case("queue", "queue 8", ())
     rounds = [round_of(case, samples_per_s=rate, dropped=rate) for rate in (10.0, 30.0)]
