@@ -235,10 +235,12 @@ def _counts(results: Mapping[str, Any]) -> list[str]:
     checks = _all_checks(results)
     measured = [check for check in checks if _measured(check)]
     passed = sum(check["ok"] for check in measured)
+    failed = sum(check["required"] and not check["ok"] for check in measured)
     lines = [
         f"cases: {len(results['cases'])} planned, {states['ok']} completed, "
         f"{states['failed']} failed, {states['skipped']} skipped",
-        f"checks: {len(measured)} made, {passed} passed, {len(measured) - passed} failed"
+        f"checks: {len(measured)} made, {passed} passed, {failed} failed, "
+        f"{len(measured) - passed - failed} with advice only"
         + (f"; {len(checks) - len(measured)} not made: {TOO_SHORT}" if checks != measured else ""),
     ]
     if states["ok"] == len(results["cases"]) > 0 and passed == len(checks):

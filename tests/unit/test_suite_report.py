@@ -105,13 +105,15 @@ def results() -> dict[str, Any]:
     }
 
 
-def check(ok: bool = True, observed: str = "8 MB, then 8 MB") -> dict[str, Any]:
+def check(
+    ok: bool = True, observed: str = "8 MB, then 8 MB", required: bool = True
+) -> dict[str, Any]:
     return {
         "criterion": "no memory growth",
         "ok": ok,
         "observed": observed,
         "advice": "",
-        "required": True,
+        "required": required,
     }
 
 
@@ -160,7 +162,7 @@ def test_summary_reports_success_when_every_case_and_check_passed(passed: dict[s
     count = len(passed["cases"])
     lines = report.summary(passed).splitlines()
     assert f"cases: {count} planned, {count} completed, 0 failed, 0 skipped" in lines
-    assert f"checks: {count} made, {count} passed, 0 failed" in lines
+    assert f"checks: {count} made, {count} passed, 0 failed, 0 with advice only" in lines
     assert SUCCESS in lines
     assert f"- {SUCCESS}" in report.report(passed, {}).splitlines()
 
@@ -181,10 +183,11 @@ def test_summary_counts_case_without_claiming_success_when_not_completed(
 @pytest.mark.parametrize(
     ("result", "counts"),
     [
-        (check(ok=False), "{passed} passed, 1 failed"),
+        (check(ok=False), "{passed} passed, 1 failed, 0 with advice only"),
+        (check(ok=False, required=False), "{passed} passed, 0 failed, 1 with advice only"),
         (
             check(observed="run too short to tell (3 polls)"),
-            "{passed} passed, 0 failed; 1 not made: run too short to tell",
+            "{passed} passed, 0 failed, 0 with advice only; 1 not made: run too short to tell",
         ),
     ],
 )
