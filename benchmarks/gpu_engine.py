@@ -1,7 +1,9 @@
-"""How fast does the native engine decode on one GPU, how near is that to what memory and arithmetic allow, and are its
-log-probabilities right? Random weights in the shapes of Qwen2.5-0.5B and 1.5B, 128-token prompts, 512 new tokens, log-probs on.
+"""Decode speed of the native engine on one GPU, its limits, and the accuracy of its log-probs.
 
     python benchmarks/gpu_engine.py [--quick] [--profile] [--out benchmarks/results/gpu_engine.json]
+
+Random weights in the shapes of Qwen2.5-0.5B and 1.5B, 128-token prompts, 512 new tokens, log-probs
+on. The limits are those of memory bandwidth and the matmul rate.
 """
 
 import argparse
@@ -28,7 +30,7 @@ from paceline.rollout.native.engine import NativeEngine  # noqa: E402
 from paceline.types import Completion, Request, Sampling  # noqa: E402
 
 PROMPT, NEW, LONGEST = 128, 512, 4096
-SIGMA = np.log(8) / 2.3263  # of a lognormal whose 99th percentile is 8 times its median
+SIGMA = np.log(8) / 2.3263  # lognormal whose 99th percentile is 8 times its median
 TAIL_MEDIAN, TAIL_SLOTS, TAIL_PROMPTS = 400, 256, 512
 SHAPES: dict[str, dict[str, Any]] = {
     "0.5B": {
@@ -46,10 +48,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
     },
 }
-VLLM = {
-    "0.5B": {64: 11e3, 256: 20e3, 512: 24e3},
-    "1.5B": {256: 22e3},
-}  # tokens/s of vLLM 0.24, log-probs on, same GPU and load
+# tokens/s of vLLM 0.24 with log-probs on, same GPU and load, measured 2026-11-15
+VLLM = {"0.5B": {64: 11e3, 256: 20e3, 512: 24e3}, "1.5B": {256: 22e3}}
 TARGETS = {"0.5B": {64: 35e3, 256: 100e3, 512: 150e3}, "1.5B": {256: 55e3}}
 
 
@@ -58,9 +58,14 @@ def make_model(shape: str, dtype: torch.dtype = torch.bfloat16) -> Qwen2ForCausa
     torch.set_default_dtype(dtype)
     with torch.device("cuda"):
         config = Qwen2Config(
-            **SHAPES[shape], vocab_size=151936, tie_word_embeddings=True, max_position_embeddings=32768,
-            bos_token_id=None, eos_token_id=None, pad_token_id=None,
-        )  # fmt: skip
+            **SHAPES[shape],
+            vocab_size=151936,
+            tie_word_embeddings=True,
+            max_position_embeddings=32768,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        )
         model = Qwen2ForCausalLM(config).eval()
     torch.set_default_dtype(torch.float32)
     return model
@@ -85,13 +90,13 @@ def generate(engine: NativeEngine, requests: list[Request]) -> tuple[dict[str, C
 
 
 def bandwidth() -> float:
-    """Bytes a second of a large copy, read and written."""
+    """Return bytes per second of a large copy; reads and writes both count."""
     a = torch.empty(2**32, dtype=torch.uint8, device="cuda").random_()
     b = torch.empty_like(a)
     return 2 * a.numel() / timed(lambda: b.copy_(a))
 
 
-def matrix_rate() -> float:
+def matmul_rate() -> float:
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     return 2 * 8192**3 / timed(lambda: a @ b)
 
@@ -109,7 +114,10 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def limit(shape: str, n: int, context: float, bytes_per_s: float, flops_per_s: float) -> float:
-    """Tokens a second if every weight and every live key and value were read once a step and all products ran at full rate."""
+    """Return the highest possible tokens per second.
+
+    Every step reads all weights and the live KV cache once and runs its matmuls at full rate.
+    """
     s = SHAPES[shape]
     dim = s["hidden_size"] // s["num_attention_heads"]
     kv_width = s["num_key_value_heads"] * dim
@@ -132,18 +140,26 @@ def throughput(
         rate = n * NEW / statistics.median(times)
         steady = steady_rate(engine, n, NEW)
         vllm = VLLM[shape].get(n)
-        rows.append({
-            "shape": shape, "sequences": n, "tokens_per_s": round(rate), "decode_only_tokens_per_s": round(steady),
-            "limit_tokens_per_s": round(limit(shape, n, PROMPT + NEW / 2, *ceilings)), "target": TARGETS[shape].get(n),
-            "vllm": vllm, "times_vllm": vllm and round(rate / vllm, 2), "seconds": [round(t, 3) for t in times],
-        })  # fmt: skip
+        rows.append(
+            {
+                "shape": shape,
+                "sequences": n,
+                "tokens_per_s": round(rate),
+                "decode_only_tokens_per_s": round(steady),
+                "limit_tokens_per_s": round(limit(shape, n, PROMPT + NEW / 2, *ceilings)),
+                "target": TARGETS[shape].get(n),
+                "vllm": vllm,
+                "times_vllm": vllm and round(rate / vllm, 2),
+                "seconds": [round(t, 3) for t in times],
+            }
+        )
         print(rows[-1], flush=True)
         engine.sleep()
     return rows
 
 
 def steady_rate(engine: NativeEngine, n: int, new: int) -> float:
-    """With all slots live, prefill left out."""
+    """Return tokens per second while all slots decode, without prefill."""
     engine.submit(make_requests([new] * n, 77))
     for _ in range(4):
         engine.step()
@@ -158,8 +174,11 @@ def steady_rate(engine: NativeEngine, n: int, new: int) -> float:
 
 
 def long_tail(shape: str, ceilings: tuple[float, float]) -> dict[str, Any]:
-    """Prompts of very different lengths through 256 slots, compared with 256 slots always full at the same mean context. A batch
-    of 512 cannot end before its longest answer, which alone takes `longest_alone_s`; while prompts wait, slots can be full."""
+    """Compare long-tailed completions with 256 slots that are always full at the same mean context.
+
+    A batch of 512 cannot end before its longest completion, which takes `longest_alone_s` on its
+    own. Slots are always full only while prompts are waiting.
+    """
     model = make_model(shape)
     random = np.random.default_rng(0)
     lengths = np.clip(
@@ -172,35 +191,51 @@ def long_tail(shape: str, ceilings: tuple[float, float]) -> dict[str, Any]:
         max_length=PROMPT + LONGEST,
         kv_memory_fraction=0.8,
     )
-    for size in (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256):  # captures the graphs
+    for size in (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256):  # captures the CUDA graphs
         generate(engine, make_requests([16] * size, 1000 + size))
     batch = lengths[:TAIL_PROMPTS]
     times = [generate(engine, make_requests(batch.tolist(), round))[1] for round in range(3)]
     rate = int(batch.sum()) / statistics.median(times)
-    context = float((lengths * (PROMPT + lengths / 2)).sum() / lengths.sum())  # mean over tokens
+    context = float(
+        (lengths * (PROMPT + lengths / 2)).sum() / lengths.sum()
+    )  # mean over all tokens
     steady = steady_rate(engine, TAIL_SLOTS, int(2 * (context - PROMPT)))
     alone = generate(engine, make_requests([int(batch.max())], 55))[1]
     stream, waiting = stream_rates(engine, lengths.tolist())
     return {
-        "shape": shape, "slots": TAIL_SLOTS, "mean_context": round(context), "steady_tokens_per_s": round(steady),
+        "shape": shape,
+        "slots": TAIL_SLOTS,
+        "mean_context": round(context),
+        "steady_tokens_per_s": round(steady),
         "limit_tokens_per_s": round(limit(shape, TAIL_SLOTS, context, *ceilings)),
         "512_prompts": {
-            "tokens": int(batch.sum()), "longest": int(batch.max()), "tokens_per_s": round(rate),
-            "share_of_steady": round(rate / steady, 3), "seconds": [round(t, 3) for t in times], "longest_alone_s": round(alone, 3),
-            "seconds_at_steady_rate": round(int(batch.sum()) / steady, 3), "limit": tail_limit(shape, batch.tolist(), context, ceilings),
+            "tokens": int(batch.sum()),
+            "longest": int(batch.max()),
+            "tokens_per_s": round(rate),
+            "fraction_of_steady": round(rate / steady, 3),
+            "seconds": [round(t, 3) for t in times],
+            "longest_alone_s": round(alone, 3),
+            "seconds_at_steady_rate": round(int(batch.sum()) / steady, 3),
+            "limit": tail_limit(shape, batch.tolist(), context, ceilings),
         },
         "2048_prompts": {
-            "tokens": int(lengths.sum()), "tokens_per_s": round(stream), "share_of_steady": round(stream / steady, 3),
-            "while_prompts_wait": round(waiting), "while_prompts_wait_share_of_steady": round(waiting / steady, 3),
+            "tokens": int(lengths.sum()),
+            "tokens_per_s": round(stream),
+            "fraction_of_steady": round(stream / steady, 3),
+            "while_prompts_wait": round(waiting),
+            "while_prompts_wait_fraction_of_steady": round(waiting / steady, 3),
         },
-    }  # fmt: skip
+    }
 
 
 def tail_limit(
     shape: str, lengths: list[int], context: float, ceilings: tuple[float, float]
 ) -> dict[str, float]:
-    """The same batch if every step took no longer than memory and arithmetic need, and its share of a steady state that does so too."""
-    waiting, live = lengths[::-1], []  # live: (tokens left, context)
+    """Return the time of the batch if every step ran at `limit`.
+
+    Also return the resulting rate as a fraction of a steady state at `limit`.
+    """
+    waiting, live = lengths[::-1], []  # live: (tokens remaining, context)
     seconds = 0.0
     while waiting or live:
         while waiting and len(live) < TAIL_SLOTS:
@@ -210,12 +245,12 @@ def tail_limit(
             steps * n / limit(shape, n, sum(seen for _, seen in live) / n + steps / 2, *ceilings)
         )
         live = [(left - steps, seen + steps) for left, seen in live if left > steps]
-    share = sum(lengths) / seconds / limit(shape, TAIL_SLOTS, context, *ceilings)
-    return {"seconds": round(seconds, 3), "share_of_steady": round(share, 3)}
+    fraction = sum(lengths) / seconds / limit(shape, TAIL_SLOTS, context, *ceilings)
+    return {"seconds": round(seconds, 3), "fraction_of_steady": round(fraction, 3)}
 
 
 def stream_rates(engine: NativeEngine, lengths: list[int]) -> tuple[float, float]:
-    """Tokens a second over all, and until the last prompt has found a slot."""
+    """Return tokens per second over the whole batch, and until the last prompt has a slot."""
     torch.cuda.synchronize()
     start, before = time.perf_counter(), engine.tokens_sampled
     engine.submit(make_requests(lengths, 66))
@@ -229,7 +264,10 @@ def stream_rates(engine: NativeEngine, lengths: list[int]) -> tuple[float, float
 
 @torch.inference_mode()
 def accuracy(shape: str, dtype: torch.dtype, slots: int) -> dict[str, Any]:
-    """Log-probs against a float32 forward pass over the same tokens. Up to 16 sequences are decoded by kernels of their own."""
+    """Compare log-probs with a float32 forward pass over the same tokens.
+
+    Up to 16 sequences are decoded by separate kernels.
+    """
     model = make_model(shape, dtype)
     engine = NativeEngine(
         model.config,
@@ -245,23 +283,27 @@ def accuracy(shape: str, dtype: torch.dtype, slots: int) -> dict[str, Any]:
         completion = done[request.id]
         ids = torch.tensor([[*request.prompt, *completion.tokens.tolist()]], device="cuda")
         logits = exact(ids).logits[0, PROMPT - 1 : -1].log_softmax(-1)
-        off = (
+        error = (
             logits.gather(1, ids[0, PROMPT:, None])[:, 0]
             - torch.from_numpy(completion.logprobs).cuda()
         ).abs()
         worst, total, count = (
-            max(worst, float(off.max())),
-            total + float(off.sum()),
-            count + len(off),
+            max(worst, float(error.max())),
+            total + float(error.sum()),
+            count + len(error),
         )
     return {
-        "shape": shape, "dtype": str(dtype).removeprefix("torch."), "slots": slots, "tokens": count, "mean_error": total / count,
+        "shape": shape,
+        "dtype": str(dtype).removeprefix("torch."),
+        "slots": slots,
+        "tokens": count,
+        "mean_error": total / count,
         "worst_error": worst,
-    }  # fmt: skip
+    }
 
 
 def step_times(shape: str) -> dict[int, float]:
-    """Milliseconds a decode step takes, by sequences."""
+    """Return the milliseconds of a decode step by number of sequences."""
     model = make_model(shape)
     engine = NativeEngine(
         model.config,
@@ -276,8 +318,8 @@ def step_times(shape: str) -> dict[int, float]:
     return times
 
 
-def hand_over(shape: str) -> dict[str, float]:
-    """Milliseconds to give a bfloat16 engine the weights of a float32 model on the same GPU."""
+def load_weights(shape: str) -> dict[str, float]:
+    """Return the milliseconds to load a float32 model on the same GPU into a bfloat16 engine."""
     model = make_model(shape, torch.float32)
     weights = DecoderWeights.from_module(model, share=False, dtype=torch.bfloat16)
     engine = NativeEngine(model.config, weights, slots=8, max_length=PROMPT + NEW)
@@ -292,7 +334,7 @@ def hand_over(shape: str) -> dict[str, float]:
 
 
 def memory_growth(admissions: int) -> dict[str, Any]:
-    """Memory after 10 % and after all of many short answers."""
+    """Return how much memory grows over many short completions, after the first 10 %."""
     model = make_model("0.5B")
     engine = NativeEngine(
         model.config, DecoderWeights.from_module(model, share=True), slots=128, max_length=256
@@ -304,13 +346,13 @@ def memory_growth(admissions: int) -> dict[str, Any]:
     pages = engine._backend.pages  # type: ignore[attr-defined]
     return {
         "admissions": admissions,
-        "grown_bytes": torch.cuda.memory_reserved() - before,
+        "growth_bytes": torch.cuda.memory_reserved() - before,
         "pages_held": len(pages._holders) - 1 - pages.free,
     }
 
 
 def profile(shape: str, n: int) -> dict[str, Any]:
-    """Where the time of a decode step goes, by kernel, in microseconds."""
+    """Return the microseconds and calls of each kernel per decode step."""
     model = make_model(shape)
     engine = NativeEngine(
         model.config,
@@ -344,22 +386,29 @@ def profile(shape: str, n: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds, only the 0.5B shape")
-    parser.add_argument("--profile", action="store_true", help="only where the time goes")
+    parser.add_argument("--profile", action="store_true", help="only profile by kernel")
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_engine.json"
     )
     options = parser.parse_args()
-    ceilings = bandwidth(), matrix_rate()
+    ceilings = bandwidth(), matmul_rate()
     torch.cuda.empty_cache()
     results: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(), "command": "python benchmarks/gpu_engine.py" + " --quick" * options.quick,
+        "gpu": torch.cuda.get_device_name(),
+        "command": "python benchmarks/gpu_engine.py" + " --quick" * options.quick,
+        "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),
-        "torch": torch.__version__, "cuda": torch.version.cuda, "triton": triton.__version__, "transformers": transformers.__version__,
-        "bandwidth_TB_s": round(ceilings[0] / 1e12, 2), "matrix_TFLOP_s": round(ceilings[1] / 1e12),
-        "load": f"{PROMPT}-token prompts, {NEW} new tokens, log-probs on, bfloat16, random weights; medians, prefill counted in",
-    }  # fmt: skip
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": triton.__version__,
+        "transformers": transformers.__version__,
+        "bandwidth_TB_s": round(ceilings[0] / 1e12, 2),
+        "matmul_TFLOP_s": round(ceilings[1] / 1e12),
+        "load": f"{PROMPT}-token prompts, {NEW} new tokens, log-probs on, bfloat16, "
+        "random weights; medians, including prefill",
+    }
 
-    def note(name: str, work: Callable[[], Any]) -> None:
+    def record(name: str, work: Callable[[], Any]) -> None:
         start = time.perf_counter()
         results[name] = work()
         print(
@@ -372,19 +421,19 @@ def main() -> None:
         options.out.write_text(json.dumps(results, indent=1) + "\n")
 
     if options.profile:
-        note("profile", lambda: [profile("0.5B", 64), profile("0.5B", 512)])
+        record("profile", lambda: [profile("0.5B", 64), profile("0.5B", 512)])
         return
     rounds = 1 if options.quick else 3
-    note("0.5B", lambda: throughput("0.5B", (64, 256, 512), rounds, ceilings))
+    record("0.5B", lambda: throughput("0.5B", (64, 256, 512), rounds, ceilings))
     types = ((torch.bfloat16, 32), (torch.bfloat16, 16), (torch.float32, 32))
-    note("accuracy", lambda: [accuracy("0.5B", dtype, slots) for dtype, slots in types])
-    note("long_tail", lambda: long_tail("0.5B", ceilings))
+    record("accuracy", lambda: [accuracy("0.5B", dtype, slots) for dtype, slots in types])
+    record("long_tail", lambda: long_tail("0.5B", ceilings))
     if not options.quick:
-        note("1.5B", lambda: throughput("1.5B", (256,), rounds, ceilings))
-        note("memory", lambda: memory_growth(2000))
-        note("sync", lambda: hand_over("0.5B"))
-        note("step_ms", lambda: step_times("0.5B"))
-    note("profile", lambda: [profile("0.5B", 1), profile("0.5B", 64), profile("0.5B", 512)])
+        record("1.5B", lambda: throughput("1.5B", (256,), rounds, ceilings))
+        record("memory", lambda: memory_growth(2000))
+        record("sync", lambda: load_weights("0.5B"))
+        record("step_ms", lambda: step_times("0.5B"))
+    record("profile", lambda: [profile("0.5B", 1), profile("0.5B", 64), profile("0.5B", 512)])
 
 
 if __name__ == "__main__":

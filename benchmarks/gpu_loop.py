@@ -1,10 +1,11 @@
-"""Whole steps of GRPO on one GPU, as a user runs them: prompts, generation, rewards, update, new weights. Generating and training at
-the same time (placement.overlap, staleness up to 2) against taking turns on the same weights (hybrid sync).
-
-Qwen2.5-0.5B shape with random weights, 32 prompts x 8 answers a step, 128-token prompts. Answers of 512 tokens each, or of forced
-long-tailed lengths (lognormal, median 400, 99th percentile 3200, at most 2048), the same for both modes.
+"""GRPO steps on one GPU as a user runs them: generation, rewards, update, weight sync.
 
     python benchmarks/gpu_loop.py [--steps 10] [--out benchmarks/results/gpu_loop.json]
+
+Compares concurrent generation and training (placement.overlap, staleness up to 2) with hybrid sync.
+Qwen2.5-0.5B shape with random weights, 32 prompts x 8 completions per step, 128-token prompts.
+Completions have 512 tokens each, or forced long-tailed lengths (lognormal, median 400, 99th
+percentile 3200, at most 2048) that are the same in both modes.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import random
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,11 +40,15 @@ from paceline.rollout.native.engine import NativeEngine  # noqa: E402
 from paceline.types import Request  # noqa: E402
 
 PROMPT, NEW, LONGEST = 128, 512, 2048
-MEDIAN, SIGMA = 400, math.log(8) / 2.3263  # 99th percentile: 8 times the median
+MEDIAN, SIGMA = 400, math.log(8) / 2.3263  # the 99th percentile is 8 times the median
 SHAPE = {
-    "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
     "vocab_size": 151936,
-}  # fmt: skip
+}
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -51,9 +57,16 @@ SMALL = {
     "num_key_value_heads": 1,
 }
 COMMON = [
-    "groups_per_step=32", "group_size=8", f"data.max_prompt_length={PROMPT}", "data.chat=false", "reward.function=varied",
-    "train.dtype=bfloat16", "train.micro_batch_tokens=32768", "save_every=0", "rollout.generation_timeout=600",
-]  # fmt: skip
+    "groups_per_step=32",
+    "group_size=8",
+    f"data.max_prompt_length={PROMPT}",
+    "data.chat=false",
+    "reward.function=varied",
+    "train.dtype=bfloat16",
+    "train.micro_batch_tokens=32768",
+    "save_every=0",
+    "rollout.generation_timeout=600",
+]
 MODES = {
     "hybrid": ["rollout.slots=256"],
     "async": [
@@ -67,23 +80,23 @@ LOADS = {
     "512": f"rollout.max_response_length={NEW}",
     "long tail": f"rollout.max_response_length={LONGEST}",
 }
-ROUND = 3  # steps: staleness 0, 1 and 2
+CYCLE = 3  # steps with staleness 0, 1 and 2 alternate
 TARGETS = {("hybrid", "512"): 2.9, ("async", "512"): 2.3}
 
 
-def make_model(folder: Path, small: bool) -> str:
+def make_model(directory: Path, small: bool) -> str:
     tokenizer = make_tokenizer()
     shape: dict[str, Any] = SMALL | {"vocab_size": len(tokenizer)} if small else SHAPE
     torch.manual_seed(0)
     Qwen2ForCausalLM(
         Qwen2Config(**shape, tie_word_embeddings=True, max_position_embeddings=32768)
-    ).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    ).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return str(directory)
 
 
 def make_prompts(path: Path) -> str:
-    """One token a letter, after one that marks the start."""
+    """Write prompts of PROMPT tokens: a start token and one token per letter."""
     letters = random.Random(0)
     rows = [
         {"prompt": "".join(letters.choices("abcdefghijklmnopqrstuvwxyz", k=PROMPT - 1))}
@@ -94,15 +107,13 @@ def make_prompts(path: Path) -> str:
 
 
 def forced_length(request_id: str) -> int:
-    seq, attempt, _ = request_id.split(".")
-    return min(
-        LONGEST,
-        max(1, round(random.Random(f"{seq}.{attempt}").lognormvariate(math.log(MEDIAN), SIGMA))),
-    )
+    seq, index, _ = request_id.split(".")
+    length = random.Random(f"{seq}.{index}").lognormvariate(math.log(MEDIAN), SIGMA)
+    return min(LONGEST, max(1, round(length)))
 
 
 def force_lengths(long_tail: bool, longest: int) -> None:
-    """Every answer has the length drawn for it, whatever the model would say."""
+    """Make every engine generate completions of predetermined length."""
     plain = NativeEngine.__dict__.get("plain_submit", NativeEngine.submit)
 
     def submit(engine: NativeEngine, requests: Sequence[Request]) -> None:
@@ -110,47 +121,55 @@ def force_lengths(long_tail: bool, longest: int) -> None:
             min(longest, forced_length(request.id)) if long_tail else longest
             for request in requests
         ]
-        plain(engine, [
-            replace(r, sampling=replace(r.sampling, max_new_tokens=n, stop_token_ids=(), stop=()))
-            for r, n in zip(requests, lengths, strict=True)
-        ])  # fmt: skip
+        plain(
+            engine,
+            [
+                replace(
+                    r, sampling=replace(r.sampling, max_new_tokens=n, stop_token_ids=(), stop=())
+                )
+                for r, n in zip(requests, lengths, strict=True)
+            ],
+        )
 
     NativeEngine.plain_submit, NativeEngine.submit = plain, submit  # type: ignore[attr-defined, method-assign]
 
 
 def time_loads() -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
-    """From now on: when the engine was given new weights, and when the GPU had them where its next steps read them."""
+    """Record when an engine gets new weights and when its next decode step can read them."""
     plain = NativeEngine.__dict__.get("plain_load", NativeEngine.load)
     times: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def load(engine: NativeEngine, *args: Any) -> None:
         if not torch.cuda.is_available():
             return plain(engine, *args)
-        asked, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        asked.record(torch.cuda.Stream())  # nothing else is queued there
+        requested, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        requested.record(torch.cuda.Stream())  # an empty stream, so the event is immediate
         plain(engine, *args)
         done.record(engine._backend.stream)  # type: ignore[attr-defined]
-        times.append((asked, done))
+        times.append((requested, done))
 
     NativeEngine.plain_load, NativeEngine.load = plain, load  # type: ignore[attr-defined, method-assign]
     return times
 
 
-def varied(answer: str, row: Mapping[str, Any]) -> float:
-    """A reward that tells answers apart: with equal ones every gradient would be 0, and products of zeros are faster."""
-    return random.Random(f"{len(answer)} {answer[:40]}").random()
+def varied(completion: str, row: Mapping[str, Any]) -> float:
+    """Return a different reward for each completion.
+
+    With equal rewards every gradient would be zero, and matmuls of zeros are faster.
+    """
+    return random.Random(f"{len(completion)} {completion[:40]}").random()
 
 
 async def no_checkpoint(*_: Any) -> None:
-    """What a step costs is asked here, not what a disk does."""
+    """Skip the checkpoint, because only the train step is measured."""
 
 
 def measure(
-    model: str, folder: Path, mode: str, load: str, steps: int, extra: list[str]
+    model: str, run_dir: Path, mode: str, load: str, steps: int, extra: list[str]
 ) -> dict[str, Any]:
     overrides = [
         f"model={model}",
-        f"run_dir={folder}",
+        f"run_dir={run_dir}",
         f"steps={steps}",
         *COMMON,
         *MODES[mode],
@@ -161,30 +180,39 @@ def measure(
     force_lengths(load == "long tail", config.rollout.max_response_length)
     loads = time_loads()
     asyncio.run(paceline.run.train(config))
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     warm_up = max(1, steps // 3)
     times = [
         after["wall_time_s"] - before["wall_time_s"] for before, after in itertools.pairwise(rows)
     ][warm_up - 1 :]
-    times = times[
-        len(times) % ROUND :
-    ]  # with a bound on staleness long and short steps take turns: whole rounds of them
+    # with a staleness bound, long and short steps alternate: measure whole cycles
+    times = times[len(times) % CYCLE :]
     steady = rows[-len(times) :]
-    live = [asked.elapsed_time(done) for asked, done in loads[-len(times) :]]
+    live = [requested.elapsed_time(done) for requested, done in loads[-len(times) :]]
     tokens = statistics.mean(row["rollout/tokens"] for row in steady)
     seconds = sum(times) / len(times)
     return {
-        "mode": mode, "load": load, "step_s": round(seconds, 3), "target_s": TARGETS.get((mode, load)),
-        "new_tokens_per_step": round(tokens), "tokens_per_s": round(tokens / seconds),
+        "mode": mode,
+        "load": load,
+        "step_s": round(seconds, 3),
+        "target_s": TARGETS.get((mode, load)),
+        "new_tokens_per_step": round(tokens),
+        "tokens_per_s": round(tokens / seconds),
         "train_s": round(statistics.median(row["time/train_s"] for row in steady), 3),
         "wait_s": round(statistics.median(row["time/wait_s"] for row in steady), 3),
         "sync_ms": round(1e3 * statistics.median(row["time/sync_s"] for row in steady), 2),
         "sync_max_ms": round(1e3 * max(row["time/sync_s"] for row in steady), 2),
-        "live_ms": round(statistics.median(live), 2) if live else None, "live_max_ms": round(max(live), 2) if live else None,
-        "staleness_max": max(row["staleness/max"] for row in steady), "seconds": [round(t, 3) for t in times],
-        "memory_GiB": round(torch.cuda.max_memory_allocated() / 2**30, 1) if torch.cuda.is_available() else None,
-        "logprob_diff_mean": steady[-1].get("mismatch/logprob_diff_mean", steady[-1].get("train/logprob_diff_mean")),
-    }  # fmt: skip
+        "live_ms": round(statistics.median(live), 2) if live else None,
+        "live_max_ms": round(max(live), 2) if live else None,
+        "staleness_max": max(row["staleness/max"] for row in steady),
+        "seconds": [round(t, 3) for t in times],
+        "memory_GiB": round(torch.cuda.max_memory_allocated() / 2**30, 1)
+        if torch.cuda.is_available()
+        else None,
+        "logprob_diff_mean": steady[-1].get(
+            "mismatch/logprob_diff_mean", steady[-1].get("train/logprob_diff_mean")
+        ),
+    }
 
 
 def main() -> None:
@@ -193,26 +221,30 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument(
-        "--small", action="store_true", help="a tiny model, to try the program on a CPU"
+        "--small", action="store_true", help="tiny model, to try the program on a CPU"
     )
     parser.add_argument(
-        "--set", action="append", default=[], help="a setting of the run, key=value"
+        "--set", action="append", default=[], help="additional setting of the runs, key=value"
     )
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_loop.json"
     )
     options = parser.parse_args()
-    logging.getLogger("paceline").setLevel(
-        logging.ERROR
-    )  # a random model learns nothing, and the run says so
+    # a random model learns nothing, which the run would report as a warning
+    logging.getLogger("paceline").setLevel(logging.ERROR)
     verify.IN_PROCESS["varied"] = varied
     paceline.run.save_checkpoint = no_checkpoint  # type: ignore[assignment]
     results: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "command": "python " + " ".join(sys.argv),
-        "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
-        "load": "GRPO, 0.5B, 32 prompts x 8 answers, 128-token prompts, bfloat16 products; mean of steady steps",
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "command": "python " + " ".join(sys.argv),
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "load": "GRPO, 0.5B, 32 prompts x 8 completions, 128-token prompts, bfloat16 matmuls; "
+        "mean of steady steps",
         "runs": [],
-    }  # fmt: skip
+    }
     with tempfile.TemporaryDirectory() as scratch:
         model = make_model(Path(scratch) / "model", options.small)
         given = [f"data.path={make_prompts(Path(scratch) / 'prompts.jsonl')}", *options.set]

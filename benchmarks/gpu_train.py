@@ -1,7 +1,9 @@
-"""How fast does the train engine learn on one GPU, and what share of the matrix rate is that? Whole updates (forward, backward, clipping,
-AdamW) of random weights in the shapes of Qwen2.5-0.5B and 1.5B, over packed sequences of 128-token prompts and 512-token answers.
+"""Training speed on one GPU, and its fraction of the matmul rate.
 
     python benchmarks/gpu_train.py [--quick] [--profile] [--out benchmarks/results/gpu_train.json]
+
+Measures updates (forward, backward, clipping, AdamW) over packed sequences of 128-token prompts and
+512-token completions, with random weights in the shapes of Qwen2.5-0.5B and 1.5B.
 """
 
 import argparse
@@ -22,7 +24,7 @@ import triton
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu_engine import bandwidth, make_model, matrix_rate  # noqa: E402
+from benchmarks.gpu_engine import bandwidth, make_model, matmul_rate  # noqa: E402
 from paceline.algo.loss import PolicyLoss  # noqa: E402
 from paceline.algo.settings import AlgorithmSettings  # noqa: E402
 from paceline.train.engine import TrainEngine  # noqa: E402
@@ -30,25 +32,25 @@ from paceline.train.settings import TrainSettings  # noqa: E402
 from paceline.train.single import SingleDevice  # noqa: E402
 from paceline.types import Batch  # noqa: E402
 
-PROMPT, ANSWER, VOCABULARY = 128, 512, 151936
-TARGET_SHARE = 0.45
+PROMPT, COMPLETION, VOCABULARY = 128, 512, 151936
+TARGET_FRACTION = 0.45
 
 
 def make_batch(rows: int, group: int, lengths: list[int] | None = None) -> Batch:
-    """`group`: rows with the same prompt; 1: all different."""
+    """Return a batch in which every `group` rows have the same prompt."""
     rng = np.random.default_rng(0)
-    answers = lengths or [ANSWER] * rows
+    completions = lengths or [COMPLETION] * rows
     prompts = rng.integers(0, VOCABULARY, (-(-rows // group), PROMPT))
     tokens = np.concatenate(
         [
             np.concatenate((prompts[i // group], rng.integers(0, VOCABULARY, n)))
-            for i, n in enumerate(answers)
+            for i, n in enumerate(completions)
         ]
     )
-    mask = np.concatenate([np.arange(PROMPT + n) >= PROMPT for n in answers])
+    mask = np.concatenate([np.arange(PROMPT + n) >= PROMPT for n in completions])
     return Batch(
         tokens=tokens.astype(np.int32),
-        lengths=np.array([PROMPT + n for n in answers], np.int32),
+        lengths=np.array([PROMPT + n for n in completions], np.int32),
         mask=mask,
         logprobs=np.where(mask, -12.0, 0.0).astype(np.float32),
         versions=np.where(mask, 0, -1).astype(np.int32),
@@ -59,7 +61,7 @@ def make_batch(rows: int, group: int, lengths: list[int] | None = None) -> Batch
 
 
 def update(engine: TrainEngine, batch: Batch) -> tuple[float, float]:
-    """Seconds of forward and backward pass, and of the optimizer."""
+    """Return the seconds of the forward and backward pass, and of the optimizer step."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     engine.forward_backward(batch, PolicyLoss(AlgorithmSettings()))
@@ -95,20 +97,28 @@ def measure(
     limit = rate / (6 * size)
     per_s = batch.num_tokens / seconds
     return {
-        "shape": shape, "parameters": size, "rows": rows, "rows_per_prompt": group, "micro_batch_tokens": micro,
-        "checkpointing": checkpointing, "tokens_per_s": round(per_s), "limit_tokens_per_s": round(limit),
-        "share_of_matrix_rate": round(per_s / limit, 3), "target_share": TARGET_SHARE if group == 1 and not checkpointing else None,
-        "optimizer_ms": round(1e3 * statistics.median(pair[1] for pair in times), 1), "seconds": [round(sum(pair), 3) for pair in times],
+        "shape": shape,
+        "parameters": size,
+        "rows": rows,
+        "rows_per_prompt": group,
+        "micro_batch_tokens": micro,
+        "checkpointing": checkpointing,
+        "tokens_per_s": round(per_s),
+        "limit_tokens_per_s": round(limit),
+        "fraction_of_matmul_rate": round(per_s / limit, 3),
+        "target_fraction": TARGET_FRACTION if group == 1 and not checkpointing else None,
+        "optimizer_ms": round(1e3 * statistics.median(pair[1] for pair in times), 1),
+        "seconds": [round(sum(pair), 3) for pair in times],
         "peak_GiB": round(torch.cuda.max_memory_allocated() / 2**30, 1),
-    }  # fmt: skip
+    }
 
 
 def profile(shape: str, micro: int) -> dict[str, Any]:
-    """Where the time of one micro-batch goes, by kernel, in milliseconds."""
+    """Return the milliseconds and calls of each kernel in one micro-batch."""
     engine = SingleDevice(
         make_model(shape, torch.float32), TrainSettings(dtype="bfloat16", micro_batch_tokens=micro)
     )
-    batch = make_batch(micro // (PROMPT + ANSWER), 1)
+    batch = make_batch(micro // (PROMPT + COMPLETION), 1)
     for _ in range(2):
         update(engine, batch)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
@@ -132,22 +142,29 @@ def profile(shape: str, micro: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="only the 0.5B shape")
-    parser.add_argument("--profile", action="store_true", help="only where the time goes")
+    parser.add_argument("--profile", action="store_true", help="only profile by kernel")
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_train.json"
     )
     options = parser.parse_args()
     results: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(), "command": "python benchmarks/gpu_train.py" + " --quick" * options.quick,
-        "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda, "triton": triton.__version__,
-        "transformers": transformers.__version__, "bandwidth_TB_s": round(bandwidth() / 1e12, 2),
-        "matrix_TFLOP_s": round((rate := matrix_rate()) / 1e12),
-        "load": f"{PROMPT}-token prompts, {ANSWER}-token answers, products in bfloat16, float32 weights and AdamW; whole updates, medians",
-        "limit": "6 x parameters x tokens at the matrix rate; tokens: all of prompts and answers",
-    }  # fmt: skip
+        "gpu": torch.cuda.get_device_name(),
+        "command": "python benchmarks/gpu_train.py" + " --quick" * options.quick,
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": triton.__version__,
+        "transformers": transformers.__version__,
+        "bandwidth_TB_s": round(bandwidth() / 1e12, 2),
+        "matmul_TFLOP_s": round((rate := matmul_rate()) / 1e12),
+        "load": f"{PROMPT}-token prompts, {COMPLETION}-token completions, bfloat16 matmuls, "
+        "float32 weights and AdamW; whole updates, medians",
+        "limit": "6 x parameters x tokens at the matmul rate; tokens of prompts and completions",
+    }
     torch.cuda.empty_cache()
 
-    def note(name: str, work: Callable[[], Any]) -> None:
+    def record(name: str, work: Callable[[], Any]) -> None:
         results[name] = work()
         print(name, json.dumps(results[name]), flush=True)
         torch.cuda.empty_cache()
@@ -155,15 +172,15 @@ def main() -> None:
         options.out.write_text(json.dumps(results, indent=1) + "\n")
 
     if not options.profile:
-        note("packed", lambda: measure("0.5B", rate, 256, 32768))
-        note("small_micro_batches", lambda: measure("0.5B", rate, 256, 8192, rounds=3))
-        note("eight_answers_to_a_prompt", lambda: measure("0.5B", rate, 256, 32768, group=8))
-        note(
+        record("packed", lambda: measure("0.5B", rate, 256, 32768))
+        record("small_micro_batches", lambda: measure("0.5B", rate, 256, 8192, rounds=3))
+        record("eight_completions_per_prompt", lambda: measure("0.5B", rate, 256, 32768, group=8))
+        record(
             "checkpointing", lambda: measure("0.5B", rate, 256, 32768, checkpointing=True, rounds=3)
         )
         if not options.quick:
-            note("1.5B", lambda: measure("1.5B", rate, 128, 16384, rounds=3))
-    note("profile", lambda: profile("0.5B", 32768))
+            record("1.5B", lambda: measure("1.5B", rate, 128, 16384, rounds=3))
+    record("profile", lambda: profile("0.5B", 32768))
 
 
 if __name__ == "__main__":

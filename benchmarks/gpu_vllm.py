@@ -1,7 +1,10 @@
-"""vLLM as the rollout engine on one GPU: how long new weights take to reach it by CUDA IPC, how long it takes to sleep and wake, what
-the phases of a hybrid run need, and whether its log-probabilities are right. Random weights in the shape of Qwen2.5-0.5B.
+"""vLLM as the rollout engine on one GPU: weight sync, sleep and wake, hybrid phases, log-probs.
 
     python benchmarks/gpu_vllm.py [--out benchmarks/results/gpu_vllm.json]
+
+Measures the weight transfer by CUDA IPC, the time to sleep and wake, the memory of each phase of a
+hybrid run, and the difference of the log-probs from a float32 forward pass. Random weights in the
+shape of Qwen2.5-0.5B.
 """
 
 import argparse
@@ -32,27 +35,39 @@ from paceline.sync.connect import connect  # noqa: E402
 from paceline.types import Completion, Request, Role, Sampling  # noqa: E402
 from paceline.workers.build import build_parts  # noqa: E402
 
-TARGETS = {"hand_over_s": 0.5, "sleep_and_wake_s": 2.0}
+TARGETS = {"sync_s": 0.5, "sleep_and_wake_s": 2.0}
 PROMPT = 128
 STEPS = 5
 
 
-def settings(model: str, prompts: str, folder: Path, small: bool) -> list[str]:
+def settings(model: str, prompts: str, run_dir: Path, small: bool) -> list[str]:
     return [
-        f"model={model}", f"data.path={prompts}", f"run_dir={folder}", "data.chat=false", f"data.max_prompt_length={PROMPT}",
-        "rollout.engine=vllm", "rollout.vllm.eager=true", "rollout.max_response_length=128", "rollout.slots=256",
-        "rollout.temperature=0.8", "rollout.generation_timeout=300", f"train.dtype={'float32' if small else 'bfloat16'}",
-        f"groups_per_step={2 if small else 16}", f"group_size={2 if small else 8}", f"steps={STEPS}", "save_every=0",
+        f"model={model}",
+        f"data.path={prompts}",
+        f"run_dir={run_dir}",
+        "data.chat=false",
+        f"data.max_prompt_length={PROMPT}",
+        "rollout.engine=vllm",
+        "rollout.vllm.eager=true",
+        "rollout.max_response_length=128",
+        "rollout.slots=256",
+        "rollout.temperature=0.8",
+        "rollout.generation_timeout=300",
+        f"train.dtype={'float32' if small else 'bfloat16'}",
+        f"groups_per_step={2 if small else 16}",
+        f"group_size={2 if small else 8}",
+        f"steps={STEPS}",
+        "save_every=0",
         f"reward.function={ROOT}/tests/rewards.py:letters",
-    ]  # fmt: skip
+    ]
 
 
-def requests(count: int, seed: int, tokens: int) -> list[Request]:
-    drawn = np.random.default_rng(seed)
+def make_requests(count: int, seed: int, tokens: int) -> list[Request]:
+    rng = np.random.default_rng(seed)
     return [
         Request(
             f"{seed}.{n}",
-            tuple(int(t) for t in drawn.integers(5, 90, PROMPT)),
+            tuple(int(t) for t in rng.integers(5, 90, PROMPT)),
             seed + n,
             Sampling(tokens, temperature=0.8),
         )
@@ -61,16 +76,18 @@ def requests(count: int, seed: int, tokens: int) -> list[Request]:
 
 
 @torch.no_grad()
-def gap(model: Any, asked: list[Request], answers: list[Completion]) -> dict[str, float]:
-    """Distance of the engine's log-probs from those of a plain forward pass of the same weights."""
+def logprob_diff(
+    model: Any, requests: list[Request], completions: list[Completion]
+) -> dict[str, float]:
+    """Compare the engine's log-probs with a plain forward pass of the same weights."""
     found = []
-    for request, answer in zip(asked, answers, strict=True):
-        ids = torch.tensor([[*request.prompt, *answer.tokens.tolist()]], device=model.device)
+    for request, completion in zip(requests, completions, strict=True):
+        ids = torch.tensor([[*request.prompt, *completion.tokens.tolist()]], device=model.device)
         logprobs = torch.log_softmax(
             model(ids).logits[0, PROMPT - 1 : -1].float() / request.sampling.temperature, -1
         )
         expected = logprobs.gather(1, ids[0, PROMPT:, None])[:, 0].cpu().numpy()
-        found.append(np.abs(expected - answer.logprobs))
+        found.append(np.abs(expected - completion.logprobs))
     distances = np.concatenate(found)
     return {
         "mean": float(distances.mean()),
@@ -79,8 +96,8 @@ def gap(model: Any, asked: list[Request], answers: list[Completion]) -> dict[str
     }
 
 
-async def hand_over(config: RunConfig, model: str, folder: Path) -> dict[str, Any]:
-    """Trainer and engine in processes of their own, on the same GPU."""
+async def sync(config: RunConfig, model: str, directory: Path) -> dict[str, Any]:
+    """Measure the weight sync between a trainer and an engine process on the same GPU."""
     started = time.perf_counter()
     workers = {
         role: ProcessWorker(
@@ -89,7 +106,7 @@ async def hand_over(config: RunConfig, model: str, folder: Path) -> dict[str, An
             ((role,), config, model, 4),
             cores=[],
             threads=4,
-            log_path=folder / f"{role.value}.log",
+            log_path=directory / f"{role.value}.log",
         )
         for role in (Role.ACTOR, Role.ROLLOUT)
     }
@@ -105,27 +122,37 @@ async def hand_over(config: RunConfig, model: str, folder: Path) -> dict[str, An
             published = time.perf_counter()
             await engine.load_weights(weights)
             times.append((published - began, time.perf_counter() - published))
-        asked = requests(32, 1000, 64)
-        answers = await asyncio.gather(*(engine.generate(request) for request in asked))
-        load = requests(256, 5000, 128)
+        requests = make_requests(32, 1000, 64)
+        completions = await asyncio.gather(*(engine.generate(request) for request in requests))
+        load = make_requests(256, 5000, 128)
         began = time.perf_counter()
-        made = sum(map(len, await asyncio.gather(*(engine.generate(request) for request in load))))
-        speed = made / (time.perf_counter() - began)
-        versions = {int(version) for answer in answers for version in answer.versions}
+        tokens = sum(
+            map(len, await asyncio.gather(*(engine.generate(request) for request in load)))
+        )
+        speed = tokens / (time.perf_counter() - began)
+        versions = {int(version) for completion in completions for version in completion.versions}
     finally:
         await asyncio.gather(*(worker.close() for worker in workers.values()))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device).eval()
     return {
-        "transport": type(path).__name__, "start_s": round(ready_s, 1), "publish_s": [round(p, 4) for p, _ in times],
-        "load_s": [round(loaded, 4) for _, loaded in times], "hand_over_s": round(min(p + loaded for p, loaded in times[1:]), 4),
-        "hand_over_worst_s": round(max(p + loaded for p, loaded in times[1:]), 4), "versions": sorted(versions),
-        "logprob_diff_to_float32_transformers": gap(reference, asked, answers), "tokens_per_s_256_eager": round(speed),
-    }  # fmt: skip
+        "transport": type(path).__name__,
+        "start_s": round(ready_s, 1),
+        "publish_s": [round(p, 4) for p, _ in times],
+        "load_s": [round(loaded, 4) for _, loaded in times],
+        "sync_s": round(min(p + loaded for p, loaded in times[1:]), 4),
+        "sync_max_s": round(max(p + loaded for p, loaded in times[1:]), 4),
+        "versions": sorted(versions),
+        "logprob_diff_to_float32_transformers": logprob_diff(reference, requests, completions),
+        "tokens_per_s_256_eager": round(speed),
+    }
 
 
 def hybrid(config: RunConfig) -> dict[str, Any]:
-    """A run on one pool: vLLM sleeps while the trainer works, whose state is in host memory otherwise."""
+    """Run hybrid sync on one pool.
+
+    vLLM sleeps during train steps; the trainer's state is offloaded to host memory otherwise.
+    """
     paceline.run.save_checkpoint = no_checkpoint  # type: ignore[assignment]
     summary = asyncio.run(paceline.run.train(config))
     rows = [
@@ -141,14 +168,17 @@ def hybrid(config: RunConfig) -> dict[str, Any]:
         "train/offload_s",
     )
     return {
-        "steps": summary["steps"], "ledger": summary["ledger"],
-        "memory_GiB": {phase: round(size / 2**30, 2) for phase, size in summary["memory_phases"].items()},
+        "steps": summary["steps"],
+        "ledger": summary["ledger"],
+        "memory_GiB": {
+            phase: round(size / 2**30, 2) for phase, size in summary["memory_phases"].items()
+        },
         "rows": [{name: row[name] for name in shown if name in row} for row in rows],
-    }  # fmt: skip
+    }
 
 
 def sleep(config: RunConfig, model: str) -> dict[str, Any]:
-    """The engine in this very process."""
+    """Measure sleep and wake of an engine in this process."""
     from paceline.rollout.vllm import VllmEngine
 
     engine = VllmEngine(
@@ -164,32 +194,35 @@ def sleep(config: RunConfig, model: str) -> dict[str, Any]:
     times = []
     for _ in range(3):
         began = time.perf_counter()
-        held = _used()
+        used = _used()
         engine.sleep()
-        asleep, left = time.perf_counter(), _used()
+        asleep, remaining = time.perf_counter(), _used()
         engine.wake()
-        times.append((asleep - began, time.perf_counter() - asleep, held - left))
+        times.append((asleep - began, time.perf_counter() - asleep, used - remaining))
     same = all(
         np.array_equal(one.tokens, other.tokens)
         for one, other in zip(before, _generate(engine, 1), strict=True)
     )
     return {
-        "sleep_s": [round(s, 4) for s, _, _ in times], "wake_s": [round(w, 4) for _, w, _ in times],
-        "sleep_and_wake_s": round(min(s + w for s, w, _ in times), 4), "freed_GiB": round(times[-1][2] / 2**30, 2), "same_answers": same,
-    }  # fmt: skip
+        "sleep_s": [round(s, 4) for s, _, _ in times],
+        "wake_s": [round(w, 4) for _, w, _ in times],
+        "sleep_and_wake_s": round(min(s + w for s, w, _ in times), 4),
+        "freed_GiB": round(times[-1][2] / 2**30, 2),
+        "same_completions": same,
+    }
 
 
 def _generate(engine: Any, number: int) -> list[Completion]:
-    """The same answers each time; ids must differ."""
-    asked = [
+    """Generate the same completions each time, under different request IDs."""
+    requests = [
         Request(f"{number}.{request.id}", request.prompt, request.seed, request.sampling)
-        for request in requests(16, 0, 32)
+        for request in make_requests(16, 0, 32)
     ]
-    engine.submit(asked)
+    engine.submit(requests)
     found: dict[str, Completion] = {}
     while engine.has_work:
         found.update(engine.step())
-    return [found[request.id] for request in asked]
+    return [found[request.id] for request in requests]
 
 
 def _used() -> int:
@@ -202,34 +235,38 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--small", action="store_true", help="a tiny model, to try the program on a CPU"
+        "--small", action="store_true", help="tiny model, to try the program on a CPU"
     )
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_vllm.json"
     )
     options = parser.parse_args()
-    logging.getLogger("paceline").setLevel(
-        logging.ERROR
-    )  # a random model learns nothing, and the run says so
+    # a random model learns nothing, which the run would report as a warning
+    logging.getLogger("paceline").setLevel(logging.ERROR)
     results: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "command": "python " + " ".join(sys.argv),
-        "python": platform.python_version(), "torch": torch.__version__, "vllm": check_vllm(), "targets": TARGETS,
-    }  # fmt: skip
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "command": "python " + " ".join(sys.argv),
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "vllm": check_vllm(),
+        "targets": TARGETS,
+    }
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        model = make_model(folder / "model", options.small)
+        directory = Path(scratch)
+        model = make_model(directory / "model", options.small)
         given = settings(
-            model, make_prompts(folder / "prompts.jsonl"), folder / "run", options.small
+            model, make_prompts(directory / "prompts.jsonl"), directory / "run", options.small
         )
         parts = {
-            "sync": lambda: asyncio.run(hand_over(load_config(None, given), model, folder)),
+            "sync": lambda: asyncio.run(sync(load_config(None, given), model, directory)),
             "hybrid": lambda: hybrid(load_config(None, [*given, "train.offload=true"])),
             "sleep": lambda: sleep(load_config(None, given), model),
         }
         for name, part in parts.items():
             try:
                 results[name] = part()
-            except Exception as error:  # the others are worth knowing all the same
+            except Exception as error:  # the other parts are still measured
                 results[name] = {"failed": f"{type(error).__name__}: {error}"[:3000]}
             print(json.dumps({name: results[name]}, indent=1), flush=True)
             options.out.parent.mkdir(parents=True, exist_ok=True)

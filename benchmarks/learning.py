@@ -1,12 +1,13 @@
-"""Does async learn what sync learns, and how much sooner? The same task, several seeds, staleness with and without correction.
+"""Reward of async and sync training by step and by time, with and without staleness correction.
 
     python benchmarks/learning.py [--quick]
 
-Scoring a group takes a while, as with a tool, a sandbox or a judge: lognormal, median 0.1 s, p99 0.8 s, drawn per prompt, so that
-every case waits for the same prompts. Sync waits for the slowest of each step; async does something else meanwhile.
+Scoring a group takes a lognormal time (median 0.1 s, p99 0.8 s), as with a tool, a sandbox or an
+LLM judge. The time is fixed per prompt, so every case waits for the same prompts. Sync waits for
+the slowest prompt of each step; async generates and trains meanwhile.
 
-Writes benchmarks/results/learning.json and the plot docs/images/learning.svg: reward by step (is anything lost to staleness?)
-and reward by wall time (what is gained?). Needs matplotlib (extra `bench`).
+Writes benchmarks/results/learning.json and the plot docs/images/learning.svg: reward by step (the
+cost of staleness) and reward by wall time (the gain). Needs matplotlib (extra `bench`).
 """
 
 import argparse
@@ -17,6 +18,7 @@ import platform
 import random
 import statistics
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,10 +33,8 @@ from paceline.reward.reward import Reward, open_reward
 from paceline.types import Prompt, Trajectory
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PLOT = (
-    ROOT / "benchmarks" / "results" / "learning.json",
-    ROOT / "docs" / "images" / "learning.svg",
-)
+RESULTS = ROOT / "benchmarks" / "results" / "learning.json"
+PLOT = ROOT / "docs" / "images" / "learning.svg"
 
 COMMON = [
     "data.task=reverse:5",
@@ -54,11 +54,11 @@ CASES = {
     "async, staleness 16": [*ASYNC, "schedule.max_staleness=16"],
     "async, staleness 16, corrected": [*ASYNC, "schedule.max_staleness=16", *CORRECTED],
 }
-MAIN = ("hybrid sync", "async, staleness 3, corrected")  # five seeds; the others three
+MAIN = ("hybrid sync", "async, staleness 3, corrected")  # five seeds; the other cases have three
 
 
 class SlowReward:
-    """Any reward, after the time drawn for the prompt."""
+    """A reward that arrives after a random time that depends only on the prompt."""
 
     def __init__(self, reward: Reward) -> None:
         self._reward = reward
@@ -77,11 +77,11 @@ async def open_slow_reward(*args: Any) -> SlowReward:
     return SlowReward(await open_reward(*args))
 
 
-def learn(case: str, seed: int, steps: int, folder: Path) -> list[tuple[float, float]]:
-    """(seconds since the first step began, mean reward) for every step."""
-    settings = [*COMMON, *CASES[case], f"seed={seed}", f"steps={steps}", f"run_dir={folder}"]
+def learn(case: str, seed: int, steps: int, run_dir: Path) -> list[tuple[float, float]]:
+    """Return seconds since the begin of the first step and the mean reward, for every step."""
+    settings = [*COMMON, *CASES[case], f"seed={seed}", f"steps={steps}", f"run_dir={run_dir}"]
     asyncio.run(paceline.run.train(load_config(None, settings)))
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     begin = (
         rows[0]["wall_time_s"]
         - rows[0]["time/wait_s"]
@@ -95,7 +95,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="one seed, few steps, nothing written")
+    parser.add_argument(
+        "--quick", action="store_true", help="one seed, few steps, no files written"
+    )
     options = parser.parse_args()
     seeds, steps = (range(1), 15) if options.quick else (range(5), 45)
     paceline.run.open_reward = open_slow_reward  # type: ignore[assignment]
@@ -131,14 +133,17 @@ def summarize(curves: dict[str, list[list[tuple[float, float]]]], steps: int) ->
         }
     return {
         "command": "python benchmarks/learning.py",
-        "machine": f"{torch.get_num_threads()} cores, {platform.machine()}; torch {torch.__version__}",
-        "work": f"GRPO on reverse:5, 16 prompts x 8 answers a step, {steps} steps, 5 seeds (3 for staleness 8 and 16)",
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{torch.get_num_threads()} cores, {platform.machine()}; "
+        f"torch {torch.__version__}",
+        "work": f"GRPO on reverse:5, 16 prompts x 8 completions per step, {steps} steps, "
+        "5 seeds (3 for staleness 8 and 16)",
         "cases": cases,
     }
 
 
 def _reaches(run: list[tuple[float, float]], level: float) -> float:
-    """Seconds until the mean of five steps is at the level; the whole run if never."""
+    """Return seconds until the mean of five steps reaches the level, or of the whole run."""
     for index in range(4, len(run)):
         if statistics.fmean(reward for _, reward in run[index - 4 : index + 1]) >= level:
             return run[index][0]
@@ -151,16 +156,16 @@ def show(report: dict[str, Any]) -> None:
         "case",
         "final reward",
         "sd over seeds",
-        "at half of sync's time",
+        "after half of sync's time",
         "seconds to 0.9",
-        "seconds in all",
+        "seconds in total",
     ):
         table.add_column(column, justify="left" if column == "case" else "right")
     for case, f in report["cases"].items():
-        figures = (f["final_mean"], f["final_sd"], f["reward_at_half_of_sync_time"])
+        rewards = (f["final_mean"], f["final_sd"], f["reward_at_half_of_sync_time"])
         table.add_row(
             case,
-            *(f"{figure:.3f}" for figure in figures),
+            *(f"{reward:.3f}" for reward in rewards),
             f"{f['seconds_to_0.9']:.1f}",
             f"{f['seconds']:.1f}",
         )

@@ -1,4 +1,4 @@
-"""The 0.8M-parameter Qwen2 shape that the benchmarks share, with random weights and our character tokenizer."""
+"""The benchmark model: 0.8M-parameter Qwen2 shape, random weights, character tokenizer."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from paceline.data.tiny import make_tokenizer
 
 
-def bench_model(folder: Path) -> str:
+def bench_model(directory: Path) -> str:
     tokenizer = make_tokenizer()
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -24,6 +24,6 @@ def bench_model(folder: Path) -> str:
         pad_token_id=tokenizer.pad_token_id,
     )
     torch.manual_seed(0)
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    Qwen2ForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return str(directory)

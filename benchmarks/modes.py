@@ -1,10 +1,11 @@
-"""Fully async against hybrid sync: the same model, the same batches, the same forced long-tailed answer lengths, two cores.
+"""Training speed of async and sync modes with long-tailed completion lengths, on two CPU cores.
 
     python benchmarks/modes.py [--quick]
 
-Lengths are lognormal with p99 = 8 x median, fixed per (prompt, attempt), so both modes generate and train exactly the same
-amount. Runs are interleaved and repeated; the figure is the ratio of medians of tokens trained per second in steady state, against
-the better of the two ways to run hybrid sync: a long tail leaves few sequences to decode, which a second thread does not speed up.
+Lengths are lognormal with p99 = 8 x median and fixed per trajectory, so all modes generate and
+train the same tokens. Runs are interleaved and repeated. The ratio compares medians of tokens
+trained per second in steady state with the faster of the two hybrid sync modes: in the long tail
+few sequences are left, and a second thread does not speed them up.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import random
 import statistics
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,15 +75,13 @@ MODES = {
 
 
 def forced_length(request_id: str) -> int:
-    seq, attempt, _ = request_id.split(".")
-    return min(
-        CAP,
-        max(1, round(random.Random(f"{seq}.{attempt}").lognormvariate(math.log(MEDIAN), SIGMA))),
-    )
+    seq, index, _ = request_id.split(".")
+    length = random.Random(f"{seq}.{index}").lognormvariate(math.log(MEDIAN), SIGMA)
+    return min(CAP, max(1, round(length)))
 
 
 class ForcedLengths(EngineClient):
-    """Every answer has the length drawn for it, whatever the model would say."""
+    """Engine client that generates completions of predetermined length."""
 
     async def generate(self, request: Request) -> Completion:
         sampling = replace(
@@ -114,24 +114,23 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--quick", action="store_true", help="one short repetition, nothing written"
+        "--quick", action="store_true", help="one short repetition, no file written"
     )
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     repeats, steps, warm_up = (1, 8, 3) if options.quick else (options.repeats, 24, 6)
     paceline.run.EngineClient = ForcedLengths  # type: ignore[misc]
-    logging.getLogger("paceline").setLevel(
-        logging.ERROR
-    )  # a random model earns nothing, and the run says so
+    # a random model earns no reward, which the run would report as a warning
+    logging.getLogger("paceline").setLevel(logging.ERROR)
     runs: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
     with tempfile.TemporaryDirectory() as scratch:
         model = bench_model(Path(scratch) / "model")
         for repeat in range(repeats):
             for mode, settings in MODES.items():
-                folder = Path(scratch) / f"{mode}-{repeat}"
+                run_dir = Path(scratch) / f"{mode}-{repeat}"
                 config = load_config(
                     None,
-                    [f"model={model}", f"run_dir={folder}", f"steps={steps}", *COMMON, *settings],
+                    [f"model={model}", f"run_dir={run_dir}", f"steps={steps}", *COMMON, *settings],
                 )
                 runs[mode].append(measure(config, warm_up))
     report = summarize(runs)
@@ -146,19 +145,21 @@ def summarize(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
         for mode, found in runs.items()
     }
     base = max(
-        figures["tokens_per_s"] for mode, figures in modes.items() if mode.startswith("hybrid")
+        metrics["tokens_per_s"] for mode, metrics in modes.items() if mode.startswith("hybrid")
     )
-    for figures in modes.values():
-        figures["ratio"] = figures["tokens_per_s"] / base
+    for metrics in modes.values():
+        metrics["ratio"] = metrics["tokens_per_s"] / base
     return {
         "command": " ".join(["python", *sys.argv]),
+        "date": time.strftime("%Y-%m-%d"),
         "machine": f"{torch.get_num_threads()} cores, {platform.machine()}",
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
-        "work": f"128 answers a step, lognormal lengths, median {MEDIAN}, p99 {MEDIAN * 8}, cap {CAP}; 0.8M-parameter Qwen2 shape",
+        "work": f"128 completions per step, lognormal lengths (median {MEDIAN}, p99 {MEDIAN * 8}, "
+        f"at most {CAP}); 0.8M-parameter Qwen2 shape",
         "modes": modes,
         "all_tokens_per_s": {
             mode: [round(run["tokens_per_s"]) for run in found] for mode, found in runs.items()
@@ -176,7 +177,7 @@ def show(report: dict[str, Any]) -> None:
         "rollout busy",
         "train busy",
         "staleness mean / max",
-        "hand-over ms",
+        "weight sync ms",
     ):
         table.add_column(column, justify="left" if column == "mode" else "right")
     for mode, f in report["modes"].items():

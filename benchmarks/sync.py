@@ -1,10 +1,12 @@
-"""Weight hand-over against the same bytes sent raw: from a trainer's process to engines in others, by every transport.
+"""Weight sync between processes by every transport, compared with a raw transfer of the same bytes.
 
     python benchmarks/sync.py [--quick]
 
-A hand-over is everything: the trainer's live tensors are gathered, sent and checked ("arrived"), then swapped into each engine's live
-weights ("live"). Raw is one tensor of the same size through the same pipe with nothing around it: sendall and recv_into over TCP, one gloo
-broadcast, one copy into and out of shared memory. Both in the same processes, by turns; medians.
+A weight sync is the whole operation: the trainer's live tensors are gathered, sent and verified
+("arrived"), then swapped into the live weights of each engine ("live"). The raw transfer moves one
+tensor of the same size and does nothing else: sendall and recv_into over TCP, one gloo broadcast,
+or one copy into and out of shared memory. Both run interleaved in the same processes; results are
+medians.
 """
 
 import argparse
@@ -43,13 +45,17 @@ TRANSPORTS: dict[str, Any] = {
     "stream": Stream,
     "collective": Collective,
 }
-MB, TENSOR = 1_000_000, 1 << 20  # numbers in a tensor
+MB = 1_000_000
+TENSOR = 1 << 20  # elements per tensor
 
 Workers = tuple[ProcessWorker, list[ProcessWorker]]
 
 
 class Model:
-    """Weights in one piece of memory, which raw transfers use too: what both a train engine and a rollout engine need here."""
+    """Stand-in for the train engine and the rollout engine.
+
+    Its weights are in one block of memory, which the raw transfers use too.
+    """
 
     has_work = False
 
@@ -69,24 +75,24 @@ class Model:
 
 class Engine(RolloutService):
     def await_weights(self, version: int) -> Deferred:
-        """Answers once all of them are here."""
+        """Reply once all weights have arrived."""
         receiver = self._receiver
         assert receiver
         return Deferred(lambda: receiver.done(version), lambda: None)
 
     def forget(self) -> None:
-        """Make room for another transport."""
+        """Remove the receiver, so that another transport can connect."""
         self._receiver = self._block = None
 
 
 class Raw:
-    """The pipes themselves."""
+    """Raw transfers over TCP, shared memory and gloo."""
 
     def __init__(self, data: Tensor) -> None:
         self._data = data.view(torch.uint8)
         self._shared: Tensor | None = None
         self._socket = socket.create_server(("127.0.0.1", 0))
-        self._circle: BroadcastGroup | None = None
+        self._group: BroadcastGroup | None = None
         self._store: Any = None
 
     def port(self) -> int:
@@ -125,11 +131,11 @@ class Raw:
         return int(self._store.port)
 
     def join(self, port: int, rank: int, size: int) -> None:
-        self._circle = BroadcastGroup(("127.0.0.1", port), 0, rank, size)
+        self._group = BroadcastGroup(("127.0.0.1", port), 0, rank, size)
 
     def broadcast(self, send: bool) -> None:
-        assert self._circle
-        self._circle.broadcast(self._data, send)
+        assert self._group
+        self._group.broadcast(self._data, send)
 
 
 def build(size: int, role: str) -> Mapping[str, Any]:
@@ -165,15 +171,15 @@ async def raw_memory(workers: Workers, size: int) -> Callable[[], Awaitable[Any]
 async def raw_collective(workers: Workers) -> Callable[[], Awaitable[Any]]:
     trainer, engines = workers
     port = await trainer.call("raw", "store")
-    everyone = [trainer, *engines]
+    workers_by_rank = [trainer, *engines]
     await asyncio.gather(
         *(
-            worker.call("raw", "join", port, rank, len(everyone))
-            for rank, worker in enumerate(everyone)
+            worker.call("raw", "join", port, rank, len(workers_by_rank))
+            for rank, worker in enumerate(workers_by_rank)
         )
     )
     return lambda: asyncio.gather(
-        *(worker.call("raw", "broadcast", worker is trainer) for worker in everyone)
+        *(worker.call("raw", "broadcast", worker is trainer) for worker in workers_by_rank)
     )
 
 
@@ -195,21 +201,20 @@ async def measure(name: str, workers: Workers, size: int, repeats: int) -> dict[
         await send_raw()
         sent = time.perf_counter()
         weights = await transport.publish(version)
-        if name != "shared memory":  # there it arrives as it is loaded
+        if name != "shared memory":  # shared memory is read when it is loaded
             await asyncio.gather(
                 *(engine.call("rollout", "await_weights", version) for engine in engines)
             )
-        there = time.perf_counter()
+        arrived = time.perf_counter()
         await asyncio.gather(
             *(engine.call("rollout", "load_weights", weights) for engine in engines)
         )
         live = time.perf_counter()
         found["raw_s"].append(sent - begun)
-        found["arrived_s"].append((live if name == "shared memory" else there) - sent)
+        found["arrived_s"].append((live if name == "shared memory" else arrived) - sent)
         found["live_s"].append(live - sent)
-    medians = {
-        key: statistics.median(values[1:]) for key, values in found.items()
-    }  # the first one makes connections
+    # the first sync also connects
+    medians = {key: statistics.median(values[1:]) for key, values in found.items()}
     return {"transport": name, "megabytes": size // MB, "engines": len(engines), **medians}
 
 
@@ -249,6 +254,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
             )
     return {
         "command": "python benchmarks/sync.py",
+        "date": time.strftime("%Y-%m-%d"),
         "machine": f"{len(available_cores())} cores, {platform.machine()}",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "rows": rows,
@@ -263,11 +269,11 @@ def show(report: dict[str, Any]) -> None:
         "engines",
         "raw s",
         "arrived s",
-        "of raw",
+        "% of raw",
         "live s",
-        "of raw",
-        "GB/s in all",
-        "each added engine",
+        "% of raw",
+        "GB/s in total",
+        "per added engine",
     ):
         table.add_column(column, justify="left" if column == "transport" else "right")
     for row in report["rows"]:
@@ -293,7 +299,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="100 MB only, nothing written")
+    parser.add_argument("--quick", action="store_true", help="100 MB only, no file written")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
     rows = []
@@ -313,8 +319,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from benchmarks.sync import (
-        main as run,
-    )  # workers must find what is pickled by this module's own name
+    # workers unpickle objects of this module by its import name, not as __main__
+    from benchmarks import sync
 
-    run()
+    sync.main()

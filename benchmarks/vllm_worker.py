@@ -1,8 +1,9 @@
-"""vLLM on CPU, driven by engine.py over pipes: one JSON line in for each run, one JSON line out with its seconds.
+"""vLLM on CPU, driven by engine.py over pipes: one JSON line in per run, one JSON line out.
 
-Runs in vLLM's own interpreter (see install_vllm.sh), so it imports nothing of Paceline. Configured for speed: in process, eager
-(compiling costs half a minute and helps only at 16 sequences), no statistics, no detokenising, no prefix cache (prompts differ).
-Log-probs of the sampled token are on.
+Runs in vLLM's interpreter (see install_vllm.sh), so it imports nothing from Paceline. It is
+configured for speed: in-process, eager (compiling takes half a minute and helps only at 16
+sequences), no statistics, no detokenization, no prefix cache (all prompts differ). Log-probs of the
+sampled token are on.
 """
 
 import json
@@ -17,7 +18,8 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 
 def main(model: str, max_length: int, max_sequences: int) -> None:
-    answers = os.fdopen(os.dup(1), "w")  # vLLM prints to stdout: keep the real one for ourselves
+    # vLLM prints to stdout, so keep the original stdout for the replies
+    replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     import torch
     import vllm
@@ -42,7 +44,7 @@ def main(model: str, max_length: int, max_sequences: int) -> None:
                 "threads": torch.get_num_threads(),
             }
         ),
-        file=answers,
+        file=replies,
         flush=True,
     )
     for line in sys.stdin:
@@ -64,7 +66,7 @@ def main(model: str, max_length: int, max_sequences: int) -> None:
         )
         seconds = time.perf_counter() - began
         tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-        print(json.dumps({"seconds": seconds, "tokens": tokens}), file=answers, flush=True)
+        print(json.dumps({"seconds": seconds, "tokens": tokens}), file=replies, flush=True)
 
 
 if __name__ == "__main__":

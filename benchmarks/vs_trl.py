@@ -1,13 +1,17 @@
-"""One GRPO step, 8 prompts x 8 answers of up to 64 tokens, 0.8M-parameter Qwen2 shape, on CPU: Paceline against TRL.
+"""Time of a GRPO step on CPU: Paceline and TRL with the same work.
 
     python benchmarks/vs_trl.py [--quick] [--threads 2] [--trl-python .venv-trl/bin/python]
 
-The TRL interpreter is made by benchmarks/install_trl.sh. Both sides get the same weights, tokenizer, prompts, reward, token limit
-and end-of-answer token, float32 weights, one optimizer update per batch, no extra pass for log-probs (TRL takes the training pass's
-own, Paceline the engine's), no reference model, no checkpoints between steps. TRL as it comes trains with bfloat16 products; set up
-for speed it uses float32, since bfloat16 slows it here. Paceline is shown with both. Contenders take turns; the figure is the median over
-the rounds of the median step in steady state. Tokens generated per step are printed to show that the work is the same.
-Processor seconds say what a step costs when others use the machine too; with `--threads 1` they are what it would take alone.
+8 prompts x 8 completions of up to 64 tokens, 0.8M-parameter Qwen2 shape. The TRL interpreter is
+created by benchmarks/install_trl.sh. Both sides have the same float32 weights, tokenizer, prompts,
+reward, token limit and end-of-sequence token. Both make one optimizer update per batch, without an
+extra pass for log-probs (TRL uses those of the training pass, Paceline those of the engine), a
+reference model or checkpoints. TRL's defaults train with bfloat16 matmuls; tuned for speed it uses
+float32, because bfloat16 is slower there. Paceline is measured with both.
+
+Contenders run interleaved; the result is the median over the rounds of the median step in steady
+state. The tokens generated per step show that the work is the same. CPU seconds give the cost of a
+step on a busy machine; with `--threads 1` they equal the time of a step on an idle one.
 """
 
 import argparse
@@ -56,19 +60,19 @@ MODES = {
         "schedule.on_sync=swap",
     ],
 }
-TRL, DEFAULTS = "TRL GRPOTrainer, tuned, float32", "TRL GRPOTrainer, its defaults, bfloat16"
-Run = dict[str, Any]  # seconds and tokens of every step after the warm-up, and what else is known
+TRL, DEFAULTS = "TRL GRPOTrainer, tuned, float32", "TRL GRPOTrainer, default, bfloat16"
+Run = dict[str, Any]  # seconds and tokens of every step after the warm-up, and more
 
 
 def write_prompts(path: Path) -> None:
-    """16 tokens each, one per character and one to begin."""
+    """Write prompts of 16 tokens: a start token and one token per character."""
     digits = random.Random(0)
     rows = ["reverse " + "".join(digits.choices("0123456789", k=7)) for _ in range(1024)]
     path.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
 
 
 class Clock:
-    """An observer of the loop that notes wall clock and processor time at the end of every step."""
+    """Observer that records wall clock and CPU time at the end of every step."""
 
     def __init__(self) -> None:
         self.ends: list[tuple[float, float]] = []
@@ -80,13 +84,22 @@ class Clock:
         pass
 
 
-def run_paceline(folder: Path, name: str, settings: list[str], steps: int) -> Run:
-    run_dir, clock = folder / name, Clock()
+def run_paceline(directory: Path, name: str, settings: list[str], steps: int) -> Run:
+    run_dir, clock = directory / name, Clock()
     common = [
-        f"model={folder / 'model'}", f"run_dir={run_dir}", f"steps={steps}", f"groups_per_step={GROUPS}", f"group_size={GROUP_SIZE}",
-        f"data.path={folder / 'prompts.jsonl'}", "data.max_prompt_length=16", f"rollout.max_response_length={NEW_TOKENS}",
-        f"rollout.slots={GROUPS * GROUP_SIZE}", f"reward.function={WORKER}:reward", "train.learning_rate=1e-6", "save_every=0",
-    ]  # fmt: skip
+        f"model={directory / 'model'}",
+        f"run_dir={run_dir}",
+        f"steps={steps}",
+        f"groups_per_step={GROUPS}",
+        f"group_size={GROUP_SIZE}",
+        f"data.path={directory / 'prompts.jsonl'}",
+        "data.max_prompt_length=16",
+        f"rollout.max_response_length={NEW_TOKENS}",
+        f"rollout.slots={GROUPS * GROUP_SIZE}",
+        f"reward.function={WORKER}:reward",
+        "train.learning_rate=1e-6",
+        "save_every=0",
+    ]
     summary = asyncio.run(train(load_config(None, [*common, *settings]), lambda first_step: clock))
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steady = [[b - a for a, b in zip(*pair, strict=True)] for pair in pairwise(clock.ends)][
@@ -97,34 +110,39 @@ def run_paceline(folder: Path, name: str, settings: list[str], steps: int) -> Ru
         "tokens": [row["rollout/tokens"] for row in rows][WARM_UP + 1 :],
         "train_s": statistics.median(row["train/busy_s"] for row in rows[WARM_UP + 1 :]),
         "staleness_max": summary["staleness_max"],
-    } | (
-        {"processor_s": [processor for _, processor in steady]} if name.startswith(SYNC) else {}
-    )  # all in this process
+    } | ({"cpu_s": [cpu for _, cpu in steady]} if name.startswith(SYNC) else {})  # one process
 
 
-def run_trl(python: Path, folder: Path, steps: int, threads: int, tuned: bool) -> Run:
+def run_trl(python: Path, directory: Path, steps: int, threads: int, tuned: bool) -> Run:
     job = {
-        "model": str(folder / "model"), "prompts": str(folder / "prompts.jsonl"), "folder": str(folder / "trl"), "steps": steps,
-        "groups": GROUPS, "group_size": GROUP_SIZE, "new_tokens": NEW_TOKENS, "threads": threads, "tuned": tuned,
-    }  # fmt: skip
+        "model": str(directory / "model"),
+        "prompts": str(directory / "prompts.jsonl"),
+        "directory": str(directory / "trl"),
+        "steps": steps,
+        "groups": GROUPS,
+        "group_size": GROUP_SIZE,
+        "new_tokens": NEW_TOKENS,
+        "threads": threads,
+        "tuned": tuned,
+    }
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     found = subprocess.run(
         [str(python), str(WORKER), json.dumps(job)], capture_output=True, text=True, env=environment
     )
     if found.returncode:
-        sys.exit(f"TRL ended with code {found.returncode}:\n{found.stderr[-2000:]}")
+        sys.exit(f"TRL exited with code {found.returncode}:\n{found.stderr[-2000:]}")
     run: Run = json.loads(found.stdout)
-    return run | {name: run[name][WARM_UP:] for name in ("seconds", "processor_s", "tokens")}
+    return run | {name: run[name][WARM_UP:] for name in ("seconds", "cpu_s", "tokens")}
 
 
 def wait_idle(limit_s: float = 20.0) -> None:
-    """Wait, but not for ever, until the machine is quiet: two threads that take turns with others measure the others."""
+    """Wait until the machine is idle, at most `limit_s`: other load would distort the result."""
     ends = time.monotonic() + limit_s
     while psutil.cpu_percent(0.5) > 15 and time.monotonic() < ends:
         pass
 
 
-def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[Run]]:
+def measure(options: argparse.Namespace, directory: Path) -> dict[str, list[Run]]:
     runs: dict[str, list[Run]] = {}
     steps = WARM_UP + (8 if options.quick else 16)
     modes = {}
@@ -140,16 +158,16 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[Run]]:
                 f"train.dtype={dtype}",
                 f"placement.threads={options.threads // 2}",
             ]
-    for turn in range(1 if options.quick else 3):
+    for number in range(1 if options.quick else 3):
         for name, settings in modes.items():
             wait_idle()
             runs.setdefault(name, []).append(
-                run_paceline(folder, f"{name}-{turn}", settings, steps)
+                run_paceline(directory, f"{name}-{number}", settings, steps)
             )
         for name, tuned in ((TRL, True), (DEFAULTS, False)):
             wait_idle()
             runs.setdefault(name, []).append(
-                run_trl(options.trl_python, folder, steps, options.threads, tuned)
+                run_trl(options.trl_python, directory, steps, options.threads, tuned)
             )
     return runs
 
@@ -158,8 +176,8 @@ def summarize(runs: dict[str, list[Run]], command: str, threads: int) -> dict[st
     contenders = {
         name: {
             "step_s": statistics.median(statistics.median(run["seconds"]) for run in found),
-            "processor_s": statistics.median(statistics.median(run["processor_s"]) for run in found)
-            if "processor_s" in found[0]
+            "cpu_s": statistics.median(statistics.median(run["cpu_s"]) for run in found)
+            if "cpu_s" in found[0]
             else None,
             "step_s_best_round": min(statistics.median(run["seconds"]) for run in found),
             "tokens_per_step": statistics.mean(tokens for run in found for tokens in run["tokens"]),
@@ -172,25 +190,26 @@ def summarize(runs: dict[str, list[Run]], command: str, threads: int) -> dict[st
         }
         for name, found in runs.items()
     }
-    for figures in contenders.values():
-        processor = figures["processor_s"]
-        figures["times_less_processor_time"] = (
-            contenders[TRL]["processor_s"] / processor if processor else None
+    for metrics in contenders.values():
+        cpu = metrics["cpu_s"]
+        metrics["cpu_time_ratio"] = contenders[TRL]["cpu_s"] / cpu if cpu else None
+        metrics["times_faster_than_trl_tuned"] = contenders[TRL]["step_s"] / metrics["step_s"]
+        metrics["times_faster_than_trl_defaults"] = (
+            contenders[DEFAULTS]["step_s"] / metrics["step_s"]
         )
-        figures["times_faster_than_trl_tuned"] = contenders[TRL]["step_s"] / figures["step_s"]
-        figures["times_faster_than_trl_defaults"] = (
-            contenders[DEFAULTS]["step_s"] / figures["step_s"]
-        )
-    own = {
+    versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
     return {
         "command": command,
-        "work": f"{GROUPS} prompts x {GROUP_SIZE} answers of up to {NEW_TOKENS} tokens, one update; 0.8M-parameter Qwen2 shape",
-        "machine": f"{os.cpu_count()} cores, {threads} threads, {platform.machine()}, load at the end {os.getloadavg()[0]:.1f}",
-        "versions": {"paceline side": own, "trl side": runs[TRL][0]["versions"]},
+        "date": time.strftime("%Y-%m-%d"),
+        "work": f"{GROUPS} prompts x {GROUP_SIZE} completions of up to {NEW_TOKENS} tokens, "
+        "one update; 0.8M-parameter Qwen2 shape",
+        "machine": f"{os.cpu_count()} cores, {threads} threads, {platform.machine()}, "
+        f"load at the end {os.getloadavg()[0]:.1f}",
+        "versions": {"paceline side": versions, "trl side": runs[TRL][0]["versions"]},
         "contenders": contenders,
     }
 
@@ -201,23 +220,25 @@ def show(report: dict[str, Any]) -> None:
         "contender",
         "step s",
         "steps/s",
-        "against TRL tuned",
-        "against its defaults",
+        "vs. TRL tuned",
+        "vs. TRL defaults",
         "best round s",
-        "processor s",
+        "CPU s",
         "tokens/step",
     ):
         table.add_column(column, justify="left" if column == "contender" else "right")
     for name, f in report["contenders"].items():
-        processor = (
-            f"{f['processor_s']:.3f} ({f['times_less_processor_time']:.2f}x)"
-            if f["processor_s"]
-            else ""
-        )
+        cpu = f"{f['cpu_s']:.3f} ({f['cpu_time_ratio']:.2f}x)" if f["cpu_s"] else ""
         table.add_row(
-            name, f"{f['step_s']:.3f}", f"{1 / f['step_s']:.2f}", f"{f['times_faster_than_trl_tuned']:.2f}x",
-            f"{f['times_faster_than_trl_defaults']:.2f}x", f"{f['step_s_best_round']:.3f}", processor, f"{f['tokens_per_step']:.0f}",
-        )  # fmt: skip
+            name,
+            f"{f['step_s']:.3f}",
+            f"{1 / f['step_s']:.2f}",
+            f"{f['times_faster_than_trl_tuned']:.2f}x",
+            f"{f['times_faster_than_trl_defaults']:.2f}x",
+            f"{f['step_s_best_round']:.3f}",
+            cpu,
+            f"{f['tokens_per_step']:.0f}",
+        )
     Console(width=130).print(table)
 
 
@@ -231,15 +252,16 @@ def main() -> None:
     options = parser.parse_args()
     if not options.trl_python.exists():
         sys.exit(
-            f"{options.trl_python} does not exist: run benchmarks/install_trl.sh first, or pass --trl-python"
+            f"--trl-python = {options.trl_python}: no such file; "
+            "run benchmarks/install_trl.sh, or pass another path"
         )
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        bench_model(folder / "model")
-        write_prompts(folder / "prompts.jsonl")
-        runs = measure(options, folder)
+        directory = Path(scratch)
+        bench_model(directory / "model")
+        write_prompts(directory / "prompts.jsonl")
+        runs = measure(options, directory)
     report = summarize(runs, " ".join(["python", *sys.argv]), options.threads)
     show(report)
     if not options.quick:

@@ -1,4 +1,4 @@
-"""Models that our own forward pass does not know are sharded by FSDP as any other."""
+"""FSDP training of architectures that Paceline runs through their Hugging Face module."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tests.models import random_other_model
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "gemma2", "opt"])
-def test_two_ranks_train_what_the_engine_generates(name: str, tmp_path: Path) -> None:
+def test_two_fsdp_ranks_learn_from_engine_samples(name: str, tmp_path: Path) -> None:
     model = random_other_model(tmp_path / "model", name)
     sharded = ["train.backend=fsdp", "placement.train_ranks=2", "train.gradient_checkpointing=true"]
     agree_and_learn(model, tmp_path / "run", [*SEPARATE, *sharded])

@@ -1,10 +1,10 @@
-"""What the environment asks of the test guide's commands, checked, and the settings that follow from it.
+"""Environment variables of run_e2e_test.sh and run_benchmark.sh, and the settings they imply.
 
-NUM_GPUS         how many of the GPUs to use; 0 = none. Unset: all there are
-MODEL_PATH       a folder with a model, or MODEL_ID, a hub id. Unset: the built-in tiny model
-ACTOR_STRATEGY   single, fsdp2 or megatron
-ENGINE           native or vllm
-CLUSTER          local or ray
+NUM_GPUS         number of GPUs to use, 0 for none. Default: all
+MODEL_PATH       model directory, or MODEL_ID, a Hugging Face model ID. Default: the built-in model
+ACTOR_STRATEGY   single, fsdp2 or megatron. Default: single
+ENGINE           native or vllm. Default: native
+CLUSTER          local or ray. Default: local
 """
 
 import os
@@ -21,7 +21,7 @@ CLUSTERS = ("local", "ray")
 @dataclass(frozen=True, slots=True)
 class Choice:
     gpus: int = 0
-    model: str | None = None  # None: whatever the recipe or the benchmark has of its own
+    model: str | None = None  # None: the model of the recipe or the benchmark
     strategy: str = "single"
     engine: str = "native"
     cluster: str = "local"
@@ -32,15 +32,18 @@ class Choice:
 
     @property
     def train_ranks(self) -> int:
-        """Half of the GPUs for a back end of several ranks; without GPUs two processes stand in for them."""
+        """Half of the GPUs for a backend with several ranks, two processes without GPUs."""
         return 1 if self.backend == "single" else max(1, self.gpus // 2) if self.gpus else 2
 
     def engines(self, at_least: int = 1) -> int:
-        """An engine for each GPU that the trainer leaves. A second vLLM would not fit beside the first."""
+        """Return one engine per GPU that the trainer leaves free.
+
+        `at_least` does not apply to vLLM: two engines do not fit on one GPU.
+        """
         return max(self.gpus - self.train_ranks, 1 if self.engine == "vllm" else at_least)
 
     def settings(self, batch: int, at_least_engines: int = 1) -> list[str]:
-        """`batch` is what one training device takes; several take several times as much."""
+        """Return the settings of a run; `batch` is the batch size per training device."""
         found = [
             f"train.backend={self.backend}",
             f"placement.train_ranks={self.train_ranks}",
@@ -50,21 +53,25 @@ class Choice:
             f"cluster={self.cluster}",
         ]
         if self.model:
+            # the recipes are tuned for the built-in model
             found += [
                 f"model={self.model}",
                 "train.learning_rate=1e-6",
                 "data.max_prompt_length=512",
-            ]  # the recipes are for the tiny model
+            ]
         return found
 
     def __str__(self) -> str:
         devices = f"{self.gpus} GPU{'s' if self.gpus > 1 else ''}" if self.gpus else "CPU only"
         model = self.model or "built-in model"
-        return f"{devices}, {model}, ACTOR_STRATEGY={self.strategy}, ENGINE={self.engine}, CLUSTER={self.cluster}"
+        return (
+            f"{devices}, {model}, ACTOR_STRATEGY={self.strategy}, ENGINE={self.engine}, "
+            f"CLUSTER={self.cluster}"
+        )
 
 
 def read_choice(environment: Mapping[str, str], gpus_present: int) -> Choice:
-    """Raises ConfigError with a sentence for a value that cannot be used."""
+    """Return the choice; raise ConfigError if a variable has an invalid value."""
     return Choice(
         gpus=_gpus(environment.get("NUM_GPUS"), gpus_present),
         model=environment.get("MODEL_PATH") or environment.get("MODEL_ID") or None,
@@ -75,7 +82,7 @@ def read_choice(environment: Mapping[str, str], gpus_present: int) -> Choice:
 
 
 def read_target(environment: Mapping[str, str]) -> float | None:
-    """TARGET_SAMPLES_PER_S: how fast the best setting has to generate. Unset: no target of the user's."""
+    """Return TARGET_SAMPLES_PER_S, or None if the user sets no target."""
     value = environment.get("TARGET_SAMPLES_PER_S") or ""
     try:
         target = float(value) if value else None
@@ -83,13 +90,13 @@ def read_target(environment: Mapping[str, str]) -> float | None:
         target = 0.0
     if target is not None and not target > 0:
         raise ConfigError(
-            f"TARGET_SAMPLES_PER_S={value} is not a rate; use a number above 0, or leave it unset"
+            f"TARGET_SAMPLES_PER_S={value}: expected a number above 0; correct it or unset it"
         )
     return target
 
 
-def take(environment: Mapping[str, str] = os.environ) -> Choice:
-    """Read the environment, and hide the GPUs that are not to be used from this process and those it starts."""
+def choice_from_environment(environment: Mapping[str, str] = os.environ) -> Choice:
+    """Read the variables and hide the other GPUs from this process and its children."""
     import torch
 
     choice = read_choice(environment, torch.cuda.device_count())
@@ -103,19 +110,16 @@ def take(environment: Mapping[str, str] = os.environ) -> Choice:
 def _one_of(environment: Mapping[str, str], name: str, known: tuple[str, ...]) -> str:
     value = environment.get(name) or known[0]
     if value not in known:
-        raise ConfigError(f"{name}={value} is not known; use one of {', '.join(known)}")
+        raise ConfigError(f"{name}={value}: expected one of {', '.join(known)}")
     return value
 
 
 def _gpus(value: str | None, present: int) -> int:
     if not value:
         return present
-    if not value.isdigit():
+    if not value.isdigit() or int(value) > present:
         raise ConfigError(
-            f"NUM_GPUS={value} is not a number of GPUs; use 0 to {present}, or leave it unset to use all"
-        )
-    if int(value) > present:
-        raise ConfigError(
-            f"NUM_GPUS={value}, but there {'is' if present == 1 else 'are'} {present or 'none'}; lower it, or leave it unset"
+            f"NUM_GPUS={value}: expected 0 to {present}, the number of GPUs of this machine; "
+            "correct it, or unset it to use all GPUs"
         )
     return int(value)

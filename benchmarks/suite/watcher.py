@@ -1,5 +1,7 @@
-"""Watches a run from inside its own program: every step, and once a second what engines and queue say. Can pause and resume it, the way
-`paceline pause` and `paceline resume` do, and see whether that took effect.
+"""Observer of a run in the same process: records every step and a poll of the engines per second.
+
+It can also pause and resume the run, like `paceline pause` and `paceline resume`, and measure
+whether that took effect.
 """
 
 import asyncio
@@ -18,44 +20,46 @@ from paceline.types import Group
 
 log = logging.getLogger(__name__)
 
-SETTLED = 3  # looks after which all that is shown was said after the pause: heartbeats come once a second, as looks do
+# Engines report once a second, and polls are one second apart: after three polls, every engine's
+# statistics are from after the pause.
+POLLS_UNTIL_CURRENT = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    at_s: float  # wall time, as in the metrics of steps
-    queue_use: float
+class Poll:
+    at_s: float  # wall time, as in the step metrics
+    queue_utilization: float
     tokens: int
     busy_s: float  # mean over the engines
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """What became of asking a running job to pause and to go on."""
+    """Outcome of pausing and resuming a running job."""
 
-    paused: bool  # what pause_rollout answered
-    pause_s: float  # until it had answered
-    held: bool  # every engine says that it holds its answers, or, by `on_sync`, has finished or handed back all of them
-    tokens: int  # made while it was paused
-    watched_s: float  # how long that was looked at
-    resumed: bool  # what resume_rollout answered
-    resume_s: float  # until there was a new token; seen once a second
+    paused: bool  # reply of pause_rollout
+    pause_s: float  # seconds until the reply
+    effective: bool  # every engine is paused or, depending on `on_sync`, has no running sequence
+    tokens: int  # generated while paused
+    watched_s: float  # seconds over which these tokens were counted
+    resumed: bool  # reply of resume_rollout
+    resume_s: float  # seconds until the first new token; polled once a second
 
 
 class Watcher:
-    """An observer of the loop."""
+    """Observer that records steps and engine polls."""
 
     def __init__(self) -> None:
         self.first_step: int | None = None
         self.steps: list[Metrics] = []
-        self.looks: list[Look] = []
+        self.polls: list[Poll] = []
         self.engines: Sequence[EngineStats] = ()
         self._changed = Notifier()
         self._ended = False
 
     def begin(self, first_step: int) -> "Watcher":
         self.first_step = first_step
-        log.info("workers are ready; going on after step %d", first_step)
+        log.info("workers are ready; continuing after step %d", first_step)
         return self
 
     def step_done(self, step: int, metrics: Metrics, groups: Sequence[Group]) -> None:
@@ -75,11 +79,11 @@ class Watcher:
     def engines_polled(self, engines: Sequence[EngineStats], queue_utilization: float) -> None:
         self.engines = engines
         busy = sum(engine.busy_s for engine in engines) / max(1, len(engines))
-        self.looks.append(Look(time.time(), queue_utilization, self.tokens, busy))
+        self.polls.append(Poll(time.time(), queue_utilization, self.tokens, busy))
         self._changed.notify_all()
 
     def end(self, *_: object) -> None:
-        """The run is over: nothing that is waited for can come any more."""
+        """Mark the run as ended, so that pending waits fail instead of waiting forever."""
         self._ended = True
         self._changed.notify_all()
 
@@ -91,37 +95,37 @@ class Watcher:
         while not condition():
             if self._ended:
                 raise PacelineError(
-                    "the run was over before it had been paused and resumed: give it more steps"
+                    "the run ended before it had been paused and resumed: increase its steps"
                 )
             await self._changed.wait()
 
-    async def more_looks(self, count: int) -> None:
-        wanted = len(self.looks) + count
-        await self.until(lambda: len(self.looks) >= wanted)
+    async def wait_for_polls(self, count: int) -> None:
+        target = len(self.polls) + count
+        await self.until(lambda: len(self.polls) >= target)
 
-    async def pause_and_resume(self, folder: Path, looks: int) -> Pause:
-        """After the first step: pause, watch for so many looks, go on."""
+    async def pause_and_resume(self, run_dir: Path, polls: int) -> Pause:
+        """After the first step, pause the run for this many polls and resume it."""
         await self.until(lambda: bool(self.steps))
         begun = time.monotonic()
-        paused = await asyncio.to_thread(send_command, folder, "pause")
-        answered = time.monotonic()
-        await self.more_looks(SETTLED)
+        paused = await asyncio.to_thread(send_command, run_dir, "pause")
+        replied = time.monotonic()
+        await self.wait_for_polls(POLLS_UNTIL_CURRENT)
         before, since = self.tokens, time.monotonic()
-        await self.more_looks(looks)
+        await self.wait_for_polls(polls)
         after, watched = self.tokens, time.monotonic() - since
-        held = bool(self.engines) and all(
+        effective = bool(self.engines) and all(
             engine.paused or not engine.running for engine in self.engines
         )
-        going_on = time.monotonic()
-        resumed = await asyncio.to_thread(send_command, folder, "resume")
+        resuming = time.monotonic()
+        resumed = await asyncio.to_thread(send_command, run_dir, "resume")
         await self.until(lambda: self.tokens > after)
-        log.info("paused for %.1f s: %d tokens were made", watched, after - before)
+        log.info("paused for %.1f s: %d tokens were generated", watched, after - before)
         return Pause(
             paused=paused is True,
-            pause_s=answered - begun,
-            held=held,
+            pause_s=replied - begun,
+            effective=effective,
             tokens=after - before,
             watched_s=watched,
             resumed=resumed is True,
-            resume_s=time.monotonic() - going_on,
+            resume_s=time.monotonic() - resuming,
         )

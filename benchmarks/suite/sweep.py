@@ -1,7 +1,9 @@
-"""Runs the benchmark's cases one after the other, each in a process of its own: what `./run_benchmark.sh [--quick]` runs.
+"""The benchmark of `./run_benchmark.sh [--quick]`: runs the cases, each in a separate process.
 
-Leaves benchmark_results_<time>/ behind: performance_report.md with its plots, summary.txt, a log per case, results.json. A case that fails
-is reported and the rest go on. The exit code is 0 when every case ran and every hard criterion holds.
+Writes benchmark_results_<time>/ with performance_report.md and its plots, summary.txt, results.json
+and a log per case. If a case fails, the others still run. The exit code is 1 if a case failed or a
+required criterion does not hold, 2 if an environment variable is invalid, and 0 otherwise. Skipped
+cases do not change the exit code; the summary counts them.
 """
 
 import argparse
@@ -23,14 +25,14 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.guide.cases import FULL, QUICK, Case, Work, all_cases, case_settings
-from benchmarks.guide.choice import Choice, read_target, take
-from benchmarks.guide.memory import Memory
-from benchmarks.guide.outcome import judge, judge_rate, merged
-from benchmarks.guide.report import line, report, summary
 from benchmarks.models import bench_model
-from paceline.errors import ConfigError
+from benchmarks.suite.cases import FULL, QUICK, Case, Work, all_cases, case_settings
+from benchmarks.suite.choice import Choice, choice_from_environment, read_target
+from benchmarks.suite.memory import Memory
+from benchmarks.suite.outcome import check_case, check_rate, merge_rounds
+from benchmarks.suite.report import outcome_line, report, summary
 from paceline.model.loading import no_progress_bars
+from paceline.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_INTERVAL_S = 0.5
@@ -41,7 +43,7 @@ console = Console(soft_wrap=True, highlight=False)
 def run_case(
     case: Case, settings: Sequence[str], work: Work, log: Path, scratch: Path
 ) -> dict[str, Any]:
-    """One round of a case: its figures, or why there are none."""
+    """Run one round of a case and return its metrics or the reason why there are none."""
     spec = {
         "name": case.name,
         "recipe": case.recipe,
@@ -53,7 +55,7 @@ def run_case(
     )
     result = scratch / "result.json"
     result.unlink(missing_ok=True)
-    command = [case.python, "-m", "benchmarks.guide.case", str(scratch / "spec.json"), str(result)]
+    command = [case.python, "-m", "benchmarks.suite.case", str(scratch / "spec.json"), str(result)]
     begun = time.monotonic()
     with log.open("a") as output:
         process = subprocess.Popen(
@@ -62,7 +64,7 @@ def run_case(
     memory = Memory(process.pid)
     try:
         while process.poll() is None and time.monotonic() - begun < work.limit_s:
-            memory.look()
+            memory.poll()
             time.sleep(POLL_INTERVAL_S)
     finally:
         if process.poll() is None:
@@ -72,35 +74,35 @@ def run_case(
     if seconds >= work.limit_s:
         return {
             "state": "failed",
-            "reason": f"not done within {work.limit_s:g} s",
+            "reason": f"did not end within {work.limit_s:g} s",
             "seconds": seconds,
         }
     if not result.exists():
         return {
             "state": "failed",
-            "reason": f"its process ended with {process.returncode}; see {log.name}",
+            "reason": f"the process exited with code {process.returncode}; see {log.name}",
             "seconds": seconds,
         }
     found: dict[str, Any] = json.loads(result.read_text()) | {"seconds": seconds}
     if found["state"] == "ok":
-        found["memory"] = memory.between(
-            found["figures"]["steady_from_s"], found["figures"]["steady_to_s"]
-        )
+        metrics = found["metrics"]
+        found["memory"] = memory.between(metrics["steady_from_s"], metrics["steady_to_s"])
     return found
 
 
 def sweep(
-    choice: Choice, work: Work, cases: Sequence[Case], folder: Path, tell: Callable[[str], None]
+    choice: Choice, work: Work, cases: Sequence[Case], directory: Path, show: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """Every case, round by round, so that what disturbs the machine for a while disturbs all cases alike."""
+    """Run every case, round by round, so that a temporary disturbance affects all cases alike."""
     rounds: dict[str, list[dict[str, Any]]] = {case.name: [] for case in cases}
-    able = [case for case in cases if not case.skip]
+    runnable = [case for case in cases if not case.skip]
+    total = len(runnable) * work.rounds
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[left]}"),
+        TextColumn("{task.fields[remaining]}"),
     )
     begun, done = time.monotonic(), 0
     with (
@@ -109,48 +111,35 @@ def sweep(
     ):
         with no_progress_bars():
             model = choice.model or bench_model(Path(scratch) / "model")
-        bar = progress.add_task("", total=len(able) * work.rounds, left="")
+        bar = progress.add_task("", total=total, remaining="")
         for number in range(work.rounds):
-            for case in able:
+            for case in runnable:
                 progress.update(bar, description=case.name)
                 run_dir = Path(scratch) / f"{case.file_name}-{number}"
                 settings = [*case_settings(case, choice, work, model), f"run_dir={run_dir}"]
                 outcome: dict[str, Any] = {
                     "state": "skipped",
-                    "reason": f"{work.budget_s / 60:.0f} minutes were up before its turn",
+                    "reason": f"the time budget of {work.budget_s / 60:.0f} minutes was used up",
                 }
                 if any(earlier["state"] == "failed" for earlier in rounds[case.name]):
-                    outcome["reason"] = "it has failed before"
+                    outcome["reason"] = "failed in an earlier round"
                 elif time.monotonic() - begun < work.budget_s:
-                    outcome = run_case(
-                        case, settings, work, folder / f"{case.file_name}.log", Path(scratch)
-                    )
+                    log = directory / f"{case.file_name}.log"
+                    outcome = run_case(case, settings, work, log, Path(scratch))
                 rounds[case.name].append(outcome)
                 done += 1
-                left = (time.monotonic() - begun) / done * (len(able) * work.rounds - done)
-                progress.update(
-                    bar,
-                    advance=1,
-                    left=f"about {left / 60:.0f} min left"
-                    if left > 90
-                    else f"about {left:.0f} s left",
+                left = (time.monotonic() - begun) / done * (total - done)
+                shown = f"{left / 60:.0f} min" if left > 90 else f"{left:.0f} s"
+                progress.update(bar, advance=1, remaining=f"about {shown} remaining")
+                show(
+                    f"[{done}/{total}] {case.name}: {outcome_line(outcome)}; "
+                    f"about {left:.0f} s remaining"
                 )
-                tell(
-                    f"[{done}/{len(able) * work.rounds}] {case.name}: {_said(outcome)}; about {left:.0f} s left"
-                )
-    found = [merged(case, rounds[case.name]) for case in cases]
-    for one in found:
-        if one["state"] == "ok":
-            one["verdicts"] = [asdict(verdict) for verdict in judge(one, work)]
-    return found
-
-
-def _said(found: dict[str, Any]) -> str:
-    return (
-        line(found["figures"])
-        if found["state"] == "ok"
-        else f"{found['state']}: {found['reason'].splitlines()[0]}"
-    )
+    merged = [merge_rounds(case, rounds[case.name]) for case in cases]
+    for case in merged:
+        if case["state"] == "ok":
+            case["checks"] = [asdict(check) for check in check_case(case, work)]
+    return merged
 
 
 def main() -> int:
@@ -160,51 +149,50 @@ def main() -> int:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="fewer cases, small batches, one round: five minutes at most",
+        help="fewer cases, smaller batches, one round: at most 5 minutes",
     )
     options = parser.parse_args()
     try:
-        choice, target = take(), read_target(os.environ)
+        choice, target = choice_from_environment(), read_target(os.environ)
         if find_spec("matplotlib") is None:
-            raise ConfigError(
-                "the report's plots need matplotlib, which is not installed: pip install matplotlib"
-            )
+            raise ConfigError("the plots need matplotlib: pip install matplotlib")
     except ConfigError as error:
         console.print(f"error: {error}", style="bold red", markup=False)
         return 2
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # so that the case that runs is ended too
+    # exit normally, so that the process of the current case is killed too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     work = QUICK if options.quick else FULL
     cases = [case for case in all_cases(choice, work) if case.quick or not options.quick]
-    folder = ROOT / time.strftime("benchmark_results_%Y%m%d_%H%M%S")
-    folder.mkdir()
-    console.print(f"{len(cases)} cases: {choice}; results go to {folder.name}/")
+    directory = ROOT / time.strftime("benchmark_results_%Y%m%d_%H%M%S")
+    directory.mkdir()
+    console.print(f"{len(cases)} cases: {choice}; writing results to {directory.name}/")
     begun = time.monotonic()
-    merges = sweep(choice, work, cases, folder, lambda text: console.print(text, markup=False))
-    rate = judge_rate(merges, target)
+    outcomes = sweep(choice, work, cases, directory, lambda text: console.print(text, markup=False))
+    rate = check_rate(outcomes, target)
+    gpus = f"{choice.gpus} GPU{'' if choice.gpus == 1 else 's'}"
     results = {
         "command": "./run_benchmark.sh" + (" --quick" if options.quick else ""),
+        "date": time.strftime("%Y-%m-%d"),
         "choice": str(choice),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {choice.gpus} GPU{'' if choice.gpus == 1 else 's'}",
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {gpus}",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "work": asdict(work),
         "minutes": (time.monotonic() - begun) / 60,
-        "cases": merges,
+        "cases": outcomes,
         "rate": asdict(rate) if rate else None,
     }
-    (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    from benchmarks.guide.plots import draw
+    (directory / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    from benchmarks.suite.plots import draw_plots
 
-    (folder / "performance_report.md").write_text(report(results, draw(results, folder)))
+    plots = draw_plots(results, directory)
+    (directory / "performance_report.md").write_text(report(results, plots))
     text = summary(results)
-    (folder / "summary.txt").write_text(text)
+    (directory / "summary.txt").write_text(text)
     console.print("\n" + text, markup=False)
-    failed = any(case["state"] == "failed" for case in merges)
-    verdicts = [verdict for case in merges for verdict in case["verdicts"]] + (
-        [asdict(rate)] if rate else []
-    )
-    return 1 if failed or any(verdict["hard"] and not verdict["ok"] for verdict in verdicts) else 0
+    failed = any(case["state"] == "failed" for case in outcomes)
+    checks = [check for case in outcomes for check in case["checks"]]
+    checks += [asdict(rate)] if rate else []
+    return 1 if failed or any(check["required"] and not check["ok"] for check in checks) else 0
 
 
 if __name__ == "__main__":

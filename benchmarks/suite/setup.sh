@@ -1,15 +1,27 @@
-# Sourced by the test guide's commands: sets $python to an interpreter that has what the environment asks for. PYTHON is taken as it is, and
-# nothing is installed; else the active environment, .venv or .venv-vllm if they have all, else one of the two is made.
+# Sourced by run_e2e_test.sh and run_benchmark.sh: sets $python to an interpreter that has every
+# package the environment variables require. If PYTHON is set, it is used and nothing is installed.
+# Otherwise: the active environment, .venv or .venv-vllm if complete; else one of the two is created.
 need="torch transformers pydantic typer rich psutil"
 case "${ENGINE:-}" in vllm) need="$need vllm" ;; esac
 
-missing() { "$1" -c 'import sys; from importlib.util import find_spec as f; print(*[n for n in sys.argv[1:] if not f(n)])' $need; }
+missing() {
+	"$1" - $need <<-'PY'
+	import sys
+	from importlib.util import find_spec
+
+	print(*[name for name in sys.argv[1:] if not find_spec(name)])
+	PY
+}
 has_all() { [ -x "$1" ] && [ -z "$(missing "$1")" ]; }
+fail() {
+	echo "error: PYTHON=$python $1"
+	exit 2
+}
 
 python="${PYTHON:-}"
 if [ -n "$python" ]; then
-	lacks=$(missing "$python") || { echo "error: PYTHON=$python does not run; name a Python interpreter, or leave it unset"; exit 2; }
-	[ -z "$lacks" ] || { echo "error: PYTHON=$python has no $lacks; install what is missing, or leave it unset"; exit 2; }
+	lacks=$(missing "$python") || fail "does not run; set it to a Python interpreter, or unset it"
+	[ -z "$lacks" ] || fail "has no $lacks; install the missing packages, or unset PYTHON"
 	return
 fi
 for known in "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" .venv/bin/python .venv-vllm/bin/python; do

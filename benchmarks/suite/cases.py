@@ -1,7 +1,8 @@
-"""What the benchmark runs: each case is the same work under other settings, one of them changed at a time.
+"""The cases of the benchmark: the same work with one setting changed at a time.
 
-The reference is fully async with a staleness bound of 3 and weights swapped in between two decode steps. Lengths of answers are drawn from
-a long-tailed distribution, fixed per (prompt, attempt), so that all cases generate and train the same.
+The reference case is fully async with a staleness bound of 3; engines swap weights between two
+decode steps. Completion lengths come from a long-tailed distribution and are fixed per trajectory,
+so all cases generate and train the same tokens.
 """
 
 import sys
@@ -10,15 +11,14 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.guide.choice import Choice
+from benchmarks.suite.choice import Choice
 
-REFERENCE = "staleness 3"  # also the reference of every other sweep
-SYNC = "hybrid sync"  # names of what async is measured against begin with it; the faster counts
-VLLM_PYTHON = (
-    Path(__file__).resolve().parents[2] / ".venv-vllm" / "bin" / "python"
-)  # where vLLM has an environment of its own
+REFERENCE = "staleness 3"  # every other sweep is compared with this case
+SYNC = "hybrid sync"  # name prefix of the synchronous cases; async is compared with the faster one
+# the interpreter of the separate environment that benchmarks/install_vllm.sh creates
+VLLM_PYTHON = Path(__file__).resolve().parents[2] / ".venv-vllm" / "bin" / "python"
 GROUP_SIZE = 8
-RECIPE_BATCH = {"guide_minimal": 4, "guide_performance": 16}  # what one training device takes
+RECIPE_BATCH = {"e2e_minimal": 4, "benchmark_base": 16}  # batch size per training device
 SEPARATE = (
     "placement.actor=train",
     "placement.rollout=rollout",
@@ -27,29 +27,29 @@ SEPARATE = (
 )
 
 SWEEPS = {
-    "mode": "Modes: where the roles live and what a hand-over does",
+    "mode": "Modes: role placement and weight sync policy",
     "staleness": "Staleness threshold (`schedule.max_staleness`)",
     "queue": "Queue size (`queue.max_queue_size`)",
     "interval": "Generation interval (`schedule.sync_every`)",
-    "split": "Split of the devices between rollout and training",
-    "pause": "Pause and resume in mid-run",
-    "backend": "Back ends: trainer, engine, cluster",
-    "guide": "The guide's configurations, as they are",
+    "split": "Device split between rollout and training",
+    "pause": "Pause and resume during a run",
+    "backend": "Backends: trainer, engine, cluster",
+    "recipe": "Recipes without changes",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """How much a case does."""
+    """Amount of work per case, and time limits."""
 
-    batch: int  # prompts a step, each tried GROUP_SIZE times
-    median: int  # tokens of an answer; p99 is eight times as many
-    cap: int
+    batch: int  # prompts per step, with GROUP_SIZE completions each
+    median: int  # tokens of a completion; p99 is eight times the median
+    cap: int  # maximum tokens of a completion
     steps: int
     warm_up: int  # steps that are not measured
     rounds: int
-    limit_s: float  # of one case
-    budget_s: float  # of all: none starts later, so that together they never take longer than budget_s + limit_s
+    limit_s: float  # per case and round
+    budget_s: float  # no case starts later, so all of them end within budget_s + limit_s
 
 
 QUICK = Work(
@@ -68,9 +68,9 @@ class Case:
     comparable: bool = True  # does the same work as the reference
     quick: bool = False  # part of --quick
     pause: bool = False
-    recipe: str | None = None  # run as it is, instead of the benchmark's own work
-    skip: str = ""  # why it cannot run here
-    python: str = sys.executable  # what runs it
+    recipe: str | None = None  # run this recipe instead of the benchmark's forced lengths
+    skip: str = ""  # reason why the case cannot run on this machine
+    python: str = sys.executable
 
     @property
     def file_name(self) -> str:
@@ -78,14 +78,14 @@ class Case:
 
 
 def all_cases(choice: Choice, work: Work) -> Iterator[Case]:
-    """In the order they run in: those that others are compared with first."""
+    """Yield the cases in running order, beginning with those that others are compared with."""
     batch = work.batch * (choice.train_ranks if choice.gpus else 1)
-    turns = ("placement.rollout_workers=1", "schedule.max_staleness=0")
-    yield Case("mode", SYNC, turns, quick=bool(choice.gpus))
-    if (
-        not choice.gpus
-    ):  # a long tail leaves few sequences to decode, which more threads do not speed up
-        yield Case("mode", f"{SYNC}, one thread", (*turns, "placement.threads=1"), quick=True)
+    alternating = ("placement.rollout_workers=1", "schedule.max_staleness=0")
+    yield Case("mode", SYNC, alternating, quick=bool(choice.gpus))
+    if not choice.gpus:
+        # in the long tail few sequences are left, and a second thread does not speed them up
+        one_thread = (*alternating, "placement.threads=1")
+        yield Case("mode", f"{SYNC}, one thread", one_thread, quick=True)
     yield from _staleness()
     yield from _modes()
     yield from _queue(batch, (3 + 1) * batch)
@@ -109,19 +109,19 @@ def all_cases(choice: Choice, work: Work) -> Iterator[Case]:
     )
     yield from _backends(choice)
     yield Case(
-        "guide",
-        "guide minimal",
+        "recipe",
+        "e2e minimal",
         ("total_training_steps=2",),
         comparable=False,
-        recipe="guide_minimal",
+        recipe="e2e_minimal",
     )
     yield Case(
-        "guide", "guide performance", (), comparable=False, recipe="guide_performance", quick=True
+        "recipe", "benchmark base", (), comparable=False, recipe="benchmark_base", quick=True
     )
 
 
 def case_settings(case: Case, choice: Choice, work: Work, model: str) -> list[str]:
-    """All settings of a case. `model` is what the benchmark's own work is done with."""
+    """Return all settings of a case; `model` applies to cases without a recipe."""
     if case.recipe:
         return [*choice.settings(RECIPE_BATCH[case.recipe]), *case.settings]
     return [
@@ -209,9 +209,8 @@ def _splits(choice: Choice) -> Iterator[Case]:
             "schedule.max_staleness=3",
             "placement.rollout_workers=1",
         )
-        yield Case(
-            "split", "one pool, both at once", shared, quick=bool(choice.gpus)
-        )  # what one GPU is best at
+        # on one GPU this is usually the fastest case
+        yield Case("split", "one pool, concurrent", shared, quick=bool(choice.gpus))
 
 
 def _backends(choice: Choice) -> Iterator[Case]:

@@ -1,6 +1,7 @@
-"""One case of the benchmark, in a process of its own: `python -m benchmarks.guide.case SPEC.json RESULT.json`.
+"""One benchmark case, run in a separate process with the settings of a spec file.
 
-What it says goes to the case's log. Figures are those of the steady state, after the steps of the warm-up.
+`python -m benchmarks.suite.case SPEC.json RESULT.json` writes its log to stdout and its metrics to
+RESULT.json. The metrics cover the steady state, which begins after the warm-up steps.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import paceline.run
-from benchmarks.guide.watcher import Pause, Watcher
+from benchmarks.suite.watcher import Pause, Watcher
 from paceline.config import RunConfig, load_config
 from paceline.errors import PacelineError, first_error
 from paceline.loop import Metrics
@@ -25,28 +26,19 @@ from paceline.rollout.client import EngineClient
 from paceline.types import Completion, OnSync, Request
 
 ROOT = Path(__file__).resolve().parents[2]
-PAUSE_LOOKS = 2
+PAUSE_POLLS = 2
 
 
 def forced_length(request_id: str, median: int, cap: int) -> int:
-    """Lognormal with p99 = 8 x median, the same for the same attempt at the same prompt in every case."""
-    seq, attempt, _ = request_id.split(".")
-    return min(
-        cap,
-        max(
-            1,
-            round(
-                random.Random(f"{seq}.{attempt}").lognormvariate(
-                    math.log(median), math.log(8) / 2.326
-                )
-            ),
-        ),
-    )
+    """Return a lognormal length (p99 = 8 x median) that depends only on the trajectory."""
+    seq, index, _ = request_id.split(".")
+    length = random.Random(f"{seq}.{index}").lognormvariate(math.log(median), math.log(8) / 2.326)
+    return min(cap, max(1, round(length)))
 
 
 def forced_lengths(median: int, cap: int) -> type[EngineClient]:
     class ForcedLengths(EngineClient):
-        """Every answer has the length drawn for it, whatever the model would say."""
+        """Engine client that generates completions of predetermined length."""
 
         async def generate(self, request: Request) -> Completion:
             length = forced_length(request.id, median, cap)
@@ -68,7 +60,7 @@ async def run(
             training = tasks.create_task(paceline.run.train(config, watcher.begin))
             training.add_done_callback(watcher.end)
             pausing = (
-                tasks.create_task(watcher.pause_and_resume(Path(config.run_dir), PAUSE_LOOKS))
+                tasks.create_task(watcher.pause_and_resume(Path(config.run_dir), PAUSE_POLLS))
                 if pause
                 else None
             )
@@ -77,18 +69,17 @@ async def run(
     return training.result(), pausing.result() if pausing else None
 
 
-def figures(
+def steady_metrics(
     config: RunConfig, summary: dict[str, Any], watcher: Watcher, warm_up: int
 ) -> dict[str, Any]:
     rows = watcher.steps
     begin, end = rows[warm_up - 1]["wall_time_s"], rows[-1]["wall_time_s"]
-    steady, seconds = rows[warm_up:], rows[-1]["wall_time_s"] - begin
-    looks = [
-        look for look in watcher.looks[:-1] if look.at_s >= begin
-    ]  # the last is from after the run
+    steady, seconds = rows[warm_up:], end - begin
+    # the last poll happens after the run has ended
+    polls = [poll for poll in watcher.polls[:-1] if poll.at_s >= begin]
     busy = summary["rollout_busy_fraction"]
-    if len(looks) > 1:
-        busy = min(1.0, (looks[-1].busy_s - looks[0].busy_s) / (looks[-1].at_s - looks[0].at_s))
+    if len(polls) > 1:
+        busy = min(1.0, (polls[-1].busy_s - polls[0].busy_s) / (polls[-1].at_s - polls[0].at_s))
     return {
         "samples_per_s": _total(steady, "rollout/samples") / seconds,
         "tokens_per_s": _total(steady, "rollout/tokens") / seconds,
@@ -99,8 +90,9 @@ def figures(
         "sync_ms": 1000 * summary["sync_latency_s"],
         "rollout_busy": busy,
         "train_busy": min(1.0, _total(steady, "train/busy_s") / seconds),
-        "queue_use": statistics.fmean(
-            [look.queue_use for look in looks] or [row["queue/utilization"] for row in steady]
+        "queue_utilization": statistics.fmean(
+            [poll.queue_utilization for poll in polls]
+            or [row["queue/utilization"] for row in steady]
         ),
         "memory_peak_bytes": summary["memory_peak_bytes"],
         "dropped": rows[-1]["queue/dropped"],
@@ -110,26 +102,26 @@ def figures(
         ),
         "steady_from_s": begin,
         "steady_to_s": end,
-        **_times(config, steady, seconds, busy),
+        **_time_fractions(config, steady, seconds, busy),
     }
 
 
-def _times(
+def _time_fractions(
     config: RunConfig, steady: Sequence[Metrics], seconds: float, busy: float
 ) -> dict[str, float]:
-    """Where the time of both sides went, as shares."""
+    """Return how trainer and engines spend their time, as fractions of the steady state."""
     wait, train, sync = (
         _total(steady, f"time/{part}_s") / seconds for part in ("wait", "train", "sync")
     )
-    held = sync if config.schedule.on_sync is not OnSync.SWAP and not config.in_place else 0.0
+    paused = sync if config.schedule.on_sync is not OnSync.SWAP and not config.in_place else 0.0
     return {
         "trainer_trains": train,
         "trainer_waits": wait,
-        "trainer_hands_over": sync,
-        "trainer_else": max(0.0, 1 - train - wait - sync),
+        "trainer_syncs": sync,
+        "trainer_other": max(0.0, 1 - train - wait - sync),
         "rollout_generates": busy,
-        "rollout_held": min(held, 1 - busy),
-        "rollout_idle": max(0.0, 1 - busy - held),
+        "rollout_paused": min(paused, 1 - busy),
+        "rollout_idle": max(0.0, 1 - busy - paused),
     }
 
 
@@ -145,9 +137,8 @@ def main() -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.info("case %s", json.dumps(spec))
     if not spec["recipe"]:
-        logging.getLogger("paceline.observe.health").setLevel(
-            logging.ERROR
-        )  # random weights earn nothing, and the run would say so
+        # a model with random weights earns no reward, which the health checks would report
+        logging.getLogger("paceline.observe.health").setLevel(logging.ERROR)
         paceline.run.EngineClient = forced_lengths(spec["median"], spec["cap"])  # type: ignore[attr-defined]
     watcher = Watcher()
     try:
@@ -162,18 +153,16 @@ def main() -> int:
             json.dumps({"state": "failed", "reason": f"{type(error).__name__}: {error}"})
         )
         return error.exit_code
-    found = figures(config, summary, watcher, min(spec["warm_up"], max(1, len(watcher.steps) // 3)))
-    found |= {
+    warm_up = min(spec["warm_up"], max(1, len(watcher.steps) // 3))
+    metrics = steady_metrics(config, summary, watcher, warm_up) | {
         "max_queue_size": config.max_queue_size,
         "capacity": config.schedule.capacity(config.groups_per_step),
-    }
-    found |= {
         "max_staleness": config.schedule.max_staleness,
-        "steps_wanted": config.steps,
+        "steps_planned": config.steps,
         "in_place": config.in_place,
     }
     result.write_text(
-        json.dumps({"state": "ok", "figures": found, "pause": asdict(pause) if pause else None})
+        json.dumps({"state": "ok", "metrics": metrics, "pause": asdict(pause) if pause else None})
     )
     return 0
 
