@@ -2,8 +2,8 @@
 
     paceline train recipes/hybrid.toml reward.function=examples/custom_reward.py:reward
 
-The function runs in a separate process. A call that exceeds reward.timeout_s is killed. An exception,
-a timeout or a result that is not a finite number is an error, never a reward of 0.
+The function runs in a separate process. A call that exceeds reward.timeout_s is killed. An
+exception, a timeout or a result that is not a finite number is an error, never a reward of 0.
 """
 
 from typing import Any

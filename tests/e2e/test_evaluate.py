@@ -1,4 +1,4 @@
-"""`paceline evaluate`: a model on every row, once, without training."""
+"""`paceline evaluate`: scores every row once, without training."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ threads = 1
 """
 
 
-def test_every_row_is_scored_once_and_greedy_or_several_times(tmp_path: Path) -> None:
+def test_evaluate_scores_every_row_once(tmp_path: Path) -> None:
     model = random_model(tmp_path / "model")
     (tmp_path / "r.toml").write_text(f'model = "{model}"\nrun_dir = "{tmp_path}/run"\n{RECIPE}')
     (tmp_path / "d.jsonl").write_text(
@@ -33,27 +33,21 @@ def test_every_row_is_scored_once_and_greedy_or_several_times(tmp_path: Path) ->
     )
     rewards = Path(__file__).parents[1] / "rewards.py"
 
-    def evaluated(*more: str) -> dict[str, float]:
-        command = [
-            "evaluate",
-            f"{tmp_path}/r.toml",
-            f"data.path={tmp_path}/d.jsonl",
-            f"reward.function={rewards}:in_parts",
-            "--json",
-            *more,
-        ]
+    def evaluate(*more: str) -> dict[str, float]:
+        settings = [f"data.path={tmp_path}/d.jsonl", f"reward.function={rewards}:in_parts"]
+        command = ["evaluate", f"{tmp_path}/r.toml", *settings, "--json", *more]
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 0, result.output
-        found: dict[str, float] = json.loads(result.output)
-        return found
+        metrics: dict[str, float] = json.loads(result.output)
+        return metrics
 
-    greedy = evaluated()
+    greedy = evaluate()
     assert (greedy["prompts"], greedy["attempts"], greedy["truncated_fraction"]) == (
         7,
         7,
         1.0,
     ) and "reward_component/length" in greedy
-    assert evaluated() == greedy, "greedy answers do not depend on chance or order"
-    drawn = evaluated("--attempts", "3")
+    assert evaluate() == greedy, "greedy completions depend on the seed or the order"
+    drawn = evaluate("--attempts", "3")
     assert drawn["attempts"] == 21 and drawn["reward_max"] >= drawn["reward"]
-    assert not (tmp_path / "run").exists(), "nothing is left behind"
+    assert not (tmp_path / "run").exists(), "evaluation wrote a run directory"
