@@ -1,8 +1,9 @@
-"""Makefile and pytest settings: every test directory has a command, and `make clean` keeps runs.
+"""Repository layout: test directories, `make clean`, links and paths in the documentation.
 
-`make test` collects all directories except those that need other packages.
+`make test` collects all test directories except those that need other packages.
 """
 
+import re
 import subprocess
 import tomllib
 from pathlib import Path
@@ -21,3 +22,18 @@ def test_make_clean_keeps_runs() -> None:
     dry_run = ["make", "-n", "clean"]
     output = subprocess.run(dry_run, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert ".venv" in output and "runs" not in output
+
+
+def test_documentation_links_to_existing_files() -> None:
+    broken = []
+    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")]:
+        for link in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text()):
+            if not (page.parent / link).exists():
+                broken.append(f"{page.name}: {link}")
+    assert not broken
+
+
+def test_architecture_names_existing_files() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    paths = set(re.findall(r"`([a-z_/]+\.py)`", text))
+    assert [path for path in paths if not (ROOT / "paceline" / path).exists()] == []
