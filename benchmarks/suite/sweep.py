@@ -31,8 +31,8 @@ from benchmarks.suite.choice import Choice, choice_from_environment, read_target
 from benchmarks.suite.memory import Memory
 from benchmarks.suite.outcome import check_case, check_rate, merge_rounds
 from benchmarks.suite.report import outcome_line, report, summary
-from paceline.model.loading import no_progress_bars
 from paceline.errors import ConfigError
+from paceline.model.loading import no_progress_bars
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_INTERVAL_S = 0.5

@@ -1,4 +1,4 @@
-"""Whole runs whose trainer is a group of ranks: hybrid and fully async, with every role, stopped and continued on other ranks."""
+"""Complete runs whose trainer is a group of FSDP ranks: hybrid and fully async, with all roles."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ def actor_weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
     ).state_dict()
 
 
-def gap(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+def max_diff(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
@@ -43,29 +43,26 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_hybrid_run_on_two_ranks_learns_what_one_device_does_and_goes_on_there(
-    model: str, tmp_path: Path
-) -> None:
+def test_two_ranks_train_like_one_device_and_resume_there(model: str, tmp_path: Path) -> None:
     run(model, tmp_path / "single", "steps=2", "train.learning_rate=1e-4")
     run(model, tmp_path / "ranks", "steps=2", "train.learning_rate=1e-4", *FSDP)
     one, two = steps_of(tmp_path / "single"), steps_of(tmp_path / "ranks")
     for name in ("reward/mean", "train/loss", "train/grad_norm"):
         assert [row[name] for row in two] == pytest.approx([row[name] for row in one], abs=1e-5)
-    assert gap(actor_weights(tmp_path / "single", 2), actor_weights(tmp_path / "ranks", 2)) < 1e-5
-    assert all(row["train/logprob_diff_max"] < 1e-4 for row in two), (
-        "the engine did not have the trainer's weights"
+    assert (
+        max_diff(actor_weights(tmp_path / "single", 2), actor_weights(tmp_path / "ranks", 2)) < 1e-5
     )
+    diffs = [row["train/logprob_diff_max"] for row in two]
+    assert max(diffs) < 1e-4, "engine and trainer have different weights"
     run(model, tmp_path / "single", "steps=3", "train.learning_rate=1e-4")
-    run(
-        model, tmp_path / "ranks", "steps=3", "train.learning_rate=1e-4"
-    )  # two ranks' checkpoint, one device
-    assert steps_of(tmp_path / "ranks")[2]["train/loss"] == pytest.approx(
-        steps_of(tmp_path / "single")[2]["train/loss"], abs=1e-5
-    )
+    # resume the checkpoint of two ranks on one device
+    run(model, tmp_path / "ranks", "steps=3", "train.learning_rate=1e-4")
+    one, two = steps_of(tmp_path / "single"), steps_of(tmp_path / "ranks")
+    assert two[2]["train/loss"] == pytest.approx(one[2]["train/loss"], abs=1e-5)
 
 
 @pytest.mark.parametrize("recipe", ["fsdp_hybrid", "fsdp_async"])
-def test_a_recipe_runs_on_two_ranks_and_leaves_nobody_behind(
+def test_recipe_trains_on_two_ranks_within_staleness_bound(
     recipe: str, model: str, tmp_path: Path
 ) -> None:
     small = [
@@ -86,7 +83,7 @@ def test_a_recipe_runs_on_two_ranks_and_leaves_nobody_behind(
     assert not children()
 
 
-def test_actor_critic_and_reference_in_ranks_of_their_own_pools(model: str, tmp_path: Path) -> None:
+def test_actor_critic_and_reference_train_in_separate_pools(model: str, tmp_path: Path) -> None:
     roles = [
         "algorithm.name=ppo",
         "algorithm.kl_coef=0.1",
@@ -102,7 +99,7 @@ def test_actor_critic_and_reference_in_ranks_of_their_own_pools(model: str, tmp_
     )
 
 
-def test_a_killed_rank_ends_the_run_with_its_name(model: str, tmp_path: Path) -> None:
+def test_run_fails_and_names_rank_when_rank_is_killed(model: str, tmp_path: Path) -> None:
     killed_s: list[float] = []
 
     class Killer:
@@ -157,7 +154,7 @@ def test_a_killed_rank_ends_the_run_with_its_name(model: str, tmp_path: Path) ->
         ),
     ],
 )
-def test_settings_that_contradict_the_back_end_are_refused(
+def test_settings_are_rejected_when_they_contradict_backend(
     settings: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -48,8 +48,8 @@ def evaluated(tmp_path: Path) -> Callable[..., dict[str, float]]:
         ]
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 0, result.output
-        found: dict[str, float] = json.loads(result.output)
-        return found
+        metrics: dict[str, float] = json.loads(result.output)
+        return metrics
 
     return run
 

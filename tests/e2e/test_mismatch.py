@@ -1,4 +1,4 @@
-"""A wrong tensor in the engine ends the run within a step, whatever the mode; and native runs measure what each phase holds."""
+"""A wrong tensor in the engine ends the run within one step, in every mode."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     ],
     ids=["sync", "one step off"],
 )
-def test_a_wrong_tensor_in_the_engine_stops_the_run_within_one_step_of_its_tokens(
+def test_run_fails_within_one_step_when_engine_has_wrong_tensor(
     settings: list[str], message: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.workers.local.build_parts", faults.build_with_a_wrong_tensor)

@@ -1,4 +1,4 @@
-"""Whole runs of models that our own forward pass does not know: everything else about them is as with any other."""
+"""Complete runs of a model without a fast path, which generates through its Hugging Face module."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
             "schedule.on_sync=swap",
             "algorithm.name=ppo",
         ],
-        "one device, at the same time": [
+        "one device, overlapping": [
             "placement.overlap=true",
             "schedule.max_staleness=2",
             "schedule.on_sync=swap",
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     }.values(),
     ids=lambda settings: " ".join(settings),
 )
-def test_engine_and_trainer_agree_in_every_mode_and_the_model_learns(
+def test_engine_and_trainer_agree_in_every_mode(
     model: str, tmp_path: Path, settings: list[str]
 ) -> None:
     agree_and_learn(model, tmp_path, settings)
@@ -44,8 +44,8 @@ def agree_and_learn(model: str, folder: Path, settings: list[str]) -> None:
     summary = run(model, folder, *settings, "save_every=4")
     assert summary["steps"] == 4
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    gaps = [step["train/logprob_diff_max"] for step in steps if "train/logprob_diff_max" in step]
-    assert gaps and max(gaps) < 1e-4
+    diffs = [step["train/logprob_diff_max"] for step in steps if "train/logprob_diff_max" in step]
+    assert diffs and max(diffs) < 1e-4
     trained = AutoModelForCausalLM.from_pretrained(
         folder / "checkpoints" / "step_00000004" / "actor"
     )
@@ -53,9 +53,7 @@ def agree_and_learn(model: str, folder: Path, settings: list[str]) -> None:
     assert any((tensor != before[name]).any() for name, tensor in trained.state_dict().items())
 
 
-def test_a_stopped_and_continued_run_is_bit_for_bit_one_that_never_stopped(
-    model: str, tmp_path: Path
-) -> None:
+def test_resumed_run_equals_uninterrupted_run_bit_for_bit(model: str, tmp_path: Path) -> None:
     run(model, tmp_path / "whole")
     run(model, tmp_path / "parts", "steps=2")
     run(model, tmp_path / "parts")

@@ -1,4 +1,4 @@
-"""LoRA, the reference model and the reward model in whole runs, shared and separated, judged by what comes out."""
+"""LoRA, the reference model and the reward model in complete runs, in shared and separate pools."""
 
 import asyncio
 import json
@@ -73,8 +73,8 @@ async def started(chosen: RunConfig, folder: Path) -> AsyncIterator[dict[Role, l
 
 
 @torch.no_grad()
-def says_the_same(completion: Completion, model: PreTrainedModel) -> bool:
-    """Every token is the model's most likely one, with the model's log-prob."""
+def matches_greedy(completion: Completion, model: PreTrainedModel) -> bool:
+    """Return whether each token is the model's most likely one, with the model's log-prob."""
     ids = torch.tensor([[*PROMPT, *completion.tokens.tolist()]])
     logprobs = torch.log_softmax(model(ids).logits[0, len(PROMPT) - 1 : -1].float(), -1)
     best, token = logprobs.max(-1)
@@ -84,7 +84,7 @@ def says_the_same(completion: Completion, model: PreTrainedModel) -> bool:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_after_a_lora_step_and_a_sync_the_engine_is_the_merged_model_and_before_the_sync_it_is_not(
+def test_engine_serves_merged_lora_weights_only_after_weight_sync(
     mode: str, model: str, tmp_path: Path
 ) -> None:
     chosen = config(model, tmp_path, *LORA, *MODES[mode])
@@ -95,23 +95,23 @@ def test_after_a_lora_step_and_a_sync_the_engine_is_the_merged_model_and_before_
             engine = EngineClient(workers[Role.ROLLOUT][0])
             transport = await _transport(chosen, workers)
 
-            async def send_command(name: str) -> Completion:
+            async def generate(name: str) -> Completion:
                 return await engine.generate(
                     Request(name, PROMPT, 0, Sampling(16, temperature=0.0))
                 )
 
             base = AutoModelForCausalLM.from_pretrained(model).eval()
             await engine.load_weights(await transport.publish(0))
-            assert says_the_same(await send_command("start"), base)
+            assert matches_greedy(await generate("start"), base)
             for step in range(5):
                 await actor.call(Role.ACTOR, "update", batch(), step)
             await actor.call(Role.ACTOR, "save", str(tmp_path / "actor"))
             merged = AutoModelForCausalLM.from_pretrained(tmp_path / "actor").eval()
-            stale = await send_command("not synced")
-            assert says_the_same(stale, base) and not says_the_same(stale, merged)
+            stale = await generate("not synced")
+            assert matches_greedy(stale, base) and not matches_greedy(stale, merged)
             await engine.load_weights(await transport.publish(1))
-            fresh = await send_command("synced")
-            assert says_the_same(fresh, merged) and not says_the_same(fresh, base)
+            fresh = await generate("synced")
+            assert matches_greedy(fresh, merged) and not matches_greedy(fresh, base)
             assert fresh.versions.tolist() == [1] * 16
 
     asyncio.run(scenario())
@@ -126,7 +126,7 @@ def test_after_a_lora_step_and_a_sync_the_engine_is_the_merged_model_and_before_
         ["schedule.max_staleness=2", "schedule.on_sync=swap"],
     ],
 )
-def test_lora_runs_in_every_mode_and_its_samples_are_of_the_weights_it_trains(
+def test_lora_trains_adapted_layers_in_every_mode(
     settings: list[str], model: str, tmp_path: Path
 ) -> None:
     assert run(model, tmp_path, *LORA, *settings)["steps"] == 4
@@ -145,7 +145,7 @@ def test_lora_runs_in_every_mode_and_its_samples_are_of_the_weights_it_trains(
     )
 
 
-def test_lora_with_a_reference_learns_the_same_bits_with_a_frozen_copy_elsewhere_and_after_a_stop(
+def test_lora_with_reference_is_bit_identical_across_pools_and_resume(
     model: str, tmp_path: Path
 ) -> None:
     settings = ["steps=6", *LORA, "algorithm.kl_coef=0.1"]
@@ -163,21 +163,24 @@ def test_lora_with_a_reference_learns_the_same_bits_with_a_frozen_copy_elsewhere
     ).read_text()
     run(model, tmp_path / "free", "steps=6", *LORA)
     assert weights(tmp_path / "whole", 6) != weights(tmp_path / "free", 6), (
-        "the reference made no difference"
+        "the reference has no effect"
     )
 
 
-def test_a_run_cannot_go_on_with_another_rank(model: str, tmp_path: Path) -> None:
+def test_resume_fails_when_lora_rank_changes(model: str, tmp_path: Path) -> None:
     run(model, tmp_path, "steps=1", *LORA)
     with pytest.raises(CheckpointError, match=r"train\.lora\.rank: was 4, is now 8"):
         run(model, tmp_path, "steps=2", *LORA, "train.lora.rank=8")
+
+
+def test_lora_setting_gets_suggestion_when_misspelled() -> None:
     with pytest.raises(
         ConfigError, match=r"unknown setting 'train\.lora\.rnk'; did you mean 'rank'\?"
     ):
-        config(model, tmp_path, "train.lora.rnk=8")
+        load_config(None, ["train.lora.rnk=8"])
 
 
-def test_the_reference_under_lora_is_the_actors_model_and_says_what_a_frozen_copy_says(
+def test_lora_reference_shares_actor_model_and_equals_frozen_copy(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[str] = []
@@ -192,84 +195,69 @@ def test_the_reference_under_lora_is_the_actors_model_and_says_what_a_frozen_cop
 
     shared = parts(*LORA)
     assert len(loaded) == 1, "one model for both roles"
-    own = parts(roles=(Role.REF,))[Role.REF]
+    frozen = parts(roles=(Role.REF,))[Role.REF]
     assert len(loaded) == 1
     parts()
-    assert len(loaded) == 2, (
-        "without LoRA the actor's weights move, so the reference is a model of its own"
-    )
+    assert len(loaded) == 2, "without LoRA, the reference is a separate copy"
     for step in range(3):
         shared[Role.ACTOR].update(
             replace(batch(), ref_logprobs=shared[Role.REF].logprobs(batch())), step
         )
     actor_engine = shared[Role.ACTOR]._actor.engine
-    assert (shared[Role.REF].logprobs(batch()) == own.logprobs(batch())).all()
-    assert np.abs(actor_engine.logprobs(batch()) - own.logprobs(batch())).max() > 1e-2, (
-        "the actor has moved away"
-    )
+    assert (shared[Role.REF].logprobs(batch()) == frozen.logprobs(batch())).all()
+    moved = np.abs(actor_engine.logprobs(batch()) - frozen.logprobs(batch())).max()
+    assert moved > 1e-2, "the actor did not change"
 
 
 def run_with_model(model: str, reward_model: str, folder: Path, *settings: str) -> dict[str, Any]:
     small = [setting for setting in SMALL if not setting.startswith("reward.function")]
-    return asyncio.run(
-        train(
-            load_config(
-                None,
-                [
-                    f"model={model}",
-                    f"run_dir={folder}",
-                    *small,
-                    f"reward.model={reward_model}",
-                    *settings,
-                ],
-            )
-        )
-    )
+    paths = [f"model={model}", f"run_dir={folder}", f"reward.model={reward_model}"]
+    return asyncio.run(train(load_config(None, [*paths, *small, *settings])))
 
 
-def test_a_reward_model_judges_the_same_wherever_it_lives(
+def test_reward_model_gives_same_scores_in_shared_and_separate_pool(
     model: str, reward_model: str, tmp_path: Path
 ) -> None:
     run_with_model(model, reward_model, tmp_path / "hybrid")
-    run_with_model(model, reward_model, tmp_path / "own pool", *SEPARATE, "placement.reward=judges")
-    assert weights(tmp_path / "hybrid", 4) == weights(tmp_path / "own pool", 4)
-    rows = [
-        json.loads(line)
-        for line in (tmp_path / "hybrid" / "metrics.jsonl").read_text().splitlines()
-    ]
+    run_with_model(model, reward_model, tmp_path / "separate", *SEPARATE, "placement.reward=reward")
+    assert weights(tmp_path / "hybrid", 4) == weights(tmp_path / "separate", 4)
+    metrics = (tmp_path / "hybrid" / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in metrics]
     assert all(row["reward/std"] > 0 for row in rows)
     other = random_reward_model(tmp_path / "other", seed=1)
-    run_with_model(model, other, tmp_path / "other_judge")
-    assert weights(tmp_path / "hybrid", 4) != weights(tmp_path / "other_judge", 4)
+    run_with_model(model, other, tmp_path / "other_run")
+    assert weights(tmp_path / "hybrid", 4) != weights(tmp_path / "other_run", 4)
 
 
-def test_a_reward_model_judges_lora_with_a_reference_and_an_async_run(
-    model: str, reward_model: str, tmp_path: Path
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [*LORA, "algorithm.kl_coef=0.1"],
+        [
+            *SEPARATE,
+            "placement.reward=rollout",
+            "schedule.max_staleness=2",
+            "schedule.on_sync=swap",
+        ],
+    ],
+    ids=["LoRA with a reference", "fully async"],
+)
+def test_reward_model_scores_every_group(
+    settings: list[str], model: str, reward_model: str, tmp_path: Path
 ) -> None:
-    assert (
-        run_with_model(model, reward_model, tmp_path / "hybrid", *LORA, "algorithm.kl_coef=0.1")[
-            "steps"
-        ]
-        == 4
-    )
-    settings = [
-        *SEPARATE,
-        "placement.reward=rollout",
-        "schedule.max_staleness=2",
-        "schedule.on_sync=swap",
-    ]
-    summary = run_with_model(model, reward_model, tmp_path / "async", *settings)
+    summary = run_with_model(model, reward_model, tmp_path, *settings)
     assert summary["steps"] == 4 and not summary["ledger"]["dropped"]
 
 
-def test_a_reward_model_that_cannot_be_used_or_has_changed_is_refused_before_anything_starts(
-    model: str, tmp_path: Path
-) -> None:
+def test_run_does_not_start_when_reward_model_has_no_score(model: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="sequence-classification"):
         run_with_model(model, model, tmp_path / "causal")
     assert not (tmp_path / "causal").exists()
-    judge = random_reward_model(tmp_path / "judge")
-    run_with_model(model, judge, tmp_path / "run", "steps=1")
-    random_reward_model(tmp_path / "judge", seed=1)
+
+
+def test_resume_fails_when_reward_model_changes(model: str, tmp_path: Path) -> None:
+    scorer = random_reward_model(tmp_path / "scorer")
+    run_with_model(model, scorer, tmp_path / "run", "steps=1")
+    random_reward_model(tmp_path / "scorer", seed=1)
     with pytest.raises(CheckpointError, match="reward model: its content changed"):
-        run_with_model(model, judge, tmp_path / "run", "steps=2")
+        run_with_model(model, scorer, tmp_path / "run", "steps=2")

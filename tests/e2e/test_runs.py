@@ -1,4 +1,4 @@
-"""Whole runs with real models, real processes and real shared memory, in every mode."""
+"""Complete runs with real models, processes and shared memory, in every mode."""
 
 import asyncio
 import errno
@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from paceline.config import RunConfig, load_config
 from paceline.errors import CheckpointError, WorkerDied
 from paceline.run import train
+from paceline.run_dir import lock_run_dir
 from tests.models import random_model
 from tests.processes import children
 
@@ -49,13 +50,13 @@ def run(model: str, folder: Path, *settings: str) -> dict[str, Any]:
 
 
 def weights(folder: Path, step: int, role: str = "actor") -> str:
-    """A digest of every file the role saved: weights and optimizer."""
+    """Return a digest of all files the role saved: weights and optimizer state."""
     files = sorted((folder / "checkpoints" / f"step_{step:08d}" / role).rglob("*.safetensors"))
     assert files
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def test_max_staleness_0_through_separate_processes_or_threads_equals_hybrid_sync_bit_for_bit(
+def test_staleness_0_equals_hybrid_sync_bit_for_bit_in_every_placement(
     model: str, tmp_path: Path
 ) -> None:
     run(model, tmp_path / "hybrid", "steps=20")
@@ -90,7 +91,7 @@ def test_max_staleness_0_through_separate_processes_or_threads_equals_hybrid_syn
             "placement.rollout_workers=2",
         ],
         "one device, async": ["schedule.max_staleness=2", "schedule.on_sync=swap"],
-        "one device, at the same time": [
+        "one device, overlapping": [
             "placement.overlap=true",
             "schedule.max_staleness=2",
             "schedule.on_sync=swap",
@@ -103,7 +104,7 @@ def test_max_staleness_0_through_separate_processes_or_threads_equals_hybrid_syn
         ],
     }.items(),
 )
-def test_every_mode_makes_its_steps_within_its_staleness_bound_and_its_books_add_up(
+def test_mode_trains_every_prompt_once_within_staleness_bound(
     name: str, settings: list[str], model: str, tmp_path: Path
 ) -> None:
     before = children()
@@ -116,16 +117,14 @@ def test_every_mode_makes_its_steps_within_its_staleness_bound_and_its_books_add
     assert ledger["issued"] == ledger["trained"] + ledger["outstanding"]
     events = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
     trained = [event["seq"] for event in events if event["event"] == "trained"]
-    assert trained == list(range(16)), "every prompt once, in order"
+    assert trained == list(range(16)), "prompts were lost, repeated or reordered"
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert max(row["train/logprob_diff_max"] for row in rows if row["staleness/max"] == 0) < 1e-4
-    assert children() == before, "a process was left behind"
+    assert children() == before, "a child process is still running"
 
 
-def test_a_sync_run_that_is_stopped_and_continued_equals_one_that_never_stopped(
-    model: str, tmp_path: Path
-) -> None:
+def test_resumed_sync_run_equals_uninterrupted_run(model: str, tmp_path: Path) -> None:
     for mode, settings in {
         "hybrid": [],
         "ppo": ["algorithm.name=ppo", "placement.critic=critic_pool"],
@@ -141,9 +140,7 @@ def test_a_sync_run_that_is_stopped_and_continued_equals_one_that_never_stopped(
         ).read_text()
 
 
-def test_an_async_run_that_is_continued_trains_every_prompt_once(
-    model: str, tmp_path: Path
-) -> None:
+def test_resumed_async_run_trains_every_prompt_once(model: str, tmp_path: Path) -> None:
     settings = [*SEPARATE, "schedule.max_staleness=2", "schedule.on_sync=swap"]
     run(model, tmp_path, "steps=3", *settings)
     summary = run(model, tmp_path, "steps=6", *settings)
@@ -153,9 +150,7 @@ def test_an_async_run_that_is_continued_trains_every_prompt_once(
     assert summary["steps"] == 6 and summary["ledger"]["trained"] == 24
 
 
-def test_a_run_killed_between_checkpoints_continues_from_the_last_one(
-    model: str, tmp_path: Path
-) -> None:
+def test_run_resumes_from_last_checkpoint_when_killed(model: str, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run(model, whole, "steps=6")
 
@@ -179,12 +174,9 @@ def test_a_run_killed_between_checkpoints_continues_from_the_last_one(
     assert (whole / "ledger.jsonl").read_text() == (killed / "ledger.jsonl").read_text()
 
 
-def test_a_checkpoint_is_a_model_that_transformers_loads_and_another_run_starts_from(
-    model: str, tmp_path: Path
-) -> None:
-    ends = GenerationConfig(
-        eos_token_id=[2, 9], temperature=0.6
-    )  # as many have it; transformers itself refuses to save it
+def test_checkpoint_is_loadable_by_transformers_and_new_run(model: str, tmp_path: Path) -> None:
+    # a common combination that `save_pretrained` of transformers rejects
+    ends = GenerationConfig(eos_token_id=[2, 9], temperature=0.6)
     copy = shutil.copytree(model, tmp_path / "model")
     ends.to_json_file(copy / "generation_config.json")
     run(str(copy), tmp_path / "first", "steps=2")
@@ -199,7 +191,7 @@ def test_a_checkpoint_is_a_model_that_transformers_loads_and_another_run_starts_
     assert run(str(trained), tmp_path / "second", "steps=1")["steps"] == 1
 
 
-def test_another_model_data_or_setting_is_refused_with_the_difference(
+def test_resume_fails_and_names_difference_when_settings_or_model_change(
     model: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
@@ -218,21 +210,22 @@ def test_another_model_data_or_setting_is_refused_with_the_difference(
         run(str(tmp_path / "again"), tmp_path / "run2", "steps=2")
 
 
-def test_a_run_folder_in_use_or_unusable_is_refused(model: str, tmp_path: Path) -> None:
-    from paceline.run_dir import lock_run_dir
-
+def test_run_fails_when_run_directory_is_in_use(model: str, tmp_path: Path) -> None:
     chosen = config(model, tmp_path / "run")
     with (
         lock_run_dir(Path(chosen.run_dir)),
         pytest.raises(CheckpointError, match="in use by another run"),
     ):
         asyncio.run(train(chosen))
+
+
+def test_run_fails_when_run_directory_is_a_file(model: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be used"):
         run(model, tmp_path / "file")
 
 
-def test_a_full_disk_ends_the_run_by_name(model: str, tmp_path: Path) -> None:
+def test_run_fails_with_cause_when_disk_is_full(model: str, tmp_path: Path) -> None:
     class Full:
         def step_done(self, *_: object) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -247,38 +240,40 @@ def test_a_full_disk_ends_the_run_by_name(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl"])
-def test_a_run_whose_books_are_gone_is_not_continued(name: str, model: str, tmp_path: Path) -> None:
+def test_resume_fails_when_metrics_or_ledger_is_damaged(
+    name: str, model: str, tmp_path: Path
+) -> None:
     run(model, tmp_path, "steps=1")
     content = (tmp_path / name).read_bytes()
-    for harmed, what in (
+    for damaged, what in (
         (b"", "a part is missing"),
         (content[:-9], "a part is missing"),
         (b"x" * len(content), "it is damaged"),
     ):
-        (tmp_path / name).write_bytes(harmed)
+        (tmp_path / name).write_bytes(damaged)
         with pytest.raises(CheckpointError, match=f"{name} is not what it was at step 1: {what}"):
             run(model, tmp_path, "steps=2")
     (tmp_path / name).write_bytes(content + b'{"half a li')
     assert run(model, tmp_path, "steps=2")["steps"] == 2
 
 
-@pytest.mark.parametrize("harm", ["dead", "damaged", "of an earlier end"])
-def test_a_run_that_was_killed_before_it_could_write_its_summary_writes_it_when_asked_again(
-    harm: str, model: str, tmp_path: Path
+@pytest.mark.parametrize("damage", ["missing", "invalid", "outdated"])
+def test_finished_run_rewrites_summary_when_missing_or_damaged(
+    damage: str, model: str, tmp_path: Path
 ) -> None:
     run(model, tmp_path, "steps=1")
     earlier = (tmp_path / "summary.json").read_text()
     run(model, tmp_path, "steps=2")
-    if harm == "dead":
+    if damage == "missing":
         (tmp_path / "summary.json").unlink()
     else:
-        (tmp_path / "summary.json").write_text(earlier if harm == "of an earlier end" else "{")
+        (tmp_path / "summary.json").write_text(earlier if damage == "outdated" else "{")
     assert run(model, tmp_path, "steps=2")["steps"] == 2
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 2
 
 
 @pytest.mark.parametrize("victim", ["train", "rollout"])
-def test_a_killed_worker_process_ends_the_run_with_its_name(
+def test_run_fails_and_names_worker_when_worker_is_killed(
     victim: str, model: str, tmp_path: Path
 ) -> None:
     class Killer:
@@ -302,7 +297,7 @@ def test_a_killed_worker_process_ends_the_run_with_its_name(
 
 
 def _worker_pids(folder: Path) -> dict[str, int]:
-    """Workers write to their own log, so the open file tells who is who."""
+    """Return the process ID of each worker, identified by the log file that it has open."""
     found = {}
     for process in psutil.Process().children():
         for file in (folder / "logs").glob("*.log"):

@@ -1,4 +1,4 @@
-"""Workers from a plain script: a call returns a future at once, and both updates run at the same time."""
+"""Roles called from a plain script: a non-blocking call returns a future."""
 
 import time
 from dataclasses import replace
@@ -16,13 +16,13 @@ from tests.processes import children
 SPLIT = ["algorithm.name=ppo", "placement.critic=critic_pool"]
 
 
-def test_actor_and_critic_update_at_the_same_time_through_futures(tmp_path: Path) -> None:
+def test_actor_and_critic_run_concurrently_when_calls_do_not_block(tmp_path: Path) -> None:
     chosen = config(random_model(tmp_path / "model"), tmp_path / "run", *SPLIT)
     with Workers(chosen, tmp_path / "logs") as workers:
-        begun = time.monotonic()
+        start = time.monotonic()
         actor = workers.actor.update(batch(), 0, blocking=False)
         critic = workers.critic.values(batch(), blocking=False)
-        assert time.monotonic() - begun < 0.1 or not (actor.done() and critic.done())
+        assert time.monotonic() - start < 0.1 or not (actor.done() and critic.done())
         assert "train/loss" in actor.get(60) and critic.get(60).shape == batch().tokens.shape
         assert "train/loss" in workers.actor.update(batch(), 1)
         with pytest.raises(DataError, match="has no advantages"):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from examples.own_environment import TwoTries
+from examples.custom_environment import TwoTries
 from paceline.data.tiny import make_tokenizer
 from paceline.errors import ConfigError, RolloutError
 from paceline.rollout.environment import open_environment
@@ -45,7 +45,7 @@ def test_the_token_that_ends_an_answer_is_no_part_of_its_text_whether_the_tokeni
 
 def test_the_example_tries_again_and_its_last_word_counts() -> None:
     assert len(attempt(TwoTries, "4").turns) == 1
-    twice = attempt("examples/own_environment.py:TwoTries", "5", "4")
+    twice = attempt("examples/custom_environment.py:TwoTries", "5", "4")
     assert twice.text == "4" and TOKENIZER.decode(twice.turns[1].prompt) == "\nno, 2+2="
 
 

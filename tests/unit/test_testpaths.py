@@ -1,6 +1,9 @@
-"""No folder of tests is forgotten: `make test` collects all of them but those that need other packages, which have their own command.
-And no command throws away what cannot be made again."""
+"""Repository layout: test directories, `make clean`, links and paths in the documentation.
 
+`make test` collects all test directories except those that need other packages.
+"""
+
+import re
 import subprocess
 import tomllib
 from pathlib import Path
@@ -8,16 +11,29 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_every_folder_of_tests_is_run_by_one_command_or_the_other() -> None:
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"][
-        "testpaths"
-    ]
+def test_every_test_directory_has_a_command() -> None:
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    listed = pyproject["tool"]["pytest"]["ini_options"]["testpaths"]
     found = {str(path.parent.relative_to(ROOT)) for path in ROOT.glob("tests/*/__init__.py")}
     assert found - set(listed) == {"tests/bench", "tests/megatron", "tests/ray", "tests/vllm"}
 
 
-def test_make_clean_leaves_runs_alone() -> None:
-    does = subprocess.run(
-        ["make", "-n", "clean"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    assert ".venv" in does and "runs" not in does
+def test_make_clean_keeps_runs() -> None:
+    dry_run = ["make", "-n", "clean"]
+    output = subprocess.run(dry_run, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert ".venv" in output and "runs" not in output
+
+
+def test_documentation_links_to_existing_files() -> None:
+    broken = []
+    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")]:
+        for link in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text()):
+            if not (page.parent / link).exists():
+                broken.append(f"{page.name}: {link}")
+    assert not broken
+
+
+def test_architecture_names_existing_files() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    paths = set(re.findall(r"`([a-z_/]+\.py)`", text))
+    assert [path for path in paths if not (ROOT / "paceline" / path).exists()] == []
