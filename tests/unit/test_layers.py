@@ -1,0 +1,181 @@
+"""Architecture: packages import only downwards, heavy libraries have one leaf, `_names` are
+private.
+
+The test reads syntax trees, so it also counts imports inside functions.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "paceline"
+
+# From the bottom to the top. A unit may import units of lower layers and its own package; units of
+# one layer are independent of each other.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("__init__", "types", "errors", "settings", "plugins", "notifier", "suspend"),
+    ("schedule", "placement"),
+    ("model", "remote"),
+    ("data", "algo", "queue"),
+    ("reward", "sync"),
+    ("rollout", "train"),
+    ("config",),
+    ("workers",),
+    ("inputs", "control", "synchronizer"),
+    ("generation", "loop", "run_dir", "script"),
+    ("observe",),
+    ("run", "evaluate"),
+    ("cli",),
+    ("__main__",),
+)
+LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
+
+# The modules that may import a heavy library; for torch and transformers, the units that must not.
+LEAVES = {
+    "vllm": {"rollout.vllm"},
+    "ray": {"workers.ray"},
+    "megatron": {
+        "train.megatron",
+        "train.megatron_head",
+        "train.megatron_model",
+        "train.megatron_shards",
+        "train.megatron_weights",
+    },
+    "peft": {"train.lora"},
+    "pyarrow": {"data.files"},
+    "rich": {"cli", "observe.display", "observe.plan", "observe.samples"},
+    "typer": {"cli"},
+}
+WITHOUT_TORCH = {"__init__", "types", "errors", "settings", "plugins", "notifier", "suspend"}
+WITHOUT_TORCH |= {"schedule", "placement", "queue", "config", "control", "cli", "loop"}
+
+
+def modules(root: Path) -> dict[str, ast.Module]:
+    found = {}
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        name = ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
+        found[name] = ast.parse(path.read_text())
+    return found
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield (module, imported name) for every import, also in functions and under TYPE_CHECKING."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def imported_modules(tree: ast.AST, known: set[str]) -> Iterator[str]:
+    """Yield the modules of the package that a module imports, without the package's name."""
+    for module, name in imports(tree):
+        if module == "paceline" or module.startswith("paceline."):
+            inside = module.removeprefix("paceline").removeprefix(".")
+            full = f"{inside}.{name}".strip(".")
+            yield full if full in known else inside or "__init__"
+
+
+def unit(module: str) -> str:
+    return module.split(".")[0]
+
+
+def upward(trees: dict[str, ast.Module]) -> list[str]:
+    return [
+        f"{module} imports {other}"
+        for module, tree in trees.items()
+        for other in imported_modules(tree, set(trees))
+        if unit(other) != unit(module) and LEVEL[unit(other)] >= LEVEL[unit(module)]
+    ]
+
+
+def misplaced(trees: dict[str, ast.Module]) -> list[str]:
+    return [
+        f"{module} imports {library}"
+        for module, tree in trees.items()
+        for library, _ in imports(tree)
+        if module not in LEAVES.get(library.split(".")[0], {module})
+    ]
+
+
+def private(trees: dict[str, ast.Module]) -> list[str]:
+    """Return uses of `_names` of another module: imported, or reached through an imported module.
+    """
+    found = []
+    for module, tree in trees.items():
+        known = set(trees)
+        found += [
+            f"{module} imports {source}.{name}"
+            for source, name in imports(tree)
+            if source.startswith("paceline") and name.startswith("_") and name != "__version__"
+        ]
+        aliases = {
+            name
+            for source, name in imports(tree)
+            if f"{source}.{name}".removeprefix("paceline.") in known
+        }
+        found += [
+            f"{module} uses {node.value.id}.{node.attr}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in aliases
+            and node.attr.startswith("_")
+            and not node.attr.startswith("__")
+        ]
+    return found
+
+
+@pytest.fixture(scope="module")
+def trees() -> dict[str, ast.Module]:
+    return modules(PACKAGE)
+
+
+def test_every_unit_has_a_layer(trees: dict[str, ast.Module]) -> None:
+    assert {unit(module) for module in trees} == set(LEVEL)
+
+
+def test_packages_import_only_lower_layers(trees: dict[str, ast.Module]) -> None:
+    assert upward(trees) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("train.single", "from paceline.rollout.engine import RolloutEngine"),
+        ("queue.ledger", "import paceline.loop"),
+        ("model.loading", "def f():\n    from paceline.data.tiny import resolve_model"),
+    ],
+)
+def test_layer_check_fails_when_upward_import_is_planted(
+    trees: dict[str, ast.Module], module: str, line: str
+) -> None:
+    assert len(upward(trees | {module: ast.parse(line)})) == 1
+
+
+def test_heavy_library_is_imported_only_in_its_leaf(trees: dict[str, ast.Module]) -> None:
+    assert misplaced(trees) == []
+    assert len(misplaced(trees | {"loop": ast.parse("import ray.util")})) == 1
+
+
+def test_private_names_stay_in_their_module(trees: dict[str, ast.Module]) -> None:
+    assert private(trees) == []
+    planted = ast.parse("from paceline.train import head\nhead._secret()")
+    assert len(private(trees | {"train.fused": planted})) == 1
+
+
+def test_settings_and_control_do_not_import_torch(trees: dict[str, ast.Module]) -> None:
+    """`import paceline`, `paceline --help` and recipe errors must not wait for torch."""
+    heavy = {"torch", "transformers"}
+    top_level = {
+        module: {library.split(".")[0] for library, _ in imports(ast.Module(_top(tree), []))}
+        for module, tree in trees.items()
+    }
+    assert {m for m in top_level if unit(m) in WITHOUT_TORCH and top_level[m] & heavy} == set()
+
+
+def _top(tree: ast.Module) -> list[ast.stmt]:
+    return [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
