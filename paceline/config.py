@@ -1,8 +1,7 @@
-"""All settings of a run: a TOML recipe plus `key=value` from the command line, checked before
-anything starts.
+"""All settings of a run: a TOML recipe plus `key=value` overrides, checked before anything starts.
 
-Each part's settings are declared beside the part; this file puts them together and checks what
-concerns several of them.
+Each component declares its settings in its own package; this file combines them and checks rules
+that concern several of them.
 """
 
 import difflib
@@ -32,31 +31,33 @@ from paceline.types import Role
 
 class RunConfig(Settings):
     model: str = "tiny"
-    """A local folder, a hub id, or "tiny": a model of our own, made on first use for the task at
-    hand."""
+    """Local directory, Hugging Face model ID, or "tiny": a built-in model, created for the selected
+    task on first use."""
     run_dir: str = Field("runs/default", min_length=1)
-    """Where metrics, ledger, logs, summary and checkpoints go. An existing run there is continued.
-    """
+    """Directory of metrics, ledger, logs, summary and checkpoints. A run in it is resumed."""
     seed: int = Field(0, ge=0)
+    """Seed of sampling, data order and adapters."""
     steps: int = Field(100, ge=1, validation_alias=AliasChoices("steps", "total_training_steps"))
-    """Train steps to make."""
+    """Number of train steps."""
     groups_per_step: int = Field(
         16, ge=1, validation_alias=AliasChoices("groups_per_step", "train_batch_size")
     )
-    """Prompts a train step learns from."""
+    """Prompts per train step."""
     group_size: int = Field(8, ge=1)
-    """Attempts at each prompt."""
+    """Completions per prompt."""
     save_every: int = Field(50, ge=0)
-    """Steps between checkpoints; 0 = only at the end."""
+    """Train steps between checkpoints. 0: only at the end."""
     keep_checkpoints: int = Field(2, ge=1)
+    """Number of checkpoints to keep."""
     save_samples: int = Field(1, ge=0)
-    """Prompts of each step whose answers go to samples.jsonl, with their rewards."""
+    """Number of prompts per step whose completions and rewards are saved to samples.jsonl. 0: none.
+    """
     step_timeout_s: float = Field(600.0, gt=0)
-    """Longest a train step may take."""
+    """Maximum seconds for a train step."""
     stall_timeout_s: float = Field(300.0, gt=0)
-    """Longest the run may go without a token, a group or a step."""
+    """Maximum seconds without a new token, group or train step before the run fails."""
     cluster: Literal["local", "ray"] = "local"
-    """What workers are started with: processes of this machine, or Ray."""
+    """Where workers run: in processes of this machine, or on Ray."""
 
     data: DataSettings = DataSettings()
     reward: RewardSettings = RewardSettings()
@@ -71,81 +72,90 @@ class RunConfig(Settings):
     ray: RaySettings = RaySettings()
 
     @model_validator(mode="after")
-    def _consistent(self) -> "RunConfig":
+    def _groups_are_consistent(self) -> "RunConfig":
         if self.max_queue_size < self.groups_per_step:
             raise ValueError(
-                f"queue.max_queue_size = {self.queue.max_queue_size} contradicts groups_per_step = {self.groups_per_step}: "
-                f"a queue smaller than one batch can never fill one; raise max_queue_size to at least {self.groups_per_step}"
+                f"queue.max_queue_size = {self.queue.max_queue_size} contradicts groups_per_step = "
+                f"{self.groups_per_step}: a queue smaller than one batch never fills one; "
+                f"set max_queue_size to at least {self.groups_per_step}"
             )
         if self.group_size == 1 and self.algorithm.compares_completions:
             raise ValueError(
-                f"group_size = 1 contradicts algorithm.name = {self.algorithm.name!r}: it compares attempts at one prompt, "
-                f"so one attempt teaches nothing; set group_size to 2 or more, or algorithm.name = 'ppo'"
+                f"group_size = 1 contradicts algorithm.name = {self.algorithm.name!r}, which compares "
+                "completions of one prompt: a single one has advantage 0; "
+                "set group_size to 2 or more, or algorithm.name = 'ppo'"
             )
         if self.group_size == 1 and self.algorithm.dynamic_sampling:
             raise ValueError(
-                "group_size = 1 contradicts algorithm.dynamic_sampling = true: one attempt is as good as itself, so every group would be "
-                "replaced; set group_size to 2 or more, or dynamic_sampling = false"
+                "group_size = 1 contradicts algorithm.dynamic_sampling = true: a group of one always "
+                "has equal rewards, so every group would be filtered out; set group_size to 2 or "
+                "more, or dynamic_sampling = false"
             )
         if (least := self.rollout.min_group_size) is not None and least > self.group_size:
             raise ValueError(
-                f"rollout.min_group_size = {least} contradicts group_size = {self.group_size}: it cannot be larger"
+                f"rollout.min_group_size = {least} contradicts group_size = {self.group_size}: "
+                "it must not be larger"
             )
-        if (
-            self.heartbeat_timeout_s >= self.rollout.generation_timeout
-            and self.fleet.heartbeat_timeout_s is not None
-        ):
+        heartbeat, limit = self.fleet.heartbeat_timeout_s, self.rollout.generation_timeout
+        if heartbeat is not None and heartbeat >= limit:
             raise ValueError(
-                f"fleet.heartbeat_timeout_s = {self.heartbeat_timeout_s:g} contradicts rollout.generation_timeout = "
-                f"{self.rollout.generation_timeout:g}: a silent worker would be taken for slow answers; set it lower, or leave it unset"
+                f"fleet.heartbeat_timeout_s = {heartbeat:g} contradicts rollout.generation_timeout = "
+                f"{limit:g}: generation would time out before the unresponsive worker is detected; "
+                "lower it, or remove it"
             )
-        ranks, parts = (
-            self.placement.train_ranks,
-            self.train.tensor_parallel * self.train.pipeline_parallel,
-        )
-        if ranks > 1 and self.train.backend == "single":
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_are_consistent(self) -> "RunConfig":
+        ranks, backend = self.placement.train_ranks, self.train.backend
+        parts = self.train.tensor_parallel * self.train.pipeline_parallel
+        if ranks > 1 and backend == "single":
             raise ValueError(
-                f"placement.train_ranks = {ranks} contradicts train.backend = 'single', which is one process; use 'fsdp' or 'megatron'"
+                f"placement.train_ranks = {ranks} contradicts train.backend = 'single', which is one "
+                "process; use 'fsdp' or 'megatron'"
             )
-        if self.placement.overlap and self.train.backend != "single":
+        if self.placement.overlap and backend != "single":
             raise ValueError(
-                f"placement.overlap = true contradicts train.backend = {self.train.backend!r}: it is for one device; give rollout a pool "
-                f"of its own instead"
+                f"placement.overlap = true contradicts train.backend = {backend!r}: it is for one "
+                "device; give rollout a separate pool instead"
             )
         if ranks % parts:
             raise ValueError(
-                f"placement.train_ranks = {ranks} contradicts train.tensor_parallel x train.pipeline_parallel = {parts}: "
-                f"a model needs that many ranks; set train_ranks to a multiple of {parts}"
+                f"placement.train_ranks = {ranks} contradicts train.tensor_parallel x "
+                f"train.pipeline_parallel = {parts}: a model needs that many ranks; "
+                f"set train_ranks to a multiple of {parts}"
             )
-        if self.rollout.engine == "vllm" and self.placement.shared(Role.ACTOR, Role.ROLLOUT):
-            wrong = (
-                f"train.backend = {self.train.backend!r}"
-                if self.train.backend != "single"
-                else "placement.overlap = true"
+        shared = self.placement.shared(Role.ACTOR, Role.ROLLOUT)
+        if (
+            self.rollout.engine == "vllm"
+            and shared
+            and (backend != "single" or self.placement.overlap)
+        ):
+            other = (
+                "placement.overlap = true"
+                if backend == "single"
+                else f"train.backend = {backend!r}"
             )
-            if self.train.backend != "single" or self.placement.overlap:
-                raise ValueError(
-                    f"rollout.engine = 'vllm' in the trainer's pool contradicts {wrong}: vLLM takes turns with one process; give rollout a "
-                    f"pool of its own"
-                )
+            raise ValueError(
+                f"rollout.engine = 'vllm' in the trainer's pool contradicts {other}: vLLM can only "
+                "alternate with a trainer in one process; give rollout a separate pool"
+            )
         return self
 
     @model_validator(mode="after")
     def _pools_have_roles(self) -> "RunConfig":
+        critic = "use an algorithm with a critic (algorithm.name = 'ppo')"
         for role, used, how in (
-            (
-                Role.CRITIC,
-                self.algorithm.needs_critic,
-                "use an algorithm with a critic (algorithm.name = 'ppo')",
-            ),
+            (Role.CRITIC, self.algorithm.needs_critic, critic),
             (Role.REF, self.algorithm.needs_reference, "set algorithm.kl_coef above 0"),
             (Role.REWARD, self.reward.model is not None, "set reward.model"),
         ):
             pool = self.placement.pool(role)
             if not used and pool not in (self.placement.actor, self.placement.rollout):
                 raise ValueError(
-                    f"placement.{role.value} = {pool!r} would stay empty, since this run has no {role.value} model; {how}, or leave it "
-                    f"unset (in a recipe that sets it: placement.{role.value}={self.placement.actor})"
+                    f"placement.{role.value} = {pool!r} would stay empty, because this run has no "
+                    f"{role.value} model; {how}, or remove the setting (if the recipe has it: "
+                    f"placement.{role.value}={self.placement.actor})"
                 )
         return self
 
@@ -166,83 +176,49 @@ class RunConfig(Settings):
 
     @property
     def in_place(self) -> bool:
-        """Whether the engine reads the trainer's own parameters, so that new weights need not
-        travel."""
+        """Whether engine and trainer share a process, so that no weights are transferred."""
         return self.train.backend == "single" and self.placement.shared(Role.ACTOR, Role.ROLLOUT)
 
     @property
     def shares_weights(self) -> bool:
-        """Whether the engine computes with the trainer's very own parameters, which change under
-        whatever it generates."""
-        return (
-            self.in_place
-            and not self.placement.overlap
-            and self.train.lora is None
-            and self.rollout.engine == "native"
-        )
+        """Whether the engine computes with the trainer's parameters, which every step changes."""
+        copies = self.placement.overlap or self.train.lora is not None
+        return self.in_place and not copies and self.rollout.engine == "native"
 
     @property
     def heartbeat_timeout_s(self) -> float:
-        return self.fleet.heartbeat_timeout_s or min(
-            30.0, max(5.0, self.rollout.generation_timeout / 2)
-        )
+        default = min(30.0, max(5.0, self.rollout.generation_timeout / 2))
+        return self.fleet.heartbeat_timeout_s or default
 
     @property
     def slots(self) -> int:
-        """Of each engine: no more than attempts can be under way, since every slot has its memory."""
-        attempts = self.group_size + self.algorithm.needs_greedy_baseline
-        return min(self.rollout.slots, self.schedule.capacity(self.groups_per_step) * attempts)
+        """Slots of each engine: at most as many as completions can be in flight."""
+        completions = self.group_size + self.algorithm.needs_greedy_baseline
+        return min(self.rollout.slots, self.schedule.capacity(self.groups_per_step) * completions)
 
     @property
     def max_queue_size(self) -> int:
         return self.queue.max_queue_size or self.schedule.capacity(self.groups_per_step)
 
 
-# Settings that may differ when a run is continued: they change how long, on what or how it is
-# watched, not what is learned.
+# Settings that a resumed run may change: they do not change what is learned. They say how long, on
+# what hardware and how it is observed, or fix what ended the run (too little memory, time or
+# workers). Data may move; its content is compared.
 MAY_CHANGE = {
-    "run_dir",
-    "steps",
-    "save_every",
-    "keep_checkpoints",
-    "save_samples",
-    "step_timeout_s",
-    "stall_timeout_s",
-    "sync",
-    "fleet",
-    "cluster",
-    "ray",
+    *("run_dir", "steps", "save_every", "keep_checkpoints", "save_samples"),
+    *("step_timeout_s", "stall_timeout_s", "sync", "fleet", "cluster", "ray", "data.path"),
+    *("train.backend", "train.tensor_parallel", "train.pipeline_parallel", "train.offload"),
+    *("train.micro_batch_tokens", "train.gradient_checkpointing"),
+    *("placement.train_ranks", "placement.rollout_workers", "placement.threads"),
+    *("rollout.slots", "rollout.kv_memory_fraction", "rollout.generation_timeout"),
+    *("rollout.max_failed_groups", "reward.timeout_s", "reward.workers"),
 }
-MAY_CHANGE |= {
-    "train.backend",
-    "train.tensor_parallel",
-    "train.pipeline_parallel",
-    "train.offload",
-    "placement.train_ranks",
-}
-# What a run may have ended for: too little memory, too little time, too few workers. Data may move;
-# their content is compared.
-MAY_CHANGE |= {
-    "train.micro_batch_tokens",
-    "train.gradient_checkpointing",
-    "rollout.slots",
-    "rollout.kv_memory_fraction",
-}
-MAY_CHANGE |= {
-    "rollout.generation_timeout",
-    "rollout.max_failed_groups",
-    "reward.timeout_s",
-    "reward.workers",
-    "data.path",
-}
-MAY_CHANGE |= {"placement.rollout_workers", "placement.threads"}
-# Of these a run has one or the other: what the command line chooses replaces what the recipe has
-# chosen.
+# Pairs that exclude each other: one on the command line replaces the other in the recipe.
 ALTERNATIVES = (("data.task", "data.path"), ("reward.function", "reward.model"))
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a recipe and apply `key=value` settings. Raises ConfigError with one line per mistake."""
+    """Read a recipe and apply `key=value` overrides. Raise ConfigError with a line per mistake."""
     values: dict[str, Any] = {}
     if path is not None:
         try:
@@ -290,7 +266,7 @@ def check_trainable(config: RunConfig) -> None:
 
 
 def describe_settings(under: str = "") -> list[tuple[str, str, str]]:
-    """Name, default and meaning of every setting whose name begins so."""
+    """Return name, default and description of every setting whose name starts with `under`."""
     found: list[tuple[str, str, str]] = []
 
     def walk(model: type[BaseModel], prefix: str) -> None:
@@ -299,39 +275,25 @@ def describe_settings(under: str = "") -> list[tuple[str, str, str]]:
             if section is not model and section is not RunConfig:
                 walk(section, f"{prefix}{name}.")
             elif f"{prefix}{name}".startswith(under):
-                choices = (
-                    f"One of {', '.join(get_args(field.annotation))}."
-                    if get_origin(field.annotation) is Literal
-                    else ""
-                )
+                words = (field.description or "").split()
+                if get_origin(field.annotation) is Literal:
+                    words.append(f"One of {', '.join(get_args(field.annotation))}.")
                 default = _as_written(field.get_default(call_default_factory=True))
-                found.append(
-                    (
-                        f"{prefix}{name}",
-                        default,
-                        " ".join([*(field.description or "").split(), choices]).strip(),
-                    )
-                )
+                found.append((f"{prefix}{name}", default, " ".join(words)))
 
     walk(RunConfig, "")
     return found
 
 
 def _as_written(value: Any) -> str:
-    """As it would be written on the command line."""
+    """Format a value as on the command line."""
     if value is None:
         return "unset"
-    return (
-        str(value).lower()
-        if isinstance(value, bool)
-        else json.dumps(value)
-        if isinstance(value, tuple)
-        else str(value)
-    )
+    return json.dumps(value) if isinstance(value, bool | tuple) else str(value)
 
 
 def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    """Settings that are not the same in two configurations, apart from those that may change."""
+    """Return the settings that differ between two configurations and must not change."""
     found = []
     for key in sorted(before.keys() | now.keys()):
         if f"{prefix}{key}" in MAY_CHANGE:
@@ -345,7 +307,7 @@ def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -
 
 
 def _apply(values: dict[str, Any], override: str) -> str:
-    """Set what `key=value` says; returns the key."""
+    """Apply `key=value` and return the key."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(
@@ -368,7 +330,7 @@ def _apply(values: dict[str, Any], override: str) -> str:
 
 
 def _aliases(sections: Sequence[str], name: str) -> list[str]:
-    """Other spellings of the same setting, so that the command line replaces what the recipe says."""
+    """Return all names of a setting, so that the command line replaces any of them."""
     for field_name, names in _names(_section(sections)).items():
         if name in names or name == field_name:
             return [field_name, *names]
@@ -379,13 +341,10 @@ def _section(path: Sequence[str | int]) -> type[BaseModel]:
     model: type[BaseModel] = RunConfig
     for part in path:
         field = model.model_fields.get(str(part))
-        kinds = (
-            get_args(field.annotation) or (field.annotation,) if field else ()
-        )  # a section may be optional: LoraSettings | None
-        model = next(
-            (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)),
-            model,
-        )
+        # A section may be optional: LoraSettings | None.
+        kinds = get_args(field.annotation) or (field.annotation,) if field else ()
+        sections = [k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)]
+        model = sections[0] if sections else model
     return model
 
 
@@ -410,25 +369,20 @@ def _explain(problem: ErrorDetails) -> str:
         return f"unknown setting {location!r}; {hint}"
     if problem["type"] == "value_error":
         what = str(problem["ctx"]["error"])
-        return (
-            what
-            if not location or what.startswith(f"{problem['loc'][0]}.")
-            else f"{location}: {what}"
-        )
+        named = not location or what.startswith(f"{problem['loc'][0]}.")
+        return what if named else f"{location}: {what}"
     if problem["type"] == "model_type":
-        return f"{location} = {problem['input']!r}: this is a section; set what is in it, for example {location}.{_first(problem['loc'])}=..."
+        first = next(iter(_section(problem["loc"]).model_fields))
+        return (
+            f"{location} = {problem['input']!r}: {location} is a section; set one of its settings, "
+            f"for example {location}.{first}=..."
+        )
     if problem["type"] == "tuple_type":
-        return f"{location} = {problem['input']!r}: expected a list, in brackets"
+        return f"{location} = {problem['input']!r}: expected a list in brackets"
     return f"{location} = {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
 
 
-def _first(path: Sequence[str | int]) -> str:
-    return next(iter(_section(path).model_fields))
-
-
 def _similar_recipes(path: Path) -> str:
-    near = (
-        sorted(str(other) for other in path.parent.glob("*.toml")) if path.parent.is_dir() else []
-    )
+    near = sorted(str(other) for other in path.parent.glob("*.toml"))
     close = difflib.get_close_matches(str(path), near, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
