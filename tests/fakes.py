@@ -1,4 +1,5 @@
-"""Stand-ins that keep the real protocols and stamp the truth into their data: a token's value is the version that made it."""
+"""Fakes with the real protocols. The value of a token is the version of the weights that made it,
+so that tests read the true staleness from the data."""
 
 import asyncio
 import random
@@ -36,7 +37,7 @@ from paceline.types import (
 
 
 class FakeWorker:
-    """What the fleet sees of a worker."""
+    """The part of a worker that the fleet uses."""
 
     node = "local"
 
@@ -55,17 +56,17 @@ class FakeWorker:
 
 
 class FakeEngine:
-    """Makes tokens in virtual time. Token value = version of the weights at that moment, so staleness can be read off the data.
+    """Engine that generates tokens in virtual time; a token's value is the version of the weights.
 
-    `die` is kill -9, `freeze` and `thaw` are SIGSTOP and SIGCONT.
+    `die` acts like SIGKILL, `freeze` like SIGSTOP and `thaw` like SIGCONT.
     """
 
     def __init__(self, rng: random.Random, mean_s: float = 1.0, name: str = "rollout") -> None:
         self.worker = FakeWorker(name)
         self.version = 0
         self.tokens = 0
-        self.resumed = 0  # tokens that came with requests
-        self.seen: list[str] = []  # requests
+        self.resumed = 0  # tokens of partial completions in requests
+        self.seen: list[str] = []  # request IDs
         self.running: dict[str, dict[str, Any]] = {}
         self.fail_loads = 0
         self.load_s = 0.1
@@ -78,7 +79,7 @@ class FakeEngine:
 
     @property
     def weights(self) -> int:
-        """The version of what it computes with."""
+        """Version of the weights that generate tokens."""
         return self.version
 
     def die(self) -> None:
@@ -117,10 +118,8 @@ class FakeEngine:
         )
         try:
             while len(tokens) < length and state["end"] is None:
-                await asyncio.sleep(
-                    self._rng.expovariate(1 / self._mean_s)
-                    * (8 if self._rng.random() < 0.02 else 1)
-                )
+                seconds = self._rng.expovariate(1 / self._mean_s)
+                await asyncio.sleep(seconds * (8 if self._rng.random() < 0.02 else 1))
                 while (self._held and state["end"] is None) or self._frozen:
                     await self._moved.wait()
                 if state["end"] is None:
@@ -147,7 +146,7 @@ class FakeEngine:
 
     async def pause(self, mode: OnSync) -> bool:
         self._open = False
-        await self._answer()
+        await self._reply()
         if mode is OnSync.SWAP:
             self._held = True
             return True
@@ -160,7 +159,7 @@ class FakeEngine:
         return True
 
     async def resume(self) -> bool:
-        await self._answer()
+        await self._reply()
         self._held = False
         self._open = True
         self._moved.notify_all()
@@ -168,22 +167,22 @@ class FakeEngine:
 
     async def load_weights(self, weights: Weights) -> None:
         await asyncio.wait({self.worker.died}, timeout=self._rng.random() * self.load_s)
-        await self._answer()
+        await self._reply()
         if self.fail_loads:
             self.fail_loads -= 1
             raise SyncError("planted")
-        assert weights.version >= self.version, "an engine went back to older weights"
+        assert weights.version >= self.version, "the engine loaded older weights"
         self.version = weights.version
 
     async def stats(self) -> EngineStats:
-        await self._answer()
+        await self._reply()
         return EngineStats(self.version, len(self.running), 0, self.tokens, 0.0, not self._open)
 
     async def close(self) -> None:
         return
 
-    async def _answer(self) -> None:
-        """Nobody answers while frozen, and after death nobody ever does."""
+    async def _reply(self) -> None:
+        """Wait while frozen; raise WorkerDied if dead."""
         self._check()
         while self._frozen:
             await self._moved_or_died()
@@ -245,8 +244,8 @@ class FakeTrainer:
         return {}
 
 
-class Notes:
-    """An observer that remembers."""
+class RecordingObserver:
+    """Observer that keeps everything it is given."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
@@ -262,7 +261,7 @@ class Notes:
 
 @dataclass
 class World:
-    """The real loop with fakes at its edges."""
+    """The real loop with a fake engine, trainer, reward and transport."""
 
     seed: int = 0
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
@@ -308,7 +307,7 @@ class World:
         )
         self.reward = FakeReward(self.score)
         self.trainer = FakeTrainer(rng, self.train_s)
-        self.notes = Notes()
+        self.observer = RecordingObserver()
         self.ledger = ledger or Ledger()
         self.queue = MessageQueue(self.max_queue_size, changed=self.fleet.changed)
         self.admission = Admission(
@@ -358,7 +357,7 @@ class World:
             ledger=self.ledger,
             trainer=self.trainer,
             synchronizer=self.synchronizer,
-            observer=self.notes,
+            observer=self.observer,
             save=save,
             guards=self.guards,
         )
@@ -368,7 +367,7 @@ class World:
         await asyncio.sleep(self.start_s * (0.5 + self.rng.random()))
         if self.start_failures:
             self.start_failures -= 1
-            raise WorkerDied(f"worker {name!r} died at its start (planted)")
+            raise WorkerDied(f"worker {name!r} died while starting (planted)")
         engine = self.make_engine(self.rng, self.engine_s, name)
         self.engines.append(engine)
         return engine

@@ -79,34 +79,36 @@ def _extension(file: Path) -> str:
     return "".join(suffixes[-1:])
 
 
-def _saved_dataset(folder: Path) -> list[Path]:
+def _saved_dataset(directory: Path) -> list[Path]:
     """Return the files of a dataset saved by the library `datasets`.
 
     Raises DataError for any other directory and suggests a pattern for the files in it.
     """
-    if (folder / "state.json").is_file():
+    if (directory / "state.json").is_file():
         try:
-            state = json.loads((folder / "state.json").read_text())
-            return [folder / part["filename"] for part in state["_data_files"]]
+            state = json.loads((directory / "state.json").read_text())
+            return [directory / part["filename"] for part in state["_data_files"]]
         except (ValueError, KeyError, TypeError) as e:
             raise DataError(
-                f"{folder / 'state.json'} does not describe a saved dataset: {e!r}"
+                f"{directory / 'state.json'} does not describe a saved dataset: {e!r}"
             ) from e
-    if (folder / "dataset_dict.json").is_file():
-        splits = sorted(str(state.parent) for state in folder.glob("*/state.json"))
+    if (directory / "dataset_dict.json").is_file():
+        splits = sorted(str(state.parent) for state in directory.glob("*/state.json"))
         raise DataError(
-            f"data.path = {str(folder)!r} is a dataset with several splits; "
+            f"data.path = {str(directory)!r} is a dataset with several splits; "
             f"select one: {' or '.join(splits)}"
         )
     inside = [
         file
         for depth in ("*", "*/*")
-        for file in sorted(folder.glob(depth))
+        for file in sorted(directory.glob(depth))
         if _extension(file) in READABLE
     ]
-    hint = f"{inside[0].parent}/*{''.join(inside[0].suffixes)}" if inside else f"{folder}/*.jsonl"
+    hint = (
+        f"{inside[0].parent}/*{''.join(inside[0].suffixes)}" if inside else f"{directory}/*.jsonl"
+    )
     raise DataError(
-        f"data.path = {str(folder)!r} is a directory; expected its files, for example '{hint}'"
+        f"data.path = {str(directory)!r} is a directory; expected its files, for example '{hint}'"
     )
 
 

@@ -1,5 +1,8 @@
-"""The controller's end of an engine that lives in a worker. Requests of one event-loop tick travel as one message,
-so the engine starts a wave of groups together, whatever the timing."""
+"""Client of an engine in a worker, used by the controller.
+
+Requests of one event-loop tick are sent as one message, so an engine starts a wave of groups
+together, independent of timing.
+"""
 
 import asyncio
 from functools import partial
@@ -20,7 +23,7 @@ class EngineClient:
         self._running: dict[str, asyncio.Future[Completion]] = {}
         self._outbox: list[Request] = []
         self._open = True
-        self._pauses = 0  # so far
+        self._pauses = 0  # number of pause() calls
         self._changed = Notifier()
         worker.listen(Role.ROLLOUT, self._finished)
         worker.died.add_done_callback(self._worker_died)
@@ -64,7 +67,7 @@ class EngineClient:
     async def resume(self) -> bool:
         pauses = self._pauses
         await self.worker.call(Role.ROLLOUT, "resume")
-        if pauses == self._pauses:  # else it is to be paused again, and was told so after this
+        if pauses == self._pauses:  # otherwise a later pause() is in effect
             self._open = True
             self._changed.notify_all()
         return True
@@ -90,12 +93,12 @@ class EngineClient:
     def _submitted(
         self, requests: list[Request], reply: "asyncio.Future[list[tuple[str, RolloutError]]]"
     ) -> None:
-        """Those that the engine refuses fail; all of them when it stumbled."""
+        """Fail the requests that the engine rejected, or all of them if the call failed."""
         if reply.cancelled():
             return  # the run is over
-        stumbled = reply.exception()
+        failure = reply.exception()
         for request_id, error in (
-            [(request.id, stumbled) for request in requests] if stumbled else reply.result()
+            [(request.id, failure) for request in requests] if failure else reply.result()
         ):
             future = self._running.pop(request_id, None)
             if future and not future.done():

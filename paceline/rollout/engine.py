@@ -1,6 +1,7 @@
-"""The protocol of a rollout engine: what makes tokens. `native/` is ours; others adapt to this.
+"""Protocol of a rollout engine, which generates completions.
 
-The controller holds one client per engine; the engine itself may live on a thread or in another process.
+`native/` is the built-in engine; adapters such as `vllm.py` implement the same protocol. The
+controller has one client per engine; the engine runs on a thread or in another process.
 """
 
 from dataclasses import dataclass
@@ -18,29 +19,38 @@ class EngineStats:
     tokens: int  # sampled since start
     busy_s: float  # seconds spent computing since start
     paused: bool
-    slots: int = 1  # sequences it can decode at the same time
-    kv_used: float = 0.0  # share of its memory for keys and values that is taken
+    slots: int = 1  # maximum number of sequences decoded concurrently
+    kv_used: float = 0.0  # fraction of the KV cache in use
 
 
 class RolloutEngine(Protocol):
     async def generate(self, request: Request) -> Completion:
-        """Generate one sequence. Requests made in one tick of the event loop reach the engine together, and those
-        with the same prompt share one prefill."""
+        """Generate one sequence.
+
+        Requests made in one tick of the event loop reach the engine together, and requests with the
+        same prompt share one prefill.
+        """
         ...
 
     async def abort(self, request_ids: list[str]) -> None:
-        """Give up on these; their `generate` calls return what there is, with `Finish.ABORT`. Unknown ids are ignored."""
+        """Abort requests; their `generate` calls return the tokens so far with `Finish.ABORT`.
+
+        Unknown IDs are ignored.
+        """
         ...
 
     async def pause(self, mode: OnSync) -> bool:
-        """Stop making tokens. drain: once the running sequences have ended. interrupt: at once; their `generate`
-        calls return with `Finish.INTERRUPT`. swap: at once, sequences stay where they are. New requests wait."""
+        """Pause generation; new requests wait.
+
+        drain: pause once the running sequences have finished. interrupt: pause at once; their
+        `generate` calls return with `Finish.INTERRUPT`. swap: pause at once and keep the sequences.
+        """
         ...
 
     async def resume(self) -> bool: ...
 
     async def load_weights(self, weights: Weights) -> None:
-        """Take over new weights between two decode steps, completely or not at all. Raises SyncError."""
+        """Load new weights between two decode steps, completely or not at all. Raises SyncError."""
         ...
 
     async def stats(self) -> EngineStats: ...

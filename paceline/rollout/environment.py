@@ -1,6 +1,7 @@
-"""The agent loop: how one attempt at a prompt unfolds. It sees `generate` and nothing of engines, weights or batches.
+"""Agent loop: turns a prompt into one trajectory with calls of `generate`.
 
-One of your own (several turns, tools) is a class `E(tokenizer)` with the method `run`, named in `rollout.environment = "file.py:E"`.
+It does not depend on engines, weights or batches. A custom agent loop (several turns, tools) is a
+class `E(tokenizer)` with a method `run`, selected with `rollout.environment = "file.py:E"`.
 """
 
 import inspect
@@ -18,12 +19,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Generate = Callable[[tuple[int, ...]], Awaitable[Completion]]
-"""Context tokens in, completion out. Interruptions by weight syncs are resumed inside; the caller never sees them."""
+"""Maps context tokens to a completion. The caller does not see interruptions by weight syncs."""
 
 
 class Environment(Protocol):
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
-        """One attempt. Raises RolloutError when it cannot be finished."""
+        """Generate one trajectory. Raises RolloutError if it cannot be finished."""
         ...
 
 
@@ -31,7 +32,7 @@ MakeEnvironment = Callable[["PreTrainedTokenizerBase"], Environment]
 
 
 class SingleTurn:
-    """Ask once, take the answer."""
+    """Default agent loop: one prompt, one completion."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
@@ -44,22 +45,25 @@ class SingleTurn:
 
 
 class CustomEnvironment:
-    """A user's environment. Whatever goes wrong in it is a RolloutError, and what it gives is what the model was shown and said."""
+    """User's agent loop. Its failures become RolloutErrors, and its trajectories are checked.
 
-    def __init__(self, name: str, own: Environment) -> None:
-        self._name, self._own = name, own
+    A trajectory must consist of exactly the tokens that the model was given and generated.
+    """
+
+    def __init__(self, name: str, environment: Environment) -> None:
+        self._name, self._environment = name, environment
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
-        shown: dict[int, tuple[tuple[int, ...], Completion]] = {}
+        generated: dict[int, tuple[tuple[int, ...], Completion]] = {}
 
-        async def watched(context: tuple[int, ...]) -> Completion:
+        async def recorded(context: tuple[int, ...]) -> Completion:
             context = tuple(map(int, context))
             completion = await generate(context)
-            shown[id(completion)] = context, completion
+            generated[id(completion)] = context, completion
             return completion
 
         try:
-            trajectory = await self._own.run(prompt, watched)
+            trajectory = await self._environment.run(prompt, recorded)
         except PacelineError:
             raise
         except Exception as error:
@@ -74,10 +78,13 @@ class CustomEnvironment:
         tokens: tuple[int, ...] = ()
         for number, turn in enumerate(trajectory.turns, 1):
             tokens += turn.prompt
-            context, completion = shown.get(id(turn.completion), ((), None))
+            context, completion = generated.get(id(turn.completion), ((), None))
             if completion is None or context != tokens:
-                wrong = "is not what was generated: generate() must be shown the tokens of all turns so far, and no others"
-                raise self._problem(prompt, f"turn {number} {wrong}")
+                raise self._problem(
+                    prompt,
+                    f"turn {number} does not match a call of generate(); "
+                    "pass generate() the tokens of all turns so far, and no others",
+                )
             if not math.isfinite(turn.reward):
                 raise self._problem(
                     prompt, f"turn {number} has the reward {turn.reward}; expected a finite number"
@@ -92,31 +99,29 @@ class CustomEnvironment:
 def open_environment(
     chosen: "str | MakeEnvironment | None", tokenizer: "PreTrainedTokenizerBase"
 ) -> Environment:
-    """The agent loop that "file.py:Class" or a function makes for this tokenizer; without one, a single turn."""
+    """Create the agent loop from "file.py:Class" or a callable; without one, a single turn."""
     if chosen is None:
-        ends = stop_token_ids(tokenizer)  # not all of which every tokenizer calls special
+        ends = stop_token_ids(tokenizer)  # some tokenizers do not mark all of them as special
 
         def text(tokens: list[int]) -> str:
-            return str(
-                tokenizer.decode(
-                    tokens[:-1] if tokens[-1] in ends else tokens, skip_special_tokens=True
-                )
-            )
+            tokens = tokens[:-1] if tokens[-1] in ends else tokens
+            return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
         return SingleTurn(text)
     name = chosen if isinstance(chosen, str) else getattr(chosen, "__qualname__", repr(chosen))
     try:
         make = find_callable(chosen) if isinstance(chosen, str) else chosen
-        own = make(tokenizer)
+        environment = make(tokenizer)
     except PluginError as problem:
         raise ConfigError(f"rollout.environment = {name!r}: {problem}") from None
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
-            f"rollout.environment = {name!r}: making it raised {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+            f"rollout.environment = {name!r}: creating it raised {type(error).__name__}: {error} "
+            f"({frame.filename}:{frame.lineno})"
         ) from error
-    if not inspect.iscoroutinefunction(getattr(own, "run", None)):
+    if not inspect.iscoroutinefunction(getattr(environment, "run", None)):
         raise ConfigError(
             f"rollout.environment = {name!r} has no method `async def run(self, prompt, generate)`"
         )
-    return CustomEnvironment(name, own)
+    return CustomEnvironment(name, environment)

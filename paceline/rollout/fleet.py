@@ -1,8 +1,8 @@
-"""The engines of a running job. They may join and leave, and one that dies or falls silent is replaced; training goes on meanwhile.
+"""Fleet of rollout engines: replaces dead or unresponsive engines, adds and removes engines.
 
-Waits for: heartbeats (a stopped process is reported by nobody, so silence has a deadline of its own), the deaths of workers, new
-workers to start and to fetch the current weights. Only workers that do nothing but rollout come and go; the death of one that
-plays another role too ends the run.
+Waits for: heartbeats (a suspended process reports no death, so a missing heartbeat has a deadline),
+deaths of workers, and new workers to start and fetch the current weights. Training continues
+meanwhile. Only workers without another role are replaced; the death of any other ends the run.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from paceline.types import OnSync
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
-BACK_OFF_S = 0.5  # before a worker is started for the second time; doubles from there
+BACK_OFF_S = 0.5  # delay before the second start of a worker; doubles with every further start
 
 CatchUp = Callable[[Member], Coroutine[Any, Any, None]]
 Launch = Callable[[str], Awaitable[EngineClient]]
@@ -33,11 +33,14 @@ Launch = Callable[[str], Awaitable[EngineClient]]
 
 class FleetSettings(Settings):
     heartbeat_timeout_s: float | None = Field(None, gt=0)
-    """Seconds a rollout worker may be silent before it counts as dead. Unset: half of rollout.generation_timeout, from 5 to 30."""
+    """Seconds without a heartbeat after which a rollout worker counts as dead. Default: half of
+    rollout.generation_timeout, at least 5 and at most 30."""
     max_restarts: int = Field(3, ge=0)
-    """How often a rollout worker is replaced that dies again and again without finishing an answer; then the run ends."""
+    """Maximum consecutive restarts of a rollout worker that finishes no completion in between. The
+    next failure ends the run."""
     hedge_after_s: float | None = Field(None, gt=0)
-    """Start an answer that takes longer than this on a second engine too; the first to finish counts. Unset: never."""
+    """Seconds after which an unfinished completion is also started on a second engine; the first to
+    finish counts. Default: never."""
 
 
 class Fleet:
@@ -53,16 +56,18 @@ class Fleet:
         max_restarts: int = 3,
         changed: Notifier | None = None,
     ) -> None:
-        """`shared`: names of workers that play other roles too. `launch(name)` starts one more rollout worker; without it
-        the fleet stays as it is. `loading_timeout_s`: how long a worker may be silent that is loading new weights."""
+        """Create a fleet of running engines.
+
+        `shared`: names of workers that also have other roles. `launch(name)` starts a rollout
+        worker; without it, engines cannot be added or replaced. `loading_timeout_s`: heartbeat
+        timeout of a worker that is loading new weights.
+        """
         self.replaced = 0
         self.changed = changed or Notifier()
-        self._pool = pool  # names of new workers begin with it
+        self._pool = pool  # prefix of the names of new workers
         self._launch = launch
-        self._silence_s, self._loading_s = (
-            heartbeat_timeout_s,
-            max(heartbeat_timeout_s, loading_timeout_s),
-        )
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._loading_timeout_s = max(heartbeat_timeout_s, loading_timeout_s)
         self._max_restarts = max_restarts
         self._incarnations = itertools.count()
         self._members = [
@@ -74,12 +79,11 @@ class Fleet:
             )
             for engine in engines
         ]
-        self._names = {
-            member.name for member in self._members
-        }  # in use, also by those that are being started
+        # Names in use, including those of workers that are starting.
+        self._names = {member.name for member in self._members}
         self._lost: list[EngineClient] = []  # incarnations that were declared dead
         self._closing: set[asyncio.Task[None]] = set()
-        self._pending_calls: set[asyncio.Future[None]] = set()  # to pause or to go on
+        self._pending_calls: set[asyncio.Future[None]] = set()  # of pause() and resume()
         self._watches: dict[int, asyncio.Task[None]] = {}  # by incarnation
         self._catch_up: CatchUp | None = None
         self._tasks: asyncio.TaskGroup | None = None
@@ -93,39 +97,39 @@ class Fleet:
 
     @property
     def elastic(self) -> set[Worker]:
-        """The workers that are looked after here; the death of any other ends the run."""
+        """Workers that the fleet replaces; the death of any other worker ends the run."""
         return {member.engine.worker for member in self._members if member.elastic}
 
     @property
     def fenced_messages(self) -> int:
-        """Messages of workers that had been declared dead."""
+        """Number of discarded messages from workers that had been declared dead."""
         return sum(engine.worker.fenced for engine in self._lost)
 
     def stats(self) -> list[EngineStats]:
-        """What each engine said last."""
+        """Return the last statistics of each engine."""
         return [member.stats for member in self._members if member.stats]
 
     def unavailable_engines(self) -> list[str]:
-        """What keeps engines from taking work, in words."""
+        """Describe each engine that takes no new prompts."""
         starting = self._names - {member.name for member in self._members}
-        unavailable_engines = [
+        return [
             f"worker {member.name!r} is {member.state}"
             for member in self._members
             if not member.in_rotation
-        ]
-        return unavailable_engines + [
-            f"worker {name!r} is being started" for name in sorted(starting)
-        ]
+        ] + [f"worker {name!r} is being started" for name in sorted(starting)]
 
     @property
     def replaces_dead_engines(self) -> bool:
-        """Whether engines that die are being replaced."""
+        """Whether the supervision runs, which replaces dead engines."""
         return self._tasks is not None
 
     # --- supervision ---
 
     async def run(self, catch_up: CatchUp) -> None:
-        """Look after all engines until cancelled. `catch_up` gives an engine the current weights and puts it in rotation."""
+        """Supervise all engines until cancelled.
+
+        `catch_up` gives an engine the current weights and puts it in rotation.
+        """
         self._catch_up = catch_up
         try:
             async with asyncio.TaskGroup() as self._tasks:
@@ -138,7 +142,7 @@ class Fleet:
             self._tasks = None
 
     def fell_behind(self, member: Member) -> None:
-        """It has missed a hand-over: no new work until it has caught up."""
+        """Take an engine that missed a weight sync out of rotation until it has caught up."""
         if member.state is State.LIVE:
             member.state = State.CATCHING_UP
             if self._tasks and self._catch_up:
@@ -149,7 +153,7 @@ class Fleet:
         self._watches[member.incarnation] = self._tasks.create_task(self._supervise(member))
 
     async def _supervise(self, member: Member) -> None:
-        """Listen for its heartbeat until it is lost; then see to its replacement."""
+        """Poll the heartbeat of an engine until it is lost, then start a replacement."""
         worker = member.engine.worker
         try:
             while True:
@@ -160,9 +164,9 @@ class Fleet:
                 raise
             self._remove(member, error)
             self._lost.append(member.engine)
-            failures = 1 if member.answers else member.failures + 1
+            failures = 1 if member.completions else member.failures + 1
             log.warning(
-                "%s; its unfinished groups go to other engines, and it is replaced",
+                "%s; reassigning its unfinished groups and starting a replacement",
                 str(error).partition("; last lines")[0],
             )
             await self._start(member.name, failures, error)
@@ -170,38 +174,38 @@ class Fleet:
 
     async def _heartbeat(self, member: Member) -> None:
         clock = asyncio.get_running_loop().time
-        asked, before, heard = clock(), member.stats, member.heard_s
-        beat = asyncio.ensure_future(member.engine.stats())
+        sent_s, previous, previous_s = clock(), member.stats, member.stats_s
+        reply = asyncio.ensure_future(member.engine.stats())
         try:
-            while not beat.done():
-                silent_s, may_be_s = (
-                    clock() - asked,
-                    self._loading_s if member.loading else self._silence_s,
-                )
-                if member.elastic and silent_s >= may_be_s:
+            while not reply.done():
+                waited_s = clock() - sent_s
+                timeout_s = self._loading_timeout_s if member.loading else self._heartbeat_timeout_s
+                if member.elastic and waited_s >= timeout_s:
                     raise WorkerDied(
-                        f"worker {member.name!r} has been silent for {silent_s:.0f} s (fleet.heartbeat_timeout_s)"
+                        f"worker {member.name!r} has been unresponsive for {waited_s:.0f} s "
+                        "(fleet.heartbeat_timeout_s)"
                     )
                 await asyncio.wait(
-                    {beat}, timeout=max(0.01, may_be_s - silent_s) if member.elastic else None
+                    {reply}, timeout=max(0.01, timeout_s - waited_s) if member.elastic else None
                 )
         finally:
-            beat.cancel()
-        member.stats, member.heard_s = beat.result(), clock()
-        if before and member.heard_s > heard:
-            member.tokens_per_s = (member.stats.tokens - before.tokens) / (member.heard_s - heard)
+            reply.cancel()
+        member.stats, member.stats_s = reply.result(), clock()
+        if previous and member.stats_s > previous_s:
+            tokens = member.stats.tokens - previous.tokens
+            member.tokens_per_s = tokens / (member.stats_s - previous_s)
 
     async def _start(
         self, name: str, failures: int = 0, cause: PacelineError | None = None
     ) -> Member:
-        """Start a worker under this name, again and again until it stands or the budget is used up."""
+        """Start a worker with this name; retry up to fleet.max_restarts times."""
         assert self._launch and self._tasks and self._catch_up
         while failures <= self._max_restarts:
             await asyncio.sleep(BACK_OFF_S * 2 ** (failures - 2) if failures > 1 else 0)
             try:
                 engine = await self._launch(name)
             except PacelineError as error:
-                log.warning("worker %r could not be started: %s", name, error)
+                log.warning("could not start worker %r: %s", name, error)
                 failures, cause = failures + 1, error
                 continue
             member = Member(
@@ -217,12 +221,13 @@ class Fleet:
             self._tasks.create_task(self._catch_up(member))
             return member
         raise WorkerDied(
-            f"rollout worker {name!r} failed {failures} times in a row without finishing an answer; fleet.max_restarts = "
-            f"{self._max_restarts} are made good. The last time: {cause}"
+            f"rollout worker {name!r} failed {failures} times in a row "
+            "without finishing a completion "
+            f"(fleet.max_restarts = {self._max_restarts}). Last error: {cause}"
         ) from cause
 
     def _remove(self, member: Member, error: WorkerDied) -> None:
-        """Nothing it says counts from here on; what it was doing is handed back; its process ends."""
+        """Fence the engine, return its unfinished requests and close its process."""
         member.state = State.DEAD
         member.engine.worker.fence(error)
         self._members.remove(member)
@@ -231,13 +236,14 @@ class Fleet:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    # --- what people ask for ---
+    # --- commands ---
 
     async def add(self, count: int = 1) -> list[str]:
-        """Start more engines; once they have fetched the current weights they take work."""
+        """Start more engines and return their names; they join once they have the weights."""
         if self._launch is None or self._tasks is None:
             raise ConfigError(
-                "workers cannot be added: the engine shares its worker with the trainer; give rollout a pool of its own"
+                "workers cannot be added: the engine shares its worker with the trainer; "
+                "give rollout a separate pool"
             )
         free = (
             name
@@ -256,33 +262,29 @@ class Fleet:
         return names
 
     async def remove(self, name: str) -> None:
-        """Let an engine go; its unfinished answers go on elsewhere from where they are."""
-        member = next(
-            (
-                member
-                for member in self._members
-                if member.name == name and member.state is not State.REMOVING
-            ),
-            None,
-        )
+        """Remove an engine; other engines resume its unfinished completions."""
+        present = [member for member in self._members if member.state is not State.REMOVING]
+        member = next((member for member in present if member.name == name), None)
         if member is None:
             raise ConfigError(
-                f"there is no rollout worker {name!r}; there are {', '.join(m.name for m in self._members)}"
+                f"there is no rollout worker {name!r}; "
+                f"expected one of {', '.join(member.name for member in present)}"
             )
         if not member.elastic:
-            raise ConfigError(f"worker {name!r} cannot be removed: it plays other roles too")
+            raise ConfigError(f"worker {name!r} cannot be removed: it has other roles too")
         if self.in_rotation in ([], [member]):
             raise ConfigError(
-                f"worker {name!r} cannot be removed: no other is in rotation; add one first"
+                f"worker {name!r} cannot be removed: no other worker is in rotation; add one first"
             )
         member.state = State.REMOVING
         self._watches.pop(member.incarnation).cancel()
         try:
-            async with asyncio.timeout(self._silence_s):
+            async with asyncio.timeout(self._heartbeat_timeout_s):
                 await member.engine.pause(OnSync.INTERRUPT)
         except (TimeoutError, WorkerDied) as failed:
             log.warning(
-                "worker %r did not hand back its answers (%s); they start over elsewhere",
+                "worker %r did not return its unfinished completions (%s); "
+                "they start over on other engines",
                 name,
                 failed,
             )
@@ -290,7 +292,7 @@ class Fleet:
         self._names.discard(name)
 
     async def describe(self) -> list[dict[str, Any]]:
-        """A row for each engine, as `paceline workers list` prints them."""
+        """Return a row per engine for `paceline workers list`."""
         return [
             {
                 "name": member.name,
@@ -311,8 +313,11 @@ class Fleet:
         await self._each(lambda engine: engine.resume())
 
     async def _each(self, act: Callable[[EngineClient], Awaitable[Any]]) -> None:
-        """Do this with all engines. One that is out of rotation is told and not waited for: it may be loading, deaf to everybody. One that
-        dies meanwhile is seen to by its watch."""
+        """Call all engines and wait for those in rotation.
+
+        An engine out of rotation may be loading weights and unresponsive, so its reply is not
+        awaited. If an engine dies meanwhile, its supervision handles it.
+        """
 
         async def guarded(member: Member) -> None:
             try:
@@ -321,17 +326,16 @@ class Fleet:
                 if not member.elastic:
                     raise
 
-        told = [
+        calls = [
             (member, asyncio.ensure_future(guarded(member)))
             for member in self
             if member.state is not State.REMOVING
         ]
-        self._pending_calls = {task for task in self._pending_calls if not task.done()} | {
-            task for _, task in told
-        }
-        await asyncio.gather(*(task for member, task in told if member.in_rotation))
+        self._pending_calls = {call for call in self._pending_calls if not call.done()}
+        self._pending_calls.update(call for _, call in calls)
+        await asyncio.gather(*(call for member, call in calls if member.in_rotation))
 
     async def close(self) -> None:
-        for task in self._pending_calls:
-            task.cancel()
+        for call in self._pending_calls:
+            call.cancel()
         await asyncio.gather(*(member.engine.close() for member in self._members), *self._closing)

@@ -1,4 +1,4 @@
-"""One engine of the fleet, as the controller sees it: what it may be given, and what it is doing."""
+"""Member of the fleet: the controller's record of one engine, with its state and load."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,27 +8,27 @@ from paceline.rollout.engine import EngineStats
 
 
 class State(StrEnum):
-    STARTING = "starting"  # its process runs, its weights are not there yet
-    LIVE = "live"  # in rotation: it has the current weights and takes new work
-    CATCHING_UP = "catching_up"  # it missed a hand-over: it finishes what it has and catches up
-    REMOVING = "removing"  # it hands back what it has
+    STARTING = "starting"  # the process runs but has no weights yet
+    LIVE = "live"  # in rotation: has the current weights and gets new prompts
+    CATCHING_UP = "catching_up"  # missed a weight sync: finishes its requests, gets no new prompts
+    REMOVING = "removing"  # returns its unfinished requests
     DEAD = "dead"
 
 
 @dataclass(eq=False, slots=True)
 class Member:
     name: str
-    incarnation: int  # a worker that is replaced keeps its name; this tells the two apart
+    incarnation: int  # unique; a replacement has the name of the worker it replaces
     engine: EngineClient
-    elastic: bool = True  # plays no other role, so that the run can go on without it
+    elastic: bool = True  # has no other role, so the run can continue without it
     state: State = State.LIVE
-    version: int = 0  # of its weights, as far as it has said
-    load: int = 0  # attempts that are on it
-    answers: int = 0  # it has finished
-    failures: int = 0  # deaths under this name, one after the other, without an answer in between
-    loading: bool = False  # new weights, during which it answers nobody
-    stats: EngineStats | None = None  # what it said last, and when
-    heard_s: float = 0.0
+    version: int = 0  # last reported version of its weights
+    load: int = 0  # trajectories assigned to it
+    completions: int = 0  # finished so far
+    failures: int = 0  # consecutive failures under this name without a finished completion
+    loading: bool = False  # loads new weights and may not respond meanwhile
+    stats: EngineStats | None = None  # last reported statistics
+    stats_s: float = 0.0  # time of that report
     tokens_per_s: float = 0.0
 
     @property

@@ -1,8 +1,8 @@
-"""Runs groups: every attempt at a prompt through the environment, then the reward. Can be paused and resumed.
+"""Rollouter: generates all trajectories of a prompt through the environment, then scores them.
 
-Waits for: the engines (one in rotation to take an attempt, then its answer). Waited for by: the feed (while paused) and the
-synchroniser (while draining).
-A group either comes back whole or raises; a failed attempt is never a sample with reward 0.
+Waits for: the engines (one with room for the prompt, then its completions) and the reward. The feed
+waits for it while it is paused, the synchronizer while it drains. A group is returned complete, or
+an error is raised; a failed trajectory is never a sample with reward 0.
 """
 
 import asyncio
@@ -28,36 +28,42 @@ from paceline.types import Completion, Finish, Group, OnSync, Prompt, Request, S
 
 log = logging.getLogger(__name__)
 
-GREEDY = -1  # the attempt index of the greedy answer that some algorithms compare with
+GREEDY = -1  # trajectory index of the greedy completion, the baseline of some algorithms
 
 
 class RolloutSettings(Settings):
     engine: Literal["native", "vllm"] = "native"
-    """What generates: our own engine, or vLLM (the extra "vllm")."""
+    """Rollout engine: the built-in one, or vLLM (requires the extra "vllm")."""
     vllm: VllmSettings = VllmSettings()
     max_response_length: int = Field(
         64, ge=1, validation_alias=AliasChoices("max_response_length", "max_new_tokens")
     )
-    """Tokens an answer may have."""
+    """Maximum length of a completion in tokens."""
     temperature: float = Field(1.0, ge=0)
+    """Sampling temperature. 0: greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling: cumulative probability of the tokens to sample from. 1: off."""
     top_k: int = Field(0, ge=0)
-    """0 = off."""
+    """Number of most probable tokens to sample from. 0: off."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Strings that end an answer, besides the tokenizer's end tokens."""
+    """Strings that end a completion, in addition to the tokenizer's end tokens."""
     slots: int = Field(64, ge=1)
-    """Sequences an engine decodes at the same time, if so many are under way."""
+    """Maximum number of sequences an engine decodes concurrently."""
     kv_memory_fraction: float = Field(0.5, gt=0, le=1)
-    """Share of a GPU's free memory that keys and values may take; no more is taken than `slots` can use."""
+    """Maximum fraction of a GPU's free memory for the KV cache. The engine never takes more than
+    `slots` sequences need."""
     generation_timeout: float = Field(120.0, gt=0)
-    """Seconds one answer may take, from when an engine has taken its prompt to its last token."""
+    """Maximum seconds per completion, from when an engine accepts its prompt to its last token.
+    Time spent paused does not count."""
     min_group_size: int | None = Field(None, ge=1)
-    """Attempts that must end in time for a group to count; the late ones are given up. Unset: all of them."""
+    """Minimum number of trajectories that must finish in time; the group is trained without the
+    late ones. Default: group_size."""
     environment: str | None = None
-    """An agent loop of your own (several turns, tools): a class as "file.py:Class" or "module:Class". Its turns, and what it shows the
-    model in between, fit into data.max_prompt_length + max_response_length together. Unset: one question, one answer."""
+    """Custom agent loop (several turns, tools): a class as "file.py:Class" or "module:Class". All
+    its turns and the text between them must fit into data.max_prompt_length + max_response_length
+    tokens. Default: one prompt, one completion."""
     max_failed_groups: int = Field(0, ge=0)
-    """Groups that may fail (counted, never trained) before the run ends."""
+    """Number of groups that may fail before the run ends. A failed group is not trained on."""
 
 
 class Rollouter:
@@ -78,11 +84,10 @@ class Rollouter:
         slots: int | None = None,
     ) -> None:
         self.changed = fleet.changed
-        self._holds: set[str] = set()  # who wants it to be paused
+        self._holds: set[str] = set()  # names of the callers that paused it
         self._fleet = fleet
-        self._router = Router(
-            fleet, hedge_after_s, slots and 2 * slots
-        )  # so many again wait there, and no slot is ever idle
+        # Up to `slots` more trajectories wait at the engine, so that no slot is idle.
+        self._router = Router(fleet, hedge_after_s, slots and 2 * slots)
         self._environment = environment
         self._reward = reward
         self._sampling = sampling
@@ -93,13 +98,12 @@ class Rollouter:
         self._on_sync = on_sync
         self._timeout = generation_timeout
         self._ids = itertools.count()
-        self._stages: dict[int, str] = {}  # what becomes of a group just now
-        self._deadlines: dict[
-            asyncio.Timeout, float
-        ] = {}  # of running generations -> seconds left when paused
+        self._stages: dict[int, str] = {}  # current stage of each group
+        # Deadlines of running generations, with the seconds that were left when paused.
+        self._deadlines: dict[asyncio.Timeout, float] = {}
 
     async def run(self, seq: int, prompt: Prompt) -> Group:
-        """All attempts at one prompt, scored. Raises RolloutError or RewardError."""
+        """Generate and score all trajectories of a prompt. Raises RolloutError or RewardError."""
         self._stages[seq] = "generated"
         try:
             return await self._run(seq, prompt)
@@ -110,24 +114,22 @@ class Rollouter:
         clock = asyncio.get_running_loop().time
         started = clock()
         assignment = EngineAssignment(self._router, self._group_size + self._greedy_baseline)
-        await self._settle(assignment)
-        late: list[RolloutError] = []
+        await self._wait_for_engine(assignment)
+        indices = [*range(self._group_size), *([GREEDY] if self._greedy_baseline else [])]
+        failures: list[RolloutError] = []
         try:
-            async with asyncio.TaskGroup() as tasks:
-                started_tasks = [
-                    tasks.create_task(self._attempt(assignment, seq, index, prompt, late))
-                    for index in range(self._group_size)
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._trajectory(assignment, seq, index, prompt, failures))
+                    for index in indices
                 ]
-                if self._greedy_baseline:
-                    greedy = tasks.create_task(self._attempt(assignment, seq, GREEDY, prompt, late))
         except BaseExceptionGroup as failed:
             raise first_error(failed) from None
         finally:
             assignment.close()
-        trajectories = [
-            trajectory for task in started_tasks if (trajectory := task.result()) is not None
-        ]
-        baseline = greedy.result() if self._greedy_baseline else None
+        results = [task.result() for task in tasks]
+        baseline = results.pop() if self._greedy_baseline else None
+        trajectories = [trajectory for trajectory in results if trajectory is not None]
         self._stages[seq] = "scored by the reward"
         scored = await self._score(prompt, trajectories + ([baseline] if baseline else []))
         return Group(
@@ -150,7 +152,8 @@ class Rollouter:
             math.isfinite(number) for score in named for number in score.values()
         ):
             raise RewardError(
-                f"the reward of prompt {prompt.uid} gave {scores!r}; expected {len(trajectories)} finite numbers"
+                f"the reward of prompt {prompt.uid} returned {scores!r}; "
+                f"expected {len(trajectories)} finite numbers"
             )
         return tuple(
             trajectory.scored(score.pop("reward"), score)
@@ -158,10 +161,10 @@ class Rollouter:
         )
 
     def group_stages(self) -> list[str]:
-        """What becomes of groups just now, in words."""
+        """Describe how many groups are in which stage."""
         return [
-            f"{count} group(s) are being {what}"
-            for what, count in Counter(self._stages.values()).items()
+            f"{count} group(s) are being {stage}"
+            for stage, count in Counter(self._stages.values()).items()
         ]
 
     @property
@@ -172,20 +175,23 @@ class Rollouter:
         return who in self._holds
 
     async def pause_rollout(self, who: str = "user") -> bool:
-        """Admit nothing new and, by `on_sync`, let running generations finish, interrupt them or hold them. Idempotent."""
+        """Admit nothing new, and drain, interrupt or hold running generations as `on_sync` says.
+
+        Idempotent.
+        """
         self._holds.add(who)
         await self._fleet.pause(self._on_sync)
         if not self.paused:
-            return True  # it has been resumed before the last generation had ended
+            return True  # it was resumed before the last generation ended
         now = asyncio.get_running_loop().time()
-        for deadline in self._deadlines:  # time spent paused is nobody's fault
+        for deadline in self._deadlines:  # time spent paused does not count
             if (when := deadline.when()) is not None and not deadline.expired():
                 self._deadlines[deadline] = max(0.0, when - now)
                 deadline.reschedule(None)
         return True
 
     async def resume_rollout(self, who: str = "user") -> bool:
-        """Go on where `pause_rollout` stopped, unless somebody else still wants it to be paused. Idempotent."""
+        """Resume what `pause_rollout` paused, unless another caller also paused it. Idempotent."""
         if who not in self._holds:
             return True
         self._holds.remove(who)
@@ -193,7 +199,7 @@ class Rollouter:
             return True
         await self._fleet.resume()
         if self._holds:
-            return True  # it has been paused again
+            return True  # it was paused again meanwhile
         now = asyncio.get_running_loop().time()
         for deadline, seconds in self._deadlines.items():
             if deadline.when() is None:
@@ -201,29 +207,29 @@ class Rollouter:
         self.changed.notify_all()
         return True
 
-    async def _settle(self, assignment: EngineAssignment) -> None:
-        """Wait until the lane leads to an engine that takes work. No time of an answer passes here."""
+    async def _wait_for_engine(self, assignment: EngineAssignment) -> None:
+        """Wait until an engine takes the prompt. The generation timeout does not run meanwhile."""
         while self.paused or not assignment.assign():
             await self.changed.wait()
 
-    async def _attempt(
+    async def _trajectory(
         self,
         assignment: EngineAssignment,
         seq: int,
         index: int,
         prompt: Prompt,
-        late: list[RolloutError],
+        failures: list[RolloutError],
     ) -> Trajectory | None:
-        """One attempt; None when it failed and the group may go on without it."""
+        """Generate one trajectory; None if it failed and the group may continue without it."""
         try:
             return await self._environment.run(
                 prompt, self._generate(assignment, seq, index, prompt)
             )
         except RolloutError as error:
-            late.append(error)
-            if len(late) > self._may_fail or index == GREEDY:
+            failures.append(error)
+            if len(failures) > self._may_fail or index == GREEDY:
                 raise
-            log.warning("group %d goes on without one of its attempts: %s", seq, error)
+            log.warning("group %d continues without a failed trajectory: %s", seq, error)
             return None
         finally:
             if assignment.release():
@@ -240,7 +246,7 @@ class Rollouter:
             completion: Completion | None = None
             left, losses = self._timeout, assignment.losses
             while completion is None or completion.finish is Finish.INTERRUPT:
-                await self._settle(assignment)
+                await self._wait_for_engine(assignment)
                 request = Request(
                     f"{seq}.{index}.{next(self._ids)}", context, seed, sampling, completion
                 )
@@ -248,13 +254,15 @@ class Rollouter:
                     completion, left = await self._timed(assignment, request, left)
                 except TimeoutError:
                     raise RolloutError(
-                        f"attempt {index} at prompt {prompt.uid} took longer than rollout.generation_timeout = {self._timeout:g} s"
+                        f"trajectory {index} of prompt {prompt.uid} took longer than "
+                        f"rollout.generation_timeout = {self._timeout:g} s"
                     ) from None
-                if assignment.losses > losses:  # it starts over, and so does its time
+                if assignment.losses > losses:  # an engine was lost, so the timeout starts over
                     left, losses = self._timeout, assignment.losses
             if completion.finish is Finish.ABORT:
                 raise RolloutError(
-                    f"attempt {index} at prompt {prompt.uid} was aborted after {len(completion)} tokens"
+                    f"trajectory {index} of prompt {prompt.uid} was aborted "
+                    f"after {len(completion)} tokens"
                 )
             return completion
 
@@ -263,7 +271,7 @@ class Rollouter:
     async def _timed(
         self, assignment: EngineAssignment, request: Request, left: float
     ) -> tuple[Completion, float]:
-        """A generation within the seconds its answer has left, and what is left then."""
+        """Generate within the `left` seconds; return the completion and the seconds left then."""
         async with asyncio.timeout(left) as deadline:
             self._deadlines[deadline] = left
             try:
@@ -280,5 +288,5 @@ class Rollouter:
 
 
 def _seed(*parts: int) -> int:
-    """One seed per (run, group, attempt, turn), the same on every machine."""
+    """Return a seed per (run, group, trajectory, turn), the same on every machine."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest())

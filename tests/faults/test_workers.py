@@ -1,4 +1,4 @@
-"""Rollout workers of a real run are killed, stopped, added and removed, and nobody who waits for the result can tell."""
+"""Real runs whose rollout workers are killed, suspended, added and removed."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ SETTINGS = [
     "schedule.max_staleness=3",
     "schedule.on_sync=swap",
     "fleet.heartbeat_timeout_s=3",
-    "sync.timeout_s=10",  # a worker that is stopped while it should load is silent for that long
+    "sync.timeout_s=10",  # heartbeat timeout of a worker that is loading weights
     "train.learning_rate=1e-3",
     f"reward.function={Path(__file__).parents[1]}/rewards.py:letters",
 ]
@@ -43,12 +43,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return random_model(tmp_path_factory.mktemp("model"))
 
 
-def config(model: str, folder: Path, *settings: str) -> RunConfig:
-    return load_config(None, [f"model={model}", f"run_dir={folder}", *SETTINGS, *settings])
+def config(model: str, run_dir: Path, *settings: str) -> RunConfig:
+    return load_config(None, [f"model={model}", f"run_dir={run_dir}", *SETTINGS, *settings])
 
 
 class Steps:
-    """An observer that lets a test wait for a step, and ends the run when the test has seen enough."""
+    """Observer with which a test waits for a step, and which ends the run when the test is done."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -61,7 +61,7 @@ class Steps:
         self.metrics.append(metrics)
         self._moved.set()
         if self.done:
-            raise Enough
+            raise ScriptDone
 
     def engines_polled(self, *_: object) -> None:
         self._moved.set()
@@ -76,12 +76,12 @@ class Steps:
         await self.until(lambda: self.step >= goal)
 
 
-class Enough(Exception):
+class ScriptDone(Exception):
     pass
 
 
 def play(config: RunConfig, script: Callable[[Steps], Awaitable[None]]) -> Steps:
-    """Run until the script has ended, and check what must always hold."""
+    """Run until the script has ended, then check the invariants of a run."""
 
     async def both() -> Steps:
         steps = Steps()
@@ -92,7 +92,7 @@ def play(config: RunConfig, script: Callable[[Steps], Awaitable[None]]) -> Steps
             if acting in done:
                 acting.result()
                 steps.done = True
-            with suppress(Enough):
+            with suppress(ScriptDone):
                 await run
         finally:
             acting.cancel()
@@ -101,43 +101,44 @@ def play(config: RunConfig, script: Callable[[Steps], Awaitable[None]]) -> Steps
         return steps
 
     steps = asyncio.run(both())
-    assert not children(), "a process was left behind"
+    assert not children(), "a process is left over"
     check_ledger(Path(config.run_dir))
     assert max(row["staleness/max"] for row in steps.metrics) <= config.schedule.max_staleness
     return steps
 
 
-def check_ledger(folder: Path) -> None:
-    events = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+def check_ledger(run_dir: Path) -> None:
+    events = [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
     trained = [event["seq"] for event in events if event["event"] == "trained"]
     assert trained == list(range(len(trained))), "every prompt once, in order"
     issued = {event["seq"] for event in events if event["event"] == "issued"}
     assert set(trained) <= issued and not any(event["event"] == "dropped" for event in events)
 
 
-def pids(folder: Path) -> dict[str, int]:
-    """Workers write to their own log, so the open file tells who is who; of two under one name, the younger."""
+def pids(run_dir: Path) -> dict[str, int]:
+    """Return the process ID of each worker; of two with the same name, the younger.
+
+    Each worker writes to a separate log file, so its open file identifies it.
+    """
     found: dict[str, int] = {}
     for process in sorted(psutil.Process().children(), key=lambda process: process.create_time()):
         target = Path(os.path.realpath(f"/proc/{process.pid}/fd/1"))
-        if target.parent == (folder / "logs").resolve():
+        if target.parent == (run_dir / "logs").resolve():
             found[target.stem] = process.pid
     return found
 
 
-async def tell(folder: Path, command: str, **arguments: Any) -> Any:
-    return await asyncio.to_thread(send_command, folder, command, **arguments)
+async def command(run_dir: Path, name: str, /, **arguments: Any) -> Any:
+    return await asyncio.to_thread(send_command, run_dir, name, **arguments)
 
 
-async def mid_generation(folder: Path, name: str) -> None:
-    """Wait until this worker has answers under way."""
-    while not any(row["name"] == name and row["load"] for row in await tell(folder, "list")):
+async def mid_generation(run_dir: Path, name: str) -> None:
+    """Wait until this worker has trajectories in flight."""
+    while not any(row["name"] == name and row["load"] for row in await command(run_dir, "list")):
         await asyncio.sleep(0.01)
 
 
-def test_the_only_rollout_worker_killed_mid_generation_is_replaced_and_its_groups_are_trained_once(
-    model: str, tmp_path: Path
-) -> None:
+def test_fleet_replaces_worker_when_killed_during_generation(model: str, tmp_path: Path) -> None:
     async def script(steps: Steps) -> None:
         await steps.more(3)
         before = pids(tmp_path)["rollout"]
@@ -150,26 +151,25 @@ def test_the_only_rollout_worker_killed_mid_generation_is_replaced_and_its_group
         )
         await steps.more(5)
         assert pids(tmp_path)["rollout"] != before
-        assert [(row["state"], row["incarnation"]) for row in await tell(tmp_path, "list")] == [
+        assert [(row["state"], row["incarnation"]) for row in await command(tmp_path, "list")] == [
             ("live", 1)
         ]
 
     play(config(model, tmp_path), script)
 
 
-def test_a_stopped_worker_is_replaced_and_when_it_wakes_up_nobody_listens(
+def test_fleet_replaces_suspended_worker_and_discards_its_messages(
     model: str, tmp_path: Path
 ) -> None:
     async def script(steps: Steps) -> None:
         await steps.more(3)
-        zombie = pids(tmp_path)["rollout"]
+        suspended = pids(tmp_path)["rollout"]
         await mid_generation(tmp_path, "rollout")
-        os.kill(zombie, signal.SIGSTOP)
-        while any(
-            row["incarnation"] == 0 for row in await tell(tmp_path, "list")
-        ):  # until its silence has been noticed
+        os.kill(suspended, signal.SIGSTOP)
+        # Wait until the heartbeat timeout has passed.
+        while any(row["incarnation"] == 0 for row in await command(tmp_path, "list")):
             await asyncio.sleep(0.01)
-        os.kill(zombie, signal.SIGCONT)
+        os.kill(suspended, signal.SIGCONT)
         await steps.until(lambda: steps.metrics[-1]["fleet/fenced_messages"] > 0)
         await steps.until(
             lambda: (
@@ -177,21 +177,19 @@ def test_a_stopped_worker_is_replaced_and_when_it_wakes_up_nobody_listens(
             )
         )
         await steps.more(5)
-        assert (
-            not psutil.pid_exists(zombie) or psutil.Process(zombie).status() == psutil.STATUS_ZOMBIE
-        )
+        if psutil.pid_exists(suspended):
+            assert psutil.Process(suspended).status() == psutil.STATUS_ZOMBIE
 
     play(config(model, tmp_path, "placement.rollout_workers=2"), script)
 
 
-def test_the_only_worker_stopped_while_it_should_take_new_weights_is_replaced_before_its_answers_fail(
+def test_fleet_replaces_worker_when_suspended_during_weight_sync(
     model: str, tmp_path: Path
 ) -> None:
     async def script(steps: Steps) -> None:
         await steps.more(3)
-        os.kill(
-            pids(tmp_path)["rollout"], signal.SIGSTOP
-        )  # the trainer goes on with what it has, and then nobody takes its weights
+        # The trainer continues with the queued groups; then no engine loads its weights.
+        os.kill(pids(tmp_path)["rollout"], signal.SIGSTOP)
         await steps.until(lambda: steps.metrics[-1]["fleet/replaced"] == 1)
         await steps.more(5)
 
@@ -201,50 +199,54 @@ def test_the_only_worker_stopped_while_it_should_take_new_weights_is_replaced_be
     )
 
 
-def test_two_workers_join_and_one_leaves_every_engine_gets_every_version_and_the_job_can_be_paused(
-    model: str, tmp_path: Path
-) -> None:
+def test_workers_can_be_added_and_removed(model: str, tmp_path: Path) -> None:
     async def script(steps: Steps) -> None:
         await steps.more(2)
-        assert await tell(tmp_path, "add", count=2) == ["rollout-1", "rollout-2"]
+        assert await command(tmp_path, "add", count=2) == ["rollout-1", "rollout-2"]
         await steps.until(lambda: steps.metrics[-1]["fleet/engines"] == 3)
         await mid_generation(tmp_path, "rollout")
-        await tell(tmp_path, "remove", name="rollout")
+        await command(tmp_path, "remove", name="rollout")
         await steps.until(lambda: steps.metrics[-1]["fleet/engines"] == 2)
         await steps.more(3)
         reached = steps.step
-        while not all(row["version"] > reached for row in await tell(tmp_path, "list")):
+        while not all(row["version"] > reached for row in await command(tmp_path, "list")):
             await steps.more(1)
-        rows = await tell(tmp_path, "list")
-        assert {row["name"] for row in rows} == {"rollout-1", "rollout-2"} and all(
-            row["state"] == "live" for row in rows
-        )
+        rows = await command(tmp_path, "list")
+        assert {row["name"] for row in rows} == {"rollout-1", "rollout-2"}
+        assert all(row["state"] == "live" for row in rows)
         while "rollout" in pids(tmp_path):
             await asyncio.sleep(0.05)
         with pytest.raises(
-            ConfigError, match="there is no rollout worker 'rollout'; there are rollout-"
+            ConfigError, match="there is no rollout worker 'rollout'; expected one of rollout-"
         ):
-            await tell(tmp_path, "remove", name="rollout")
-        assert await tell(tmp_path, "pause") is True
-        while any(row["tokens_per_s"] for row in await tell(tmp_path, "list")):
+            await command(tmp_path, "remove", name="rollout")
+
+    play(config(model, tmp_path), script)
+
+
+def test_run_can_be_paused_and_resumed(model: str, tmp_path: Path) -> None:
+    async def script(steps: Steps) -> None:
+        await steps.more(2)
+        assert await command(tmp_path, "pause") is True
+        while any(row["tokens_per_s"] for row in await command(tmp_path, "list")):
             await asyncio.sleep(0.1)
-        assert await tell(tmp_path, "resume") is True
+        assert await command(tmp_path, "resume") is True
         await steps.more(3)
 
     play(config(model, tmp_path), script)
 
 
-def test_a_worker_that_cannot_live_ends_the_run_by_name(model: str, tmp_path: Path) -> None:
+def test_run_fails_when_worker_exceeds_max_restarts(model: str, tmp_path: Path) -> None:
     async def script(steps: Steps) -> None:
         await steps.more(1)
-        while True:  # kill whoever comes, before it has finished an answer
+        while True:  # kill each replacement before it finishes a completion
             if pid := pids(tmp_path).get("rollout"):
                 os.kill(pid, signal.SIGKILL)
             await asyncio.sleep(0.05)
 
     with pytest.raises(
         WorkerDied,
-        match=r"rollout worker 'rollout' failed 2 times in a row .* fleet\.max_restarts = 1",
+        match=r"rollout worker 'rollout' failed 2 times in a row .*\(fleet\.max_restarts = 1\)",
     ):
         play(config(model, tmp_path, "fleet.max_restarts=1"), script)
     assert not children()

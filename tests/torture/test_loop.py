@@ -1,5 +1,7 @@
-"""The real loop under random latencies, thousands of seeds, in virtual time. Staleness is read from the data itself:
-every fake token's value is the version of the weights that made it."""
+"""The real loop with random latencies: thousands of seeds in virtual time.
+
+Staleness is read from the data: the value of a fake token is the version that generated it.
+"""
 
 import asyncio
 import random
@@ -49,11 +51,11 @@ def random_world(seed: int, schedule: ScheduleSettings) -> World:
 
 
 def staleness_in_data(world: World) -> list[int]:
-    """For every trained row: trainer's version when it was trained, minus the oldest version among its tokens."""
+    """Return the staleness of every trained row: its step minus the oldest version in it."""
     found = []
     for step, batch in zip(world.trainer.steps, world.trainer.batches, strict=True):
         assert (batch.versions[batch.mask] == batch.tokens[batch.mask]).all(), (
-            "a token is labelled with another version than made it"
+            "a token is labeled with the wrong version"
         )
         found += [
             step - int(row[row >= 0].min()) for row in np.split(batch.versions, batch.offsets[1:-1])
@@ -61,8 +63,8 @@ def staleness_in_data(world: World) -> list[int]:
     return found
 
 
-class Lent(FakeEngine):
-    """Computes with the trainer's very own weights, which are new when a train step ends, whatever version it thinks it has."""
+class SharedWeightsEngine(FakeEngine):
+    """Generates with the trainer's parameters, which change when a train step ends."""
 
     trained: list[int]
 
@@ -72,12 +74,12 @@ class Lent(FakeEngine):
 
 
 @pytest.mark.parametrize("mode", ["one step off", "async swap", "async interrupt"])
-def test_tokens_are_of_the_version_they_say_also_where_the_engine_has_the_trainers_own_weights(
+def test_tokens_have_correct_version_when_weights_are_shared(
     mode: str,
 ) -> None:
     for seed in range(50):
         world = random_world(seed, MODES[mode])
-        world.make_engine, world.num_engines, world.shares_weights = Lent, 1, True
+        world.make_engine, world.num_engines, world.shares_weights = SharedWeightsEngine, 1, True
         loop = world.build()
         world.engines[0].trained = world.trainer.steps  # type: ignore[attr-defined]
         run_virtual(loop.run())
@@ -85,7 +87,7 @@ def test_tokens_are_of_the_version_they_say_also_where_the_engine_has_the_traine
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_staleness_is_never_negative_and_never_above_the_bound_and_nothing_is_lost_or_trained_twice(
+def test_every_prompt_is_trained_once_within_staleness_bound(
     mode: str,
 ) -> None:
     schedule, worst = MODES[mode], 0
@@ -95,19 +97,21 @@ def test_staleness_is_never_negative_and_never_above_the_bound_and_nothing_is_lo
         staleness = staleness_in_data(world)
         assert min(staleness) >= 0 and max(staleness) <= schedule.max_staleness, f"seed {seed}"
         worst = max(worst, *staleness)
-        seqs = [group.seq for group in world.notes.groups]
+        seqs = [group.seq for group in world.observer.groups]
         assert seqs == list(range(world.steps * world.groups_per_step)), (
-            f"seed {seed}: not every prompt once, in order"
+            f"seed {seed}: expected every prompt once, in order"
         )
         assert world.ledger.counts()["trained"] == len(seqs) and not world.ledger.dropped
         world.ledger.check()
-    assert worst == schedule.max_staleness, "the bound is reached, so the test above can fail"
+    assert worst == schedule.max_staleness, (
+        "the bound must be reached for the assertion above to mean something"
+    )
 
 
-def test_giving_tickets_back_before_the_weights_are_live_breaks_the_bound(
+def test_bound_breaks_when_tickets_return_before_weights_are_live(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The release point is the invariant: this planted mistake must be seen by the torture test."""
+    """Check that the torture test detects a ticket that is released too early."""
 
     def take(self: Admission, seqs: list[int]) -> None:
         for seq in seqs:
@@ -124,7 +128,7 @@ def test_giving_tickets_back_before_the_weights_are_live_breaks_the_bound(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_failing_groups_are_dropped_counted_and_replaced_and_the_bound_still_holds(
+def test_failed_groups_are_dropped_and_replaced(
     mode: str,
 ) -> None:
     schedule = MODES[mode]
@@ -140,20 +144,17 @@ def test_failing_groups_are_dropped_counted_and_replaced_and_the_bound_still_hol
         world.score, world.max_failed_groups = score, 100
         run_virtual(world.build().run())
         assert max(staleness_in_data(world)) <= schedule.max_staleness
-        trained = [group.seq for group in world.notes.groups]
-        assert len(trained) == world.steps * world.groups_per_step == len(
-            set(trained)
-        ) and not bad & set(trained)
+        trained = [group.seq for group in world.observer.groups]
+        assert len(trained) == world.steps * world.groups_per_step == len(set(trained))
+        assert not bad & set(trained)
         counts = world.ledger.counts()
         assert counts["dropped"].get("reward_failed", 0) <= len(bad)
-        assert (
-            counts["issued"]
-            == counts["trained"] + sum(counts["dropped"].values()) + counts["outstanding"]
-        )
+        settled = counts["trained"] + sum(counts["dropped"].values())
+        assert counts["issued"] == settled + counts["outstanding"]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_queue_of_one_batch_holds_generation_back_and_nothing_is_dropped(mode: str) -> None:
+def test_small_queue_limits_generation_and_drops_nothing(mode: str) -> None:
     schedule = MODES[mode]
     for seed in range(100):
         world = random_world(seed, schedule)
@@ -165,7 +166,7 @@ def test_a_queue_of_one_batch_holds_generation_back_and_nothing_is_dropped(mode:
 
 
 @pytest.mark.parametrize("victim", ["feed", "train", "watch", "rollout"])
-def test_a_killed_coroutine_ends_the_run_at_once_with_its_name(victim: str) -> None:
+def test_run_fails_when_task_is_cancelled(victim: str) -> None:
     for seed in range(20):
 
         async def scenario(seed: int = seed) -> None:
@@ -185,7 +186,7 @@ def test_a_killed_coroutine_ends_the_run_at_once_with_its_name(victim: str) -> N
             run_virtual(scenario())
 
 
-def test_a_dead_worker_ends_the_run_with_its_error() -> None:
+def test_run_fails_when_worker_dies() -> None:
     async def scenario() -> None:
         died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         world = World(steps=1000, guards=[("rollout-0", died)])
@@ -199,7 +200,7 @@ def test_a_dead_worker_ends_the_run_with_its_error() -> None:
         run_virtual(scenario())
 
 
-def test_cancelling_the_run_cancels_everything_in_it() -> None:
+def test_cancelling_run_cancels_all_its_tasks() -> None:
     async def scenario() -> int:
         world = World(steps=1000)
         run = asyncio.create_task(world.build().run())
@@ -209,11 +210,11 @@ def test_cancelling_the_run_cancels_everything_in_it() -> None:
             await run
         return len(asyncio.all_tasks())
 
-    assert run_virtual(scenario()) <= 2  # this scenario and the limit around it
+    assert run_virtual(scenario()) <= 2  # this scenario and its time limit
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_failed_hand_over_is_tried_again_and_the_version_counts_only_when_an_engine_has_it(
+def test_failed_weight_sync_is_retried(
     mode: str,
 ) -> None:
     async def scenario() -> World:
@@ -228,7 +229,7 @@ def test_a_failed_hand_over_is_tried_again_and_the_version_counts_only_when_an_e
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_engine_that_cannot_take_the_new_weights_catches_up_by_itself(mode: str) -> None:
+def test_engine_catches_up_after_failed_load(mode: str) -> None:
     async def scenario() -> World:
         world = World(schedule=MODES[mode], num_engines=2, steps=12)
         loop = world.build()
@@ -237,14 +238,12 @@ def test_an_engine_that_cannot_take_the_new_weights_catches_up_by_itself(mode: s
         return world
 
     world = run_virtual(scenario())
-    assert world.synchronizer.retried == 0 and [engine.version for engine in world.engines] == [
-        12,
-        12,
-    ]
+    assert world.synchronizer.retried == 0
+    assert [engine.version for engine in world.engines] == [12, 12]
     assert max(staleness_in_data(world)) <= MODES[mode].max_staleness
 
 
-def test_a_hand_over_that_keeps_failing_ends_the_run() -> None:
+def test_run_fails_when_weight_sync_keeps_failing() -> None:
     async def scenario() -> None:
         world = World()
         loop = world.build()
@@ -255,18 +254,21 @@ def test_a_hand_over_that_keeps_failing_ends_the_run() -> None:
         run_virtual(scenario())
 
 
-def test_a_generation_that_takes_too_long_is_a_failed_group_never_a_sample() -> None:
+def test_run_fails_when_generation_times_out() -> None:
     with pytest.raises(RolloutError, match=r"generation_timeout = 0\.5"):
         run_virtual(World(generation_timeout=0.5, engine_s=5.0).build().run())
+
+
+def test_group_is_dropped_when_generation_times_out() -> None:
     world = World(generation_timeout=4.0, engine_s=1.0, max_failed_groups=10_000)
     run_virtual(world.build().run())
     assert world.ledger.dropped["rollout_failed"] > 0
     assert all(
-        len(t.turns[0].completion) for group in world.notes.groups for t in group.trajectories
+        len(t.turns[0].completion) for group in world.observer.groups for t in group.trajectories
     )
 
 
-def test_a_run_in_which_nothing_moves_says_what_it_waits_for() -> None:
+def test_stall_error_names_what_run_waits_for() -> None:
     async def scenario() -> None:
         world = World(stall_timeout_s=60)
         loop = world.build()
@@ -280,12 +282,13 @@ def test_a_run_in_which_nothing_moves_says_what_it_waits_for() -> None:
 
     with pytest.raises(
         StalledError,
-        match=r"nothing moved for 6\d s \(stall_timeout_s = 60\): .*train waits for the train step 1",
+        match=r"nothing moved for 6\d s \(stall_timeout_s = 60\): "
+        ".*train waits for the train step 1",
     ):
         run_virtual(scenario())
 
 
-def test_a_step_may_take_as_long_as_its_own_limit_says_and_a_stall_names_the_limit() -> None:
+def test_train_step_may_take_as_long_as_step_timeout() -> None:
     async def scenario(seconds: float) -> None:
         world = World(stall_timeout_s=60, step_timeout_s=400, steps=2)
         loop = world.build()
@@ -304,20 +307,26 @@ def test_a_step_may_take_as_long_as_its_own_limit_says_and_a_stall_names_the_lim
         run_virtual(scenario(500))
 
 
-def test_a_stall_says_whether_engines_or_the_reward_are_waited_for_and_which_worker_is_missing() -> (
-    None
-):
+def test_stall_error_names_reward_when_it_hangs() -> None:
     async def never(*_: object) -> list[float]:
         await asyncio.sleep(1e9)
         return []
 
-    async def stuck_reward() -> None:
+    async def scenario() -> None:
         world = World(stall_timeout_s=60)
         loop = world.build()
         world.reward.score = never  # type: ignore[method-assign]
         await loop.run()
 
-    async def stuck_engines() -> None:
+    with pytest.raises(
+        StalledError,
+        match=r"train waits for groups \[0, 1, 2\] .*; 3 group\(s\) are being scored by the reward",
+    ):
+        run_virtual(scenario())
+
+
+def test_stall_error_names_workers_that_are_missing() -> None:
+    async def scenario() -> None:
         world = World(stall_timeout_s=60, num_engines=2, elastic=True, start_s=1e4)
         loop = world.build()
         world.engines[0].freeze()
@@ -326,16 +335,14 @@ def test_a_stall_says_whether_engines_or_the_reward_are_waited_for_and_which_wor
 
     with pytest.raises(
         StalledError,
-        match=r"train waits for groups \[0, 1, 2\] .*; 3 group\(s\) are being scored by the reward",
+        match=r"3 group\(s\) are being generated; worker 'rollout-0' is being started; "
+        "worker 'rollout-1' is being started",
     ):
-        run_virtual(stuck_reward())
-    words = r"3 group\(s\) are being generated; worker 'rollout-0' is being started; worker 'rollout-1' is being started"
-    with pytest.raises(StalledError, match=words):
-        run_virtual(stuck_engines())
+        run_virtual(scenario())
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_pause_stops_admission_and_tokens_and_resume_goes_on(mode: str) -> None:
+def test_pause_stops_generation_until_resume(mode: str) -> None:
     async def scenario() -> World:
         world = World(schedule=MODES[mode], steps=8)
         run = asyncio.create_task(world.build().run())
@@ -357,10 +364,10 @@ def test_pause_stops_admission_and_tokens_and_resume_goes_on(mode: str) -> None:
 
     world = run_virtual(scenario())
     assert max(staleness_in_data(world)) <= world.schedule.max_staleness
-    assert [g.seq for g in world.notes.groups] == list(range(8 * 3))
+    assert [g.seq for g in world.observer.groups] == list(range(8 * 3))
 
 
-def test_time_spent_paused_does_not_count_against_the_generation_timeout() -> None:
+def test_generation_timeout_excludes_paused_time() -> None:
     async def scenario() -> World:
         world = World(schedule=MODES["async swap"], generation_timeout=300)
         run = asyncio.create_task(world.build().run())
@@ -372,21 +379,18 @@ def test_time_spent_paused_does_not_count_against_the_generation_timeout() -> No
         return world
 
     world = run_virtual(scenario())
-    assert (
-        len(world.notes.groups) == world.steps * world.groups_per_step and not world.ledger.dropped
-    )
+    assert len(world.observer.groups) == world.steps * world.groups_per_step
+    assert not world.ledger.dropped
 
 
-def test_a_pause_that_is_taken_back_before_the_last_answer_has_ended_takes_no_deadline_away() -> (
-    None
-):
+def test_deadlines_stay_when_resumed_while_draining() -> None:
     async def scenario() -> None:
         world = World(schedule=MODES["one step off"], generation_timeout=300)
         run = asyncio.create_task(world.build().run())
         await asyncio.sleep(2)
         pausing = asyncio.create_task(world.rollouter.pause_rollout())
         await asyncio.sleep(0)
-        assert not pausing.done(), "answers are being drained"
+        assert not pausing.done(), "running generations should still drain"
         await world.rollouter.resume_rollout()
         assert await pausing is True
         world.engines[0].freeze()
@@ -396,7 +400,7 @@ def test_a_pause_that_is_taken_back_before_the_last_answer_has_ended_takes_no_de
         run_virtual(scenario())
 
 
-def test_a_continued_run_issues_the_unfinished_prompts_again_first_and_trains_each_once() -> None:
+def test_resumed_run_trains_unfinished_prompts_first_and_once() -> None:
     for seed in range(50):
         first = random_world(seed, MODES["async swap"])
         run_virtual(first.build().run())
@@ -408,11 +412,11 @@ def test_a_continued_run_issues_the_unfinished_prompts_again_first_and_trains_ea
         for engine in second.engines:
             engine.version = 6
         run_virtual(loop.run(first_step=6))
-        seqs = [group.seq for group in first.notes.groups + second.notes.groups]
+        seqs = [group.seq for group in first.observer.groups + second.observer.groups]
         assert seqs == list(range(12 * first.groups_per_step))
 
 
-def test_a_sample_from_the_future_is_a_bug_and_ends_the_run() -> None:
+def test_run_fails_when_sample_is_newer_than_trainer() -> None:
     async def scenario() -> None:
         world = World()
         loop = world.build()
@@ -423,7 +427,7 @@ def test_a_sample_from_the_future_is_a_bug_and_ends_the_run() -> None:
         run_virtual(scenario())
 
 
-def test_the_ledger_refuses_to_settle_a_group_twice() -> None:
+def test_ledger_rejects_settling_group_twice() -> None:
     ledger = Ledger()
     seq = ledger.issue()
     ledger.trained(seq, uid="a", step=0, staleness=0)

@@ -1,4 +1,4 @@
-"""Which groups are trained: dynamic sampling, groups that go on without a late attempt, greedy baselines."""
+"""Selection of groups: dynamic sampling, groups without late trajectories, greedy baselines."""
 
 import random
 from dataclasses import replace
@@ -15,60 +15,58 @@ from tests.virtual import run_virtual
 
 
 def half_equal(prompt: Prompt) -> list[float]:
-    """Every second prompt is one that all attempts solve or all fail."""
+    """Give about half of the prompts equal rewards."""
     return [1.0] * 5 if random.Random(prompt.uid).random() < 0.5 else [0.0, 1.0, 0.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_dynamic_sampling_fills_every_batch_exactly_with_groups_that_teach(mode: str) -> None:
+def test_dynamic_sampling_fills_batches_with_unequal_rewards(mode: str) -> None:
     for seed in range(60):
         world = random_world(seed, MODES[mode])
         world.group_size, world.score, world.dynamic_sampling = 2, half_equal, True
         run_virtual(world.build().run())
-        assert [batch.num_rows for batch in world.trainer.batches] == [
-            2 * world.groups_per_step
-        ] * world.steps
+        sizes = [batch.num_rows for batch in world.trainer.batches]
+        assert sizes == [2 * world.groups_per_step] * world.steps
         assert all(
             group.trajectories[0].reward != group.trajectories[1].reward
-            for group in world.notes.groups
+            for group in world.observer.groups
         )
         assert max(staleness_in_data(world)) <= world.schedule.max_staleness
         counts = world.ledger.counts()
         assert counts["dropped"]["equal_rewards"] > 0
-        assert (
-            counts["issued"]
-            == counts["trained"] + counts["dropped"]["equal_rewards"] + counts["outstanding"]
-        )
+        settled = counts["trained"] + counts["dropped"]["equal_rewards"]
+        assert counts["issued"] == settled + counts["outstanding"]
 
 
-class PaidByTurn(SingleTurn):
-    """Every attempt is paid for its turn, by how many words it has."""
+class TurnRewards(SingleTurn):
+    """Rewards each turn with its number of tokens."""
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
-        attempt = await super().run(prompt, generate)
-        return replace(
-            attempt, turns=(replace(attempt.turns[0], reward=float(attempt.num_tokens)),)
-        )
+        trajectory = await super().run(prompt, generate)
+        turn = replace(trajectory.turns[0], reward=float(trajectory.num_tokens))
+        return replace(trajectory, turns=(turn,))
 
 
-def test_rewards_of_turns_count_when_groups_are_compared_and_in_the_figures() -> None:
+def test_turn_rewards_count_in_dynamic_sampling_and_metrics() -> None:
     world = World(
-        dynamic_sampling=True, score=lambda _: [0.0] * 5, group_size=4, environment=PaidByTurn(str)
+        dynamic_sampling=True, score=lambda _: [0.0] * 5, group_size=4, environment=TurnRewards(str)
     )
     run_virtual(world.build().run())
     assert len(world.trainer.batches) == world.steps
-    lengths = [attempt.num_tokens for group in world.notes.groups for attempt in group.trajectories]
-    assert np.isclose(np.mean([row["reward/mean"] for row in world.notes.rows]), np.mean(lengths))
-    assert all(row["reward/uniform_group_fraction"] == 0 for row in world.notes.rows)
+    lengths = [t.num_tokens for group in world.observer.groups for t in group.trajectories]
+    assert np.isclose(
+        np.mean([row["reward/mean"] for row in world.observer.rows]), np.mean(lengths)
+    )
+    assert all(row["reward/uniform_group_fraction"] == 0 for row in world.observer.rows)
 
 
-def test_when_no_group_ever_teaches_the_run_ends_and_shows_the_rewards() -> None:
+def test_dynamic_sampling_fails_when_all_rewards_are_equal() -> None:
     world = World(dynamic_sampling=True, score=lambda _: [0.0] * 5)
     with pytest.raises(RolloutError, match=r"151 with reward 0.*too hard, too easy"):
         run_virtual(world.build().run())
 
 
-def test_a_group_goes_on_without_its_late_attempts_down_to_the_smallest_size_allowed() -> None:
+def test_group_continues_without_late_trajectories_down_to_min_size() -> None:
     sizes = []
     for seed in range(20):
         world = World(
@@ -79,12 +77,12 @@ def test_a_group_goes_on_without_its_late_attempts_down_to_the_smallest_size_all
             max_failed_groups=10_000,
         )
         run_virtual(world.build().run())
-        sizes += [len(group.trajectories) for group in world.notes.groups]
+        sizes += [len(group.trajectories) for group in world.observer.groups]
         assert all(len(batch.groups) == len(batch.rewards) for batch in world.trainer.batches)
     assert set(sizes) == {2, 3, 4}
 
 
-def test_the_greedy_answer_is_the_baseline_and_is_not_trained_on() -> None:
+def test_greedy_completion_is_baseline_and_not_trained() -> None:
     world = World(group_size=2, greedy_baseline=True, score=lambda _: [0.25, 0.5, 0.75])
     run_virtual(world.build().run())
     for batch in world.trainer.batches:
@@ -92,12 +90,12 @@ def test_the_greedy_answer_is_the_baseline_and_is_not_trained_on() -> None:
         assert batch.baselines.tolist() == [0.75] * 6 and batch.rewards.tolist() == [0.25, 0.5] * 3
 
 
-def test_the_greedy_answer_is_worth_what_its_turns_were_paid_too() -> None:
+def test_baseline_includes_turn_rewards() -> None:
     world = World(
         group_size=2,
         greedy_baseline=True,
         score=lambda _: [0.25, 0.5, 0.75],
-        environment=PaidByTurn(str),
+        environment=TurnRewards(str),
     )
     run_virtual(world.build().run())
     assert all(

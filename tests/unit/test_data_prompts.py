@@ -185,16 +185,16 @@ def test_file_formats_give_same_rows(name: str, tmp_path: Path) -> None:
     assert prompts[2].uid.endswith(":3")
 
 
-def save_dataset(folder: Path, rows: list[dict[str, Any]]) -> None:
+def save_dataset(directory: Path, rows: list[dict[str, Any]]) -> None:
     pyarrow = pytest.importorskip("pyarrow")
-    folder.mkdir(parents=True)
+    directory.mkdir(parents=True)
     table = pyarrow.Table.from_pylist(rows)
     with (
-        pyarrow.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as file,
+        pyarrow.OSFile(str(directory / "data-00000-of-00001.arrow"), "wb") as file,
         pyarrow.ipc.new_stream(file, table.schema) as stream,
     ):
         stream.write_table(table)
-    (folder / "state.json").write_text(
+    (directory / "state.json").write_text(
         json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": "train"})
     )
 

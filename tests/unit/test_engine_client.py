@@ -1,4 +1,4 @@
-"""The controller's end of an engine, when it is told one thing and then another before it has answered."""
+"""Engine client: overlapping pause and resume calls, and failed submissions."""
 
 import asyncio
 from typing import Any
@@ -13,7 +13,7 @@ from tests.virtual import run_virtual
 
 
 class SlowWorker(Worker):
-    """Answers every call after a second, in order."""
+    """Replies to every call after one second, in order."""
 
     def __init__(self, error: Exception | None = None) -> None:
         super().__init__("slow")
@@ -28,7 +28,7 @@ class SlowWorker(Worker):
         return
 
 
-def test_a_resume_that_is_answered_late_does_not_undo_the_pause_that_came_after_it() -> None:
+def test_late_reply_to_resume_does_not_undo_later_pause() -> None:
     async def scenario() -> Any:
         worker = SlowWorker()
         engine = EngineClient(worker)
@@ -37,13 +37,13 @@ def test_a_resume_that_is_answered_late_does_not_undo_the_pause_that_came_after_
         await asyncio.sleep(0.5)
         pausing = asyncio.ensure_future(engine.pause(OnSync.INTERRUPT))
         await asyncio.gather(resuming, pausing)
-        asked = asyncio.ensure_future(engine.generate(Request("1", (1,), 0, Sampling(4))))
+        request = asyncio.ensure_future(engine.generate(Request("1", (1,), 0, Sampling(4))))
         await asyncio.sleep(10)
-        assert "submit" not in worker.calls, "nothing is generated while paused"
+        assert "submit" not in worker.calls, "a request was submitted while paused"
         await engine.resume()
         await asyncio.sleep(1)
-        asked.cancel()
-        await asyncio.wait({asked})
+        request.cancel()
+        await asyncio.wait({request})
         return worker.calls
 
     assert run_virtual(scenario()) == [
@@ -56,7 +56,7 @@ def test_a_resume_that_is_answered_late_does_not_undo_the_pause_that_came_after_
     ]
 
 
-def test_requests_that_an_engine_stumbles_over_fail_at_once_with_its_error() -> None:
+def test_requests_fail_when_submit_raises() -> None:
     async def scenario() -> None:
         engine = EngineClient(SlowWorker(KeyError("a bug")))
         with pytest.raises(KeyError, match="a bug"):

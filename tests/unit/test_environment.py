@@ -1,4 +1,4 @@
-"""An agent loop of one's own: its turns become a trajectory, and its mistakes have names."""
+"""Agent loops: single turn, custom loops, and errors that name the loop and the prompt."""
 
 import asyncio
 import textwrap
@@ -18,9 +18,9 @@ TOKENIZER = make_tokenizer()
 PROMPT = Prompt("q", tuple(TOKENIZER.encode("2+2=")), "2+2=", {"prompt": "2+2=", "answer": "4"})
 
 
-def attempt(make: Any, *answers: str) -> Trajectory:
-    """One attempt with a model that gives these answers."""
-    waiting = list(answers)
+def run(make: Any, *completions: str) -> Trajectory:
+    """Generate one trajectory with a model that returns these completions."""
+    waiting = list(completions)
 
     async def generate(context: tuple[int, ...]) -> Completion:
         tokens = np.array(TOKENIZER.encode(waiting.pop(0), add_special_tokens=False), np.int32)
@@ -31,21 +31,19 @@ def attempt(make: Any, *answers: str) -> Trajectory:
     return asyncio.run(open_environment(make, TOKENIZER).run(PROMPT, generate))
 
 
-def test_without_one_there_is_one_turn() -> None:
-    assert [len(turn.prompt) for turn in attempt(None, "4").turns] == [len(PROMPT.tokens)]
+def test_default_environment_has_one_turn() -> None:
+    assert [len(turn.prompt) for turn in run(None, "4").turns] == [len(PROMPT.tokens)]
 
 
-def test_the_token_that_ends_an_answer_is_no_part_of_its_text_whether_the_tokenizer_calls_it_special_or_not() -> (
-    None
-):
+def test_text_excludes_end_token_that_is_not_marked_special() -> None:
     TOKENIZER.add_tokens(["<|im_end|>"], special_tokens=False)
-    ended = attempt(None, "4<|im_end|>")
+    ended = run(None, "4<|im_end|>")
     assert ended.text == "4" and ended.num_tokens == 2
 
 
-def test_the_example_tries_again_and_its_last_word_counts() -> None:
-    assert len(attempt(TwoTries, "4").turns) == 1
-    twice = attempt("examples/custom_environment.py:TwoTries", "5", "4")
+def test_example_environment_retries_and_returns_last_completion() -> None:
+    assert len(run(TwoTries, "4").turns) == 1
+    twice = run("examples/own_environment.py:TwoTries", "5", "4")
     assert twice.text == "4" and TOKENIZER.decode(twice.turns[1].prompt) == "\nno, 2+2="
 
 
@@ -62,7 +60,7 @@ class Nothing(Raising):
 
 
 class Forgetful(Raising):
-    """Leaves out of the second question what the first answer was, but not out of the trajectory."""
+    """Omits the first completion from the second context, but not from the trajectory."""
 
     async def run(self, prompt: Prompt, generate: Any) -> Any:
         first = await generate(prompt.tokens)
@@ -70,8 +68,8 @@ class Forgetful(Raising):
         return Trajectory((Turn(prompt.tokens, first), Turn((5,), second)), "")
 
 
-class Dreamer(Raising):
-    """Divides by what it does not know."""
+class NotANumber(Raising):
+    """Gives a turn the reward NaN."""
 
     async def run(self, prompt: Prompt, generate: Any) -> Any:
         return Trajectory(
@@ -84,33 +82,37 @@ class Dreamer(Raising):
     [
         (
             Raising,
-            r"environment Raising, prompt 'q': raised KeyError: 'no such column' \(.*test_environment.py:\d+\)",
+            r"environment Raising, prompt 'q': raised KeyError: 'no such column' "
+            r"\(.*test_environment.py:\d+\)",
         ),
         (Nothing, "returned None; expected a Trajectory"),
-        (Forgetful, "turn 2 is not what was generated"),
-        (Dreamer, "turn 1 has the reward nan; expected a finite number"),
+        (Forgetful, r"turn 2 does not match a call of generate\(\)"),
+        (NotANumber, "turn 1 has the reward nan; expected a finite number"),
     ],
 )
-def test_what_goes_wrong_in_it_is_told_with_its_name_and_prompt(make: Any, message: str) -> None:
+def test_failure_names_environment_and_prompt(make: Any, message: str) -> None:
     with pytest.raises(RolloutError, match=message):
-        attempt(make, "5", "4")
+        run(make, "5", "4")
 
 
-def test_what_is_no_environment_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Incomplete", "has no method `async def run"),
+        ("TwoArguments", "creating it raised TypeError: .*'tools'"),
+        ("None", "no 'None' in"),
+    ],
+)
+def test_open_environment_rejects_invalid_class(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "custom.py").write_text(
         textwrap.dedent("""
-        class Half:
+        class Incomplete:
             def __init__(self, tokenizer): pass
-        class Dear:
+        class TwoArguments:
             def __init__(self, tokenizer, tools): pass
     """)
     )
-    for name, message in {
-        "Half": "has no method `async def run",
-        "Dear": "making it raised TypeError: .*'tools'",
-        "None": "no 'None' in",
-    }.items():
-        with pytest.raises(
-            ConfigError, match=rf"rollout\.environment = '.*own\.py:{name}'.*{message}"
-        ):
-            open_environment(f"{tmp_path}/own.py:{name}", TOKENIZER)
+    with pytest.raises(
+        ConfigError, match=rf"rollout\.environment = '.*custom\.py:{name}'.*{message}"
+    ):
+        open_environment(f"{tmp_path}/custom.py:{name}", TOKENIZER)
