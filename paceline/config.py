@@ -81,15 +81,15 @@ class RunConfig(Settings):
             )
         if self.group_size == 1 and self.algorithm.compares_completions:
             raise ValueError(
-                f"group_size = 1 contradicts algorithm.name = {self.algorithm.name!r}, which compares "
-                "completions of one prompt: a single one has advantage 0; "
+                f"group_size = 1 contradicts algorithm.name = {self.algorithm.name!r}, which "
+                "compares completions of one prompt: a single one has advantage 0; "
                 "set group_size to 2 or more, or algorithm.name = 'ppo'"
             )
         if self.group_size == 1 and self.algorithm.dynamic_sampling:
             raise ValueError(
-                "group_size = 1 contradicts algorithm.dynamic_sampling = true: a group of one always "
-                "has equal rewards, so every group would be filtered out; set group_size to 2 or "
-                "more, or dynamic_sampling = false"
+                "group_size = 1 contradicts algorithm.dynamic_sampling = true: a group of one "
+                "always has equal rewards, so every group would be filtered out; set group_size to "
+                "2 or more, or dynamic_sampling = false"
             )
         if (least := self.rollout.min_group_size) is not None and least > self.group_size:
             raise ValueError(
@@ -99,9 +99,9 @@ class RunConfig(Settings):
         heartbeat, limit = self.fleet.heartbeat_timeout_s, self.rollout.generation_timeout
         if heartbeat is not None and heartbeat >= limit:
             raise ValueError(
-                f"fleet.heartbeat_timeout_s = {heartbeat:g} contradicts rollout.generation_timeout = "
-                f"{limit:g}: generation would time out before the unresponsive worker is detected; "
-                "lower it, or remove it"
+                f"fleet.heartbeat_timeout_s = {heartbeat:g} contradicts "
+                f"rollout.generation_timeout = {limit:g}: generation would time out before the "
+                "unresponsive worker is detected; lower it, or remove it"
             )
         return self
 
@@ -111,8 +111,8 @@ class RunConfig(Settings):
         parts = self.train.tensor_parallel * self.train.pipeline_parallel
         if ranks > 1 and backend == "single":
             raise ValueError(
-                f"placement.train_ranks = {ranks} contradicts train.backend = 'single', which is one "
-                "process; use 'fsdp' or 'megatron'"
+                f"placement.train_ranks = {ranks} contradicts train.backend = 'single', which is "
+                "one process; use 'fsdp' or 'megatron'"
             )
         if self.placement.overlap and backend != "single":
             raise ValueError(

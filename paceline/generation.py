@@ -100,8 +100,8 @@ def _rollouter(
     ends = stop_token_ids(inputs.tokenizer, inputs.generation)
     if not ends and not settings.stop:
         log.warning(
-            "neither the model nor its tokenizer defines an end-of-sequence token: every completion "
-            "runs to rollout.max_response_length"
+            "neither the model nor its tokenizer defines an end-of-sequence token: "
+            "every completion runs to rollout.max_response_length"
         )
     sampling = Sampling(
         max_new_tokens=settings.max_response_length,

@@ -1,14 +1,14 @@
-"""The loop. Every mode runs these coroutines; only placement and schedule differ.
+"""The loop. Every mode runs these tasks; only placement and schedule differ.
 
-    coroutine   waits for                                   produces                        unblocked by
-    feed        a free ticket, and the rollouter not paused  a rollout per prompt            release after sync, a drop, resume
-    rollout*    engines, reward                              a scored group in the queue     its engine
-    train       the groups_per_step oldest groups            a step, then new weights live   rollout
-    watch       (looks every second)                         StalledError, live figures      -
-    fleet       heartbeats and deaths of engines             their replacements              -
-    guard*      the death of any other worker                WorkerDied                      -
+    task      waits for                             produces                       unblocked by
+    feed      a free ticket, rollouter not paused   a rollout per prompt           sync, resume
+    rollout*  engines, reward                       a scored group in the queue    its engine
+    train     the groups_per_step oldest groups     a step, then new weights       rollout
+    watch     (polls every second)                  StalledError, live statistics  -
+    fleet     heartbeats and deaths of engines      their replacements             -
+    guard*    the death of any other worker         WorkerDied                     -
 
-All are children of one task group: whichever fails or is killed first ends the run with its error.
+All are children of one task group: the first that fails ends the run with its error.
 """
 
 import asyncio
@@ -46,7 +46,8 @@ log = logging.getLogger(__name__)
 Metrics = dict[str, float]
 
 
-FILTERED_IN_A_ROW = 50  # batches' worth of groups that dynamic sampling may filter before the run is called hopeless
+# Batches of groups that dynamic sampling may filter in a row before the run fails.
+FILTERED_IN_A_ROW = 50
 
 
 class Source(Protocol):
@@ -73,9 +74,7 @@ class LoopSettings(Settings):
     max_failed_groups: int = 0
     dynamic_sampling: bool = False
     stall_timeout_s: float = 300.0
-    step_timeout_s: float = (
-        0.0  # what a train step, a hand-over or a checkpoint may take, if that is longer
-    )
+    step_timeout_s: float = 0.0  # of a train step, weight sync or checkpoint, if it is longer
 
 
 class Loop:
@@ -95,8 +94,8 @@ class Loop:
         save: Callable[[int], Awaitable[None]],
         guards: Sequence[tuple[str, asyncio.Future[None]]] = (),
     ) -> None:
-        self.step = 0  # steps done; also the trainer's policy version
-        self.waiting_for: dict[str, str] = {}  # what each coroutine waits for, for whoever asks
+        self.step = 0  # number of completed steps; also the trainer's policy version
+        self.waiting_for: dict[str, str] = {}  # by task, for the error of a stalled run
         self._settings = settings
         self._source = source
         self._rollouter = rollouter
@@ -113,17 +112,18 @@ class Loop:
         self._changed = self._queue.changed
         self._rollouts: set[asyncio.Task[None]] = set()
         self._failed = 0
-        self._equal: Counter[float] = Counter()  # rewards of groups filtered since the last step
+        # Rewards of the groups that were filtered since the last step.
+        self._uniform: Counter[float] = Counter()
         self._stopping = False
-        self._taking = False  # the trainer waits for groups, so that somebody else has to move
+        self._taking = False  # the train task waits for groups
         self._queue.on_drop = self._dropped
         if not (admission.changed is rollouter.changed is self._changed):
             raise ValueError(
-                "queue, admission and rollouter must share one notifier, or the loop misses their changes"
+                "queue, admission and rollouter must share one notifier, or the loop misses changes"
             )
 
     async def run(self, first_step: int = 0) -> None:
-        """Train until `steps` are done. `first_step` is where a continued run starts."""
+        """Train until `steps` are done. `first_step` is where a resumed run starts."""
         self.step = first_step
         self._queue.set_version(first_step)
         try:
@@ -145,7 +145,7 @@ class Loop:
             raise first_error(failed) from None
         self._ledger.check()
 
-    # --- the coroutines ---
+    # --- tasks ---
 
     async def _feed(self) -> None:
         while True:
@@ -179,28 +179,26 @@ class Loop:
         while self.step < self._settings.steps:
             begun = clock()
             groups = await self._take()
-            self.waiting_for["train"] = "generations to make way for the train step"
+            self.waiting_for["train"] = "running generations to pause"
             await self._synchronizer.pause_before_update()
             taken = clock()
             batch = assemble(groups)
             staleness = [self.step - group.version_min for group in groups]
-            self.waiting_for["train"] = f"the train step {self.step + 1}"
+            self.waiting_for["train"] = f"train step {self.step + 1}"
             metrics = await self._trainer.step(batch, self.step)
             for group, stale in zip(groups, staleness, strict=True):
                 self._ledger.trained(
                     group.seq, uid=group.prompt.uid, step=self.step, staleness=stale
                 )
             self._source.observe(groups)
-            self._equal.clear()
+            self._uniform.clear()
             self.step += 1
             self._queue.set_version(self.step)
             trained = clock()
             if self.step % self._settings.sync_every == 0 or self.step == self._settings.steps:
-                self.waiting_for["train"] = f"the hand-over of version {self.step}"
+                self.waiting_for["train"] = f"the sync of version {self.step}"
                 await self._synchronizer.sync_weights(self.step)
-                if (
-                    self.step < self._settings.steps
-                ):  # after the last step nothing new is worth starting
+                if self.step < self._settings.steps:  # otherwise no new group should start
                     self._admission.release_trained()
             synced = clock()
             metrics = self._measure(groups, batch, staleness, taken) | metrics
@@ -218,8 +216,7 @@ class Loop:
                 await self._save(self.step)
 
     async def _take(self) -> list[Group]:
-        """The oldest groups, in order of admission: that order is what bounds staleness, and it
-        favours no length."""
+        """Take the oldest groups in order of admission, which bounds staleness."""
         count = self._settings.groups_per_step
         self._taking = True
         while True:
@@ -257,7 +254,7 @@ class Loop:
             elif (still_s := clock() - moved) > self._patience_s:
                 raise self._stalled(still_s)
 
-    # --- what happens to groups ---
+    # --- groups ---
 
     def _group_failed(self, seq: int, error: PacelineError) -> None:
         self._failed += 1
@@ -265,33 +262,32 @@ class Loop:
             seq, "reward_failed" if isinstance(error, RewardError) else "rollout_failed", str(error)
         )
         self._admission.drop(seq)
-        log.warning("group %d failed and is not trained: %s", seq, error)
+        log.warning("group %d failed and is dropped: %s", seq, error)
         limit = self._settings.max_failed_groups
         if self._failed > limit:
-            error.add_note(
-                f"{self._failed} group(s) failed; rollout.max_failed_groups = {limit} are tolerated"
-            )
+            error.add_note(f"{self._failed} group(s) failed; rollout.max_failed_groups = {limit}")
             raise error
 
     def _filtered(self, group: Group) -> None:
-        """Dynamic sampling: a group whose attempts are all as good as each other teaches nothing;
-        another takes its place."""
+        """Drop a group with equal rewards, which has no advantage; another one replaces it."""
         self._ledger.drop(group.seq, "equal_rewards")
         self._admission.drop(group.seq)
-        self._equal[group.trajectories[0].total_reward] += 1
-        if self._equal.total() > FILTERED_IN_A_ROW * self._settings.groups_per_step:
+        self._uniform[group.trajectories[0].total_reward] += 1
+        if self._uniform.total() > FILTERED_IN_A_ROW * self._settings.groups_per_step:
             seen = ", ".join(
-                f"{count} with reward {reward:g}" for reward, count in self._equal.most_common(5)
+                f"{count} with reward {reward:g}" for reward, count in self._uniform.most_common(5)
             )
             raise RolloutError(
-                f"{self._equal.total()} groups in a row had equal rewards in all attempts ({seen}), so dynamic sampling never fills step "
-                f"{self.step + 1}: the task is too hard, too easy, or the reward does not tell answers apart"
+                f"{self._uniform.total()} groups in a row had equal rewards ({seen}), so dynamic "
+                f"sampling cannot fill step {self.step + 1}: the task is too hard or too easy, or "
+                "the reward does not distinguish completions"
             )
 
     def _dropped(self, item: Item, reason: DropReason) -> None:
         if reason is DropReason.FUTURE:
             raise LedgerError(
-                f"group {item.key} carries version {item.param_version}, newer than the trainer's {self.step}"
+                f"group {item.key} has version {item.param_version}, newer than the trainer's "
+                f"{self.step}"
             )
         self._ledger.drop(int(item.key), reason.value)
         self._admission.drop(int(item.key))
@@ -350,15 +346,15 @@ class Loop:
                 raise
             self._stopping = True
             raise WorkerDied(
-                f"coroutine {name!r} was killed; the run cannot go on without it"
+                f"task {name!r} was cancelled unexpectedly; the run cannot continue"
             ) from None
         except BaseException:
-            self._stopping = True  # what the task group cancels from here on is a consequence
+            self._stopping = True  # further cancellations are a consequence
             raise
 
     @property
     def _patience_s(self) -> float:
-        """A long step or checkpoint is no stall: it has a limit of its own."""
+        """Maximum seconds without progress; a step or checkpoint may take step_timeout_s."""
         return (
             self._settings.stall_timeout_s
             if self._taking
@@ -377,7 +373,7 @@ class Loop:
             else "step_timeout_s"
         )
         return StalledError(
-            f"nothing moved for {still_s:.0f} s ({limit} = {self._patience_s:g}): {waiting_for}"
+            f"no progress for {still_s:.0f} s ({limit} = {self._patience_s:g}): {waiting_for}"
         )
 
 
@@ -390,7 +386,7 @@ def _all_equal(group: Group) -> bool:
 
 
 def _means(groups: Sequence[Group]) -> Metrics:
-    """Of what the reward gave for the record."""
+    """Return the mean of each component that the reward reported."""
     parts = [trajectory.details for group in groups for trajectory in group.trajectories]
     return {
         f"reward_component/{name}": float(np.mean([part[name] for part in parts if name in part]))
@@ -399,4 +395,4 @@ def _means(groups: Sequence[Group]) -> Metrics:
 
 
 async def _wait_for(death: asyncio.Future[None]) -> None:
-    await asyncio.shield(death)  # cancelling the guard must not cancel the news
+    await asyncio.shield(death)  # cancelling the guard must not cancel the future

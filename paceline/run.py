@@ -114,7 +114,7 @@ class _Run:
         )
 
     async def prepare(self) -> None:
-        """Restore the checkpoint and bring its weights to the engines, which tests the transport."""
+        """Restore the checkpoint and load its weights into the engines, to test the transport."""
         config = self._config
         if self._start.checkpoint:
             await self._restore(self._start.checkpoint)

@@ -48,7 +48,7 @@ def lock_run_dir(folder: Path) -> IO[str]:
 
 
 def move_aside(folder: Path) -> Path | None:
-    """Rename the directory of an earlier run and return its new path. Raise if that run is active."""
+    """Rename the directory of an earlier run and return its new path; raise if it is active."""
     if not folder.exists():
         return None
     now = f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}"
@@ -88,7 +88,7 @@ def find_start(config: RunConfig, identity: dict[str, Any]) -> Start:
     ]
     if found:
         raise CheckpointError(
-            f"run_dir = {config.run_dir} has a run with other settings, which these cannot resume:\n  "
+            f"run_dir = {config.run_dir} has a run with other settings and cannot be resumed:\n  "
             + "\n  ".join(found)
             + "\nUse the settings it was started with, use another run_dir, or start over with "
             "--fresh. To start a new run from the weights of this one, set another run_dir and "

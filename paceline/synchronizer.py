@@ -37,7 +37,7 @@ class ParameterSynchronizer:
         settings: SyncSettings | None = None,
         shares_weights: bool = False,
     ) -> None:
-        """`shares_weights`: the engine reads the trainer's parameters, which a train step changes."""
+        """`shares_weights`: the engine reads the trainer's parameters, which each step changes."""
         self.version = 0  # that every engine in rotation has
         self.retried = 0
         self.seconds: list[float] = []

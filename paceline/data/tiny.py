@@ -67,8 +67,8 @@ class Recipe:
 def resolve_model(name: str, task: str | None = None, progress: Progress | None = None) -> str:
     """Return the directory or Hugging Face model ID that `name` means.
 
-    "tiny" is the built-in model for `task`, "tiny:<task>" for that task; it is created on first use,
-    which takes some seconds.
+    "tiny" is the built-in model for `task`, "tiny:<task>" for that task. It is created on first
+    use, which takes some seconds.
     """
     if name == "tiny" or name.startswith("tiny:"):
         spec = name.removeprefix("tiny").removeprefix(":") or task or DEFAULT_TASK

@@ -1,7 +1,9 @@
-"""Attention over packed rows for Hugging Face decoders: a token sees earlier tokens of its own row, nothing else.
+"""Attention over packed rows for Hugging Face decoders: a token sees earlier tokens of its row
+only.
 
-Registered with transformers under `PACKED`. The layout of the rows travels with the call as a keyword, so two threads can
-use one module. A call without a layout is answered by plain SDPA: the module stays an ordinary transformers model.
+Registered with transformers as `PACKED`. The layout of the rows is a keyword argument of the call,
+so two threads can use one module. A call without a layout uses plain SDPA: the module stays an
+ordinary transformers model.
 """
 
 from typing import Any
@@ -16,8 +18,8 @@ from transformers.masking_utils import sdpa_mask
 from paceline.model.packing import RowLayout, Varlen
 
 PACKED = "paceline_packed"
-# Up to this row length two plain matrix products beat the fused CPU kernel (by 2x at 70 tokens); beyond it the scores
-# no longer fit in cache.
+# Up to this row length two plain matmuls beat the fused CPU kernel (by 2x at 70 tokens); beyond it
+# the scores do not fit in cache.
 SHORT_ROW = 256
 
 
@@ -94,7 +96,7 @@ def _fits_flash(query: Tensor, value: Tensor) -> bool:
 
 
 def _unpack(states: Tensor, layout: RowLayout) -> Tensor:
-    """[1, heads, T, size] packed -> [rows, heads, longest, size]."""
+    """Unpack [1, heads, T, size] to [rows, heads, longest, size]."""
     _, heads, _, size = states.shape
     return (
         states[0]
@@ -106,7 +108,7 @@ def _unpack(states: Tensor, layout: RowLayout) -> Tensor:
 
 
 def _end_to_end(query: Tensor, key: Tensor, value: Tensor, rows: Varlen, scale: float) -> Tensor:
-    """On a GPU: rows of any length, no rectangle. [T, heads, size]"""
+    """Attend on a GPU without padding. Returns [T, heads, size]."""
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
     if rows.source is not None:
         k, v = k.index_select(0, rows.source), v.index_select(0, rows.source)
@@ -129,7 +131,7 @@ def _end_to_end(query: Tensor, key: Tensor, value: Tensor, rows: Varlen, scale: 
 def _short_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     rows, heads, length, size = q.shape
     kv = k.shape[1]
-    # Query heads that share a key head are stacked along the length: one product per key head, nothing repeated.
+    # Query heads that share a key head are stacked along the length: one matmul per key head.
     q = (q * scale).reshape(rows * kv, heads // kv * length, size)
     k, v = k.reshape(rows * kv, length, size), v.reshape(rows * kv, length, v.shape[-1])
     future = torch.full((length, length), float("-inf"), dtype=q.dtype).triu_(1)
@@ -140,17 +142,21 @@ def _short_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def _step_by_step(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float | None, sinks: Tensor | None
-) -> Tensor:  # fmt: skip
-    """With scores that are capped, or a sink for each head that takes part of the attention: no fused kernel knows them."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    cap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend with capped scores or attention sinks, which no fused kernel supports."""
     length, groups = q.shape[2], q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = (q @ k.transpose(2, 3)).float() * scale
     if cap is not None:
         scores = (scores / cap).tanh() * cap
-    if (
-        mask is None and length > 1
-    ):  # transformers leaves a mask out where it would only say that nobody sees the future
+    if mask is None and length > 1:  # transformers omits a mask that is only causal
         mask = _band(length, length, q.device)
     if mask is not None:
         scores = (

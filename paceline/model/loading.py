@@ -41,8 +41,8 @@ def model_source(name: str) -> str:
         return str(_checked(path))
     if name.startswith(("/", ".", "~")) or name.count("/") != 1 or name.endswith("/"):
         raise ModelError(
-            f"model = {name!r}: no such directory (looked from {Path.cwd()}); expected a directory, "
-            "a Hugging Face model ID such as 'Qwen/Qwen2.5-0.5B', or 'tiny'"
+            f"model = {name!r}: no such directory (looked from {Path.cwd()}); expected a "
+            "directory, a Hugging Face model ID such as 'Qwen/Qwen2.5-0.5B', or 'tiny'"
         )
     return name
 
@@ -210,7 +210,8 @@ def _load(source: str, load: Callable[[], Any]) -> Any:
         if Path(source).is_dir():
             raise ModelError(f"cannot load the model in {source}: {reason}") from e
         raise ModelError(
-            f"cannot get model {source!r} from the Hugging Face hub: {reason} Without network, use a local directory."
+            f"cannot get model {source!r} from the Hugging Face hub: {reason} "
+            "Without network, use a local directory."
         ) from e
 
 

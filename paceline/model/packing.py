@@ -1,8 +1,9 @@
-"""Rows laid end to end: what of a batch goes through the model, and how it is cut into micro-batches.
+"""Packing of rows: which tokens of a batch go through the model, and the cut into micro-batches.
 
-Only tokens that lead to a trained token are fed: a row ends one token before its last trained one, since the hidden
-state at t - 1 speaks of token t. Linear layers see the packed tokens, so nothing is spent on padding; a prompt that several
-rows of a micro-batch start with goes through them once, and only attention sees it once per row.
+Only tokens that lead to a trained token are fed: a row ends one token before its last trained one,
+because the hidden state at t - 1 predicts token t. Linear layers see packed tokens without padding.
+A prompt that several rows of a micro-batch share goes through them once; only attention sees it
+once per row.
 """
 
 from collections.abc import Iterator
@@ -29,48 +30,48 @@ PER_TOKEN = (
     "token_rewards",
 )
 TOKEN_BYTES = 4  # of Batch.tokens
-THREAD_TOKENS = 256  # fewer for each lane are done sooner by one
+THREAD_TOKENS = 256  # with fewer per thread, one thread is faster
 
 
 @dataclass(frozen=True, slots=True)
 class Varlen:
-    """Rows as attention on a GPU takes them, end to end. A row asks with its own tokens alone, and looks at those it shares, too."""
+    """Concatenated rows for attention on a GPU. A row's queries are its own tokens; its keys
+    include the shared prompt."""
 
-    queries: Tensor  # [rows + 1] int32, where the tokens of each row start among the packed ones
-    keys: Tensor  # [rows + 1] int32, where those it looks at start
+    queries: Tensor  # [rows + 1] int32, where the queries of each row start
+    keys: Tensor  # [rows + 1] int32, where the keys of each row start
     longest_query: int
     longest_key: int
-    source: (
-        Tensor | None
-    )  # the packed token behind each key; None: the tokens themselves, no row shares any
+    source: Tensor | None  # the packed token of each key; None: no row shares any
 
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """How packed tokens and the padded [rows, longest] rectangle of their rows map to each other."""
+    """Mapping between packed tokens and the padded [rows, longest] rectangle of their rows."""
 
     rows: int
     longest: int
-    spread: Tensor  # [rows * longest] the packed token in each slot; past the end of a row any, since no real token looks there
-    slots: Tensor  # [T] row * longest + position, in the first row that has the token
-    varlen: Varlen | None = None  # the same without a rectangle, for a GPU
+    # [rows * longest] the packed token in each slot; arbitrary beyond the end of a row.
+    spread: Tensor
+    slots: Tensor  # [T] row * longest + position, in the first row with the token
+    varlen: Varlen | None = None  # the same without padding, for a GPU
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One forward pass: T input tokens of which M positions predict a trained token."""
+    """One forward pass: T input tokens, of which M positions predict a trained token."""
 
     input_ids: Tensor  # [1, T]
     position_ids: Tensor  # [1, T] restart at each row
     layout: RowLayout
     rows: Tensor  # [M] which row of the layout
-    predict: Tensor  # [M] input positions whose hidden state speaks of a trained token
+    predict: Tensor  # [M] input positions that predict a trained token
     targets: Tensor  # [M] that token
-    flat: NDArray[np.int64]  # [M] where it sits in the batch
+    flat: NDArray[np.int64]  # [M] its index in the batch
 
 
 def select_rows(batch: Batch, rows: NDArray[np.int64]) -> Batch:
-    """The same batch with only these rows, in this order."""
+    """Return the batch with only these rows, in this order."""
     offsets = batch.offsets
     flat = np.concatenate([np.arange(offsets[r], offsets[r + 1]) for r in rows])
     present = {
@@ -82,11 +83,12 @@ def select_rows(batch: Batch, rows: NDArray[np.int64]) -> Batch:
 
 
 def trained_lengths(batch: Batch) -> NDArray[np.int64]:
-    """[R] how many tokens of each row must be fed; 0 for a row with nothing to train on."""
+    """Return [R] how many tokens of each row are fed; 0 for a row without trained tokens."""
     offsets = batch.offsets[:-1]
     if (batch.mask[offsets[batch.lengths > 0]]).any():
         raise DataError(
-            "the first token of a row is marked as trained, but nothing comes before it to predict it from: clear its mask"
+            "the first token of a row is marked as trained, but no token precedes it; clear its "
+            "mask"
         )
     position = np.arange(batch.num_tokens) - np.repeat(offsets, batch.lengths)
     needed = np.zeros(batch.num_rows, np.int64)
@@ -101,10 +103,11 @@ def trained_lengths(batch: Batch) -> NDArray[np.int64]:
 def micro_batches(
     batch: Batch, limit: int, device: torch.device, threads: int = 1
 ) -> Iterator[MicroBatch]:
-    """Cut a batch into micro-batches of at most `limit` tokens each; a longer row goes alone.
+    """Cut a batch into micro-batches of at most `limit` tokens, padding included.
 
-    Rows of like length go together, so that the rectangle attention works on has little padding; padding counts. All are about
-    the same size, and enough for `lanes` that work side by side, unless too small to be worth it.
+    A longer row is a micro-batch alone. Rows of similar length go together, to keep padding low.
+    All micro-batches have about the same size, and there are enough for all threads unless they
+    would be too small.
     """
     needed = trained_lengths(batch)
     order = np.argsort(-needed, kind="stable")
@@ -118,8 +121,11 @@ def micro_batches(
 
 
 def cut_evenly(lengths: list[int], limit: int, most: int) -> list[int]:
-    """Rows per micro-batch: the smallest limit that still cuts `lengths` (longest first) into at most `most` micro-batches."""
-    low, high = 0, limit  # `high` always does
+    """Return rows per micro-batch for the smallest limit that gives at most `most` of them.
+
+    `lengths` are sorted, longest first.
+    """
+    low, high = 0, limit  # `high` always suffices
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if len(cut_rows(lengths, middle)) <= most else (middle, high)
@@ -127,7 +133,7 @@ def cut_evenly(lengths: list[int], limit: int, most: int) -> list[int]:
 
 
 def cut_rows(lengths: list[int], limit: int) -> list[int]:
-    """Rows per micro-batch of at most `limit` tokens, padding counted; a longer row goes alone."""
+    """Return rows per micro-batch of at most `limit` tokens, padding included."""
     counts, start = [], 0
     while start < len(lengths):
         counts.append(min(len(lengths) - start, max(1, limit // lengths[start])))
@@ -136,8 +142,10 @@ def cut_rows(lengths: list[int], limit: int) -> list[int]:
 
 
 def grouped_micro_batches(batch: Batch, limit: int, device: torch.device) -> Iterator[MicroBatch]:
-    """Micro-batches for attention without a rectangle: rows stay in order, so that those with one prompt come together and share it.
-    At most `limit` tokens each, all about the same size; a longer row goes alone."""
+    """Cut a batch into micro-batches of at most `limit` tokens, for attention without padding.
+
+    Rows stay in order, so that rows of one prompt share it. A longer row is a micro-batch alone.
+    """
     needed = trained_lengths(batch)
     rows = np.flatnonzero(needed)
     offsets = batch.offsets
@@ -149,7 +157,7 @@ def grouped_micro_batches(batch: Batch, limit: int, device: torch.device) -> Ite
     ]
     lengths = needed[rows].tolist()
     count = len(cut_shared(lengths, prompts, limit))
-    low, high = 0, limit  # the smallest limit that needs no more micro-batches than this one
+    low, high = 0, limit  # find the smallest limit with the same number of micro-batches
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (
@@ -162,7 +170,7 @@ def grouped_micro_batches(batch: Batch, limit: int, device: torch.device) -> Ite
 
 
 def cut_shared(lengths: list[int], prompts: list[bytes], limit: int) -> list[int]:
-    """Rows per micro-batch of at most `limit` tokens, a prompt counted once in each."""
+    """Return rows per micro-batch of at most `limit` tokens, with each prompt counted once."""
     counts: list[int] = []
     fed, seen = limit, set[bytes]()
     for length, prompt in zip(lengths, prompts, strict=True):
@@ -179,14 +187,12 @@ def cut_shared(lengths: list[int], prompts: list[bytes], limit: int) -> list[int
 def micro_batch(
     batch: Batch, rows: NDArray[np.int64], needed: NDArray[np.int64], device: torch.device
 ) -> MicroBatch:
-    """These rows, of which `needed` tokens each are fed, as one forward pass."""
+    """Build one forward pass of these rows, of which `needed` tokens each are fed."""
     longest = int(needed[rows].max())
     spread = np.zeros((len(rows), longest), np.int64)
-    fed: list[
-        NDArray[np.int64]
-    ] = []  # where in the batch each packed token is, and where in the rectangle
+    fed: list[NDArray[np.int64]] = []  # index of each packed token in the batch
     slots: list[NDArray[np.int64]] = []
-    owner: dict[bytes, int] = {}  # the first row of the rectangle with this prompt
+    owner: dict[bytes, int] = {}  # the first row with this prompt
     count = 0
     for index, row in enumerate(rows):
         start, length = batch.offsets[row], int(needed[row])
@@ -228,9 +234,10 @@ def make_varlen(
     source: NDArray[np.int64],
     device: torch.device,
 ) -> Varlen:
-    """`own`: tokens of each row that no row before it has; `lengths`: with those; `source`: the packed tokens of all rows in turn."""
+    """Build the layout. `own`: tokens of each row that no earlier row has; `lengths`: all of its
+    tokens; `source`: the packed tokens of all rows, one row after the other."""
     shared = bool((own < lengths).any())
-    source = source[np.repeat(own > 0, lengths)]  # a row without a token of its own asks nothing
+    source = source[np.repeat(own > 0, lengths)]  # a row without own tokens has no queries
     own, lengths = own[own > 0], lengths[own > 0]
     starts = [
         np.concatenate([np.zeros(1, np.int64), np.cumsum(part)]).astype(np.int32)
@@ -247,7 +254,7 @@ def make_varlen(
 
 
 def upload(array: NDArray[Any], device: torch.device) -> Tensor:
-    """To a GPU through pinned memory, so that nobody waits for what it is still working on."""
+    """Copy to a device; to a GPU through pinned memory, so that the copy does not block."""
     tensor = torch.from_numpy(array)
     return (
         tensor.pin_memory().to(device, non_blocking=True)
@@ -257,7 +264,7 @@ def upload(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def empty_micro_batch(device: torch.device) -> MicroBatch:
-    """A pass with nothing to learn, for a rank that has no rows while others do: one token of which nothing is asked."""
+    """Return a pass without trained tokens, for a rank without rows while others have some."""
     one, none = (
         torch.zeros(1, dtype=torch.int64, device=device),
         torch.zeros(0, dtype=torch.int64, device=device),

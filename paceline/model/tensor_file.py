@@ -1,4 +1,4 @@
-"""Safetensors files read one tensor at a time, when it is asked for: a rank that needs a part never holds the whole."""
+"""Safetensors files read tensor by tensor: a rank that needs a part never holds the whole model."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from paceline.errors import CheckpointError
 
 
 class TensorFiles(Mapping[str, Tensor]):
-    """The tensors of some safetensors files by name."""
+    """The tensors of several safetensors files by name, read on access."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._owner: dict[str, Any] = {}

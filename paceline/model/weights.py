@@ -93,12 +93,14 @@ class DecoderWeights:
         unknown = sorted(set(dict(model.named_parameters())) - set(named))
         if unknown:
             raise ModelError(
-                f"{model.config.model_type}: the native engine does not know the parameters {unknown[:4]}; {ALTERNATIVE}"
+                f"{model.config.model_type}: the native engine does not support the parameters "
+                f"{unknown[:4]}; {ALTERNATIVE}"
             )
         rotary = body.rotary_emb
         if 2 * rotary.inv_freq.numel() != head_dim(model.config):
             raise ModelError(
-                f"{model.config.model_type}: heads rotated only in part are not supported by the native engine; {ALTERNATIVE}"
+                f"{model.config.model_type}: the native engine does not support partial rotary "
+                f"embeddings; {ALTERNATIVE}"
             )
         return cls(
             embedding,
@@ -138,10 +140,15 @@ class DecoderWeights:
 
         def layer(one: Layer) -> Layer:
             return Layer(
-                like(one.input_norm), linear(one.qkv), None if one.q_norm is None else like(one.q_norm),
-                None if one.k_norm is None else like(one.k_norm), linear(one.out), like(one.mlp_norm), linear(one.gate_up),
-                linear(one.down),
-            )  # fmt: skip
+                input_norm=like(one.input_norm),
+                qkv=linear(one.qkv),
+                q_norm=None if one.q_norm is None else like(one.q_norm),
+                k_norm=None if one.k_norm is None else like(one.k_norm),
+                out=linear(one.out),
+                mlp_norm=like(one.mlp_norm),
+                gate_up=linear(one.gate_up),
+                down=linear(one.down),
+            )
 
         layers = tuple(map(layer, self.layers))
         named = {name: like(tensor) for name, tensor in self.named.items()}
@@ -165,7 +172,8 @@ def load_by_name(
     """Copy new values into all of `named`, or into none and raise SyncError if a name is wrong.
 
     `also`: names that may be present and are ignored, such as the second name of a tied weight.
-    Tensors in `optional` are copied if they are present. Of a mapping, one tensor is held at a time.
+    Tensors in `optional` are copied if they are present. Of a mapping, one tensor is held at a
+    time.
     """
     incoming = tensors if isinstance(tensors, Mapping) else dict(tensors)
     missing, unknown = (
@@ -174,7 +182,8 @@ def load_by_name(
     )
     if missing or unknown:
         raise SyncError(
-            f"new weights: {len(missing)} missing {missing[:4]}, {len(unknown)} unknown {unknown[:4]}; send all of the model's"
+            f"new weights: {len(missing)} missing {missing[:4]}, {len(unknown)} unknown "
+            f"{unknown[:4]}; expected all weights of the model"
         )
     targets = named | {
         name: tensor for name, tensor in (optional or {}).items() if name in incoming
@@ -241,7 +250,8 @@ class _WeightReader:
         for name, part in module.named_modules():
             if name.endswith("_proj") and type(part) is not nn.Linear:
                 raise ModelError(
-                    f"{prefix}.{name} is a {type(part).__name__}; the native engine needs plain Linear layers: merge adapters first"
+                    f"{prefix}.{name} is a {type(part).__name__}; the native engine needs plain "
+                    "Linear layers: merge adapters first"
                 )
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         return Layer(

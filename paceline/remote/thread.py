@@ -1,4 +1,4 @@
-"""A worker on a thread of the controller: the hybrid engine, where engine and trainer share memory."""
+"""A worker on a thread of the controller, where engine and trainer share memory (hybrid)."""
 
 import asyncio
 import logging

@@ -20,7 +20,7 @@ def open_actor(
 def open_engine(
     model_path: str, settings: TrainSettings, temperature: float, head: Head = "policy"
 ) -> TrainEngine:
-    """Open an engine for the whole model; with head = "value", a critic without its output layer."""
+    """Open an engine; with head = "value", the critic's, without an output layer."""
     if settings.backend == "fsdp":
         from paceline.train.fsdp import Fsdp
 

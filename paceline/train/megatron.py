@@ -95,7 +95,7 @@ class Megatron:
     def open(
         cls, model_path: str, settings: TrainSettings, temperature: float, head: Head
     ) -> "Megatron":
-        """Read this rank's part of the weights; load the whole model if it is not in safetensors."""
+        """Read this rank's part of safetensors files; load other formats as a whole."""
         files = sorted(Path(model_path).glob("*.safetensors"))
         weights = TensorFiles(files) if files else load_model(model_path).state_dict()
         return cls(load_config(model_path), weights, settings, temperature, head)

@@ -1,8 +1,8 @@
 """Peak memory of each phase of a worker that alternates between generation, training and sync.
 
-On a GPU this is the memory in use by all processes when the phase ends: allocators keep what they had
-until it is released between phases. On a CPU it is the peak of this process since the phase began (on
-Linux; elsewhere since its start).
+On a GPU this is the memory in use by all processes when the phase ends: allocators keep what they
+had until it is released between phases. On a CPU it is the peak of this process since the phase
+began (on Linux; elsewhere since its start).
 """
 
 from paceline.remote.host import take_peak_memory

@@ -104,7 +104,7 @@ def _rollout(
     actor: "ActorService | None",
     engine: "TrainEngine | None",
 ) -> "RolloutService":
-    """Open the engine. Only a single-device trainer in the same worker shares its weights with it."""
+    """Open the engine, which shares weights with a single-device trainer in the same worker."""
     from paceline.train.single import SingleDevice
 
     trainer = engine if isinstance(engine, SingleDevice) else None

@@ -1,6 +1,7 @@
-"""What a place to run in offers, whatever it is: nodes with devices, and workers started on them.
+"""The protocol of a cluster: nodes with devices, and workers that are started on them.
 
-A device is a GPU; on nodes without one a CPU slot stands in for it, so that every placement can be tried anywhere.
+A device is a GPU. On nodes without GPUs a CPU slot counts as a device, so that every placement can
+be tried anywhere.
 """
 
 from collections.abc import Sequence
@@ -13,14 +14,14 @@ from paceline.types import Role
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine, or the part of one that a run may use."""
+    """A machine, or the part of it that a run may use."""
 
     name: str
     cpus: int
     gpus: int = 0
-    memory: int = 0  # bytes; 0 = not known
+    memory: int = 0  # bytes; 0: unknown
     gpu_memory: int = 0  # bytes of each GPU
-    cores: tuple[int, ...] = ()  # that workers can be pinned to; empty = not from here
+    cores: tuple[int, ...] = ()  # that workers can be pinned to; empty: no pinning
 
     @property
     def devices(self) -> "tuple[Device, ...]":
@@ -30,7 +31,7 @@ class Node:
 @dataclass(frozen=True, slots=True)
 class Device:
     node: str
-    index: int  # of its GPUs, or of its CPU slots
+    index: int  # among its GPUs or CPU slots
 
     def __str__(self) -> str:
         return f"{self.node}:{self.index}"
@@ -40,11 +41,11 @@ class Device:
 class PlannedWorker:
     name: str
     roles: tuple[Role, ...]
-    ranks: int = 0  # 0 = not a group
+    ranks: int = 0  # 0: not a group
     threads: int = 1  # of each rank
-    cores: tuple[int, ...] = ()  # of all its ranks; empty = not pinned
+    cores: tuple[int, ...] = ()  # of all its ranks; empty: not pinned
     pool: str = ""
-    devices: tuple[Device, ...] = ()  # one per rank; empty = wherever there is room
+    devices: tuple[Device, ...] = ()  # one per rank; empty: any
     alone: bool = False  # the only worker of the run
 
     @property
@@ -54,17 +55,20 @@ class PlannedWorker:
 
 class Cluster(Protocol):
     def nodes(self) -> list[Node]:
-        """What there is to run on."""
+        """Return the nodes of the cluster."""
         ...
 
     async def reserve(self, plans: Sequence[PlannedWorker]) -> None:
-        """Take the devices of all these workers, pool by pool, or raise. A worker that joins later needs no reservation."""
+        """Reserve the devices of these workers, pool by pool, or raise.
+
+        A worker that joins later needs no reservation.
+        """
         ...
 
     async def start(self, plan: PlannedWorker) -> Worker:
-        """Start a worker, also during a run. Returns at once; `await worker.ready()` waits until it has built its parts."""
+        """Start a worker. `await worker.ready()` waits until it has built its parts."""
         ...
 
     async def close(self) -> None:
-        """Give everything back. Workers are closed before, by whoever started them."""
+        """Release all reservations. The caller has closed the workers before."""
         ...

@@ -1,7 +1,7 @@
-"""What each planned worker needs of its devices, and whether they have it: before anything is started.
+"""Memory that each planned worker needs, compared with its devices before anything starts.
 
-Parameters, gradients and optimizer are exact, and what is refused is refused for them. Activations and the engine's cache are upper
-bounds: shown, and warned of, since smaller ones also work.
+Parameters, gradients and optimizer state are exact; a plan that lacks memory for them is rejected.
+Activations and the KV cache are upper bounds; a plan that may lack memory for them gets a warning.
 """
 
 from collections import Counter, defaultdict
@@ -21,28 +21,31 @@ from paceline.types import Role
 from paceline.workers.cluster import Device, Node, PlannedWorker
 from paceline.workers.pools import find_nodes, plan_workers
 
-PROCESS = 300 << 20  # of host memory: an interpreter with torch in it
+PROCESS = 300 << 20  # host memory of an interpreter with torch
 GB = 1 << 30
 TIPS_GPU = (
-    "use more placement.train_ranks with train.backend = 'fsdp', give roles pools of their own, train adapters ([train.lora]), "
-    "or take a smaller model"
+    "use more placement.train_ranks with train.backend = 'fsdp', give roles separate pools, train "
+    "adapters ([train.lora]), or use a smaller model"
 )
-TIPS_NODE = "lower placement.rollout_workers, train adapters ([train.lora]), add machines (cluster = 'ray'), or take a smaller model"
+TIPS_NODE = (
+    "lower placement.rollout_workers, train adapters ([train.lora]), add machines "
+    "(cluster = 'ray'), or use a smaller model"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
     """Bytes on each device of a worker."""
 
-    fixed: int  # without these nothing works
-    at_most: int  # with all activations and the whole cache
+    fixed: int  # required
+    at_most: int  # with all activations and a full KV cache
 
     def __add__(self, other: "MemoryNeed") -> "MemoryNeed":
         return MemoryNeed(self.fixed + other.fixed, self.at_most + other.at_most)
 
 
 def needs(plan: PlannedWorker, config: RunConfig, model_path: str) -> dict[Role, MemoryNeed]:
-    """By role, on the rank that holds the most."""
+    """Return the need of each role on the rank that holds the most."""
     model = load_config(model_path)
     trains = {Role.ACTOR, Role.CRITIC, Role.REF} & set(plan.roles)
     parts = (
@@ -74,7 +77,7 @@ def needs(plan: PlannedWorker, config: RunConfig, model_path: str) -> dict[Role,
 async def plan_that_fits(
     config: RunConfig, model_path: str
 ) -> tuple[list[Node], list[PlannedWorker], list[str]]:
-    """What there is, who would run where, and warnings about what may not fit. Raises ConfigError for what cannot. Starts nothing."""
+    """Return nodes, planned workers and warnings. Raise ConfigError if they cannot fit."""
     nodes = await find_nodes(config)
     plans = plan_workers(config, nodes)
     return nodes, plans, check_fit(plans, nodes, config, model_path)
@@ -83,9 +86,12 @@ async def plan_that_fits(
 def check_fit(
     plans: Sequence[PlannedWorker], nodes: Sequence[Node], config: RunConfig, model_path: str
 ) -> list[str]:
-    """Raises ConfigError for what cannot fit; returns warnings about what may not. Memory that is not known is not judged."""
+    """Raise ConfigError if workers cannot fit; return warnings if they may not.
+
+    Devices of unknown memory are not checked.
+    """
     by_name = {node.name: node for node in nodes}
-    used: dict[Device, Counter[str]] = defaultdict(Counter)  # by worker: what nothing works without
+    used: dict[Device, Counter[str]] = defaultdict(Counter)  # required bytes by worker
     at_most: Counter[Device] = Counter()
     for plan in plans:
         need = sum(needs(plan, config, model_path).values(), MemoryNeed(0, 0))
@@ -105,20 +111,21 @@ def check_fit(
         who = ", ".join(f"{name} {size / GB:.1f} GB" for name, size in tenants.items())
         if 0 < has < tenants.total():
             raise ConfigError(
-                f"{what} has {has / GB:.1f} GB, and what is planned for it needs at least {tenants.total() / GB:.1f} GB ({who}): "
-                f"{TIPS_GPU if node.gpus else TIPS_NODE}"
+                f"{what} has {has / GB:.1f} GB, but its workers need at least "
+                f"{tenants.total() / GB:.1f} GB ({who}): {TIPS_GPU if node.gpus else TIPS_NODE}"
             )
         if 0 < has < at_most[place]:
             warnings.append(
-                f"{what} has {has / GB:.1f} GB; with full micro-batches and caches {', '.join(tenants)} would take "
-                f"{at_most[place] / GB:.1f} GB: lower train.micro_batch_tokens or rollout.slots, or set "
-                f"train.gradient_checkpointing = true, if memory runs out"
+                f"{what} has {has / GB:.1f} GB; with full micro-batches and KV caches "
+                f"{', '.join(tenants)} would need {at_most[place] / GB:.1f} GB: if memory runs "
+                "out, lower train.micro_batch_tokens or rollout.slots, or set "
+                "train.gradient_checkpointing = true"
             )
     return warnings
 
 
 def _rollout(config: RunConfig, model: PretrainedConfig, shared: bool) -> MemoryNeed:
-    """Weights, unless they are the trainer's own, and keys and values: of one sequence at least, of all slots at most."""
+    """Return the need of an engine: weights, unless shared, and a KV cache of 1 to all slots."""
     weights = 0 if shared else _parameters(model) * _itemsize(config)
     shape = model_shape(model)
     token = 2 * shape.layers * shape.kv_heads * shape.head_dim * _itemsize(config)

@@ -1,4 +1,5 @@
-"""This machine as a cluster: each pool is a process with its own cores, or a thread if it is the only one."""
+"""This machine as a cluster: each pool is a process with its own cores, or a thread if it is the
+only one."""
 
 import os
 from collections import Counter

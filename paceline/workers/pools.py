@@ -1,6 +1,8 @@
-"""From placement to workers: one worker per pool (more for several engines), each with its share of the devices and cores.
+"""Plans and starts workers: one per pool, more for several engines, each with its devices and
+cores.
 
-A pool that trains with a back end of several ranks is a group of processes; the engine or reward model in it lives on the first.
+A pool that trains with several ranks is a group of processes; the engine or reward model in it runs
+on rank 0.
 """
 
 import asyncio
@@ -17,7 +19,7 @@ from paceline.workers.cluster import Cluster, Device, Node, PlannedWorker
 from paceline.workers.devices import Placement
 
 TRAINED_ROLES = {Role.ACTOR, Role.CRITIC, Role.REF}  # held by all ranks of a group
-START_TIMEOUT_S = 300.0  # a cold import of torch on a slow disk takes its time
+START_TIMEOUT_S = 300.0  # importing torch from a slow disk takes minutes
 
 
 async def open_cluster(config: RunConfig, model_path: str, log_folder: Path) -> Cluster:
@@ -31,20 +33,20 @@ async def open_cluster(config: RunConfig, model_path: str, log_folder: Path) -> 
 
 
 async def find_nodes(config: RunConfig) -> list[Node]:
-    """What a run would have to run on, without starting it."""
+    """Return the nodes that a run would use, without starting it."""
     from paceline.workers.local import this_machine
 
     if config.cluster == "local" or config.ray.address == "local":
         return [this_machine()]
-    from paceline.workers.ray import look_at
+    from paceline.workers.ray import find_ray_nodes
 
-    return await look_at(config.ray.address)
+    return await find_ray_nodes(config.ray.address)
 
 
 def plan_workers(
     config: RunConfig, nodes: Sequence[Node], roles: Sequence[Role] | None = None
 ) -> list[PlannedWorker]:
-    """Who runs where. A pool that hosts several roles is one worker, so they take turns."""
+    """Plan which worker runs where. Roles of one pool share a worker, so they alternate."""
     pools: dict[str, list[Role]] = {}
     for role in roles or training_roles(config):
         pools.setdefault(config.placement.pool(role), []).append(role)
@@ -95,7 +97,7 @@ def _ranks(config: RunConfig, roles: Sequence[Role]) -> int:
 
 
 def _threads(config: RunConfig, nodes: Sequence[Node], devices: Sequence[Sequence[Device]]) -> int:
-    """Of each process: what is asked for, or the cores of the fullest node divided among those on it."""
+    """Return the threads of each process: as set, or the cores of the fullest node shared out."""
     processes = Counter(device.node for own in devices for device in own)
     return config.placement.threads or max(
         1, min(node.cpus // processes[node.name] for node in nodes if processes[node.name])
@@ -109,7 +111,7 @@ async def open_workers(
     model_path: str,
     log_folder: Path,
 ) -> tuple[Cluster, list[PlannedWorker], dict[Role, list[Worker]]]:
-    """Everybody a run begins with; they end with the stack."""
+    """Start all workers of a run. The stack closes them."""
     cluster = await open_cluster(config, model_path, log_folder)
     stack.push_async_callback(cluster.close)
     plans = plan_workers(config, cluster.nodes(), roles)
@@ -137,14 +139,15 @@ async def start_workers(
         await close_workers(by_role)
         if isinstance(error, TimeoutError):
             raise WorkerDied(
-                f"not all workers were ready within {START_TIMEOUT_S:g} s: {[plan.name for plan in plans]}"
+                f"not all workers were ready within {START_TIMEOUT_S:g} s: "
+                f"{[plan.name for plan in plans]}"
             ) from None
         raise
     return by_role
 
 
 async def start_worker(cluster: Cluster, plan: PlannedWorker) -> Worker:
-    """Start one more worker, during a run, and wait until it has loaded its models."""
+    """Start one worker during a run and wait until it has loaded its models."""
     worker = await _start(cluster, plan)
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
@@ -162,7 +165,7 @@ async def start_worker(cluster: Cluster, plan: PlannedWorker) -> Worker:
 async def _start(cluster: Cluster, plan: PlannedWorker) -> Worker:
     try:
         return await cluster.start(plan)
-    except OSError as error:  # no more processes, files or memory to be had
+    except OSError as error:  # out of processes, files or memory
         raise WorkerDied(f"worker {plan.name!r} could not be started: {error}") from error
 
 

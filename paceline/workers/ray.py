@@ -1,8 +1,9 @@
-"""Workers on a Ray cluster: one that exists, or one started on this machine for the run. The only module that imports ray.
+"""Workers on a Ray cluster: an existing one, or one started on this machine for the run.
 
-Ray starts processes where there is room and carries messages. What it does not promise is made up for here: messages are numbered
-in both directions and sent again until they are acknowledged, so a lost, doubled or reordered call is answered once and in order; and
-a worker that says nothing for SILENCE_S counts as dead, since Ray never reports a process that was stopped.
+This is the only module that imports ray. Ray starts processes and carries messages. Paceline adds
+what Ray does not guarantee: messages are numbered in both directions and repeated until they are
+acknowledged, so a lost, duplicated or reordered call takes effect once and in order. A worker that
+sends nothing for SILENCE_S counts as dead, because Ray does not report suspended processes.
 """
 
 import asyncio
@@ -47,15 +48,14 @@ log = logging.getLogger(__name__)
 
 SILENCE_S = 30.0
 RETRY_S = 0.05  # after a call that Ray could not deliver
-STORE_BYTES = (
-    200 << 20
-)  # Ray's object store on a cluster of our own: messages pass through it, weights do not
+# Object store of a cluster that is started for the run: messages pass through it, weights do not.
+STORE_BYTES = 200 << 20
 RESERVE_TIMEOUT_S = 60.0
 LOCAL = ("local", "127.0.0.1", "localhost")
 
 
 class RayWorker(Rank):
-    """A worker in a Ray actor: its host answers calls on a thread, Ray carries them there and back."""
+    """A worker in a Ray actor: its host runs on a thread, and Ray carries the messages."""
 
     def __init__(
         self,
@@ -74,20 +74,20 @@ class RayWorker(Rank):
             .remote(environment)
         )
         self._outbox: list[Any] = []
-        self._sent = 0  # numbers given to messages so far
+        self._sent = 0  # number of messages sent
         self._more = asyncio.Event()
         self._end: asyncio.Future[None] = self._loop.create_future()
         self._tasks: list[asyncio.Task[None]] = []
 
     def begin(self, build: Build, args: tuple[Any, ...]) -> None:
-        """Have it build its parts."""
+        """Have the worker build its parts."""
         self.send((build, args))
         self._tasks = [
             self._loop.create_task(self._guarded(work)) for work in (self._push, self._pull)
         ]
 
     async def address(self) -> tuple[str, int, int]:
-        """Of a socket that listens in it: host, port, descriptor."""
+        """Return host, port and descriptor of a socket that listens in the worker."""
         found: tuple[str, int, int] = await self._retried("address", self.host)
         return found
 
@@ -100,7 +100,8 @@ class RayWorker(Rank):
             await self._more.wait()
             self._more.clear()
             batch, self._outbox = self._outbox, []
-            # pickled here: what a build refers to is imported there only when its environment is set
+            # Pickled here, so that the worker imports what they refer to after its environment is
+            # set.
             await self._retried(
                 "push", self._sent, [pickle.dumps(message, protocol=5) for message in batch]
             )
@@ -128,10 +129,10 @@ class RayWorker(Rank):
             self._receive(message)
 
     async def _retried(self, method: str, *args: Any) -> Any:
-        """Ray's answer, however often it takes; all methods of a host may be called again. Raises once it is clear that there is none."""
+        """Call a method of the actor until there is a reply; all of them may be repeated."""
         while True:
             try:
-                # its start has a limit of its own, and loading libraries can keep it from saying anything
+                # Its start has a separate timeout: loading libraries can block all of its threads.
                 async with asyncio.timeout(PULL_S + SILENCE_S if not self.starting else None):
                     return await getattr(self._actor, method).remote(*args)
             except ActorUnavailableError as error:
@@ -146,15 +147,16 @@ class RayWorker(Rank):
         try:
             await work()
         except TimeoutError:
-            self._silent()
+            self._unresponsive()
         except RayError as error:
             self._dead(error)
 
-    def _silent(self) -> None:
+    def _unresponsive(self) -> None:
         if not self._closing:
             self.fence(
                 WorkerDied(
-                    f"worker {self.name!r} on node {self.node} has been silent for {SILENCE_S:g} s{self.last_lines()}"
+                    f"worker {self.name!r} on node {self.node} did not respond for "
+                    f"{SILENCE_S:g} s{self.last_lines()}"
                 )
             )
             self.kill()
@@ -180,7 +182,7 @@ class RayWorker(Rank):
 
 
 class RayCluster:
-    """A Ray cluster, and the devices of it that this run has reserved."""
+    """A Ray cluster and the devices that this run has reserved."""
 
     def __init__(self, config: RunConfig, model_path: str, log_folder: Path) -> None:
         self._config, self._model_path, self._logs = config, model_path, log_folder
@@ -195,7 +197,8 @@ class RayCluster:
     async def open(cls, config: RunConfig, model_path: str, log_folder: Path) -> "RayCluster":
         if config.placement.overlap:
             raise ConfigError(
-                "placement.overlap is for one process of this machine; set cluster = 'local', or give rollout its own pool"
+                "placement.overlap = true contradicts cluster = 'ray': it is for one process of "
+                "this machine; set cluster = 'local', or give rollout a separate pool"
             )
         cluster = cls(config, model_path, log_folder)
         await _join(config.ray.address)
@@ -207,7 +210,7 @@ class RayCluster:
         return self._nodes
 
     async def reserve(self, plans: Sequence[PlannedWorker]) -> None:
-        """A placement group for each pool: all of its devices, or an error that says which are not to be had."""
+        """Reserve a placement group per pool, or raise if its devices are not available."""
         shared = Counter(device for plan in plans for device in plan.devices)
         gpus = any(node.gpus for node in self._nodes)
         for pool in dict.fromkeys(plan.pool for plan in plans):
@@ -221,7 +224,8 @@ class RayCluster:
             self._groups.append(group)
             if not await asyncio.to_thread(group.wait, RESERVE_TIMEOUT_S):
                 raise ConfigError(
-                    f"pool {pool!r} waited {RESERVE_TIMEOUT_S:g} s for {', '.join(map(str, devices))}: others use them; free now: {_free()}"
+                    f"pool {pool!r} waited {RESERVE_TIMEOUT_S:g} s for "
+                    f"{', '.join(map(str, devices))}: they are in use; free now: {_free()}"
                 )
             indices = iter(range(len(devices)))
             for plan in members:
@@ -247,7 +251,7 @@ class RayCluster:
         return WorkerGroup(plan.name, ranks, FIRST_RANK_ONLY)
 
     def _worker(self, plan: PlannedWorker, rank: int, name: str, log_name: str) -> RayWorker:
-        """On the device that was reserved for it, or (it has joined later) on the node with the fewest of us."""
+        """Start on the reserved device; a late worker on the node with the fewest workers."""
         gpus = any(node.gpus for node in self._nodes)
         if plan.name in self._bundles:
             group, indices = self._bundles[plan.name]
@@ -261,7 +265,8 @@ class RayCluster:
         environment = {
             name: str(plan.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
         } | {"TOKENIZERS_PARALLELISM": "false"}
-        # a CPU slot is reserved by its bundle and not taken again by the actor: who replaces a worker must not wait for its remains
+        # The bundle reserves a CPU slot; the actor does not take it again, so that a replacement
+        # does not wait for the old worker to end.
         options = {"num_cpus": 0, "num_gpus": share, "scheduling_strategy": strategy}
         return RayWorker(
             name, node, self._addresses[node], options, environment, self._logs / log_name
@@ -283,8 +288,8 @@ class RayCluster:
         await asyncio.to_thread(ray.shutdown)
 
 
-async def look_at(address: str) -> list[Node]:
-    """The nodes of a cluster, without taking anything of it."""
+async def find_ray_nodes(address: str) -> list[Node]:
+    """Return the nodes of a cluster without reserving anything."""
     await _join(address)
     try:
         return await asyncio.to_thread(_nodes)
@@ -293,7 +298,7 @@ async def look_at(address: str) -> list[Node]:
 
 
 async def _join(address: str) -> None:
-    """Connect, and stay our own master: Ray takes a scheduler's signal for a crash, so that a run could not end in order."""
+    """Connect, and keep our SIGTERM handler: Ray's would end the run without cleanup."""
     before = signal.getsignal(signal.SIGTERM)
     await asyncio.to_thread(connect, address)
     if threading.current_thread() is threading.main_thread() and before is not None:
@@ -301,22 +306,21 @@ async def _join(address: str) -> None:
 
 
 def connect(address: str) -> None:
-    """To the cluster at `address`, or ("local") to one of our own that listens to this machine only and ends with us."""
+    """Connect to the cluster at `address`; "local": start one that only this machine reaches."""
     if ray.is_initialized():
         raise ConfigError(
-            "Ray is already connected in this process; set ray.address to that cluster and leave connecting to the run"
+            "Ray is already connected in this process; set ray.address to that cluster and let the "
+            "run connect"
         )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == "local":
         if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
-            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(
-                32
-            )  # else Ray makes one for good, in the user's home
-        usual, ray_constants.ENABLE_RAY_CLUSTER = (
-            ray_constants.ENABLE_RAY_CLUSTER,
-            False,
-        )  # as on a Mac: listen to this machine only
+            # Otherwise Ray writes a permanent one to the user's home directory.
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        # As on macOS: listen to this machine only.
+        usual = ray_constants.ENABLE_RAY_CLUSTER
+        ray_constants.ENABLE_RAY_CLUSTER = False
         try:
             quiet["include_dashboard"] = False
             ray.init(
@@ -329,17 +333,17 @@ def connect(address: str) -> None:
             ray_constants.ENABLE_RAY_CLUSTER = usual
         return
     host, _, port = address.rpartition(":")
-    # workers elsewhere run the code that runs here
+    # Workers on other machines run the code that runs here.
     code = {} if host in LOCAL else {"py_modules": [str(Path(__file__).parents[1])]}
     try:
         if port.isdigit():
-            socket.create_connection(
-                (host, int(port)), timeout=5
-            ).close()  # Ray itself would try for minutes
+            # Ray itself would try for minutes.
+            socket.create_connection((host, int(port)), timeout=5).close()
         ray.init(address=address, runtime_env=code, **quiet)
     except (OSError, RuntimeError) as error:
         raise ConfigError(
-            f"ray.address = {address!r}: no Ray cluster answers there ({error}); start one with: ray start --head"
+            f"ray.address = {address!r}: cannot connect to a Ray cluster ({error}); "
+            "start one with: ray start --head"
         ) from error
 
 
@@ -349,7 +353,7 @@ def _nodes() -> list[Node]:
         resources = node["Resources"]
         if node["Alive"]:
             gpus, memory = int(resources.get("GPU", 0)), int(resources.get("memory", 0))
-            gpu_memory = _ask(node["NodeID"], smallest_gpu) if gpus else 0
+            gpu_memory = _run_on(node["NodeID"], smallest_gpu) if gpus else 0
             found.append(
                 Node(node["NodeID"], int(resources.get("CPU", 0)), gpus, memory, gpu_memory)
             )
@@ -358,7 +362,7 @@ def _nodes() -> list[Node]:
     return found
 
 
-def _ask(node: str, what: Callable[[], int]) -> int:
+def _run_on(node: str, what: Callable[[], int]) -> int:
     """Run a small function on a node."""
     options = {
         "num_cpus": 0,
@@ -368,7 +372,7 @@ def _ask(node: str, what: Callable[[], int]) -> int:
 
 
 def _free() -> dict[str, dict[str, float]]:
-    """By node: devices that nobody has reserved."""
+    """Return the free devices of each node."""
     per_node = ray._private.state.available_resources_per_node()
     return {
         node: {kind: amount for kind, amount in has.items() if kind in ("CPU", "GPU")}

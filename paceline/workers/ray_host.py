@@ -1,5 +1,8 @@
-"""What runs in a Ray actor: a host on a thread, and its mailbox. Knows nothing of Ray, and imports nothing heavy before its environment
-is set. Every method may be called twice with the same arguments, since Ray may deliver a call twice or lose its answer."""
+"""The part of a Ray worker that runs in the Ray actor: a host on a thread, and its mailbox.
+
+It does not import Ray, and nothing heavy before its environment is set. Every method may be called
+twice with the same arguments, because Ray can deliver a call twice or lose its reply.
+"""
 
 import logging
 import os
@@ -17,11 +20,11 @@ from paceline.remote.message import Reply, portable
 
 log = logging.getLogger(__name__)
 
-TEXT_BYTES = 1 << 20  # of output in one answer
+TEXT_BYTES = 1 << 20  # of output in one reply
 
 
 class RayHost:
-    """Its methods are called on threads of Ray's."""
+    """The actor. Ray calls its methods on its own threads."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         os.environ.update(environment)
@@ -35,7 +38,7 @@ class RayHost:
         threading.Thread(target=self._run, name="host", daemon=True).start()
 
     def address(self, host: str) -> tuple[str, int, int]:
-        """A socket that listens here, for a store that other workers are to find: host, port, descriptor."""
+        """Return host, port and descriptor of a listening socket, for a store."""
         with self._lock:
             self._listening = self._listening or socket.create_server((host, 0))
         return (*self._listening.getsockname()[:2], self._listening.fileno())
@@ -44,7 +47,7 @@ class RayHost:
         self._mailbox.push(first, messages)
 
     def pull(self, received: int, printed: int) -> tuple[int, list[bytes], bytes]:
-        """What the mailbox has after `received` messages, and what was printed after the first `printed` bytes."""
+        """Return messages beyond `received`, and output beyond the first `printed` bytes."""
         first, messages = self._mailbox.pull(received)
         return first, messages, os.pread(self._text.fileno(), TEXT_BYTES, printed)
 
@@ -56,7 +59,7 @@ class RayHost:
             try:
                 parts = build(*args)
             except Exception as error:
-                log.exception("the worker could not start")
+                log.exception("the worker failed to start")
                 return mailbox.send(Reply(0, error=portable(error)))
             mailbox.send(Reply(0))
             serve(mailbox, {**parts, "host": ProcessStats()})
@@ -67,7 +70,7 @@ class RayHost:
 
 
 def _redirect_output() -> IO[bytes]:
-    """What this process prints goes to a file without a name, which `pull` reads."""
+    """Redirect the output of this process to an unnamed file, which `pull` reads."""
     text = tempfile.TemporaryFile()  # noqa: SIM115
     sys.stdout.flush()
     sys.stderr.flush()
@@ -77,7 +80,7 @@ def _redirect_output() -> IO[bytes]:
 
 
 def smallest_gpu() -> int:
-    """Bytes of memory of this machine's smallest GPU; 0 when it cannot be asked."""
+    """Return the memory of this machine's smallest GPU in bytes, or 0 if it is unknown."""
     try:
         asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
         return (

@@ -102,8 +102,7 @@ def misplaced(trees: dict[str, ast.Module]) -> list[str]:
 
 
 def private(trees: dict[str, ast.Module]) -> list[str]:
-    """Return uses of `_names` of another module: imported, or reached through an imported module.
-    """
+    """Return uses of `_names` of another module: imported, or reached through an imported module."""
     found = []
     for module, tree in trees.items():
         known = set(trees)

@@ -219,7 +219,8 @@ class ModuleBackend(StepByStep):
             gap = float(((found - plain).abs() / (1 + plain.abs())).mean())
         except Exception as error:  # an unknown architecture may raise anything
             raise ModelError(
-                f"the native engine cannot run {type(self._model).__name__} ({error}); {ALTERNATIVE}"
+                f"the native engine cannot run {type(self._model).__name__} ({error}); "
+                f"{ALTERNATIVE}"
             ) from error
         if not gap <= (EXACT if logits[0].dtype == torch.float32 else ROUNDED):
             raise ModelError(
