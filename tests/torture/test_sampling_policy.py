@@ -62,7 +62,7 @@ def test_turn_rewards_count_in_dynamic_sampling_and_metrics() -> None:
 
 def test_dynamic_sampling_fails_when_all_rewards_are_equal() -> None:
     world = World(dynamic_sampling=True, score=lambda _: [0.0] * 5)
-    with pytest.raises(RolloutError, match=r"151 with reward 0.*too hard, too easy"):
+    with pytest.raises(RolloutError, match=r"151 with reward 0.*too hard or too easy"):
         run_virtual(world.build().run())
 
 
@@ -111,4 +111,4 @@ def test_dynamic_sampling_filters_groups_whose_rewards_differ_by_rounding() -> N
     world = World(dynamic_sampling=True, score=score, group_size=2)
     run_virtual(world.build().run())
     assert world.ledger.counts()["dropped"]["equal_rewards"] > 0
-    assert {t.reward for group in world.notes.groups for t in group.trajectories} == {0.0, 1.0}
+    assert {t.reward for group in world.observer.groups for t in group.trajectories} == {0.0, 1.0}

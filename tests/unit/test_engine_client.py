@@ -20,7 +20,7 @@ class SlowWorker(Worker):
         self.calls: list[str] = []
         self._error = error
 
-    def _send(self, message: Call) -> None:
+    def send(self, message: Call) -> None:
         self.calls.append(message.method)
         self._loop.call_later(1.0, self._receive, Reply(message.id, [], self._error))
 

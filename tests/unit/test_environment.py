@@ -43,7 +43,7 @@ def test_text_excludes_end_token_that_is_not_marked_special() -> None:
 
 def test_example_environment_retries_and_returns_last_completion() -> None:
     assert len(run(TwoTries, "4").turns) == 1
-    twice = run("examples/own_environment.py:TwoTries", "5", "4")
+    twice = run("examples/custom_environment.py:TwoTries", "5", "4")
     assert twice.text == "4" and TOKENIZER.decode(twice.turns[1].prompt) == "\nno, 2+2="
 
 

@@ -50,5 +50,5 @@ def test_check_vllm_names_extra_when_not_installed(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("setting", ["train.backend=fsdp", "placement.overlap=true"])
 def test_config_rejects_vllm_in_pool_of_ranks_or_with_overlap(setting: str) -> None:
-    with pytest.raises(ConfigError, match="give rollout a pool of its own"):
+    with pytest.raises(ConfigError, match="give rollout a separate pool"):
         load_config(None, ["rollout.engine=vllm", setting])
