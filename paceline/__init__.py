@@ -1,14 +1,14 @@
-"""Paceline: asynchronous reinforcement learning for language models.
+"""Asynchronous reinforcement learning for language models.
 
-`import paceline` loads no torch: heavy parts are imported where they are used.
+`import paceline` does not import torch: large dependencies are imported where they are used.
 """
 
 import os
 
-# Threads of a matrix product wait for each other by spinning, by default for milliseconds: beside
-# another busy program each of a decode step's fifty products then costs a scheduler's turn. Read by
-# GNU OpenMP when torch is first imported. Spinning shortly gives 3 % less on a quiet machine and
-# several times as much on a busy one.
+# The threads of a matmul wait for each other by spinning, by default for milliseconds. While
+# another program uses the cores, each of the fifty matmuls of a decode step then costs a time slice
+# of the scheduler. A short spin makes an idle machine 3 % slower and a busy one several times
+# faster. GNU OpenMP reads the variable when torch is imported.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 

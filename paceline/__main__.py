@@ -1,4 +1,4 @@
-"""`python -m paceline` is the command line."""
+"""Entry point of `python -m paceline`, the same as the `paceline` command."""
 
 from paceline.cli import app
 

@@ -1,7 +1,10 @@
-"""The command line. Nothing heavy is imported before it is needed: `paceline --help` loads no
-torch."""
+"""The `paceline` command: its subcommands and what they print.
+
+Large dependencies are imported where they are used, so `paceline --help` does not import torch.
+"""
 
 import asyncio
+import difflib
 import logging
 import os
 import signal
@@ -13,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from paceline import __version__
-from paceline.errors import PacelineError
+from paceline.errors import ConfigError, PacelineError
 
 if TYPE_CHECKING:
     from paceline.config import RunConfig
@@ -25,20 +28,33 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 workers = typer.Typer(
-    no_args_is_help=True, help="Rollout workers of a running job: they may come and go."
+    no_args_is_help=True, help="List, add and remove the rollout workers of a running job."
 )
 app.add_typer(workers, name="workers")
-RunFolder = Annotated[
+RunDir = Annotated[
     Path,
     typer.Argument(
-        help="The run folder of a running job, for example runs/fully_async", show_default=False
+        help="Run directory of a running job, for example runs/fully_async", show_default=False
     ),
 ]
 console = Console()
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        console.print(__version__, highlight=False)
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
     """Asynchronous reinforcement learning for language models."""
 
 
@@ -46,7 +62,7 @@ def main() -> None:
 def train(
     recipe: Annotated[
         Path,
-        typer.Argument(help="A recipe, for example recipes/fully_async.toml", show_default=False),
+        typer.Argument(help="Recipe, for example recipes/fully_async.toml", show_default=False),
     ],
     settings: Annotated[
         list[str] | None,
@@ -55,14 +71,14 @@ def train(
         ),
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start over: an existing run folder is moved aside.")
+        bool, typer.Option("--fresh", help="Start over; move an existing run directory aside.")
     ] = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Check the settings, print them all as JSON, and stop."),
+        typer.Option("--dry-run", help="Check the settings, print them as JSON and exit."),
     ] = False,
 ) -> None:
-    """Train a model. The same command on an existing run folder continues that run."""
+    """Train a model. If the run directory has an earlier run, the same command resumes it."""
     from paceline.config import check_trainable, load_config
 
     stopped_by = signal.SIGINT
@@ -70,10 +86,10 @@ def train(
     def terminate(*_: object) -> None:
         nonlocal stopped_by
         stopped_by = signal.SIGTERM
-        signal.raise_signal(signal.SIGINT)  # a scheduler's way to say Ctrl-C
+        signal.raise_signal(signal.SIGINT)  # stop in the same way as with Ctrl-C
 
-    # a shell that starts a job in the background has it ignore Ctrl-C, and then a scheduler's
-    # signal would be ignored, too
+    # A shell starts background jobs with SIGINT ignored; without a handler for SIGINT, `terminate`
+    # would have no effect there.
     before = {signal.SIGTERM: signal.signal(signal.SIGTERM, terminate)}
     before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     config: RunConfig | None = None
@@ -87,38 +103,39 @@ def train(
     except PacelineError as error:
         _fail(error)
     except KeyboardInterrupt:
-        console.print(f"\nstopped{_going_on(config, fresh)}", highlight=False, soft_wrap=True)
+        console.print(f"\nstopped{_how_to_resume(config, fresh)}", highlight=False, soft_wrap=True)
         raise typer.Exit(128 + stopped_by) from None
     finally:
-        for number, how in before.items():
-            signal.signal(number, how)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @app.command()
 def evaluate(
     recipe: Annotated[
-        Path, typer.Argument(help="A recipe, for example recipes/gsm8k.toml", show_default=False)
+        Path, typer.Argument(help="Recipe, for example recipes/gsm8k.toml", show_default=False)
     ],
     settings: Annotated[
         list[str] | None,
         typer.Argument(
-            help="key=value, for example model=runs/x/checkpoints/step_00000100/actor data.path=test.jsonl",
+            help="key=value, for example model=runs/x/checkpoints/step_00000100/actor "
+            "data.path=test.jsonl",
             show_default=False,
         ),
     ] = None,
-    attempts: Annotated[
+    samples: Annotated[
         int,
         typer.Option(
-            "--attempts",
+            "--samples",
             "-n",
             min=1,
             help="Completions per prompt: 1 is greedy unless rollout.top_p or rollout.top_k "
             "is set, more are sampled.",
         ),
     ] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Score a model on every row of its data, without training it."""
+    """Score a model on every row of the data, without training it."""
     from paceline.config import load_config
 
     try:
@@ -128,14 +145,14 @@ def evaluate(
         with console.status("loading torch and transformers …") as status:
             from paceline.evaluate import evaluate, for_evaluation
 
-            chosen = for_evaluation(config, attempts)
+            chosen = for_evaluation(config, samples)
 
-            def tell(done: int, of: int) -> None:
-                status.update(f"{done} of {of} prompts answered …")
-                if not console.is_terminal and not as_json and done % max(1, of // 10) == 0:
-                    console.print(f"{done} of {of} prompts answered", highlight=False)
+            def show_progress(done: int, total: int) -> None:
+                status.update(f"{done} of {total} prompts completed …")
+                if not console.is_terminal and not as_json and done % max(1, total // 10) == 0:
+                    console.print(f"{done} of {total} prompts completed", highlight=False)
 
-            found = asyncio.run(evaluate(chosen, tell))
+            found = asyncio.run(evaluate(chosen, show_progress))
     except PacelineError as error:
         _fail(error)
     except KeyboardInterrupt:
@@ -150,13 +167,13 @@ def evaluate(
 @app.command()
 def plan(
     recipe: Annotated[
-        Path, typer.Argument(help="A recipe, for example recipes/split.toml", show_default=False)
+        Path, typer.Argument(help="Recipe, for example recipes/split.toml", show_default=False)
     ],
     settings: Annotated[
         list[str] | None, typer.Argument(help="key=value", show_default=False)
     ] = None,
 ) -> None:
-    """Show which role gets which device, and refuse what cannot fit, without starting anything."""
+    """Show which devices each role gets and whether it fits into memory. Starts no workers."""
     from paceline.config import check_trainable, load_config
 
     try:
@@ -175,12 +192,12 @@ def plan(
 
 @workers.command("list")
 def list_workers(
-    run: RunFolder, as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False
+    run: RunDir, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 ) -> None:
-    """Show the rollout workers: where they are, what they have and do."""
+    """List the rollout workers with their node, state, weight version and load."""
     from paceline.observe.display import workers_table
 
-    rows = _ask(run, "list")
+    rows = _send(run, "list")
     if as_json:
         console.print_json(data=rows)
     else:
@@ -189,53 +206,52 @@ def list_workers(
 
 @workers.command("add")
 def add_workers(
-    run: RunFolder,
-    count: Annotated[int, typer.Option("--count", "-n", min=1, help="How many.")] = 1,
+    run: RunDir,
+    count: Annotated[int, typer.Option("--count", "-n", min=1, help="Number of workers.")] = 1,
 ) -> None:
-    """Start more rollout workers; they take work as soon as they have the current weights."""
-    console.print(f"added {', '.join(_ask(run, 'add', count=count))}", highlight=False)
+    """Start more rollout workers. They get prompts once they have the current weights."""
+    console.print(f"added {', '.join(_send(run, 'add', count=count))}", highlight=False)
 
 
 @workers.command("remove")
 def remove_worker(
-    run: RunFolder,
-    name: Annotated[str, typer.Argument(help="As `workers list` shows it.", show_default=False)],
+    run: RunDir,
+    name: Annotated[str, typer.Argument(help="Name in `workers list`.", show_default=False)],
 ) -> None:
-    """Let a rollout worker go; the others finish its answers from where they are."""
-    _ask(run, "remove", name=name)
+    """Remove a rollout worker. Other workers resume its unfinished completions."""
+    _send(run, "remove", name=name)
     console.print(f"removed {name}", highlight=False)
 
 
 @app.command()
-def pause(run: RunFolder) -> None:
-    """Pause generation in a running job. It waits, for as long as you like."""
-    _ask(run, "pause")
-    console.print(f"{run} is paused; go on with: paceline resume {run}", highlight=False)
+def pause(run: RunDir) -> None:
+    """Pause generation in a running job until `paceline resume`."""
+    _send(run, "pause")
+    console.print(f"{run} is paused; to continue: paceline resume {run}", highlight=False)
 
 
 @app.command()
-def resume(run: RunFolder) -> None:
-    """Go on with a paused job."""
-    _ask(run, "resume")
-    console.print(f"{run} goes on", highlight=False)
+def resume(run: RunDir) -> None:
+    """Resume a paused job."""
+    _send(run, "resume")
+    console.print(f"{run} is running again", highlight=False)
 
 
 @app.command()
-def answers(
+def samples(
     run: Annotated[
-        Path, typer.Argument(help="A run folder, for example runs/fully_async", show_default=False)
+        Path, typer.Argument(help="Run directory, for example runs/fully_async", show_default=False)
     ],
     step: Annotated[
-        int | None, typer.Option(help="Which step; the last one if not given.", show_default=False)
+        int | None, typer.Option(help="Train step. Default: the last one.", show_default=False)
     ] = None,
 ) -> None:
-    """Show what the model answered, best first, with rewards: some prompts of a step
-    (save_samples)."""
-    from paceline.observe.samples import answers_panel, read_answers
+    """Show saved completions of a step with their rewards, best first (see save_samples)."""
+    from paceline.observe.samples import read_samples, samples_panel
 
     try:
-        for row in read_answers(run, step):
-            console.print(answers_panel(row))
+        for row in read_samples(run, step):
+            console.print(samples_panel(row))
     except PacelineError as error:
         _fail(error)
 
@@ -245,43 +261,44 @@ def tasks() -> None:
     """List the built-in tasks."""
     from paceline.data.tasks import describe_tasks
 
-    for name, what in describe_tasks():
-        console.print(f"[bold]{name:12}[/] {what}", highlight=False)
+    for name, description in describe_tasks():
+        console.print(f"[bold]{name:12}[/] {description}", highlight=False)
 
 
 @app.command()
 def settings(
-    under: Annotated[
+    prefix: Annotated[
         str,
         typer.Argument(
-            help="Only those whose names begin so, for example rollout", show_default=False
+            help="List only settings that start with this, for example rollout", show_default=False
         ),
     ] = "",
 ) -> None:
-    """List all settings, with what they are when nothing is said."""
+    """List all settings with their defaults."""
     from rich.table import Table
 
     from paceline.config import describe_settings
 
+    found = describe_settings(prefix)
+    if not found:
+        names = [name for name, _, _ in describe_settings()]
+        known = {name.rsplit(".", 1)[-1]: name for name in names} | {name: name for name in names}
+        known |= {name.split(".")[0]: name.split(".")[0] for name in names}
+        close = difflib.get_close_matches(prefix, known, n=1)
+        hint = f"did you mean {known[close[0]]!r}?" if close else "run: paceline settings"
+        _fail(ConfigError(f"no setting starts with {prefix!r}; {hint}"))
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    for name, default, meaning in describe_settings(under):
+    for name, default, meaning in found:
         table.add_row(f"[bold]{name}[/]", f"[cyan]{escape(default)}[/]", escape(meaning))
     console.print(table, highlight=False)
 
 
-@app.command()
-def version() -> None:
-    """Print the version."""
-    console.print(__version__, highlight=False)
-
-
 def _train(config: "RunConfig", fresh: bool) -> None:
-    from paceline.observe.display import Display, closing_table
+    from paceline.observe.display import Display, print_summary
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     _log_to_console()
-    folder = Path(config.run_dir)
     with console.status("loading torch and transformers …") as status:
         from paceline.inputs import prepare_model
         from paceline.run import train
@@ -289,7 +306,7 @@ def _train(config: "RunConfig", fresh: bool) -> None:
         prepare_model(
             config,
             lambda step, total: status.update(
-                f"warming up the tiny model, once: step {step} of {total} …"
+                f"warming up the tiny model (only once): step {step} of {total} …"
             ),
         )
         status.update("loading the model and starting the workers …")
@@ -300,7 +317,8 @@ def _train(config: "RunConfig", fresh: bool) -> None:
         def make_display(first_step: int) -> Display:
             nonlocal display
             status.stop()
-            title = f"{folder}: {config.algorithm.name}, {config.data.task or config.data.path}"
+            data = config.data.task or config.data.path
+            title = f"{config.run_dir}: {config.algorithm.name}, {data}"
             display = Display(
                 console, title, config.steps, first_step, config.schedule.max_staleness
             )
@@ -312,22 +330,30 @@ def _train(config: "RunConfig", fresh: bool) -> None:
             if display:
                 display.__exit__(None, None, None)
     if display is None:
-        done = f"{folder} has made {summary['steps']} of {config.steps} steps already; raise steps= to go on, or start over with --fresh"
-        console.print(done, highlight=False, soft_wrap=True)
-    closing_table(console, summary, str(folder))
+        console.print(
+            f"{config.run_dir} is complete: {summary['steps']} of {config.steps} steps. "
+            "Raise steps= to continue, or start over with --fresh",
+            highlight=False,
+            soft_wrap=True,
+        )
+    print_summary(console, summary, config.run_dir)
 
 
-def _going_on(config: "RunConfig | None", fresh: bool) -> str:
-    """What the same command would do next."""
+def _how_to_resume(config: "RunConfig | None", fresh: bool) -> str:
+    """Return what the same command would do next, to follow the word "stopped"."""
     if config is None:
         return ""
     steps = sorted(path.name for path in Path(config.run_dir, "checkpoints").glob("step_*"))
     if not steps:
-        return f" before the first checkpoint (save_every = {config.save_every}); the same command begins anew"
-    return f"; the same command {'without --fresh ' if fresh else ''}continues from step {int(steps[-1].removeprefix('step_'))}"
+        return (
+            f" before the first checkpoint (save_every = {config.save_every}); "
+            "the same command starts over"
+        )
+    step = int(steps[-1].removeprefix("step_"))
+    return f"; the same command {'without --fresh ' if fresh else ''}continues from step {step}"
 
 
-def _ask(run: Path, command: str, **arguments: Any) -> Any:
+def _send(run: Path, command: str, **arguments: Any) -> Any:
     from paceline.control import send_command
 
     try:
@@ -337,11 +363,10 @@ def _ask(run: Path, command: str, **arguments: Any) -> Any:
 
 
 class _Warnings(logging.Handler):
-    """Our own warnings are for the user; other libraries' are not, and tracebacks belong in the
-    logs."""
+    """Handler that shows Paceline's warnings to the user; tracebacks are only in the log files."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not record.exc_info:  # what went wrong ends the run, in its own words
+        if not record.exc_info:  # the error that ends the run is printed in any case
             _warn(record.getMessage())
 
 
@@ -354,7 +379,7 @@ def _log_to_console() -> None:
 
 
 def _fail(error: PacelineError) -> NoReturn:
-    """Say what went wrong in its own words; the traceback goes to nobody's face."""
+    """Print the error without a traceback and exit with its exit code."""
     message = "\n".join([str(error), *getattr(error, "__notes__", [])])
     Console(stderr=True).print(
         "[bold red]error:[/]", escape(message), highlight=False, soft_wrap=True

@@ -1,6 +1,7 @@
-"""Talk to a running job: a socket in its run folder, one line of JSON to ask, one to answer.
+"""Commands to a running job, for example `paceline pause`: a socket in its run directory, one line
+of JSON per command and one per reply.
 
-Only the owner of the run folder can connect. The socket is there while the job runs.
+Only the owner of the run directory can connect. The socket exists while the job runs.
 """
 
 import asyncio
@@ -19,25 +20,24 @@ from paceline.errors import ConfigError, PacelineError
 log = logging.getLogger(__name__)
 
 SOCKET = "control.sock"
-LONGEST = 100  # bytes of a socket's path that every system takes
-REPLY_TIMEOUT_S = 600.0  # a worker that is added loads its model first
+MAX_PATH = 100  # bytes of a socket's path that every system accepts
+REPLY_TIMEOUT_S = 600.0  # `add` replies when the new worker has loaded its model
 
 Command = Callable[..., Awaitable[Any]]
 
 
 class Control:
-    """The job's end. It is there as soon as the job is, and says so while there is nothing yet that
-    could be commanded."""
+    """The job's socket. Outside of `serving`, it replies with an error to all commands."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
         self._commands: Mapping[str, Command] = {}
         self._server: asyncio.Server | None = None
         self._clients: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def serving(self, commands: Mapping[str, Command]) -> AsyncIterator[None]:
-        """What can be asked for, until it is over; who still waits for an answer then is told."""
+        """Accept these commands. On exit, commands that are still running fail."""
         self._commands = commands
         try:
             yield
@@ -48,16 +48,18 @@ class Control:
     async def __aenter__(self) -> "Control":
         listening = socket.socket(socket.AF_UNIX)
         try:
-            (self._folder / SOCKET).unlink(
-                missing_ok=True
-            )  # of a run that was killed: this one holds the folder's lock
-            with _short_path(self._folder) as path:
+            # A killed run may have left its socket; this run holds the lock of the directory.
+            (self._run_dir / SOCKET).unlink(missing_ok=True)
+            with _short_path(self._run_dir) as path:
                 listening.bind(path)
                 os.chmod(path, 0o600)
         except OSError as error:
             listening.close()
             log.warning(
-                "nobody can talk to this job: no socket can be made in %s (%s)", self._folder, error
+                "cannot create the control socket in %s (%s); paceline pause, resume and workers "
+                "will not work for this run",
+                self._run_dir,
+                error,
             )
             return self
         self._server = await asyncio.start_unix_server(self._handle_client, sock=listening)
@@ -68,7 +70,7 @@ class Control:
             return
         self._server.close()
         await self._close_clients()
-        (self._folder / SOCKET).unlink(missing_ok=True)
+        (self._run_dir / SOCKET).unlink(missing_ok=True)
 
     async def _close_clients(self) -> None:
         for task in list(self._clients):
@@ -82,28 +84,25 @@ class Control:
         assert task
         self._clients.add(task)
         try:
-            answer = await self._answer(await reader.readline())
-            writer.write(json.dumps(answer).encode() + b"\n")
+            reply = await self._reply(await reader.readline())
+            writer.write(json.dumps(reply).encode() + b"\n")
             await writer.drain()
         except (ConnectionError, ValueError, asyncio.CancelledError):
-            pass  # it did not wait for the answer, sent a line without an end, or we are closing
+            pass  # the client left, sent a line without an end, or the job is ending
         finally:
             writer.close()
             self._clients.discard(task)
 
-    async def _answer(self, line: bytes) -> dict[str, Any]:
+    async def _reply(self, line: bytes) -> dict[str, Any]:
         if not self._commands:
-            return {
-                "error": f"the job in {self._folder} is starting or ending; ask again in a moment"
-            }
+            return {"error": f"the job in {self._run_dir} is starting or ending; try again later"}
         try:
             request = json.loads(line)
             command = self._commands[request["command"]]
             arguments = request.get("arguments", {})
         except (ValueError, KeyError, TypeError):
-            return {
-                "error": f"not understood: {line[:80]!r}; the commands are {', '.join(self._commands)}"
-            }
+            known = ", ".join(self._commands)
+            return {"error": f"invalid command: {line[:80]!r}; expected one of {known}"}
         try:
             return {"value": await command(**arguments)}
         except (PacelineError, TypeError) as error:
@@ -113,20 +112,20 @@ class Control:
             return {"error": f"{request['command']} failed: {type(error).__name__}: {error}"}
 
 
-def send_command(folder: Path, command: str, **arguments: Any) -> Any:
-    """Ask the job that runs in `folder`. Raises what it refuses."""
+def send_command(run_dir: Path, command: str, **arguments: Any) -> Any:
+    """Send a command to the job in `run_dir`, and return its reply or raise its error."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(REPLY_TIMEOUT_S)
         try:
-            with _short_path(folder) as path:
+            with _short_path(run_dir) as path:
                 connection.connect(path)
         except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError):
             raise ConfigError(
-                f"no job is running in {folder}; give the run folder of one that is"
+                f"no job is running in {run_dir}; expected the run directory of a running job"
             ) from None
         except PermissionError:
             raise ConfigError(
-                f"the job in {folder} belongs to somebody else; only its owner can ask it"
+                f"the job in {run_dir} belongs to another user; only its owner can send commands"
             ) from None
         try:
             connection.sendall(
@@ -136,27 +135,28 @@ def send_command(folder: Path, command: str, **arguments: Any) -> Any:
                 line = stream.readline()
         except TimeoutError:
             raise ConfigError(
-                f"the job in {folder} did not answer within {REPLY_TIMEOUT_S:g} s; is it stopped (Ctrl-Z)?"
+                f"the job in {run_dir} did not reply within {REPLY_TIMEOUT_S:g} s; "
+                "check whether it is suspended (Ctrl-Z)"
             ) from None
         except ConnectionError:
             line = b""
     if not line:
-        raise ConfigError(f"the job in {folder} ended before it could answer")
-    answer = json.loads(line)
-    if "error" in answer:
-        raise ConfigError(answer["error"])
-    return answer["value"]
+        raise ConfigError(f"the job in {run_dir} ended before it replied")
+    reply = json.loads(line)
+    if "error" in reply:
+        raise ConfigError(reply["error"])
+    return reply["value"]
 
 
 @contextmanager
-def _short_path(folder: Path) -> Iterator[str]:
-    """A path to the socket that fits into an address: by way of a link if the folder's own is too
-    long."""
-    path = folder.resolve() / SOCKET
-    if len(os.fsencode(path)) < LONGEST:
+def _short_path(run_dir: Path) -> Iterator[str]:
+    """Yield a path to the socket that fits into an address: through a link if the path of the run
+    directory is too long."""
+    path = run_dir.resolve() / SOCKET
+    if len(os.fsencode(path)) < MAX_PATH:
         yield str(path)
         return
-    with tempfile.TemporaryDirectory(prefix="paceline-") as near:
-        link = Path(near) / "run"
-        link.symlink_to(folder.resolve(), target_is_directory=True)
+    with tempfile.TemporaryDirectory(prefix="paceline-") as short:
+        link = Path(short) / "run"
+        link.symlink_to(run_dir.resolve(), target_is_directory=True)
         yield str(link / SOCKET)

@@ -1,20 +1,21 @@
-"""Every error a user can meet. The CLI prints the message and exits with `exit_code`; no traceback.
+"""Every error that settings, data, user code or the machine can cause. The CLI prints the message
+without a traceback and exits with `exit_code`.
 
 PacelineError                     1
-├── ConfigError                   2   a setting is unknown, mistyped or contradicts another
+├── ConfigError                   2   a setting is unknown, invalid or contradicts another
 ├── DataError                     3   a data file or row cannot be used
 ├── ModelError                    4   a model cannot be loaded or its shape is not supported
-├── RewardError                   5   a reward raised, hung or returned something that is not a number
-├── RolloutError                  6   generation failed or took too long
-├── WorkerDied                    7   a process or coroutine of the run ended when it should not have
-├── SyncError                     8   new weights could not be handed over
-├── StalledError                  9   nothing moved for too long; says what was being waited for
-├── CheckpointError              10   a run folder cannot be written, read or continued
-├── LedgerError                  11   the books do not add up (a bug in Paceline)
-├── OutOfMemory                  12   a device is full; says what holds its memory
+├── RewardError                   5   a reward function raised, timed out or returned no number
+├── RolloutError                  6   generation failed or timed out
+├── WorkerDied                    7   a process or task of the run ended unexpectedly
+├── SyncError                     8   weights could not be transferred
+├── StalledError                  9   the run made no progress; lists what each task waited for
+├── CheckpointError              10   a run directory cannot be written, read or resumed
+├── LedgerError                  11   the ledger does not balance (a bug in Paceline)
+├── OutOfMemory                  12   a device is full; lists what uses its memory
 └── MismatchError                13   engine and trainer do not have the same weights
 
-Messages say what, where, what was expected and what to do.
+A message says what happened, where, what was expected and what to do.
 """
 
 
@@ -71,6 +72,6 @@ class MismatchError(PacelineError):
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error that started the fall, out of the groups that task groups wrap around it."""
+    """Return the error that occurred first, without the groups that task groups wrap around it."""
     first = group.exceptions[0]
     return first_error(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,5 +1,5 @@
-"""Which role lives in which resource pool. Roles in one pool share its devices and take turns;
-pools work side by side."""
+"""Settings that assign roles to resource pools. Roles in one pool time-share its devices; pools
+work concurrently."""
 
 from pydantic import Field, model_validator
 
@@ -9,33 +9,33 @@ from paceline.types import Role
 
 class RaySettings(Settings):
     address: str = "local"
-    """Where the Ray cluster is (host:port, or "auto" for the one this machine belongs to). "local":
-    one of our own, for this run."""
+    """Address of the Ray cluster: host:port, "auto" for the cluster of this machine, or "local" to
+    start one for this run."""
 
 
 class PlacementSettings(Settings):
     actor: str = "main"
-    """Pool of the model that learns."""
+    """Pool of the model that is trained."""
     rollout: str = "main"
     """Pool of the engines that generate."""
     critic: str | None = None
-    """Pool of the critic, when the algorithm has one. Unset: the actor's."""
+    """Pool of the critic, if the algorithm has one. Default: the actor's pool."""
     ref: str | None = None
-    """Pool of the frozen reference model, when the algorithm needs one. Unset: the actor's."""
+    """Pool of the frozen reference model, if the algorithm needs one. Default: the actor's pool."""
     reward: str | None = None
-    """Pool of the reward model, when there is one. Unset: the actor's, where it waits while the
-    actor trains."""
+    """Pool of the reward model, if there is one. Default: the actor's pool, where it does not score
+    while the actor trains."""
     rollout_workers: int = Field(1, ge=1)
-    """Engines in the rollout pool."""
+    """Number of engines in the rollout pool."""
     train_ranks: int = Field(1, ge=1)
-    """Processes in each pool that trains, or holds the reference model, when train.backend has
-    several."""
+    """Number of processes in each pool that trains or has the reference model, if train.backend
+    supports several."""
     threads: int = Field(0, ge=0)
-    """CPU threads per worker; 0 = the machine's cores divided among the workers."""
+    """CPU threads per worker. 0: the cores of the machine divided by the number of workers."""
     overlap: bool = False
-    """Where actor and rollout share a pool: generate while training, on a second stream of the same
-    GPU (a second thread on a CPU) and with a copy of the weights. Off: they take turns on the same
-    weights. Worth it with schedule.max_staleness above 0."""
+    """Generate during train steps if actor and rollout share a pool: on a second stream of the GPU
+    (a second thread on a CPU), with a copy of the weights. If false, they alternate and share one
+    set of weights. Useful only with schedule.max_staleness > 0."""
 
     @model_validator(mode="after")
     def _overlap_on_one_pool(self) -> "PlacementSettings":
@@ -46,8 +46,9 @@ class PlacementSettings(Settings):
         ]
         if self.overlap and elsewhere:
             raise ValueError(
-                f"placement.overlap = true contradicts {', '.join(elsewhere)}: it is for one device that has all roles "
-                f"(pool {self.actor!r}); pools of their own work side by side anyway"
+                f"placement.overlap = true contradicts {', '.join(elsewhere)}: it is for one "
+                f"device with all roles (pool {self.actor!r}); separate pools work concurrently "
+                f"without it"
             )
         return self
 
@@ -55,8 +56,9 @@ class PlacementSettings(Settings):
     def _one_engine_when_shared(self) -> "PlacementSettings":
         if self.rollout_workers > 1 and self.rollout == self.actor:
             raise ValueError(
-                f"placement.rollout_workers = {self.rollout_workers} contradicts placement.rollout = placement.actor = {self.actor!r}: "
-                f"on a shared pool the one engine reads the trainer's own weights; give rollout its own pool or set rollout_workers = 1"
+                f"placement.rollout_workers = {self.rollout_workers} contradicts placement.rollout "
+                f"= placement.actor = {self.actor!r}: a shared pool has one engine; give rollout a "
+                f"separate pool or set rollout_workers = 1"
             )
         return self
 

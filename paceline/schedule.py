@@ -1,11 +1,11 @@
-"""How far generation may run ahead of training, and what a new set of weights does to running
-generations.
+"""How far generation may run ahead of training, and what new weights do to running generations.
 
-Together with the placement this is all that tells one mode from another:
+Modes differ only in these settings and the placement:
 
     hybrid sync, split    max_staleness 0
     one step off          max_staleness 1, on_sync drain
-    fully async           max_staleness k, on_sync swap or interrupt (on one device with placement.overlap)
+    fully async           max_staleness k, on_sync swap or interrupt; on one device also
+                          placement.overlap
 """
 
 from pydantic import AliasChoices, Field, model_validator
@@ -18,28 +18,30 @@ class ScheduleSettings(Settings):
     max_staleness: int = Field(
         0, ge=0, validation_alias=AliasChoices("max_staleness", "staleness_threshold")
     )
-    """Bound on (trainer's version - oldest version among a sample's tokens) when it is taken for
-    training."""
+    """Maximum staleness of a sample when it is trained: the trainer's version minus the oldest
+    version among the sample's tokens."""
     sync_every: int = Field(1, ge=1)
-    """Train steps per hand-over of weights."""
+    """Train steps per weight sync."""
     on_sync: OnSync = OnSync.DRAIN
-    """What running generations do when new weights arrive: drain, interrupt or swap."""
+    """What running generations do when new weights arrive: drain (finish on the old weights),
+    interrupt (resume on the new weights with a new KV cache) or swap (keep the KV cache)."""
 
     @model_validator(mode="after")
     def _reachable(self) -> "ScheduleSettings":
         if self.sync_every > self.max_staleness + 1:
             raise ValueError(
-                f"schedule.sync_every = {self.sync_every} contradicts schedule.max_staleness = {self.max_staleness}: "
-                f"between two syncs the trainer needs sync_every batches, and only max_staleness + 1 may be under way; "
-                f"set max_staleness to at least {self.sync_every - 1}, or sync_every to at most {self.max_staleness + 1}"
+                f"schedule.sync_every = {self.sync_every} contradicts schedule.max_staleness = "
+                f"{self.max_staleness}: between two syncs the trainer needs sync_every batches, "
+                f"and at most max_staleness + 1 may be in flight; set max_staleness to at least "
+                f"{self.sync_every - 1}, or sync_every to at most {self.max_staleness + 1}"
             )
         return self
 
     def capacity(self, groups_per_step: int) -> int:
-        """Groups that may be outstanding (admitted, and not yet part of the weights the engines
-        have).
+        """Return how many groups may be outstanding: admitted, and not yet trained into the weights
+        that the engines have.
 
-        A group admitted at version v has at most capacity - 1 others before it, so with groups
-        taken in the order of admission it is trained at version v + max_staleness at the latest.
+        At most capacity - 1 groups precede a group admitted at version v. Groups are trained in the
+        order of admission, so it is trained at version v + max_staleness at the latest.
         """
         return (self.max_staleness + 1) * groups_per_step

@@ -1,13 +1,13 @@
-"""A run's workers for a plain Python script: start them from a recipe, call their roles, wait or do
-not wait for the answers.
+"""The workers of a recipe in a plain Python script: start them, call their roles, and wait for the
+results or not.
 
     with Workers(load_config("recipes/split.toml")) as workers:
         actor = workers.actor.update(batch, step, blocking=False)  # at the same time
         critic = workers.critic.update(batch, step, blocking=False)
         metrics = actor.get() | critic.get()
 
-Waits for: nothing but the answers asked for. The loop of `paceline train` does the same with
-`await` instead of `get`.
+Waits for: the results that the script asks for. The loop of `paceline train` makes the same calls
+with `await` instead of `get`.
 """
 
 import asyncio
@@ -28,14 +28,16 @@ T = TypeVar("T")
 
 
 class PendingResult(Generic[T]):
-    """What a call with `blocking=False` returns: the answer to be."""
+    """The return value of a call with `blocking=False`."""
 
     def __init__(self, future: "Future[T]") -> None:
         self._future = future
 
     def get(self, timeout: float | None = None) -> T:
-        """Wait for it. Errors of the call are raised here; TimeoutError when it takes longer than
-        `timeout` seconds."""
+        """Wait for the result and return it.
+
+        Raise the error of the call, or TimeoutError after `timeout` seconds.
+        """
         return self._future.result(timeout)
 
     def done(self) -> bool:
@@ -43,15 +45,15 @@ class PendingResult(Generic[T]):
 
 
 class RoleProxy:
-    """One role: each of its methods, with `blocking` as an extra argument."""
+    """The methods of one role, each with `blocking` as an extra argument."""
 
     def __init__(self, call: Callable[..., "Future[Any]"]) -> None:
         self._call = call
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         def call(*args: Any, blocking: bool = True) -> Any:
-            answer = PendingResult(self._call(method, *args))
-            return answer.get() if blocking else answer
+            result = PendingResult(self._call(method, *args))
+            return result.get() if blocking else result
 
         return call
 
@@ -85,9 +87,8 @@ class Workers:
     def __getattr__(self, role: str) -> RoleProxy:
         workers = self._workers.get(role) if role in list(Role) else None  # type: ignore[call-overload]
         if not workers:
-            raise AttributeError(
-                f"this recipe has no {role!r}; it has {', '.join(role for role, found in self._workers.items() if found)}"
-            )
+            present = ", ".join(role for role, found in self._workers.items() if found)
+            raise AttributeError(f"this recipe has no {role!r}; it has {present}")
 
         def call(method: str, *args: Any) -> "Future[Any]":
             return asyncio.run_coroutine_threadsafe(
@@ -108,5 +109,5 @@ class Workers:
         if self._cluster is not None:
             await self._cluster.close()
 
-    def _wait(self, what: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(what, self._loop).result()
+    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()

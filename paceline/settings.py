@@ -1,5 +1,5 @@
-"""What all settings share: frozen, unknown keys refused. Each component declares its own settings
-beside itself; `config.py` puts them together."""
+"""Base class of all settings: immutable, and unknown keys are errors. Each component declares its
+settings in its module; `config.py` combines them."""
 
 from pydantic import BaseModel, ConfigDict
 

@@ -1,42 +1,41 @@
-"""An event loop for which no time passes while its process is stopped (Ctrl-Z, a job that a
-scheduler suspends): deadlines wait with it."""
+"""Event-loop clock that excludes time in which the process is suspended (Ctrl-Z, SIGSTOP), so that
+deadlines do not expire meanwhile."""
 
 import asyncio
 import time
 from collections.abc import Callable
 from typing import Any
 
-SUSPEND_THRESHOLD_S = 2.0  # between two looks at the clock, beyond what was to be waited for
+SUSPEND_THRESHOLD_S = 2.0  # between two readings of the clock, in addition to the planned wait
 
 
 class SuspendAwareClock:
-    """Time without stops."""
+    """Monotonic time without the time in which the process was suspended."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
-        self._seen = monotonic()
-        self._stopped_s = 0.0  # in all
+        self._last = monotonic()
+        self._suspended_s = 0.0  # in total
 
     def now(self, waited: float = 0.0) -> float:
-        """Up to `waited` seconds may have passed since the last look."""
-        seen, self._seen = self._seen, self._monotonic()
-        if (late := self._seen - seen - waited) > SUSPEND_THRESHOLD_S:
-            self._stopped_s += late
-        return self._seen - self._stopped_s
+        """Return the time; up to `waited` seconds may have passed since the last reading."""
+        last, self._last = self._last, self._monotonic()
+        if (late := self._last - last - waited) > SUSPEND_THRESHOLD_S:
+            self._suspended_s += late
+        return self._last - self._suspended_s
 
 
 def ignore_suspended_time(loop: asyncio.AbstractEventLoop) -> None:
-    """From here on this loop goes by such a clock. One that is not of asyncio's own make keeps its
-    time."""
-    waits: Any = getattr(loop, "_selector", None)
-    if waits is None or isinstance(getattr(loop.time, "__self__", None), SuspendAwareClock):
+    """Give an event loop of asyncio a SuspendAwareClock. Loops of other libraries keep theirs."""
+    selector: Any = getattr(loop, "_selector", None)
+    if selector is None or isinstance(getattr(loop.time, "__self__", None), SuspendAwareClock):
         return
-    clock, select = SuspendAwareClock(loop.time), waits.select
+    clock, select = SuspendAwareClock(loop.time), selector.select
 
-    def watched(timeout: float | None = None) -> Any:
+    def timed_select(timeout: float | None = None) -> Any:
         clock.now()
         events = select(timeout)
         clock.now(waited=float("inf") if timeout is None else max(0.0, timeout))
         return events
 
-    waits.select, loop.time = watched, clock.now  # type: ignore[method-assign]
+    selector.select, loop.time = timed_select, clock.now  # type: ignore[method-assign]

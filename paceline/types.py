@@ -1,7 +1,7 @@
-"""The nouns that travel through the loop. Plain frozen data; numpy for arrays, never torch.
+"""Data types that the parts of a run exchange: immutable, with numpy arrays, without torch.
 
-Prompt -> Group (n attempts at one prompt) -> Trajectory (one attempt) -> Turn (one generation) ->
-Batch (flat arrays for one step).
+A Prompt becomes a Group of Trajectories (the completions of one prompt). A Trajectory has one or
+more Turns (one generation each). The Groups of a train step become one Batch of flat arrays.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ BoolArray = NDArray[np.bool_]
 
 
 class Role(StrEnum):
-    """What a worker is for. Never fused: which roles share devices is the placement's business."""
+    """The task of a worker. The placement decides which roles share devices."""
 
     ACTOR = "actor"
     ROLLOUT = "rollout"
@@ -31,9 +31,7 @@ class OnSync(StrEnum):
     """What happens to running generations when new weights arrive."""
 
     DRAIN = "drain"  # let them finish on the old weights first
-    INTERRUPT = (
-        "interrupt"  # stop them, keep their tokens, resume on the new weights with a fresh KV cache
-    )
+    INTERRUPT = "interrupt"  # keep their tokens, resume on the new weights with a new KV cache
     SWAP = "swap"  # change the weights between two decode steps, keep the KV cache
 
 
@@ -42,36 +40,35 @@ class Finish(StrEnum):
 
     STOP = "stop"  # a stop token or stop string
     LENGTH = "length"  # max_new_tokens reached
-    ABORT = "abort"  # given up; the partial answer is returned
-    INTERRUPT = "interrupt"  # stopped for a weight sync; can be resumed from the partial answer
+    ABORT = "abort"  # canceled; the partial completion is returned
+    INTERRUPT = "interrupt"  # for a weight sync; resumable from the partial completion
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One item of the data set, ready to be generated from."""
+    """One row of the dataset, tokenized."""
 
     uid: str  # stable identity: "train.jsonl:17", "reverse:3"
     tokens: tuple[int, ...]
     text: str
-    row: Mapping[str, Any]  # the data set row; what the reward sees
+    row: Mapping[str, Any]  # the fields of the dataset row, for the reward function
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to draw tokens. Log-probabilities are those of the distribution after all of this is
-    applied."""
+    """Sampling parameters. Log-probs are those of the distribution after applying all of them."""
 
     max_new_tokens: int
     temperature: float = 1.0  # 0 = greedy; log-probs are then taken at temperature 1
     top_p: float = 1.0
     top_k: int = 0  # 0 = off
     stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()  # stop strings; the text that matched stays in the answer
+    stop: tuple[str, ...] = ()  # stop strings; the matched text stays in the completion
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What one generation produced: token by token, with the log-prob and the policy version that
+    """The result of one generation: each token with its log-prob and the policy version that
     sampled it."""
 
     tokens: IntArray
@@ -89,35 +86,34 @@ def empty_completion(finish: Finish = Finish.INTERRUPT) -> Completion:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to generate. Random numbers come from (seed, position, token id) alone, so the
-    answer does not depend on what else is in the batch, and a resumed answer equals an
-    uninterrupted one."""
+    """One sequence to generate.
+
+    Random numbers depend only on (seed, position, token ID). So a completion does not depend on the
+    batch composition, and a resumed completion equals an uninterrupted one.
+    """
 
     id: str
     prompt: tuple[int, ...]
     seed: int
     sampling: Sampling
-    partial: Completion | None = None  # go on from here; max_new_tokens counts these tokens too
+    partial: Completion | None = None  # resume from here; max_new_tokens includes these tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One generation inside an attempt: the tokens it was shown since the last turn, and what it
-    answered."""
+    """One generation of a trajectory: the prompt tokens since the last turn, and the completion."""
 
     prompt: tuple[int, ...]
     completion: Completion
-    reward: float = (
-        0.0  # for this turn alone, paid at its last token; the trajectory's own comes on top
-    )
+    reward: float = 0.0  # of this turn, at its last token, in addition to the trajectory's
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One attempt at a prompt."""
+    """One completion of a prompt, or one conversation of several turns."""
 
     turns: tuple[Turn, ...]
-    text: str  # the final answer as text
+    text: str  # of the final completion
     reward: float | None = None  # None until scored
     details: Mapping[str, float] = field(default_factory=dict)
 
@@ -131,7 +127,7 @@ class Trajectory:
 
     @property
     def total_reward(self) -> float:
-        """Its own, and those of its turns."""
+        """The sum of its reward and those of its turns."""
         return (self.reward or 0.0) + sum(turn.reward for turn in self.turns)
 
     def scored(self, reward: float, details: Mapping[str, float] | None = None) -> "Trajectory":
@@ -139,20 +135,20 @@ class Trajectory:
 
 
 Score = float | Mapping[str, float]
-"""What a reward gives for one attempt: a number, or several by name, of which "reward" counts and
-the others are for the record."""
+"""The result of a reward function for one completion: a number, or several by name, of which
+"reward" is trained on and the others are recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All attempts at one prompt: the unit of admission, queue and ledger."""
+    """All trajectories of one prompt: the unit of admission, queue and ledger."""
 
     seq: int  # position in the stream of prompts; unique in a run
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
     started_s: float
     finished_s: float
-    baseline: float | None = None  # reward of a greedy answer, when the algorithm asks for one
+    baseline: float | None = None  # reward of the greedy completion, if the algorithm needs it
 
     @property
     def version_min(self) -> int:
@@ -165,29 +161,28 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one train step eats: R rows laid end to end (T tokens in all), as flat arrays that cross
-    processes cheaply.
+    """Input of one train step: R concatenated rows, T tokens in total, as flat arrays that are
+    cheap to send to another process.
 
-    Per-token arrays line up with `tokens`: entry t speaks of token t itself (not of the one it
-    predicts).
+    Per-token arrays are aligned with `tokens`: entry t describes token t, not the token that it
+    predicts.
     """
 
     tokens: IntArray  # [T]
     lengths: IntArray  # [R] tokens per row
-    mask: BoolArray  # [T] sampled by the policy, so trained on; the first token of a row is never masked in
-    logprobs: FloatArray  # [T] under the policy that sampled it; 0 where not mask
-    versions: IntArray  # [T] policy version that sampled it; -1 where not mask
+    mask: BoolArray  # [T] sampled by the policy, so trained on; false for the first token of a row
+    logprobs: FloatArray  # [T] under the policy that sampled the token; 0 where mask is false
+    versions: IntArray  # [T] policy version that sampled the token; -1 where mask is false
     rewards: FloatArray  # [R]
-    groups: IntArray  # [R] the same number for attempts at the same prompt
+    groups: IntArray  # [R] the same number for all trajectories of a prompt
     advantages: FloatArray | None = None  # [T]
-    returns: FloatArray | None = None  # [T] targets of the critic
-    values: FloatArray | None = None  # [T] the critic's values when the batch was taken
+    returns: FloatArray | None = None  # [T] regression targets of the critic
+    values: FloatArray | None = None  # [T] the critic's predictions before the update
     ref_logprobs: FloatArray | None = None  # [T]
-    truncated: BoolArray | None = None  # [R] the answer was cut off at its longest allowed length
-    token_rewards: FloatArray | None = (
-        None  # [T] rewards paid at single tokens (turns); `rewards` come on top, at the last token
-    )
-    baselines: FloatArray | None = None  # [R] reward of the greedy answer to the same prompt
+    truncated: BoolArray | None = None  # [R] the completion reached its maximum length
+    # [T] rewards of turns, at their last tokens; `rewards` are added at the last token of the row
+    token_rewards: FloatArray | None = None
+    baselines: FloatArray | None = None  # [R] reward of the greedy completion of the prompt
 
     @property
     def num_rows(self) -> int:
@@ -199,5 +194,5 @@ class Batch:
 
     @property
     def offsets(self) -> NDArray[np.int64]:
-        """[R + 1] where each row starts in the flat arrays."""
+        """[R + 1] start of each row in the flat arrays, and the end of the last."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths, dtype=np.int64)])

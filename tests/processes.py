@@ -1,16 +1,16 @@
-"""Which processes a test has left behind."""
+"""Check for processes that a test has left behind."""
 
 import psutil
 
 
 def children() -> set[int]:
-    """Living child processes, without the tracker that multiprocessing keeps until its parent ends."""
+    """Return the PIDs of running child processes, without the resource tracker of multiprocessing,
+    which runs until its parent exits."""
     found = set()
     for process in psutil.Process().children(recursive=True):
         try:
-            if process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(
-                process.cmdline()
-            ):
+            tracker = "resource_tracker" in " ".join(process.cmdline())
+            if process.status() != psutil.STATUS_ZOMBIE and not tracker:
                 found.add(process.pid)
         except psutil.NoSuchProcess:
             continue

@@ -1,7 +1,8 @@
-"""Watches whether engine and trainer are the same policy: what the engine says of its tokens against what the trainer says of them.
+"""Check that engine and trainer have the same weights, by comparing their log-probs.
 
-For tokens of the trainer's own version any distance is one of two implementations, or of wrong weights, so a limit on its mean is a
-sharp alarm. Older tokens differ because the policy has moved, so for them only a jump far beyond what is usual is one.
+For tokens sampled with the trainer's current version, only implementation differences or wrong
+weights can separate the two, so a limit on the mean difference is a sharp test. Log-probs of stale
+tokens also differ because the policy has changed, so for them only a large jump is an error.
 """
 
 import logging
@@ -13,52 +14,54 @@ from paceline.errors import MismatchError
 
 log = logging.getLogger(__name__)
 
-FEWEST = 32  # tokens of the trainer's version a mean is taken of
-STALE_LIMIT, STALE_FACTOR = (
-    2.0,
-    10.0,
-)  # for older tokens: a distance above both, and so many times the usual one
-REMEMBERED = 20  # steps the usual distance is of
+MIN_TOKENS = 32  # fresh tokens that make a mean reliable
+# The difference of stale tokens is an error above both this value and this multiple of the usual.
+STALE_LIMIT, STALE_FACTOR = 2.0, 10.0
+HISTORY = 20  # steps whose median is the usual difference
 
 
 class MismatchMonitor:
+    """Monitor that ends the run if the engine's weights are not the trainer's."""
+
     def __init__(self, limit: float) -> None:
         self._limit = limit
-        self._stale: deque[float] = deque(maxlen=REMEMBERED)
-        self._said = False
+        self._stale: deque[float] = deque(maxlen=HISTORY)
+        self._logged = False
 
     def check(self, metrics: dict[str, float], step: int) -> None:
-        """Raises MismatchError when the engine cannot have had the weights it says it had."""
-        gap, stale_gap = (
-            metrics.get("train/logprob_diff_mean"),
-            metrics.get("train/staleness_diff_mean"),
-        )
+        """Raise MismatchError if the engine cannot have used the weights of its version."""
+        diff = metrics.get("train/logprob_diff_mean")
+        stale_diff = metrics.get("train/staleness_diff_mean")
         fresh = metrics.get("train/tokens", 0.0) * (1 - metrics.get("train/stale_fraction", 0.0))
-        if gap is not None and fresh >= FEWEST and not gap <= self._limit:
-            most, kl = (
-                metrics.get("train/logprob_diff_max", math.nan),
-                metrics.get("train/mismatch_kl", math.nan),
-            )
+        if diff is not None and fresh >= MIN_TOKENS and not diff <= self._limit:
+            largest = metrics.get("train/logprob_diff_max", math.nan)
+            kl = metrics.get("train/mismatch_kl", math.nan)
             raise MismatchError(
-                f"step {step + 1}: engine and trainer do not have the same weights: of {fresh:.0f} tokens sampled with version {step}, the "
-                f"trainer's own, log-probs differ by {gap:.3g} in the mean (sync.mismatch_limit = {self._limit:g}), {most:.3g} at most, "
-                f"KL {kl:.3g}. A tensor was lost or mislaid on the way to the engine, or the two compute differently (temperature, dtype)"
+                f"step {step + 1}: engine and trainer do not have the same weights: the log-probs "
+                f"of {fresh:.0f} tokens sampled with the trainer's version {step} differ by "
+                f"{diff:.3g} on average (sync.mismatch_limit = {self._limit:g}), by at most "
+                f"{largest:.3g}, KL {kl:.3g}. Either the weight sync lost or misplaced a tensor, "
+                f"or the two compute differently (temperature, dtype)"
             )
-        if stale_gap is None:
+        if stale_diff is None:
             return
-        usual = statistics.median(self._stale) if self._stale else gap or 0.0
-        if not stale_gap <= max(STALE_LIMIT, STALE_FACTOR * usual):
+        usual = statistics.median(self._stale) if self._stale else diff or 0.0
+        limit = max(STALE_LIMIT, STALE_FACTOR * usual)
+        if not stale_diff <= limit:
             raise MismatchError(
-                f"step {step + 1}: log-probs of engine and trainer differ by {stale_gap:.3g} in the mean over tokens of older versions, "
-                f"where {usual:.3g} is usual: the engine has wrong weights, or the policy has been thrown far off (look at train/grad_norm)"
+                f"step {step + 1}: log-probs of engine and trainer differ by {stale_diff:.3g} on "
+                f"average over tokens of older versions, where {usual:.3g} is usual: the engine "
+                f"has wrong weights, or an update changed the policy too much (check "
+                f"train/grad_norm)"
             )
-        self._stale.append(stale_gap)
-        if gap is None and not self._said:
-            self._said = True
+        self._stale.append(stale_diff)
+        if diff is None and not self._logged:
+            self._logged = True
             log.info(
-                "step %d: no token of this batch was sampled with the trainer's own version, so engine and trainer can only be compared "
-                "loosely (mean distance of log-probs %.3g; above %g the run ends)",
+                "step %d: no token of this batch was sampled with the trainer's version, so only a "
+                "large difference between engine and trainer is detected (mean difference of "
+                "log-probs %.3g; above %g the run ends)",
                 step + 1,
-                stale_gap,
-                max(STALE_LIMIT, STALE_FACTOR * usual),
+                stale_diff,
+                limit,
             )

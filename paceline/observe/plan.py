@@ -1,4 +1,5 @@
-"""`paceline plan`: the map of devices to roles as a table, with what each needs."""
+"""The table of `paceline plan`: which worker and role each device gets, and how much memory they
+need."""
 
 from rich.table import Table
 
@@ -9,7 +10,10 @@ from paceline.workers.fit import GB, needs, plan_that_fits
 
 
 async def plan_table(config: RunConfig) -> tuple[Table, list[str]]:
-    """The table, and warnings about what may not fit. Raises ConfigError for what cannot."""
+    """Return the table, and warnings about roles that may not fit into memory.
+
+    Raise ConfigError if one cannot fit.
+    """
     model_path = resolve_model(config.model, config.data.task)
     nodes, plans, warnings = await plan_that_fits(config, model_path)
     table = Table(

@@ -1,4 +1,5 @@
-"""What a run leaves behind for people and programs: metrics.jsonl (a line per step), samples.jsonl, summary.json (figures)."""
+"""The results of a run, for people and programs: metrics.jsonl (one line per step), samples.jsonl
+and the contents of summary.json."""
 
 import json
 import math
@@ -28,32 +29,33 @@ SUMMED = (
 
 
 class Recorder:
-    """An observer of the loop; passes everything on to the display. Steps are written down and added up, not remembered: a run may have
-    any number of them."""
+    """Observer of the loop that writes the results and passes everything on to the display.
+
+    Steps are written and summed, not kept, because a run may have any number of them.
+    """
 
     def __init__(
-        self, folder: Path, length: int, answers: Samples, display: Observer | None = None
+        self, run_dir: Path, length: int, samples: Samples, display: Observer | None = None
     ) -> None:
         self._engines: Sequence[EngineStats] = ()
-        self._answers = answers
+        self._samples = samples
         self._display = display
-        path = folder / "metrics.jsonl"
+        path = run_dir / "metrics.jsonl"
         with path.open("ab") as file:
             file.truncate(length)
         with path.open(encoding="utf-8") as lines:
-            self._rewards = array(
-                "d", (json.loads(line)["reward/mean"] for line in lines)
-            )  # of all steps
-        self._earlier = len(self._rewards)  # steps made before this run
+            # One per step, including the steps before this run.
+            self._rewards = array("d", (json.loads(line)["reward/mean"] for line in lines))
+        self._earlier_steps = len(self._rewards)
         self._sums: Counter[str] = Counter()  # of SUMMED
-        self._most: dict[str, float] = {}  # of staleness and memory
-        self._looks, self._queue_use, self._seen = 0, 0.0, 0.0  # how often, the sum, the last
+        self._maxima: dict[str, float] = {}  # of staleness and memory
+        self._polls, self._queue_sum, self._queue_last = 0, 0.0, 0.0
         self._file = path.open("a", encoding="utf-8")
         self._started = time.perf_counter()
 
     @property
     def length(self) -> int:
-        """Bytes written so far; a checkpoint remembers it, so that continuing from it cuts off what came after."""
+        """Bytes written so far. A checkpoint stores it, so that resuming truncates later lines."""
         self._file.flush()
         os.fsync(self._file.fileno())
         return os.fstat(self._file.fileno()).st_size
@@ -68,88 +70,79 @@ class Recorder:
         self._sums.update({name: metrics.get(name, 0.0) for name in SUMMED})
         for name, value in metrics.items():
             if name == "staleness/max" or name.startswith("memory/"):
-                self._most[name] = max(self._most.get(name, 0.0), value)
-        self._answers.step_done(step, groups)
+                self._maxima[name] = max(self._maxima.get(name, 0.0), value)
+        self._samples.step_done(step, groups)
         if self._display:
             self._display.step_done(step, metrics, groups)
 
     def engines_polled(self, engines: Sequence[EngineStats], queue_utilization: float) -> None:
-        self._looks, self._queue_use, self._seen = (
-            self._looks + 1,
-            self._queue_use + queue_utilization,
-            queue_utilization,
-        )
+        self._polls += 1
+        self._queue_sum += queue_utilization
+        self._queue_last = queue_utilization
         self.record_final_stats(engines)
 
     def record_final_stats(self, engines: Sequence[EngineStats]) -> None:
-        """What the engines have done in all; the queue is not looked at."""
+        """Record the totals of the engines; the queue utilization stays as it was."""
         self._engines = engines
         if self._display:
-            self._display.engines_polled(engines, self._seen)
+            self._display.engines_polled(engines, self._queue_last)
 
     def close(self) -> None:
         self._file.close()
-        self._answers.close()
+        self._samples.close()
 
     def summary(
         self, *, sync_s: Sequence[float], ledger: dict[str, Any], memory_peak_bytes: int
     ) -> dict[str, Any]:
-        """The figures of this run (of this part of it, if it was continued; rewards are those of the whole)."""
-        rewards, sums, wall = (
-            self._rewards,
-            self._sums,
-            max(time.perf_counter() - self._started, 1e-9),
-        )
-        steps = len(rewards) - self._earlier
+        """Return the results of the run.
+
+        If it was resumed, only `steps` and the rewards cover the steps before that.
+        """
+        rewards, sums = self._rewards, self._sums
+        wall = max(time.perf_counter() - self._started, 1e-9)
+        steps = len(rewards) - self._earlier_steps
+        queue_utilization = sums["queue/utilization"] / max(1, steps)
+        if self._polls:
+            queue_utilization = self._queue_sum / self._polls
+        rollout_busy_s = sum(e.busy_s for e in self._engines) / max(1, len(self._engines))
         last = max(1, len(rewards) // 10)
         return {
             "steps": len(rewards),
             "steps_this_run": steps,
             "wall_s": wall,
-            "reward_first": rewards[0]
-            if rewards
-            else None,  # of the first step: the model as it came
-            "reward_last": float(np.mean(rewards[-last:]))
-            if rewards
-            else None,  # of the last tenth of all steps
+            # Of the first step, before any update, and of the last tenth of all steps.
+            "reward_first": rewards[0] if rewards else None,
+            "reward_last": float(np.mean(rewards[-last:])) if rewards else None,
             "samples_per_s": sums["rollout/samples"] / wall,
             "tokens_per_s": sums["rollout/tokens"] / wall,
             "steps_per_s": steps / wall,
             "mean_sample_age_s": sums["sample_age_s"] / max(1, steps),
             "staleness_mean": sums["staleness/mean"] / max(1, steps),
-            "staleness_max": int(self._most.get("staleness/max", 0)),
+            "staleness_max": int(self._maxima.get("staleness/max", 0)),
             "sync_latency_s": float(np.mean(sync_s)) if sync_s else 0.0,
-            "queue_utilisation": self._queue_use / self._looks
-            if self._looks
-            else sums["queue/utilization"] / max(1, steps),
-            "rollout_busy_fraction": min(
-                1.0, sum(e.busy_s for e in self._engines) / max(1, len(self._engines)) / wall
-            ),
+            "queue_utilization": queue_utilization,
+            "rollout_busy_fraction": min(1.0, rollout_busy_s / wall),
             "train_busy_fraction": min(1.0, sums["train/busy_s"] / wall),
             "memory_peak_bytes": memory_peak_bytes,
-            "memory_phases": self._memory_phases(),  # the most of each phase, where engine and trainer take turns
+            # The peak of each phase, if engine and trainer alternate on one device.
+            "memory_phases": {
+                name.removeprefix("memory/").removesuffix("_bytes"): int(value)
+                for name, value in self._maxima.items()
+                if name.startswith("memory/")
+            },
             "ledger": ledger,
-        }
-
-    def _memory_phases(self) -> dict[str, int]:
-        peaks = {
-            name: int(value) for name, value in self._most.items() if name.startswith("memory/")
-        }
-        return {
-            name.removeprefix("memory/").removesuffix("_bytes"): value
-            for name, value in peaks.items()
         }
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Whole or not at all."""
+    """Write a file atomically."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(data, indent=1))
     temporary.replace(path)
 
 
 def _short(value: float) -> float | None:
-    """For a file that other programs read: JSON knows no nan."""
+    """Return a rounded number, or None for nan and infinity, which JSON does not have."""
     if not math.isfinite(value):
         return None
     return float(f"{value:.6g}") if abs(value) < 1e6 else value

@@ -1,6 +1,7 @@
-"""What the model said: samples.jsonl holds some prompts of every step with all answers and their rewards, for people to read.
+"""samples.jsonl: the completions and rewards of some prompts of every step, for people to read.
 
-Figures can look well while the answers do not (a reward that is fooled, answers cut off, one phrase over and over).
+Metrics can look good while completions are not: a reward may be exploited, completions truncated
+or repetitive. `paceline samples` prints this file.
 """
 
 import json
@@ -19,19 +20,18 @@ NAME = "samples.jsonl"
 
 
 class Samples:
-    """Writes the first `groups` groups of each step, one a line."""
+    """Writer of the first `groups` groups of each step, one per line."""
 
-    def __init__(self, folder: Path, groups: int, first_step: int) -> None:
+    def __init__(self, run_dir: Path, groups: int, first_step: int) -> None:
         self._groups = groups
-        path = folder / NAME
-        with path.with_suffix(".tmp").open(
-            "w", encoding="utf-8"
-        ) as kept:  # what came after the checkpoint is made again
+        path = run_dir / NAME
+        temporary = path.with_suffix(".tmp")
+        # Steps after the checkpoint are trained again.
+        with temporary.open("w", encoding="utf-8") as kept:
             kept.writelines(line for line, step in _lines(path) if step <= first_step)
-        path.with_suffix(".tmp").replace(path)
-        self._file = path.open(
-            "a", encoding="utf-8", errors="backslashreplace"
-        )  # half a surrogate, as JSON writes it
+        temporary.replace(path)
+        # A lone surrogate is written as the escape that JSON has for it.
+        self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
 
     def step_done(self, step: int, groups: Sequence[Group]) -> None:
         for group in groups[: self._groups]:
@@ -42,44 +42,40 @@ class Samples:
         self._file.close()
 
 
-def read_answers(folder: Path, step: int | None = None) -> list[dict[str, Any]]:
-    """The groups written for a step; without one, for the last."""
-    path = folder / NAME
+def read_samples(run_dir: Path, step: int | None = None) -> list[dict[str, Any]]:
+    """Return the groups saved at a step, by default at the last one."""
+    path = run_dir / NAME
     if not path.exists():
         raise CheckpointError(
-            f"{path} does not exist; give the folder of a run, for example runs/fully_async"
+            f"{path} does not exist; expected a run directory, for example runs/fully_async"
         )
     steps = [at for _, at in _lines(path)]
     if not steps:
-        raise CheckpointError(f"{path} is empty: no step is done yet, or save_samples = 0")
+        raise CheckpointError(f"{path} is empty: no step is complete yet, or save_samples = 0")
     wanted = steps[-1] if step is None else step
     if wanted not in steps:
         raise CheckpointError(f"{path} has no step {wanted}; it has {steps[0]} to {steps[-1]}")
     return [json.loads(line) for line, at in _lines(path) if at == wanted]
 
 
-def answers_panel(row: dict[str, Any]) -> Panel:
-    """A prompt and the answers to it, best first."""
+def samples_panel(row: dict[str, Any]) -> Panel:
+    """Return a panel with a prompt and its completions, best first."""
     parts: list[Text] = [Text(_printable(row["prompt"]), style="bold")]
-    for answer in sorted(row["answers"], key=lambda answer: -answer["reward"]):
-        cut = ", cut off" if answer["finish"] == "length" else ""
-        details = "".join(f", {name} {value:g}" for name, value in answer["details"].items())
-        parts.append(
-            Text(
-                f"\nreward {answer['reward']:g}{details}, {answer['tokens']} tokens{cut}",
-                style="cyan",
-            )
-        )
-        parts.append(Text(_printable(answer["text"])))
+    for sample in sorted(row["completions"], key=lambda sample: -sample["reward"]):
+        details = "".join(f", {name} {value:g}" for name, value in sample["details"].items())
+        truncated = ", truncated" if sample["finish"] == "length" else ""
+        heading = f"\nreward {sample['reward']:g}{details}, {sample['tokens']} tokens{truncated}"
+        parts.append(Text(heading, style="cyan"))
+        parts.append(Text(_printable(sample["text"])))
     return Panel(
         Lines(*parts),
-        title=f"step {row['step']}: {row['uid']}, {row['staleness']} steps old",
+        title=f"step {row['step']}: {row['uid']}, staleness {row['staleness']}",
         title_align="left",
     )
 
 
 def _printable(text: str) -> str:
-    """A model's text must not control the terminal."""
+    """Replace control characters: a model's text must not control the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text.strip())
 
 
@@ -88,13 +84,14 @@ def _row(step: int, group: Group) -> dict[str, Any]:
         "step": step,
         "seq": group.seq,
         "uid": group.prompt.uid,
-        "staleness": step - 1 - group.version_min,  # a step is done when its version is one higher
+        # Step n is trained from version n - 1.
+        "staleness": step - 1 - group.version_min,
         "prompt": group.prompt.text,
-        "answers": [_answer(trajectory) for trajectory in group.trajectories],
+        "completions": [_completion(trajectory) for trajectory in group.trajectories],
     }
 
 
-def _answer(trajectory: Trajectory) -> dict[str, Any]:
+def _completion(trajectory: Trajectory) -> dict[str, Any]:
     last = trajectory.turns[-1].completion
     return {
         "reward": trajectory.total_reward,
@@ -106,7 +103,7 @@ def _answer(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, int]]:
-    """Each line and its step; without the last one if a crash has cut it off."""
+    """Yield each line with its step, except a last line that a crash left incomplete."""
     if path.exists():
         with path.open(encoding="utf-8", newline="\n") as file:
             yield from (

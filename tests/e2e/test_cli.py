@@ -59,7 +59,7 @@ def test_train_writes_summary_metrics_ledger_samples_and_checkpoint(
 ) -> None:
     result = paceline(recipe)
     assert result.exit_code == 0, result.output
-    assert "The run in figures" in result.output
+    assert "Run summary" in result.output
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     expected = {
         "steps",
@@ -72,7 +72,7 @@ def test_train_writes_summary_metrics_ledger_samples_and_checkpoint(
         "staleness_mean",
         "staleness_max",
         "sync_latency_s",
-        "queue_utilisation",
+        "queue_utilization",
         "rollout_busy_fraction",
         "train_busy_fraction",
         "memory_peak_bytes",
@@ -83,7 +83,7 @@ def test_train_writes_summary_metrics_ledger_samples_and_checkpoint(
     assert len(metrics) == summary["steps"] == 2
     assert (tmp_path / "run" / "ledger.jsonl").exists()
     assert (tmp_path / "run" / "checkpoints" / "step_00000002").is_dir()
-    shown = CliRunner().invoke(app, ["answers", str(tmp_path / "run"), "--step", "1"])
+    shown = CliRunner().invoke(app, ["samples", str(tmp_path / "run"), "--step", "1"])
     assert shown.exit_code == 0, shown.output
     assert "step 1: copy:3" in shown.output
     assert shown.output.count("reward ") == 2
@@ -97,7 +97,7 @@ def test_train_reports_finished_run_when_all_steps_are_done(recipe: Path) -> Non
 
 def test_fresh_moves_old_run_aside(recipe: Path, tmp_path: Path) -> None:
     assert paceline(recipe, "steps=1").exit_code == 0
-    assert "is now in" in paceline(recipe, "steps=1", "--fresh").output
+    assert "moved the earlier run" in paceline(recipe, "steps=1", "--fresh").output
     assert len(list(tmp_path.glob("run*/summary.json"))) == 2
 
 
@@ -173,6 +173,11 @@ def test_settings_are_listed_as_written_on_command_line() -> None:
     assert load_config(None, written) == load_config(None) and len(listed) > 60
     shown = CliRunner().invoke(app, ["settings", "data.on"]).output
     assert "data.on_bad_row" in shown and "One of fail, skip." in shown and "rollout" not in shown
+
+
+def test_settings_suggests_name_when_none_matches() -> None:
+    result = CliRunner().invoke(app, ["settings", "max_stalenes"])
+    assert_error(result, 2, "did you mean 'schedule.max_staleness'?")
 
 
 def test_differences_omits_time_and_memory_settings() -> None:
@@ -319,12 +324,10 @@ def test_reward_function_output_is_written_to_main_log(recipe: Path, tmp_path: P
 def test_reward_components_are_written_to_metrics_and_samples(recipe: Path, tmp_path: Path) -> None:
     assert paceline(recipe, f"reward.function={REWARDS}:in_parts", "steps=1").exit_code == 0
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
-    answers = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])[
-        "answers"
-    ]
-    assert row["reward_component/length"] > 0 and all(
-        answer["details"] == {"length": len(answer["text"])} for answer in answers
-    )
+    samples = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])
+    assert row["reward_component/length"] > 0
+    for completion in samples["completions"]:
+        assert completion["details"] == {"length": len(completion["text"])}
 
 
 def test_train_rejects_row_without_reference_answer(recipe: Path, tmp_path: Path) -> None:

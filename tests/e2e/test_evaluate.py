@@ -58,14 +58,14 @@ def test_evaluate_scores_every_row_once(
     evaluated: Callable[..., dict[str, float]], tmp_path: Path
 ) -> None:
     greedy = evaluated()
-    assert (greedy["prompts"], greedy["attempts"], greedy["truncated_fraction"]) == (
+    assert (greedy["prompts"], greedy["samples"], greedy["truncated_fraction"]) == (
         7,
         7,
         1.0,
     ) and "reward_component/length" in greedy
     assert evaluated() == greedy, "greedy completions depend on the seed or the order"
-    sampled = evaluated("--attempts", "3")
-    assert sampled["attempts"] == 21 and sampled["reward_max"] >= sampled["reward"]
+    sampled = evaluated("--samples", "3")
+    assert sampled["samples"] == 21 and sampled["reward_max"] >= sampled["reward"]
     assert not (tmp_path / "run").exists(), "evaluation wrote a run directory"
 
 

@@ -89,7 +89,7 @@ def test_installed_wheel_is_used_instead_of_repository(environment: Path) -> Non
 
 def test_installed_command_prints_version_and_settings(environment: Path) -> None:
     command = environment / "bin" / "paceline"
-    assert paceline.__version__ in output(command, "version", cwd=environment)
+    assert paceline.__version__ in output(command, "--version", cwd=environment)
     assert "schedule.max_staleness" in output(command, "settings", cwd=environment)
 
 

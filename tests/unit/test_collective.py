@@ -1,4 +1,5 @@
-"""Weights by broadcast: whoever is in the circle gets them that way, everybody else fetches, and a broken circle stops nobody."""
+"""Weight transfer by broadcast: members of the group receive, other engines fetch, and a failed
+broadcast blocks no engine."""
 
 import asyncio
 import os
@@ -17,7 +18,9 @@ from paceline.remote.process import ProcessWorker
 from paceline.remote.worker import Worker
 from paceline.rollout.service import RolloutService
 from paceline.sync import collective
-from paceline.sync.collective import Collective
+from paceline.sync.collective import Collective, CollectiveTarget
+from paceline.sync.transport import SOURCE, TARGET
+from paceline.sync.weights import Weights
 from paceline.train.service import ActorService
 from tests.processes import children
 
@@ -25,7 +28,7 @@ SHAPES = {"a": (1 << 20,), "b": (3, 5), "c": (1 << 20, 2)}
 
 
 class Trainer:
-    """Weights that count their versions."""
+    """Weights that are all equal and increase by 1 with every export."""
 
     def __init__(self) -> None:
         self._tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
@@ -51,10 +54,6 @@ class Service(RolloutService):
         assert set(engine.loaded) == set(SHAPES)
         return {float(value) for tensor in engine.loaded.values() for value in tensor.unique()}
 
-    def in_broadcast_group(self) -> bool:
-        receiver: Any = self._receiver
-        return bool(receiver.in_broadcast_group)
-
     def pid(self) -> int:
         return os.getpid()
 
@@ -62,13 +61,14 @@ class Service(RolloutService):
 def build_trainer() -> Mapping[str, Any]:
     collective.TIMEOUT_S = 2.0
     actor: Any = SimpleNamespace(engine=Trainer())
-    return {"actor": ActorService(actor)}
+    return {SOURCE: ActorService(actor).weight_source}
 
 
 def build_engine() -> Mapping[str, Any]:
     collective.TIMEOUT_S = 2.0
     engine: Any = Engine()
-    return {"rollout": Service(engine)}
+    rollout = Service(engine)
+    return {"rollout": rollout, TARGET: rollout.weight_target}
 
 
 @asynccontextmanager
@@ -88,79 +88,59 @@ async def started(folder: Path, count: int) -> AsyncIterator[tuple[Worker, list[
         assert not children()
 
 
-async def hand_over(transport: Collective, engines: list[ProcessWorker], version: int) -> None:
-    weights = await transport.publish(version)
+async def load(engines: list[ProcessWorker], weights: Weights) -> None:
     await asyncio.gather(*(engine.call("rollout", "load_weights", weights) for engine in engines))
 
 
-def test_engines_of_the_circle_get_every_version_and_one_that_joins_fetches_and_is_in_the_next(
-    tmp_path: Path,
-) -> None:
+async def sync(transport: Collective, engines: list[ProcessWorker], version: int) -> float:
+    """Publish a version and return the value that all engines have then."""
+    await load(engines, await transport.publish(version))
+    found = [await engine.call("rollout", "values") for engine in engines]
+    assert all(values == found[0] and len(values) == 1 for values in found), found
+    return float(next(iter(found[0])))
+
+
+async def members(engines: list[ProcessWorker]) -> list[bool]:
+    in_group = CollectiveTarget.in_broadcast_group
+    return [await engine.call(TARGET, "run", in_group) for engine in engines]
+
+
+def test_engine_that_joins_fetches_and_is_in_next_broadcast_group(tmp_path: Path) -> None:
     async def check() -> None:
         async with started(tmp_path, 3) as (trainer, engines):
             transport = await Collective.connect(trainer, engines[:2])
-            first = await value(transport, engines[:2], 0)
-            assert [
-                await engine.call("rollout", "in_broadcast_group") for engine in engines[:2]
-            ] == [
-                True,
-                True,
-            ]
+            first = await sync(transport, engines[:2], 0)
+            assert await members(engines[:2]) == [True, True]
             weights = await transport.publish(1)
             await transport.attach(engines[2])  # while the others receive
-            await asyncio.gather(
-                *(engine.call("rollout", "load_weights", weights) for engine in engines)
-            )
-            assert [await engine.call("rollout", "in_broadcast_group") for engine in engines] == [
-                True,
-                True,
-                False,
-            ]
-            assert [await engine.call("rollout", "values") for engine in engines] == [
-                {first + 1}
-            ] * 3
-            assert await value(transport, engines, 2) == first + 2
-            assert [await engine.call("rollout", "in_broadcast_group") for engine in engines] == [
-                True,
-                True,
-                True,
-            ]
+            await load(engines, weights)
+            assert await members(engines) == [True, True, False]
+            values = [await engine.call("rollout", "values") for engine in engines]
+            assert values == [{first + 1}] * 3
+            assert await sync(transport, engines, 2) == first + 2
+            assert await members(engines) == [True, True, True]
 
     asyncio.run(check())
 
 
-async def value(transport: Collective, engines: list[ProcessWorker], version: int) -> float:
-    """What all engines have after a hand-over."""
-    await hand_over(transport, engines, version)
-    found = [await engine.call("rollout", "values") for engine in engines]
-    assert all(values == found[0] and len(values) == 1 for values in found), found
-    return next(iter(found[0]))
-
-
-@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_engine_that_dies_or_stops_in_the_circle_keeps_no_other_from_the_weights(
-    blow: signal.Signals, tmp_path: Path
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_other_engines_get_weights_when_member_is_killed_or_suspended(
+    how: signal.Signals, tmp_path: Path
 ) -> None:
     async def check() -> None:
         async with started(tmp_path, 3) as (trainer, engines):
             transport = await Collective.connect(trainer, engines)
-            first = await value(transport, engines, 0)
-            os.kill(engines[1].process.pid, blow)
+            first = await sync(transport, engines, 0)
+            os.kill(engines[1].process.pid, how)
             others = [engines[0], engines[2]]
             async with asyncio.timeout(20):
-                assert await value(transport, others, 1) == first + 1
-                assert await value(transport, others, 2) == first + 2
-            assert [await engine.call("rollout", "in_broadcast_group") for engine in others] == [
-                True,
-                True,
-            ], "a new circle without it"
-            if blow is signal.SIGSTOP:
+                assert await sync(transport, others, 1) == first + 1
+                assert await sync(transport, others, 2) == first + 2
+            assert await members(others) == [True, True], "no new group without the engine"
+            if how is signal.SIGSTOP:
                 os.kill(engines[1].process.pid, signal.SIGCONT)
                 await transport.attach(engines[1])
-                weights = await transport.publish(3)
-                await asyncio.gather(
-                    *(engine.call("rollout", "load_weights", weights) for engine in engines)
-                )
+                await load(engines, await transport.publish(3))
                 assert await engines[1].call("rollout", "values") == {first + 3}
 
     asyncio.run(check())

@@ -1,4 +1,4 @@
-"""Talking to a running job through its folder, however deep that lies."""
+"""Commands to a running job through the socket in its run directory."""
 
 import asyncio
 import socket
@@ -55,8 +55,8 @@ async def job(folder: Path) -> AsyncIterator[Control]:
         yield control
 
 
-def talk(folder: Path, *args: str) -> Any:
-    """The command line's answer while a job runs in the folder."""
+def paceline(folder: Path, *args: str) -> Any:
+    """Run the command line while a job runs in the directory."""
 
     async def run() -> Any:
         async with job(folder):
@@ -66,34 +66,38 @@ def talk(folder: Path, *args: str) -> Any:
 
 
 @pytest.mark.parametrize("depth", [0, 10])
-def test_workers_are_listed_added_and_refused_in_words_in_a_folder_of_any_length(
+def test_workers_commands_work_when_path_of_run_directory_is_long(
     depth: int, tmp_path: Path
 ) -> None:
-    folder = tmp_path.joinpath(*["a rather long name"] * depth)
+    folder = tmp_path.joinpath(*["a long directory name"] * depth)
     folder.mkdir(parents=True, exist_ok=True)
-    listed = talk(folder, "workers", "list", str(folder))
-    assert listed.exit_code == 0 and all(
-        word in listed.stdout for word in ("rollout", "local", "live", "1,23", "16")
-    )
-    assert '"tokens_per_s": 1234.5' in talk(folder, "workers", "list", str(folder), "--json").stdout
+    listed = paceline(folder, "workers", "list", str(folder))
+    assert listed.exit_code == 0
+    for word in ("rollout", "local", "live", "1,23", "16"):
+        assert word in listed.stdout
     assert (
-        "added rollout-0, rollout-1"
-        in talk(folder, "workers", "add", str(folder), "-n", "2").stdout
+        '"tokens_per_s": 1234.5'
+        in paceline(folder, "workers", "list", str(folder), "--json").stdout
     )
-    refused = talk(folder, "workers", "add", str(folder), "-n", "3")
-    assert refused.exit_code == 2 and "no room for that many" in refused.stderr
-    assert not (folder / SOCKET).exists(), "nothing is left behind"
+    added = paceline(folder, "workers", "add", str(folder), "-n", "2")
+    assert "added rollout-0, rollout-1" in added.stdout
+    rejected = paceline(folder, "workers", "add", str(folder), "-n", "3")
+    assert rejected.exit_code == 2 and "no room for that many" in rejected.stderr
+    assert not (folder / SOCKET).exists(), "the socket was left behind"
 
 
-def test_the_socket_of_a_killed_job_is_replaced_and_only_the_owner_can_connect(
-    tmp_path: Path,
-) -> None:
+def test_send_command_fails_when_no_job_is_running(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as left_behind:
         left_behind.bind(str(tmp_path / SOCKET))
     with pytest.raises(ConfigError, match="no job is running in"):
         send_command(tmp_path, "list")
     with pytest.raises(ConfigError, match="no job is running in"):
         send_command(tmp_path / "nowhere", "list")
+
+
+def test_job_replaces_socket_of_killed_job_and_admits_only_its_owner(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(str(tmp_path / SOCKET))
 
     async def run() -> Any:
         async with job(tmp_path):
@@ -104,55 +108,55 @@ def test_the_socket_of_a_killed_job_is_replaced_and_only_the_owner_can_connect(
 
 
 @pytest.mark.parametrize(
-    ("command", "arguments", "complaint"),
+    ("command", "arguments", "message"),
     [
-        ("fly", {}, "not understood"),
-        ("add", {"much": 1}, "unexpected keyword"),
+        ("fly", {}, "invalid command"),
+        ("add", {"number": 1}, "unexpected keyword"),
         ("break", {}, "break failed: .*no more processes"),
     ],
 )
-def test_what_is_not_understood_is_said(
-    command: str, arguments: dict[str, Any], complaint: str, tmp_path: Path
+def test_send_command_fails_when_command_is_invalid_or_fails(
+    command: str, arguments: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     async def run() -> None:
         async with job(tmp_path):
-            with pytest.raises(ConfigError, match=complaint):
+            with pytest.raises(ConfigError, match=message):
                 await asyncio.to_thread(send_command, tmp_path, command, **arguments)
 
     asyncio.run(run())
 
 
-def test_a_job_that_ends_does_not_wait_for_who_asks_and_tells_them(
+def test_pending_command_fails_when_job_ends(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> None:
         async with job(tmp_path) as control:
-            asking = asyncio.create_task(asyncio.to_thread(send_command, tmp_path, "slow"))
+            pending = asyncio.create_task(asyncio.to_thread(send_command, tmp_path, "slow"))
             while not control._clients:
                 await asyncio.sleep(0)
-        with pytest.raises(ConfigError, match="ended before it could answer"):
-            await asking
+        with pytest.raises(ConfigError, match="ended before it replied"):
+            await pending
 
     asyncio.run(run())
-    assert not caplog.records, "and makes no noise of it"
+    assert not caplog.records, "the job logged something"
 
 
-def test_a_folder_without_sockets_does_not_stop_a_job(
+def test_job_runs_and_warns_when_socket_cannot_be_created(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> str:
-        async with job(tmp_path / "dead"):
+        async with job(tmp_path / "missing"):
             return "done"
 
     assert asyncio.run(run()) == "done"
-    assert "nobody can talk to this job" in caplog.text
+    assert "cannot create the control socket" in caplog.text
 
 
-def test_a_job_that_is_starting_or_ending_says_so(tmp_path: Path) -> None:
+def test_send_command_fails_when_job_is_starting_or_ending(tmp_path: Path) -> None:
     async def run() -> None:
         async with Control(tmp_path) as control:
             for _ in range(2):
-                with pytest.raises(ConfigError, match="is starting or ending; ask again"):
+                with pytest.raises(ConfigError, match="is starting or ending; try again"):
                     await asyncio.to_thread(send_command, tmp_path, "list")
                 async with control.serving(COMMANDS):
                     assert await asyncio.to_thread(send_command, tmp_path, "list") == ROWS
@@ -160,18 +164,20 @@ def test_a_job_that_is_starting_or_ending_says_so(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_job_that_is_stopped_is_not_waited_for_without_end(
+def test_send_command_times_out_when_job_is_suspended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "REPLY_TIMEOUT_S", 0.1)
-    with socket.socket(socket.AF_UNIX) as frozen:
-        frozen.bind(str(tmp_path / SOCKET))
-        frozen.listen()
-        with pytest.raises(ConfigError, match=r"did not answer within 0\.1 s; is it stopped"):
+    with socket.socket(socket.AF_UNIX) as unresponsive:
+        unresponsive.bind(str(tmp_path / SOCKET))
+        unresponsive.listen()
+        with pytest.raises(
+            ConfigError, match=r"did not reply within 0\.1 s; check whether it is suspended"
+        ):
             send_command(tmp_path, "list")
 
 
-def test_garbage_half_lines_and_hundreds_who_ask_at_once_disturb_nobody(
+def test_job_serves_200_clients_when_others_send_garbage(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def send(data: bytes) -> None:
@@ -181,13 +187,13 @@ def test_garbage_half_lines_and_hundreds_who_ask_at_once_disturb_nobody(
 
     async def run() -> None:
         async with job(tmp_path):
-            asked = [asyncio.to_thread(send_command, tmp_path, "list") for _ in range(200)]
-            noise = [
+            requests = [asyncio.to_thread(send_command, tmp_path, "list") for _ in range(200)]
+            garbage = [
                 asyncio.to_thread(send, data)
                 for data in (b"", b"{", b"\xff\n", b"[]\n", b"{}\n", b"x" * 200_000, b"null\n") * 10
             ]
-            answers = await asyncio.gather(*asked, *noise)
-            assert answers[:200] == [ROWS] * 200
+            replies = await asyncio.gather(*requests, *garbage)
+            assert replies[:200] == [ROWS] * 200
 
     asyncio.run(run())
     assert not caplog.records

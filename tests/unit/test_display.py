@@ -1,4 +1,4 @@
-"""What a person sees of a run: a panel that fits the terminal, or lines that come often enough and tell how long it takes."""
+"""Display of a run: a panel that fits the terminal, or regular lines with the remaining time."""
 
 import io
 from typing import Any
@@ -14,7 +14,7 @@ from paceline.types import Group, Prompt, Trajectory
 GROUP = Group(
     0,
     Prompt("q", (1,), "a [b] prompt", {}),
-    (Trajectory((), "an\x1b[2Janswer " * 20, 1.0),),
+    (Trajectory((), "a\x1b[2Jcompletion " * 20, 1.0),),
     0.0,
     0.0,
 )
@@ -47,39 +47,41 @@ def stats(tokens: int, busy_s: float) -> list[EngineStats]:
     ]
 
 
-def made(width: int = 200, terminal: bool = False, **settings: Any) -> tuple[Display, io.StringIO]:
+def make_display(
+    width: int = 200, terminal: bool = False, **settings: Any
+) -> tuple[Display, io.StringIO]:
     written = io.StringIO()
     console = Console(file=written, width=width, force_terminal=terminal, color_system=None)
-    return Display(
-        console, "runs/[x]", **{"steps": 100, "first_step": 0, "max_staleness": 2, **settings}
-    ), written
+    settings = {"steps": 100, "first_step": 0, "max_staleness": 2, **settings}
+    return Display(console, "runs/[x]", **settings), written
 
 
-def test_lines_tell_the_rates_of_whole_steps_and_the_time_left(clock: Clock) -> None:
-    shown, written = made()
+def test_line_has_rates_of_whole_steps_and_remaining_time(clock: Clock) -> None:
+    shown, written = make_display()
     with shown:
         clock.now += 4
-        shown.engines_polled(stats(500, 4.0), 0.5)  # then it rests while the trainer trains
+        shown.engines_polled(stats(500, 4.0), 0.5)  # idle while the trainer trains
         clock.now += 6
         shown.step_done(1, METRICS, [GROUP])
     first, line = written.getvalue().splitlines()
-    assert first == "runs/[x]: the first groups are being generated; 100 steps to make"
-    assert line.endswith("queue 50%  rollout busy 40%  train busy 60%  50 tokens/s  left 0:16:30")
+    assert first == "runs/[x]: generating the first groups; 100 steps to train"
+    assert line.endswith(
+        "queue 50%  rollout busy 40%  train busy 60%  50 tokens/s  remaining 0:16:30"
+    )
 
 
-def test_answers_that_are_mostly_cut_off_are_told(clock: Clock) -> None:
-    shown, written = made()
+def test_line_warns_when_most_completions_are_truncated(clock: Clock) -> None:
+    shown, written = make_display()
     clock.now += 1
     shown.step_done(1, METRICS | {"rollout/truncated_fraction": 0.4}, [GROUP])
     shown.step_done(2, METRICS | {"rollout/truncated_fraction": 0.9}, [GROUP])
     first, second = written.getvalue().splitlines()
-    assert "cut off" not in first and second.endswith(
-        "90% of answers cut off at rollout.max_response_length"
-    )
+    assert "truncated" not in first
+    assert second.endswith("90% of completions truncated at rollout.max_response_length")
 
 
-def test_no_silence_is_long(clock: Clock) -> None:
-    shown, written = made(first_step=10)
+def test_display_prints_status_when_30_seconds_pass_without_output(clock: Clock) -> None:
+    shown, written = make_display(first_step=10)
     with shown:
         for step in range(11, 19):
             clock.now += 20
@@ -88,14 +90,12 @@ def test_no_silence_is_long(clock: Clock) -> None:
             shown.engines_polled(stats(step, 0.0), 0.0)
             shown.step_done(step, METRICS, [GROUP])
     lines = written.getvalue().splitlines()
-    assert len(lines) >= 9 and "still at it: 11 tokens generated so far, queue 0%" in lines
+    assert len(lines) >= 9 and "still running: 11 tokens generated, queue 0% full" in lines
 
 
 @pytest.mark.parametrize("width", [40, 200])
-def test_the_panel_fits_the_terminal_and_a_models_text_does_not_control_it(
-    width: int, clock: Clock
-) -> None:
-    shown, _ = made(width, terminal=True)
+def test_panel_fits_terminal_and_escapes_text_of_model(width: int, clock: Clock) -> None:
+    shown, _ = make_display(width, terminal=True)
     written = io.StringIO()
     console = Console(file=written, width=width, color_system=None)
     console.print(shown._panel())

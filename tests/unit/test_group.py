@@ -1,4 +1,4 @@
-"""A group of ranks answers like one worker, and goes down as one."""
+"""Group of ranks: it replies like one worker and ends as a whole if one rank fails."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ from tests.processes import children
 
 class Part:
     def total(self, number: int) -> int:
-        """A number from each rank, added up by all."""
+        """Sum a number of each rank over all ranks."""
         import torch
         import torch.distributed as dist
 
@@ -27,14 +27,14 @@ class Part:
         dist.all_reduce(value)
         return int(value)
 
-    def refuse(self) -> None:
-        raise DataError("no rank wants this")
+    def fail(self) -> None:
+        raise DataError("every rank fails")
 
     def fail_on(self, rank: int) -> None:
         import torch.distributed as dist
 
         if dist.get_rank() == rank:
-            raise RuntimeError("only here")
+            raise RuntimeError("only on this rank")
         dist.barrier()
 
     def pid(self) -> int:
@@ -47,7 +47,7 @@ def build() -> Mapping[str, Any]:
     return {"part": Part(), "first": Part()} if dist.get_rank() == 0 else {"part": Part()}
 
 
-def build_with_a_broken_rank() -> Mapping[str, Any]:
+def build_with_broken_rank() -> Mapping[str, Any]:
     import torch.distributed as dist
 
     if dist.get_rank() == 1:
@@ -68,39 +68,44 @@ async def group(folder: Path, builder: Any = build) -> AsyncIterator[WorkerGroup
         assert not children(), "a rank was left behind"
 
 
-def test_ranks_answer_as_one_and_an_error_of_all_is_only_the_calls(tmp_path: Path) -> None:
+def test_group_replies_as_one_worker(tmp_path: Path) -> None:
     async def check() -> None:
         async with group(tmp_path) as ranks:
             await ranks.ready()
-            answers = [ranks.start_call("part", "total", number) for number in range(5)]
-            assert await asyncio.gather(*answers) == [2 * number + 1 for number in range(5)]
+            replies = [ranks.start_call("part", "total", number) for number in range(5)]
+            assert await asyncio.gather(*replies) == [2 * number + 1 for number in range(5)]
             assert await ranks.call("first", "pid") == ranks.ranks[0].process.pid
-            with pytest.raises(DataError, match="no rank wants this"):
-                await ranks.call("part", "refuse")
-            assert await ranks.call("part", "total", 1) == 3
             assert await ranks.peak_memory() > 100e6
 
     asyncio.run(check())
 
 
+def test_group_continues_when_call_fails_on_all_ranks(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with group(tmp_path) as ranks:
+            await ranks.ready()
+            with pytest.raises(DataError, match="every rank fails"):
+                await ranks.call("part", "fail")
+            assert await ranks.call("part", "total", 1) == 3
+
+    asyncio.run(check())
+
+
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_ends_the_group_with_its_name_and_leaves_nobody_behind(
-    victim: int, tmp_path: Path
-) -> None:
+def test_group_ends_and_names_rank_when_it_is_killed(victim: int, tmp_path: Path) -> None:
     async def check() -> None:
         async with group(tmp_path) as ranks:
             await ranks.ready()
             started = time.monotonic()
-            waiting = ranks.start_call(
-                "part", "fail_on", 7
-            )  # a barrier that the other rank waits in if this one is killed
+            # A barrier, which blocks the other rank when this one is killed.
+            blocked = ranks.start_call("part", "fail_on", 7)
             os.kill(ranks.ranks[victim].process.pid, signal.SIGKILL)
             following = ranks.start_call("part", "total", 1)
-            for answer in (waiting, following):
+            for reply in (blocked, following):
                 with pytest.raises(
                     WorkerDied, match=f"worker 'train rank {victim}' died .killed by signal 9"
                 ):
-                    await answer
+                    await reply
                     await ranks.call("part", "total", 1)
             with pytest.raises(WorkerDied, match=f"rank {victim}"):
                 await ranks.call("part", "total", 1)
@@ -109,23 +114,21 @@ def test_a_killed_rank_ends_the_group_with_its_name_and_leaves_nobody_behind(
     asyncio.run(check())
 
 
-def test_a_rank_that_fails_alone_ends_the_group_with_its_last_lines(tmp_path: Path) -> None:
+def test_group_ends_with_log_lines_of_rank_when_it_fails_alone(tmp_path: Path) -> None:
     async def check() -> None:
         async with group(tmp_path) as ranks:
             await ranks.ready()
-            with pytest.raises(
-                WorkerDied,
-                match=r"(?s)'train rank 1' failed in part.fail_on.*only here.*train\.1\.log",
-            ):
+            message = r"(?s)'train rank 1' failed in part.fail_on.*only on this rank.*train\.1\.log"
+            with pytest.raises(WorkerDied, match=message):
                 await ranks.call("part", "fail_on", 1)
             assert ranks.died.done()
 
     asyncio.run(check())
 
 
-def test_a_rank_that_cannot_start_is_the_groups_error(tmp_path: Path) -> None:
+def test_group_raises_error_of_rank_that_cannot_start(tmp_path: Path) -> None:
     async def check() -> None:
-        async with group(tmp_path, build_with_a_broken_rank) as ranks:
+        async with group(tmp_path, build_with_broken_rank) as ranks:
             with pytest.raises(DataError, match="rank 1 cannot start"):
                 await ranks.ready()
 

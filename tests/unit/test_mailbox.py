@@ -1,4 +1,4 @@
-"""Calls that are lost, doubled or late change nothing: every message arrives once and in order, both ways."""
+"""Mailbox: each message arrives once and in order although calls are lost, repeated or late."""
 
 import pickle
 import random
@@ -9,7 +9,8 @@ from paceline.remote.mailbox import Mailbox
 
 
 class Caller:
-    """The other end, over a network that loses every third call or its answer, and delivers old calls again."""
+    """The other end, over a network that loses about every third call or its reply and repeats old
+    calls."""
 
     def __init__(self, mailbox: Mailbox, seed: int) -> None:
         self._mailbox, self._chance = mailbox, random.Random(seed)
@@ -30,7 +31,7 @@ class Caller:
             self._old.append(call)
             self._mailbox.push(*call)
             if self._chance.random() < 0.7:
-                break  # else the answer was lost
+                break  # otherwise the reply was lost
             self.faults += 1
         self._pushed += len(messages)
 
@@ -38,7 +39,7 @@ class Caller:
         first, messages = self._mailbox.pull(self._received, wait_s=0)
         if self._chance.random() < 0.3:
             self.faults += 1
-            return  # the answer was lost
+            return  # the reply was lost
         for number, message in enumerate(messages, first):
             if number >= self._received:
                 self._received = number + 1
@@ -46,7 +47,7 @@ class Caller:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_message_arrives_once_and_in_order_whatever_happens_to_calls(seed: int) -> None:
+def test_messages_arrive_once_in_order_when_calls_are_lost_or_repeated(seed: int) -> None:
     mailbox = Mailbox()
     caller = Caller(mailbox, seed)
     taken: list[object] = []
@@ -54,10 +55,10 @@ def test_every_message_arrives_once_and_in_order_whatever_happens_to_calls(seed:
         caller.push([number, number + 1])
         while mailbox.poll(0):
             taken.append(message := mailbox.recv())
-            mailbox.send(("answer", message))
+            mailbox.send(("reply", message))
         caller.pull()
     while len(caller.got) < 100:
         caller.pull()
     assert taken == list(range(100))
-    assert caller.got == [("answer", number) for number in range(100)]
+    assert caller.got == [("reply", number) for number in range(100)]
     assert caller.faults > 20

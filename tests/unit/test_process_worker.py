@@ -1,4 +1,4 @@
-"""A worker process whose answers cannot be read is a dead one, with the reason: nobody waits for it for ever."""
+"""Worker process: it is declared dead if its reply cannot be unpickled."""
 
 import asyncio
 from collections.abc import Mapping
@@ -12,17 +12,17 @@ from paceline.remote.process import ProcessWorker
 from tests.processes import children
 
 
-def refuse() -> None:
-    raise ValueError("this is not for you")
+def fail() -> None:
+    raise ValueError("cannot be unpickled")
 
 
 class Unreadable:
     def __reduce__(self) -> Any:
-        return refuse, ()
+        return fail, ()
 
 
 class Part:
-    def say(self) -> Unreadable:
+    def reply(self) -> Unreadable:
         return Unreadable()
 
 
@@ -30,16 +30,16 @@ def build() -> Mapping[str, Any]:
     return {"part": Part()}
 
 
-def test_an_answer_that_cannot_be_read_ends_the_worker_with_the_reason(tmp_path: Path) -> None:
+def test_worker_dies_with_reason_when_reply_cannot_be_unpickled(tmp_path: Path) -> None:
     async def scenario() -> None:
         worker = ProcessWorker("odd", build, (), cores=[], threads=1, log_path=tmp_path / "log")
         try:
             async with asyncio.timeout(30):
                 await worker.ready()
                 with pytest.raises(
-                    WorkerDied, match="worker 'odd' died of ValueError: this is not for you"
+                    WorkerDied, match="worker 'odd' died: ValueError: cannot be unpickled"
                 ):
-                    await worker.call("part", "say")
+                    await worker.call("part", "reply")
         finally:
             await worker.close()
 

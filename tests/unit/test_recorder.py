@@ -1,4 +1,4 @@
-"""What a run leaves behind: lines that any program can read, and a summary that is that of all steps without remembering them."""
+"""Recorder: metrics as plain JSON lines, and a summary of all steps that does not keep them."""
 
 import json
 import math
@@ -36,18 +36,18 @@ def metrics(step: int, **more: float) -> dict[str, float]:
     }
 
 
-def summary(found: Recorder) -> dict[str, Any]:
-    return found.summary(sync_s=[0.1, 0.3], ledger={}, memory_peak_bytes=1)
+def summary(recorder: Recorder) -> dict[str, Any]:
+    return recorder.summary(sync_s=[0.1, 0.3], ledger={}, memory_peak_bytes=1)
 
 
-def test_the_summary_is_of_all_steps_and_its_rewards_also_of_those_before_this_run(
+def test_summary_of_resumed_run_has_rewards_of_all_steps_and_rates_of_this_run(
     tmp_path: Path,
 ) -> None:
     first = recorder(tmp_path)
     for step in range(1, 11):
         first.step_done(step, metrics(step), [])
     length = first.length
-    first.step_done(11, metrics(99), [])  # after the checkpoint, so it is made again
+    first.step_done(11, metrics(99), [])  # after the checkpoint, so it is trained again
     first.close()
     second = recorder(tmp_path, length, 10)
     for step in range(11, 21):
@@ -60,44 +60,37 @@ def test_the_summary_is_of_all_steps_and_its_rewards_also_of_those_before_this_r
     assert found["mean_sample_age_s"] == pytest.approx(
         np.mean([0.5 * step for step in range(11, 21)])
     )
-    assert (
-        found["staleness_mean"] == pytest.approx(np.mean([0.25 * step for step in range(11, 21)]))
-        and found["staleness_max"] == 2
-    )
-    assert found["samples_per_s"] * found["wall_s"] == pytest.approx(80) and found[
-        "tokens_per_s"
-    ] * found["wall_s"] == pytest.approx(800)
-    assert (
-        found["memory_phases"] == {"train": 190}
-        and found["queue_utilisation"] == 0.25
-        and found["rollout_busy_fraction"] == 1.0
-    )
+    staleness = np.mean([0.25 * step for step in range(11, 21)])
+    assert found["staleness_mean"] == pytest.approx(staleness)
+    assert found["staleness_max"] == 2
+    assert found["samples_per_s"] * found["wall_s"] == pytest.approx(80)
+    assert found["tokens_per_s"] * found["wall_s"] == pytest.approx(800)
+    assert found["memory_phases"] == {"train": 190}
+    assert found["queue_utilization"] == 0.25
+    assert found["rollout_busy_fraction"] == 1.0
     assert found["sync_latency_s"] == pytest.approx(0.2)
 
 
-def test_a_run_that_made_no_step_has_a_summary_too(tmp_path: Path) -> None:
+def test_summary_exists_when_no_step_was_trained(tmp_path: Path) -> None:
     found = summary(recorder(tmp_path))
     assert (
         found["steps"],
         found["reward_first"],
         found["mean_sample_age_s"],
-        found["queue_utilisation"],
+        found["queue_utilization"],
     ) == (0, None, 0.0, 0.0)
 
 
-def test_every_line_is_plain_json_also_where_a_number_is_none(tmp_path: Path) -> None:
+def test_metrics_have_null_when_number_is_not_finite(tmp_path: Path) -> None:
     found = recorder(tmp_path)
     found.step_done(1, metrics(1, **{"train/grad_norm": math.nan, "train/ratio_max": math.inf}), [])
     found.close()
     row = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
-    assert (
-        row["train/grad_norm"] is None
-        and row["train/ratio_max"] is None
-        and row["sample_age_s"] == 0.5
-    )
+    assert row["train/grad_norm"] is None and row["train/ratio_max"] is None
+    assert row["sample_age_s"] == 0.5
 
 
-def test_steps_are_written_down_and_not_remembered(tmp_path: Path) -> None:
+def test_recorder_memory_does_not_grow_with_steps(tmp_path: Path) -> None:
     found = recorder(tmp_path)
     many = {f"train/metric_{number}": 1.0 / (number + 1) for number in range(40)}
     tracemalloc.start()
@@ -111,22 +104,20 @@ def test_steps_are_written_down_and_not_remembered(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
         found.close()
-    assert growth / 1000 < 100, "bytes for each step"
+    assert growth / 1000 < 100, "bytes per step"
 
 
-def test_whoever_watches_gets_the_last_look_at_the_engines_too_also_of_a_run_shorter_than_a_second(
-    tmp_path: Path,
-) -> None:
+def test_recorder_passes_final_stats_to_display(tmp_path: Path) -> None:
     seen: list[tuple[int, float]] = []
 
-    class Watcher:
+    class Observer:
         def step_done(self, *_: Any) -> None: ...
 
         def engines_polled(self, engines: Sequence[EngineStats], queue_utilization: float) -> None:
             seen.append((sum(engine.tokens for engine in engines), queue_utilization))
 
-    found = Recorder(tmp_path, 0, Samples(tmp_path, 0, 0), Watcher())
+    found = Recorder(tmp_path, 0, Samples(tmp_path, 0, 0), Observer())
     found.engines_polled([EngineStats(1, 0, 0, 5, 1.0, False)], 0.5)
     found.record_final_stats([EngineStats(1, 0, 0, 9, 1.0, False)])
-    assert seen == [(5, 0.5), (9, 0.5)] and summary(found)["queue_utilisation"] == 0.5
+    assert seen == [(5, 0.5), (9, 0.5)] and summary(found)["queue_utilization"] == 0.5
     found.close()

@@ -1,4 +1,4 @@
-"""Weights through shared memory: whole, checked, and nothing left behind."""
+"""Weight transfer through shared memory: complete, verified, and nothing left behind."""
 
 import errno
 import os
@@ -10,7 +10,7 @@ import torch
 from paceline.errors import SyncError
 from paceline.rollout.service import RolloutService
 from paceline.sync.block import WeightBlock, block_size, layout_of
-from paceline.sync.transport import shared_file
+from paceline.sync.shared_memory import BlockTarget, shared_file
 from paceline.sync.weights import Weights
 
 TENSORS = [
@@ -27,35 +27,32 @@ def path(tmp_path: Path) -> str:
     return str(file)
 
 
-def test_what_one_side_writes_the_other_side_reads_bit_for_bit(path: str) -> None:
+def test_reader_gets_tensors_bit_for_bit(path: str) -> None:
     writer, reader = WeightBlock(path, layout_of(TENSORS)), WeightBlock(path, layout_of(TENSORS))
     weights = Weights(3, writer.write(TENSORS))
     reader.verify(weights)
     for name, tensor in TENSORS:
-        assert (
-            torch.equal(reader.tensors[name], tensor) and reader.tensors[name].dtype == tensor.dtype
-        )
+        assert torch.equal(reader.tensors[name], tensor)
+        assert reader.tensors[name].dtype == tensor.dtype
 
 
 @pytest.mark.parametrize("position", [0, 47, 64, 130])
-def test_one_flipped_bit_anywhere_is_noticed(path: str, position: int) -> None:
+def test_verify_fails_when_one_bit_is_flipped(path: str, position: int) -> None:
     block = WeightBlock(path, layout_of(TENSORS))
     weights = Weights(3, block.write(TENSORS))
     content = bytearray(Path(path).read_bytes())
     content[position] ^= 1
     Path(path).write_bytes(content)
-    with pytest.raises(SyncError, match="version 3 arrived damaged"):
+    with pytest.raises(SyncError, match="version 3 are corrupted"):
         WeightBlock(path, layout_of(TENSORS)).verify(weights)
 
 
-def test_an_incomplete_export_is_refused(path: str) -> None:
+def test_write_fails_when_tensor_is_missing(path: str) -> None:
     with pytest.raises(SyncError, match=r"did not export \['c'\]"):
         WeightBlock(path, layout_of(TENSORS)).write(TENSORS[:2])
 
 
-def test_an_engine_whose_weights_were_overwritten_while_it_loaded_them_makes_no_token_until_it_has_whole_ones(
-    path: str,
-) -> None:
+def test_engine_generates_nothing_after_torn_load_until_next_load(path: str) -> None:
     block = WeightBlock(path, layout_of(TENSORS))
 
     class Engine:
@@ -64,15 +61,15 @@ def test_an_engine_whose_weights_were_overwritten_while_it_loaded_them_makes_no_
 
         def load(self, tensors: object, version: int) -> None:
             if self.interfere:
-                block.tensors["a"].add_(1)  # the trainer has begun to write the next version
+                block.tensors["a"].add_(1)  # the trainer starts on the next version
 
         def step(self) -> list[object]:
             return ["a token"]
 
     engine = Engine()
     service = RolloutService(engine)  # type: ignore[arg-type]
-    service.attach_weights(path, layout_of(TENSORS))
-    with pytest.raises(SyncError, match="version 1 arrived damaged"):
+    service.weight_target.open(BlockTarget, path, layout_of(TENSORS))
+    with pytest.raises(SyncError, match="version 1 are corrupted"):
         service.load_weights(Weights(1, block.write(TENSORS)))
     assert service.work() is None
     engine.interfere = False
@@ -80,7 +77,14 @@ def test_an_engine_whose_weights_were_overwritten_while_it_loaded_them_makes_no_
     assert service.work() == ["a token"]
 
 
-def test_weights_that_have_no_room_in_memory_go_through_the_disk_and_what_fits_nowhere_is_refused(
+def test_shared_file_fails_when_weights_fit_neither_memory_nor_disk() -> None:
+    with pytest.raises(
+        SyncError, match=r"no room for 1125899.* GB of weights in .*/dev/shm or .*; free some"
+    ):
+        shared_file(1 << 50)
+
+
+def test_shared_file_is_on_disk_when_memory_is_too_small(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def small_memory(file: int, start: int, size: int) -> None:
@@ -88,12 +92,7 @@ def test_weights_that_have_no_room_in_memory_go_through_the_disk_and_what_fits_n
             raise OSError(errno.ENOSPC, "No space left on device")
         os.truncate(file, size)
 
-    with pytest.raises(
-        SyncError, match=r"no room for 1125899.* GB of weights in .*/dev/shm or .*; make some"
-    ):
-        shared_file(1 << 50)
     monkeypatch.setattr(os, "posix_fallocate", small_memory)
-    caplog.clear()
     with shared_file(1000, memory=str(tmp_path)) as file:
         assert os.fstat(file.fileno()).st_size == 1000
     assert f"{tmp_path} has no room for" in caplog.text

@@ -1,4 +1,4 @@
-"""Workers on this machine. On threads of this process roles take turns, except those that have a thread of their own."""
+"""Workers on this machine. On a thread, roles alternate, except those with a second thread."""
 
 import asyncio
 import threading
@@ -15,21 +15,21 @@ from paceline.remote.thread import ThreadWorker
 
 
 class Gate:
-    """A part that waits until another one is called."""
+    """A part whose `wait` returns when `open` is called."""
 
     def __init__(self) -> None:
         self.opened = threading.Event()
 
     def wait(self) -> str:
-        return "came" if self.opened.wait(10) else "never came"
+        return "opened" if self.opened.wait(10) else "timed out"
 
     def open(self) -> str:
         self.opened.set()
         return threading.current_thread().name
 
 
-class Homebound(Exception):
-    """As many libraries have them: it can be pickled, but not unpickled."""
+class UnpicklableError(Exception):
+    """An error that can be pickled but not unpickled, as many libraries have them."""
 
     def __init__(self, message: str, *, code: int) -> None:
         super().__init__(f"{message} (code {code})")
@@ -37,7 +37,7 @@ class Homebound(Exception):
 
 class Library:
     def fail(self) -> None:
-        raise Homebound("the disk is upside down", code=7)
+        raise UnpicklableError("the disk is full", code=7)
 
 
 def build_library(works: bool) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def with_worker(
     scenario: Callable[[ThreadWorker], Coroutine[Any, Any, None]],
 ) -> None:
     async def main() -> None:
-        worker = ThreadWorker("main", build, (), beside={"rollout"})
+        worker = ThreadWorker("main", build, (), concurrent={"rollout"})
         await worker.ready()
         try:
             await asyncio.wait_for(scenario(worker), 20)
@@ -74,19 +74,19 @@ def with_worker(
     asyncio.run(main())
 
 
-def test_a_role_beside_works_while_the_others_do() -> None:
+def test_concurrent_role_works_while_other_role_waits() -> None:
     gate = Gate()
 
     async def scenario(worker: ThreadWorker) -> None:
         waiting = worker.start_call("actor", "wait")
         assert await worker.call("rollout", "open") == "main-second"
-        assert await waiting == "came"
+        assert await waiting == "opened"
         assert await worker.call("actor", "open") == "main"
 
     with_worker(lambda: {"actor": gate, "rollout": gate}, scenario)
 
 
-def test_a_role_beside_that_fails_takes_the_worker_with_it() -> None:
+def test_worker_dies_when_concurrent_role_fails() -> None:
     async def scenario(worker: ThreadWorker) -> None:
         await worker.call("rollout", "begin")
         with pytest.raises(WorkerDied):
@@ -95,29 +95,27 @@ def test_a_role_beside_that_fails_takes_the_worker_with_it() -> None:
     with_worker(lambda: {"actor": Gate(), "rollout": Broken()}, scenario)
 
 
-def test_a_process_that_is_still_starting_is_not_waited_for(tmp_path: Path) -> None:
+def test_close_does_not_wait_for_process_that_is_starting(tmp_path: Path) -> None:
     async def scenario() -> float:
-        worker = ProcessWorker(
-            "slow", time.sleep, (60,), cores=[], threads=1, log_path=tmp_path / "log"
-        )  # type: ignore[arg-type]
-        begun = time.monotonic()
+        build: Any = time.sleep
+        worker = ProcessWorker("slow", build, (60,), cores=[], threads=1, log_path=tmp_path / "log")
+        started = time.monotonic()
         await worker.close()
-        return time.monotonic() - begun
+        return time.monotonic() - started
 
     assert asyncio.run(scenario()) < 4
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_an_error_that_cannot_travel_is_told_in_its_words(works: bool, tmp_path: Path) -> None:
+def test_error_keeps_its_message_when_it_cannot_be_unpickled(works: bool, tmp_path: Path) -> None:
     async def scenario() -> None:
         worker = ProcessWorker(
             "one", build_library, (works,), cores=[], threads=1, log_path=tmp_path / "log"
         )
         try:
             async with asyncio.timeout(30):
-                with pytest.raises(
-                    RuntimeError, match=r"Homebound: the disk is upside down \(code 7\)"
-                ):
+                message = r"UnpicklableError: the disk is full \(code 7\)"
+                with pytest.raises(RuntimeError, match=message):
                     await worker.ready()
                     await worker.call("actor", "fail")
         finally:

@@ -1,4 +1,4 @@
-"""Deadlines do not pass while the process is stopped."""
+"""Deadlines do not expire while the process is suspended."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ PROGRAM = textwrap.dedent("""
         ignore_suspended_time(asyncio.get_running_loop())
         ignore_suspended_time(asyncio.get_running_loop())  # a second time changes nothing
         async with asyncio.timeout(3.0):
-            print("begun", flush=True)
+            print("started", flush=True)
             for _ in range(10):
                 await asyncio.sleep(0.1)
         print("done", flush=True)
@@ -32,13 +32,13 @@ PROGRAM = textwrap.dedent("""
             async with asyncio.timeout(0.2):
                 await asyncio.sleep(60)
         except TimeoutError:
-            print("and deadlines still pass", flush=True)
+            print("deadlines still expire", flush=True)
 
     asyncio.run(main())
 """)
 
 
-def test_no_time_passes_while_the_process_is_stopped() -> None:
+def test_deadline_does_not_expire_while_process_is_suspended() -> None:
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM],
@@ -46,28 +46,27 @@ def test_no_time_passes_while_the_process_is_stopped() -> None:
         text=True,
         env=os.environ | {"PYTHONPATH": path},
     ) as process:
-        assert process.stdout is not None and process.stdout.readline() == "begun\n"
+        assert process.stdout is not None and process.stdout.readline() == "started\n"
         process.send_signal(signal.SIGSTOP)
         time.sleep(4)  # longer than the deadline
         process.send_signal(signal.SIGCONT)
-        assert process.stdout.read() == "done\nand deadlines still pass\n"
+        assert process.stdout.read() == "done\ndeadlines still expire\n"
 
 
-def test_a_run_gives_this_clock_to_whatever_loop_a_script_runs_it_in(tmp_path: Path) -> None:
+def test_train_gives_event_loop_suspend_aware_clock(tmp_path: Path) -> None:
     async def script() -> bool:
         with pytest.raises(DataError):
             await train(load_config(None, [f"run_dir={tmp_path}", "data.path=no/such/file.jsonl"]))
-        return isinstance(
-            getattr(asyncio.get_running_loop().time, "__self__", None), SuspendAwareClock
-        )
+        clock = getattr(asyncio.get_running_loop().time, "__self__", None)
+        return isinstance(clock, SuspendAwareClock)
 
     assert asyncio.run(script())
 
 
-def test_time_passes_in_waits_and_work_but_not_in_stops() -> None:
+def test_clock_counts_waits_and_work_but_not_suspensions() -> None:
     seconds = iter([0.0, 1.0, 61.0, 62.5, 100.0])
     clock = SuspendAwareClock(lambda: next(seconds))
-    assert clock.now() == 1.0, "a look later"
-    assert clock.now(waited=60.0) == 61.0, "as long as was to be waited"
-    assert clock.now() == 62.5, "a little work"
-    assert clock.now() == 62.5, "37.5 seconds in which nothing was to be waited for: a stop"
+    assert clock.now() == 1.0, "the next reading"
+    assert clock.now(waited=60.0) == 61.0, "a planned wait"
+    assert clock.now() == 62.5, "work"
+    assert clock.now() == 62.5, "37.5 seconds without a planned wait: suspended"

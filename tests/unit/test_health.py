@@ -14,15 +14,10 @@ def test_health_warns_at_first_tenth_and_hundredth_occurrence(
     health = Health()
     for step in range(120):
         health.check({metric: wrong}, step)
-    assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == [
-        1,
-        10,
-        100,
-    ]
-    assert all(
-        record.levelno == logging.WARNING and metric in record.getMessage()
-        for record in caplog.records
-    )
+    steps = [record.args[0] for record in caplog.records if isinstance(record.args, tuple)]
+    assert steps == [1, 10, 100]
+    for record in caplog.records:
+        assert record.levelno == logging.WARNING and metric in record.getMessage()
 
 
 def test_health_is_silent_when_run_learns(caplog: pytest.LogCaptureFixture) -> None:
