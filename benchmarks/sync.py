@@ -21,7 +21,6 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,8 +34,7 @@ from paceline.remote.process import ProcessWorker
 from paceline.rollout.service import RolloutService
 from paceline.sync.collective import BroadcastGroup, Collective
 from paceline.sync.stream import Stream
-from paceline.sync.transport import SharedMemory
-from paceline.train.service import ActorService
+from paceline.sync.transport import SOURCE, TARGET, SharedMemory, WeightSource
 from paceline.workers.local import available_cores
 
 RESULTS = Path(__file__).parent / "results" / "sync.json"
@@ -76,13 +74,12 @@ class Model:
 class Engine(RolloutService):
     def await_weights(self, version: int) -> Deferred:
         """Reply once all weights have arrived."""
-        receiver = self._receiver
-        assert receiver
-        return Deferred(lambda: receiver.done(version), lambda: None)
+        end: Any = self.weight_target._end
+        return Deferred(lambda: end.done(version), lambda: None)
 
     def forget(self) -> None:
-        """Remove the receiver, so that another transport can connect."""
-        self._receiver = self._block = None
+        """Remove the end of a transport, so that another one can connect."""
+        self.weight_target._end = None
 
 
 class Raw:
@@ -135,14 +132,17 @@ class Raw:
 
     def broadcast(self, send: bool) -> None:
         assert self._group
-        self._group.broadcast(self._data, send)
+        self._group.start(self._data, send)()
 
 
 def build(size: int, role: str) -> Mapping[str, Any]:
     torch.set_num_threads(1)
     model: Any = Model(size)
-    actor: Any = SimpleNamespace(engine=model)
-    return {role: ActorService(actor) if role == "actor" else Engine(model), "raw": Raw(model.flat)}
+    raw = {"raw": Raw(model.flat)}
+    if role == "actor":
+        return raw | {SOURCE: WeightSource(model.export_weights)}
+    engine = Engine(model)
+    return raw | {role: engine, TARGET: engine.weight_target}
 
 
 async def raw_stream(workers: Workers) -> Callable[[], Awaitable[Any]]:

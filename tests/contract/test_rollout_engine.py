@@ -22,6 +22,8 @@ from paceline.remote.worker import Worker
 from paceline.rollout.client import EngineClient
 from paceline.rollout.engine import RolloutEngine
 from paceline.sync.block import WeightBlock, block_size, layout_of
+from paceline.sync.shared_memory import BlockTarget
+from paceline.sync.transport import TARGET
 from paceline.sync.weights import Weights
 from paceline.train.lora import LoraDevice
 from paceline.train.settings import LoraSettings, TrainSettings
@@ -92,7 +94,7 @@ async def rig(kind: str, directory: str, tmp_path: Path) -> AsyncIterator[Rig]:
     layout = layout_of(model.state_dict().items())
     path = tmp_path / "weights"
     path.write_bytes(bytes(block_size(layout)))
-    await worker.call(Role.ROLLOUT, "attach_weights", str(path), layout)
+    await worker.call(TARGET, "open", BlockTarget, str(path), layout)
     engine = EngineClient(worker)
     try:
         yield Rig(engine, WeightBlock(str(path), layout), model)
@@ -332,7 +334,7 @@ def test_engine_keeps_old_weights_when_new_ones_are_corrupted(with_rig: Any) -> 
         old = await it.engine.generate(request_of())
         version, weights = it.version, it.change_weights()
         next(iter(it.block.tensors.values())).view(torch.int32).flatten()[0] += 1
-        with pytest.raises(SyncError, match="arrived damaged"):
+        with pytest.raises(SyncError, match="are corrupted"):
             await it.engine.load_weights(weights)
         assert (await it.engine.stats()).version == version
         assert (await it.engine.generate(request_of())).tokens.tolist() == old.tokens.tolist()
