@@ -33,8 +33,9 @@ from paceline.remote.message import Deferred
 from paceline.remote.process import ProcessWorker
 from paceline.rollout.service import RolloutService
 from paceline.sync.collective import BroadcastGroup, Collective
+from paceline.sync.shared_memory import SharedMemory
 from paceline.sync.stream import Stream
-from paceline.sync.transport import SOURCE, TARGET, SharedMemory, WeightSource
+from paceline.sync.transport import SOURCE, TARGET, WeightSource
 from paceline.workers.local import available_cores
 
 RESULTS = Path(__file__).parent / "results" / "sync.json"
