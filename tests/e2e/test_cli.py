@@ -97,7 +97,7 @@ def test_train_reports_finished_run_when_all_steps_are_done(recipe: Path) -> Non
 
 def test_fresh_moves_old_run_aside(recipe: Path, tmp_path: Path) -> None:
     assert paceline(recipe, "steps=1").exit_code == 0
-    assert "is now in" in paceline(recipe, "steps=1", "--fresh").output
+    assert "moved the earlier run" in paceline(recipe, "steps=1", "--fresh").output
     assert len(list(tmp_path.glob("run*/summary.json"))) == 2
 
 
