@@ -245,7 +245,7 @@ def test_resume_fails_when_metrics_or_ledger_is_damaged(
     for damaged, what in (
         (b"", "a part is missing"),
         (content[:-9], "a part is missing"),
-        (b"x" * len(content), "it is damaged"),
+        (b"x" * len(content), "it is corrupted"),
     ):
         (tmp_path / name).write_bytes(damaged)
         message = f"{name} does not match the checkpoint of step 1: {what}"
