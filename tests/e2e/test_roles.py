@@ -15,10 +15,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from paceline.config import RunConfig, load_config
 from paceline.errors import CheckpointError, ConfigError, ModelError
-from paceline.model import loading
+from paceline.model.loading import load_model
 from paceline.remote.worker import Worker
 from paceline.rollout.client import EngineClient
-from paceline.run import _transport, train
+from paceline.run import train
+from paceline.sync.connect import connect
+from paceline.sync.transport import InPlace, WeightTransport
 from paceline.types import Batch, Completion, Request, Role, Sampling
 from paceline.workers.build import build_parts
 from paceline.workers.local import LocalCluster
@@ -93,7 +95,9 @@ def test_engine_serves_merged_lora_weights_only_after_weight_sync(
         async with started(chosen, tmp_path) as workers:
             actor = workers[Role.ACTOR][0]
             engine = EngineClient(workers[Role.ROLLOUT][0])
-            transport = await _transport(chosen, workers)
+            transport: WeightTransport = InPlace()
+            if not chosen.in_place:
+                transport = await connect("auto", True, actor, workers[Role.ROLLOUT], "float32")
 
             async def generate(name: str) -> Completion:
                 return await engine.generate(
@@ -184,8 +188,13 @@ def test_lora_reference_shares_actor_model_and_equals_frozen_copy(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[str] = []
-    load = loading.load_model
-    monkeypatch.setattr(loading, "load_model", lambda *args: loaded.append(args[0]) or load(*args))
+
+    def load(path: str) -> PreTrainedModel:
+        loaded.append(path)
+        return load_model(path)
+
+    monkeypatch.setattr("paceline.train.lora.load_model", load)
+    monkeypatch.setattr("paceline.train.single.load_model", load)
 
     def parts(*settings: str, roles: tuple[Role, ...] = (Role.ACTOR, Role.REF)) -> Any:
         loaded.clear()

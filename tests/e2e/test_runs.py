@@ -234,7 +234,7 @@ def test_run_fails_with_cause_when_disk_is_full(model: str, tmp_path: Path) -> N
             return
 
     with pytest.raises(
-        CheckpointError, match=r"run cannot be written: No space left on device; make that right"
+        CheckpointError, match=r"run cannot be written: No space left on device; fix the cause"
     ):
         asyncio.run(train(config(model, tmp_path / "run"), lambda _: Full()))
 
@@ -248,10 +248,11 @@ def test_resume_fails_when_metrics_or_ledger_is_damaged(
     for damaged, what in (
         (b"", "a part is missing"),
         (content[:-9], "a part is missing"),
-        (b"x" * len(content), "it is damaged"),
+        (b"x" * len(content), "it is corrupted"),
     ):
         (tmp_path / name).write_bytes(damaged)
-        with pytest.raises(CheckpointError, match=f"{name} is not what it was at step 1: {what}"):
+        message = f"{name} does not match the checkpoint of step 1: {what}"
+        with pytest.raises(CheckpointError, match=message):
             run(model, tmp_path, "steps=2")
     (tmp_path / name).write_bytes(content + b'{"half a li')
     assert run(model, tmp_path, "steps=2")["steps"] == 2
