@@ -17,7 +17,7 @@ pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
 
 @pytest.fixture(scope="session")
 def address() -> Iterator[str]:
-    """The address of a cluster with two nodes of two CPU slots each."""
+    """Start a cluster with two nodes of two CPU slots each and yield its address."""
     from ray.cluster_utils import Cluster
 
     store = {"object_store_memory": 100 << 20}

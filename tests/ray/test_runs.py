@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Worker]:
-    """The workers of a run by name, filled when they are ready."""
+    """Collect the workers of a run by name when they become ready."""
     found: dict[str, Worker] = {}
     original = Worker.ready
 
