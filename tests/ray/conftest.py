@@ -1,4 +1,4 @@
-"""Two Ray nodes on this machine, started once: what a worker is placed on is a real node with a raylet of its own."""
+"""A Ray cluster of two nodes on this machine, started once. Each node has a separate raylet."""
 
 import os
 import secrets
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-# Ray reads these when it is imported
+# Ray reads these when it is imported.
 os.environ |= {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
@@ -17,7 +17,7 @@ pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
 
 @pytest.fixture(scope="session")
 def address() -> Iterator[str]:
-    """Of a cluster with two nodes of two CPU slots each."""
+    """Start a cluster with two nodes of two CPU slots each and yield its address."""
     from ray.cluster_utils import Cluster
 
     store = {"object_store_memory": 100 << 20}

@@ -1,4 +1,4 @@
-"""A worker's part for tests that are about workers."""
+"""A part for tests of workers: it records calls and produces events."""
 
 import os
 from collections.abc import Mapping
@@ -23,24 +23,24 @@ class Part:
         return [self._ticks]
 
     def tick(self, on: bool) -> None:
-        """Send an event for every turn of the host's loop."""
+        """Produce an event in every iteration of the host's loop."""
         self._ticking = on
 
-    def note(self, number: int) -> int:
+    def record(self, number: int) -> int:
         self._calls.append(number)
         return number
 
-    def noted(self) -> list[int]:
+    def recorded(self) -> list[int]:
         return self._calls
 
-    def refuse(self) -> None:
-        raise DataError("not this")
+    def fail(self) -> None:
+        raise DataError("it failed")
 
     def where(self) -> tuple[int, int]:
-        """This process, and the raylet that started it: one per node."""
+        """Return the PIDs of this process and of its raylet, which identifies the node."""
         return os.getpid(), os.getppid()
 
-    def say(self, text: str) -> None:
+    def output(self, text: str) -> None:
         print(text, flush=True)
 
     def total(self, number: int) -> int:

@@ -1,4 +1,4 @@
-"""Workers on Ray: on the nodes they were planned for, heard, mourned, fenced, and gone when the run is."""
+"""Workers on Ray: placement on the planned nodes, calls, death, fencing and cleanup."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ from tests.ray.parts import build
 async def opened(
     address: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[RayCluster]:
-    """A cluster whose workers have the test's parts instead of models."""
+    """Open a cluster whose workers have a test part instead of models."""
     monkeypatch.setattr(place_ray, "build_parts", _build)
     cluster = await RayCluster.open(
         load_config(None, ["cluster=ray", f"ray.address={address}"]), "no model", folder
@@ -48,9 +48,9 @@ def on(cluster: RayCluster, name: str, *nodes: int, ranks: int = 0) -> PlannedWo
     return PlannedWorker(name, (), ranks, pool=name, devices=devices)
 
 
-async def until(what: Any) -> None:
+async def wait_until(true: Any) -> None:
     async with asyncio.timeout(20):
-        while not what():
+        while not true():
             await asyncio.sleep(0.01)
 
 
@@ -58,7 +58,7 @@ async def close(*workers: Worker) -> None:
     await asyncio.gather(*(worker.close() for worker in workers))
 
 
-def test_workers_live_on_the_nodes_they_were_planned_for_answer_in_order_and_leave_nothing(
+def test_workers_run_on_planned_nodes_and_reply_in_order(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def check() -> list[int]:
@@ -66,22 +66,21 @@ def test_workers_live_on_the_nodes_they_were_planned_for_answer_in_order_and_lea
             plans = [on(cluster, "one", 0), on(cluster, "two", 1)]
             await cluster.reserve(plans)
             workers = [await cluster.start(plan) for plan in plans]
-            later = await cluster.start(PlannedWorker("later", ()))  # joins without a reservation
+            later = await cluster.start(PlannedWorker("later", ()))  # without a reservation
             await asyncio.gather(*(worker.ready() for worker in (*workers, later)))
             (one, first_raylet), (two, second_raylet) = [
                 await worker.call("part", "where") for worker in workers
             ]
-            assert first_raylet != second_raylet, "each node has a raylet of its own"
-            assert "RayHost" in " ".join(psutil.Process(one).cmdline()), (
-                "the name that other tests look for"
-            )
-            answers = [workers[0].start_call("part", "note", number) for number in range(100)]
-            assert await asyncio.gather(*answers) == list(range(100))
-            assert await workers[0].call("part", "noted") == list(range(100))
-            with pytest.raises(DataError, match="not this"):
-                await workers[1].call("part", "refuse")
-            await workers[1].call("part", "say", "hello from two")
-            await until(lambda: "hello from two" in (tmp_path / "two.log").read_text())
+            assert first_raylet != second_raylet, "both workers are on one node"
+            # Other tests find worker processes by this name.
+            assert "RayHost" in " ".join(psutil.Process(one).cmdline())
+            replies = [workers[0].start_call("part", "record", number) for number in range(100)]
+            assert await asyncio.gather(*replies) == list(range(100))
+            assert await workers[0].call("part", "recorded") == list(range(100))
+            with pytest.raises(DataError, match="it failed"):
+                await workers[1].call("part", "fail")
+            await workers[1].call("part", "output", "hello from two")
+            await wait_until(lambda: "hello from two" in (tmp_path / "two.log").read_text())
             assert "hello" not in (tmp_path / "one.log").read_text()
             assert await workers[0].peak_memory() > 50e6
             await close(*workers, later)
@@ -94,54 +93,60 @@ def test_workers_live_on_the_nodes_they_were_planned_for_answer_in_order_and_lea
     assert not left
 
 
-def test_a_killed_worker_is_dead_in_a_moment_and_a_stopped_one_in_the_time_it_may_be_silent(
+def test_worker_dies_at_once_when_killed(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def check() -> None:
+        async with opened(address, tmp_path, monkeypatch) as cluster:
+            worker = await cluster.start(on(cluster, "killed", 0))
+            await worker.ready()
+            pid, _ = await worker.call("part", "where")
+            started = time.monotonic()
+            reply = worker.start_call("part", "record", 1)
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(WorkerDied, match="worker 'killed' died"):
+                await reply
+                await worker.call("part", "record", 2)
+                await asyncio.shield(worker.died)
+            assert time.monotonic() - started < 5
+            await close(worker)
+
+    asyncio.run(check())
+
+
+def test_worker_is_fenced_and_can_be_replaced_when_suspended(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(place_ray, "SILENCE_S", 2.0)
 
     async def check() -> None:
         async with opened(address, tmp_path, monkeypatch) as cluster:
-            killed, stopped = (
-                await cluster.start(on(cluster, "killed", 0)),
-                await cluster.start(on(cluster, "stopped", 1)),
-            )
-            await asyncio.gather(killed.ready(), stopped.ready())
-            pid, _ = await killed.call("part", "where")
-            begun = time.monotonic()
-            answer = killed.start_call("part", "note", 1)
-            os.kill(pid, signal.SIGKILL)
-            with pytest.raises(WorkerDied, match="worker 'killed' died"):
-                await answer
-                await killed.call("part", "note", 2)
-                await asyncio.shield(killed.died)
-            assert time.monotonic() - begun < 5
-
-            heard: list[Any] = []
-            stopped.listen("part", heard.append)
-            pid, _ = await stopped.call("part", "where")
-            await stopped.call("part", "tick", True)
-            await until(lambda: heard)
+            worker = await cluster.start(on(cluster, "suspended", 1))
+            await worker.ready()
+            events: list[Any] = []
+            worker.listen("part", events.append)
+            pid, _ = await worker.call("part", "where")
+            await worker.call("part", "tick", True)
+            await wait_until(lambda: events)
             os.kill(pid, signal.SIGSTOP)
-            with pytest.raises(WorkerDied, match=r"worker .stopped. .*has been silent"):
-                await asyncio.wait_for(asyncio.shield(stopped.died), 20)
-            count = len(heard)
+            with pytest.raises(WorkerDied, match=r"worker .suspended. .*has been silent"):
+                await asyncio.wait_for(asyncio.shield(worker.died), 20)
+            count = len(events)
             if psutil.pid_exists(pid):
                 os.kill(pid, signal.SIGCONT)
             with pytest.raises(WorkerDied):
-                await stopped.call("part", "note", 1)
-            assert len(heard) == count, "what a dead worker says is refused"
-            again = await cluster.start(
-                on(cluster, "stopped", 1)
-            )  # another takes its place at once
-            await again.ready()
-            assert await again.call("part", "note", 7) == 7
-            await close(killed, stopped, again)
-            await until(lambda: not psutil.pid_exists(pid))
+                await worker.call("part", "record", 1)
+            assert len(events) == count, "an event of a dead worker was delivered"
+            replacement = await cluster.start(on(cluster, "suspended", 1))
+            await replacement.ready()
+            assert await replacement.call("part", "record", 7) == 7
+            await close(worker, replacement)
+            await wait_until(lambda: not psutil.pid_exists(pid))
 
     asyncio.run(check())
 
 
-def test_ranks_on_two_nodes_are_one_group(
+def test_ranks_on_two_nodes_form_one_group(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def check() -> None:
@@ -152,9 +157,8 @@ def test_ranks_on_two_nodes_are_one_group(
             await group.ready()
             raylets = {(await rank.call("part", "where"))[1] for rank in group.ranks}
             assert len(raylets) == 2
-            assert await asyncio.gather(
-                *(group.start_call("part", "total", number) for number in range(5))
-            ) == [1, 3, 5, 7, 9]
+            replies = [group.start_call("part", "total", number) for number in range(5)]
+            assert await asyncio.gather(*replies) == [1, 3, 5, 7, 9]
             pid, _ = await group.ranks[1].call("part", "where")
             os.kill(pid, signal.SIGKILL)
             with pytest.raises(WorkerDied, match="'train rank 1' died"):
@@ -164,7 +168,7 @@ def test_ranks_on_two_nodes_are_one_group(
     asyncio.run(check())
 
 
-def test_devices_that_others_hold_and_addresses_where_nobody_is_are_refused(
+def test_reserve_fails_when_devices_are_in_use(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(place_ray, "RESERVE_TIMEOUT_S", 1.0)
@@ -174,6 +178,14 @@ def test_devices_that_others_hold_and_addresses_where_nobody_is_are_refused(
             await cluster.reserve([on(cluster, "first", 0, 0, ranks=2)])
             with pytest.raises(ConfigError, match=r"pool 'second' waited .* others use them"):
                 await cluster.reserve([on(cluster, "second", 0)])
+
+    asyncio.run(check())
+
+
+def test_open_fails_when_no_cluster_is_at_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def check() -> None:
         with pytest.raises(ConfigError, match="no Ray cluster answers there"):
             async with opened("127.0.0.1:1", tmp_path, monkeypatch):
                 pass
@@ -181,12 +193,9 @@ def test_devices_that_others_hold_and_addresses_where_nobody_is_are_refused(
     asyncio.run(check())
 
 
-def test_a_cluster_of_our_own_listens_to_this_machine_only_and_asks_for_a_token(
-    tmp_path: Path,
-) -> None:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")} | {
-        "HOME": str(tmp_path)
-    }
+def test_new_cluster_listens_only_on_localhost_and_requires_token(tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    env["HOME"] = str(tmp_path)
     shown = subprocess.run(
         [sys.executable, "-c", _LISTENING],
         env=env,
@@ -197,16 +206,16 @@ def test_a_cluster_of_our_own_listens_to_this_machine_only_and_asks_for_a_token(
     ).stdout
     found = json.loads(shown)
     assert len(found["hosts"]) >= 4 and all("127.0.0.1" in host for host in found["hosts"]), found
-    assert found["mode"] == "token" and not list(tmp_path.iterdir()), (
-        "nothing is written to the user's home"
-    )
+    assert found["mode"] == "token"
+    assert not list(tmp_path.iterdir()), "a file was written to the home directory"
 
 
 _LISTENING = """
 import json, os, psutil
 from paceline.workers.ray import connect
 connect("local")
-us = [psutil.Process(), *psutil.Process().children(recursive=True)]
-hosts = [c.laddr.ip for process in us for c in process.net_connections("inet") if c.status == "LISTEN"]
+processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+connections = [c for process in processes for c in process.net_connections("inet")]
+hosts = [c.laddr.ip for c in connections if c.status == "LISTEN"]
 print(json.dumps({"hosts": hosts, "mode": os.environ["RAY_AUTH_MODE"]}))
 """

@@ -1,4 +1,4 @@
-"""Which device each role gets: on one machine or several, equal or not, enough or too few."""
+"""Placement: which device each role gets, and whether it fits into memory."""
 
 import json
 import shutil
@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from paceline.cli import app
 from paceline.config import RunConfig, load_config
 from paceline.errors import ConfigError
 from paceline.types import Role
@@ -25,8 +27,8 @@ SPLIT = [
     "algorithm.name=ppo",
     "placement.actor=actor_rollout_ref_pool",
     "placement.rollout=actor_rollout_ref_pool",
+    "placement.critic=critic_pool",
 ]
-SPLIT += ["placement.critic=critic_pool"]
 
 
 def plan(nodes: Sequence[Node], *settings: str) -> dict[str, PlannedWorker]:
@@ -52,7 +54,7 @@ def devices(pool: ResourcePool) -> list[str]:
         ([Node("a", 1), Node("b", 1), Node("c", 1)], ["a:0", "b:0"], ["c:0"]),
     ],
 )
-def test_split_halves_the_devices_of_one_machine_or_else_the_machines(
+def test_split_halves_devices_of_one_machine_or_machines(
     nodes: list[Node], first: list[str], second: list[str]
 ) -> None:
     actor, critic = split(nodes)
@@ -60,7 +62,7 @@ def test_split_halves_the_devices_of_one_machine_or_else_the_machines(
     assert (devices(actor), devices(critic)) == (first, second)
 
 
-def test_the_split_recipe_puts_actor_and_critic_on_their_halves() -> None:
+def test_split_pools_put_actor_and_critic_on_different_halves() -> None:
     one = plan([Node("a", 8, gpus=4)], *SPLIT)
     assert where(one["actor_rollout_ref_pool"]) == ["a:0"] and where(one["critic_pool"]) == ["a:2"]
     two = plan(
@@ -69,54 +71,43 @@ def test_the_split_recipe_puts_actor_and_critic_on_their_halves() -> None:
         "train.backend=fsdp",
         "placement.train_ranks=2",
     )
-    assert where(two["actor_rollout_ref_pool"]) == ["a:0", "a:1"] and where(two["critic_pool"]) == [
-        "b:0",
-        "b:1",
-    ]
+    assert where(two["actor_rollout_ref_pool"]) == ["a:0", "a:1"]
+    assert where(two["critic_pool"]) == ["b:0", "b:1"]
 
 
-def test_ranks_stay_on_one_node_where_they_can_and_span_unequal_nodes_where_they_must() -> None:
+def test_ranks_span_nodes_only_when_one_node_is_too_small() -> None:
     nodes = [Node("small", 8, gpus=1), Node("large", 8, gpus=3)]
     fsdp = [*SEPARATE, "train.backend=fsdp"]
     near = plan(nodes, *fsdp, "placement.train_ranks=3")
-    assert where(near["train"]) == ["large:0", "large:1", "large:2"] and where(near["rollout"]) == [
-        "small:0"
-    ]
+    assert where(near["train"]) == ["large:0", "large:1", "large:2"]
+    assert where(near["rollout"]) == ["small:0"]
     far = plan(nodes, *fsdp, "placement.train_ranks=4")
     assert where(far["train"]) == ["small:0", "large:0", "large:1", "large:2"]
-    assert where(far["rollout"]) == ["small:0"], "all are taken, so one is shared"
+    assert where(far["rollout"]) == ["small:0"], "no device is free, so one is shared"
     with pytest.raises(ConfigError, match="pool 'train' needs 5 GPUs for its ranks and has 4"):
         plan(nodes, *fsdp, "placement.train_ranks=5")
 
 
-def test_each_engine_gets_a_device_of_its_own_while_there_are_any() -> None:
+def test_engines_share_devices_only_when_none_is_free() -> None:
     found = plan([Node("a", 4), Node("b", 2)], *SEPARATE, "placement.rollout_workers=4")
-    assert [where(worker) for worker in found.values()] == [
-        ["a:0"],
-        ["a:1"],
-        ["a:2"],
-        ["a:3"],
-        ["b:0"],
-    ]
+    places = [["a:0"], ["a:1"], ["a:2"], ["a:3"], ["b:0"]]
+    assert [where(worker) for worker in found.values()] == places
     assert {worker.threads for worker in found.values()} == {1}
     crowded = plan([Node("a", 2)], *SEPARATE, "placement.rollout_workers=3")
     assert [where(worker) for worker in crowded.values()] == [["a:0"], ["a:1"], ["a:0"], ["a:1"]]
 
 
-def test_where_there_are_gpus_a_machine_without_one_gets_no_worker() -> None:
+def test_node_without_gpu_gets_no_worker_when_others_have_gpus() -> None:
     found = plan([Node("cpu", 64), Node("gpu", 8, gpus=2)], *SEPARATE)
     assert [where(worker) for worker in found.values()] == [["gpu:0"], ["gpu:1"]]
 
 
-def test_workers_are_pinned_to_cores_of_their_own_where_there_are_enough() -> None:
+def test_workers_are_pinned_to_cores_when_there_are_enough() -> None:
     node = Node("a", 4, cores=(0, 1, 2, 3))
     assert [worker.cores for worker in plan([node], *SEPARATE).values()] == [(0, 1), (2, 3)]
-    assert [
-        worker.cores for worker in plan([node], *SEPARATE, "placement.rollout_workers=4").values()
-    ] == [()] * 5
-    assert [worker.cores for worker in plan([node]).values()] == [()], (
-        "a worker that is alone has the machine"
-    )
+    crowded = plan([node], *SEPARATE, "placement.rollout_workers=4")
+    assert [worker.cores for worker in crowded.values()] == [()] * 5
+    assert plan([node])["main"].cores == (), "a single worker may use every core"
     ranks = plan([node], *SEPARATE, "train.backend=fsdp", "placement.train_ranks=3")
     assert ranks["train"].cores == (0, 1, 2) and ranks["rollout"].cores == (3,)
 
@@ -130,35 +121,35 @@ def fit(config: RunConfig, model: str, nodes: Sequence[Node]) -> list[str]:
     return check_fit(plan_workers(config, nodes), nodes, config, model)
 
 
-def test_what_cannot_fit_is_refused_with_its_size_and_what_may_not_is_warned_of(model: str) -> None:
+GPU: dict[str, Any] = {"cpus": 8, "gpus": 2, "memory": 64 * GB}
+
+
+def test_fit_fails_when_model_exceeds_memory(model: str) -> None:
     config = load_config(None, [*SEPARATE, f"model={model}"])
-    gpu: dict[str, Any] = {"cpus": 8, "gpus": 2, "memory": 64 * GB}
-    assert fit(config, model, [Node("a", **gpu, gpu_memory=80 * GB)]) == []
-    with pytest.raises(
-        ConfigError,
-        match=r"GPU a:0 has 0\.0 GB, and what is planned for it needs at least .* \(train 0\.0 GB\): use more",
-    ):
-        fit(config, model, [Node("a", **gpu, gpu_memory=100_000)])
-    (warning,) = fit(config, model, [Node("a", **gpu, gpu_memory=20 << 20)])
-    assert "micro_batch_tokens" in warning
-    assert fit(config, model, [Node("a", 2, memory=0)]) == [], (
-        "memory that is not known is not judged"
-    )
-    with pytest.raises(
-        ConfigError,
-        match=r"node a has 0\.1 GB.* at least 0\.6 GB \(train 0\.3 GB, rollout 0\.3 GB\): lower",
-    ):
+    on_gpu = r"GPU a:0 has 0\.0 GB, .* needs at least .* \(train 0\.0 GB\): use more"
+    with pytest.raises(ConfigError, match=on_gpu):
+        fit(config, model, [Node("a", **GPU, gpu_memory=100_000)])
+    on_cpu = r"node a has 0\.1 GB.* at least 0\.6 GB \(train 0\.3 GB, rollout 0\.3 GB\): lower"
+    with pytest.raises(ConfigError, match=on_cpu):
         fit(config, model, [Node("a", 2, memory=100 << 20)])
 
 
-def test_a_pool_per_role_and_a_shared_one_are_planned_as_they_are_written(model: str) -> None:
+def test_fit_warns_only_when_memory_is_scarce(model: str) -> None:
+    config = load_config(None, [*SEPARATE, f"model={model}"])
+    (warning,) = fit(config, model, [Node("a", **GPU, gpu_memory=20 << 20)])
+    assert "micro_batch_tokens" in warning
+    assert fit(config, model, [Node("a", **GPU, gpu_memory=80 * GB)]) == []
+    assert fit(config, model, [Node("a", 2, memory=0)]) == [], "0: the size is unknown"
+
+
+def test_roles_of_one_pool_share_worker() -> None:
+    (worker,) = plan([Node("a", 2)]).values()
+    assert worker.alone and set(worker.roles) == {Role.ACTOR, Role.ROLLOUT}
+    assert worker.devices == (Device("a", 0),)
+
+
+def test_each_pool_has_worker() -> None:
     nodes = [Node("a", 2)]
-    (alone,) = plan(nodes).values()
-    assert (
-        alone.alone
-        and set(alone.roles) == {Role.ACTOR, Role.ROLLOUT}
-        and alone.devices == (Device("a", 0),)
-    )
     four = plan(
         nodes,
         *SEPARATE,
@@ -167,18 +158,11 @@ def test_a_pool_per_role_and_a_shared_one_are_planned_as_they_are_written(model:
         "placement.critic=critic",
         "placement.ref=ref",
     )
-    assert list(four) == ["train", "rollout", "critic", "ref"] and not any(
-        worker.alone for worker in four.values()
-    )
+    assert list(four) == ["train", "rollout", "critic", "ref"]
+    assert not any(worker.alone for worker in four.values())
 
 
-def test_the_plan_is_printed_as_a_table_and_a_refusal_has_its_exit_code(
-    model: str, tmp_path: Path
-) -> None:
-    from typer.testing import CliRunner
-
-    from paceline.cli import app
-
+def test_plan_command_prints_table(model: str, tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text(
         f'model = "{model}"\n[algorithm]\nname = "ppo"\n[placement]\ncritic = "critic_pool"\n'
     )
@@ -189,13 +173,9 @@ def test_the_plan_is_printed_as_a_table_and_a_refusal_has_its_exit_code(
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])
-def test_a_model_that_fits_nowhere_is_refused_before_anything_starts(
+def test_command_fails_before_start_when_model_does_not_fit(
     command: str, model: str, tmp_path: Path
 ) -> None:
-    from typer.testing import CliRunner
-
-    from paceline.cli import app
-
     giant = shutil.copytree(model, tmp_path / "giant")
     shape = json.loads((giant / "config.json").read_text()) | {
         "hidden_size": 1 << 18,
@@ -205,30 +185,27 @@ def test_a_model_that_fits_nowhere_is_refused_before_anything_starts(
     (tmp_path / "r.toml").write_text(
         f'model = "{giant}"\nrun_dir = "{tmp_path}/run"\n[data]\ntask = "copy:3"\n'
     )
-    said = CliRunner(env={"COLUMNS": "140"}).invoke(
-        app, [command, str(tmp_path / "r.toml"), *SEPARATE]
-    )
-    assert said.exit_code == 2, said.output
-    for word in ("needs at least", "(train ", "take a smaller model"):
-        assert word in said.output
+    runner = CliRunner(env={"COLUMNS": "140"})
+    result = runner.invoke(app, [command, str(tmp_path / "r.toml"), *SEPARATE])
+    assert result.exit_code == 2, result.output
+    for words in ("needs at least", "(train ", "a smaller model"):
+        assert words in result.output
     assert not (tmp_path / "run").exists() and not children()
 
 
-def test_engines_of_their_own_are_not_split_as_the_trainer_is(model: str) -> None:
+def test_engine_in_separate_pool_is_not_tensor_parallel(model: str) -> None:
     ranks = ["train.backend=megatron", "train.tensor_parallel=2", "placement.train_ranks=2"]
     config = load_config(None, [*SEPARATE, *ranks, f"model={model}"])
     assert fit(config, model, [Node("a", 8, gpus=3, memory=64 * GB, gpu_memory=80 * GB)]) == []
 
 
-def test_a_worker_that_joins_a_running_job_gets_the_least_used_gpu(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_added_worker_gets_least_used_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(local, "_count_gpus", lambda: (3, 80 << 30))
     cluster = local.LocalCluster(load_config(), "model", tmp_path)
     planned = [("train", 0), ("rollout", 1), ("rollout-1", 1)]
-    assert [
-        cluster.gpus(PlannedWorker(name, (), devices=(Device("local", index),)))
-        for name, index in planned
-    ] == [[0], [1], [1]]
-    joined = ("rollout-2", "rollout-3", "rollout-2")  # the last one is replaced
-    assert [cluster.gpus(PlannedWorker(name, ())) for name in joined] == [[2], [0], [2]]
+    workers = [
+        PlannedWorker(name, (), devices=(Device("local", index),)) for name, index in planned
+    ]
+    assert [cluster.gpus(worker) for worker in workers] == [[0], [1], [1]]
+    added = ("rollout-2", "rollout-3", "rollout-2")  # the last one replaces the first
+    assert [cluster.gpus(PlannedWorker(name, ())) for name in added] == [[2], [0], [2]]
