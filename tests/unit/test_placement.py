@@ -126,7 +126,7 @@ GPU: dict[str, Any] = {"cpus": 8, "gpus": 2, "memory": 64 * GB}
 
 def test_fit_fails_when_model_exceeds_memory(model: str) -> None:
     config = load_config(None, [*SEPARATE, f"model={model}"])
-    on_gpu = r"GPU a:0 has 0\.0 GB, .* needs at least .* \(train 0\.0 GB\): use more"
+    on_gpu = r"GPU a:0 has 0\.0 GB, .* need at least .* \(train 0\.0 GB\): use more"
     with pytest.raises(ConfigError, match=on_gpu):
         fit(config, model, [Node("a", **GPU, gpu_memory=100_000)])
     on_cpu = r"node a has 0\.1 GB.* at least 0\.6 GB \(train 0\.3 GB, rollout 0\.3 GB\): lower"
@@ -188,7 +188,7 @@ def test_command_fails_before_start_when_model_does_not_fit(
     runner = CliRunner(env={"COLUMNS": "140"})
     result = runner.invoke(app, [command, str(tmp_path / "r.toml"), *SEPARATE])
     assert result.exit_code == 2, result.output
-    for words in ("needs at least", "(train ", "a smaller model"):
+    for words in ("need at least", "(train ", "a smaller model"):
         assert words in result.output
     assert not (tmp_path / "run").exists() and not children()
 

@@ -123,7 +123,7 @@ def test_load_model_names_what_is_missing(
     with pytest.raises(ModelError, match=r"model = './nowhere': no such directory"):
         load_model("./nowhere")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ModelError, match="holds no weights"):
+    with pytest.raises(ModelError, match="has no weights"):
         load_model(str(tmp_path / "empty"))
     (tmp_path / "empty" / "model.safetensors").write_bytes(b"cut")
     with pytest.raises(ModelError, match=r"has no config\.json"):
