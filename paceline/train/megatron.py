@@ -31,8 +31,7 @@ from transformers import PretrainedConfig
 
 from paceline.algo.loss import LossFn, TokenOutputs
 from paceline.errors import ConfigError, ModelError
-from paceline.model.device import default_device
-from paceline.model.loading import load_config, load_model
+from paceline.model.loading import default_device, load_config, load_model
 from paceline.model.packing import MicroBatch, RowLayout, micro_batch, trained_lengths
 from paceline.model.tensor_file import TensorFiles
 from paceline.train.megatron_model import Decoder, transformer_config

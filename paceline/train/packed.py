@@ -6,6 +6,7 @@ The single-device engine and the FSDP engine share it.
 import contextlib
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Literal
@@ -265,6 +266,23 @@ def token_data(batch: Batch, micro: MicroBatch, weights: FloatArray) -> TokenDat
         values=pick(batch.values),
         ref_logprobs=pick(batch.ref_logprobs),
     )
+
+
+class PackedEngine(ABC):
+    """The reading half of a train engine over a PackedModel."""
+
+    _packed: PackedModel
+
+    def logprobs(self, batch: Batch) -> FloatArray:
+        self._packed.require("policy")
+        return self._read(batch, "logprobs")
+
+    def values(self, batch: Batch) -> FloatArray:
+        self._packed.require("value")
+        return self._read(batch, "values")
+
+    @abstractmethod
+    def _read(self, batch: Batch, name: Literal["logprobs", "values"]) -> FloatArray: ...
 
 
 class LossAccumulator:

@@ -80,7 +80,6 @@ class RayWorker(Rank):
         self._tasks: list[asyncio.Task[None]] = []
 
     def begin(self, build: Build, args: tuple[Any, ...]) -> None:
-        """Have the worker build its parts."""
         self.send((build, args))
         self._tasks = [
             self._loop.create_task(self._guarded(work)) for work in (self._push, self._pull)

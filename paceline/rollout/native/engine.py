@@ -231,7 +231,6 @@ class NativeEngine:
         self._asleep = True
 
     def cache_bytes(self) -> int:
-        """Return the size of the KV cache."""
         return 0 if self._asleep else self._backend.cache_bytes()
 
     def wake(self) -> None:
