@@ -43,7 +43,7 @@ from paceline.train.fused import can_fuse
 from paceline.train.memory import COLUMNS, ROWS
 from paceline.train.offload import HostOffload, Moved
 from paceline.train.optimizer import adamw, optimizer_state
-from paceline.train.packed import Head, LossAccumulator, PackedEngine, PackedModel, token_data
+from paceline.train.packed import EngineWithHead, Head, LossAccumulator, PackedModel, token_data
 from paceline.train.row_assignment import assign_passes
 from paceline.train.settings import TrainSettings
 from paceline.train.sharded_decoder import ShardedDecoder
@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 BY_HEAD = ("q_norm.weight", "k_norm.weight")
 
 
-class Fsdp(PackedEngine):
+class Fsdp(EngineWithHead):
     """A TrainEngine. Every rank of the process group creates one from the same unsharded model."""
 
     def __init__(
@@ -72,7 +72,7 @@ class Fsdp(PackedEngine):
         temperature: float = 1.0,
         head: Head = "policy",
     ) -> None:
-        self._settings = settings
+        self._settings, self._head = settings, head
         self._device = default_device()
         self._mesh = _mesh(self._device, settings.tensor_parallel)
         # PackedModel checks the model, so it must be created before sharding.

@@ -196,18 +196,6 @@ class PackedModel(nn.Module):
         linear = self.head.linear if isinstance(self.head, ValueHead) else nn.Identity()
         return {f"value_head.{name}": p for name, p in linear.named_parameters()}
 
-    def require(self, head: Head) -> None:
-        if isinstance(self.head, PolicyHead) != (head == "policy"):
-            problem, built, other = (
-                ("a critic has no log-probs", "value", "actor")
-                if head == "policy"
-                else ("a policy has no values", "policy", "critic")
-            )
-            raise ModelError(
-                f"{problem}: this engine was created with head = {built!r}; use the {other}'s "
-                "engine"
-            )
-
 
 def plain_logprobs(model: PreTrainedModel, temperature: float) -> FloatArray:
     """Return the log-probs of the sample rows by plain forward passes, row by row."""
@@ -268,17 +256,25 @@ def token_data(batch: Batch, micro: MicroBatch, weights: FloatArray) -> TokenDat
     )
 
 
-class PackedEngine(ABC):
-    """The reading half of a train engine over a PackedModel."""
+class EngineWithHead(ABC):
+    """The reading half of a train engine: log-probs of a policy, values of a critic."""
 
-    _packed: PackedModel
+    _head: Head
 
     def logprobs(self, batch: Batch) -> FloatArray:
-        self._packed.require("policy")
+        if self._head != "policy":
+            raise ModelError(
+                "a critic has no log-probs: this engine was created with head = 'value'; use the "
+                "actor's engine"
+            )
         return self._read(batch, "logprobs")
 
     def values(self, batch: Batch) -> FloatArray:
-        self._packed.require("value")
+        if self._head != "value":
+            raise ModelError(
+                "a policy has no values: this engine was created with head = 'policy'; use the "
+                "critic's engine"
+            )
         return self._read(batch, "values")
 
     @abstractmethod

@@ -27,7 +27,7 @@ from paceline.train.micro_batch_threads import MicroBatchThreads
 from paceline.train.offload import HostOffload, Moved
 from paceline.train.optimizer import adamw, clip_gradients, optimizer_state
 from paceline.train.out_of_memory import explain_out_of_memory
-from paceline.train.packed import Head, LossAccumulator, PackedEngine, PackedModel, token_data
+from paceline.train.packed import EngineWithHead, Head, LossAccumulator, PackedModel, token_data
 from paceline.train.settings import TrainSettings
 from paceline.train.training_state import MODEL_FILE, load_training, save_training
 from paceline.types import Batch, FloatArray
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 THREAD_PARAMETERS = 2**26
 
 
-class SingleDevice(PackedEngine):
+class SingleDevice(EngineWithHead):
     """A TrainEngine. Head "policy" is the model's output layer; "value" adds a value head."""
 
     trained_file = MODEL_FILE  # file of a checkpoint that holds the trained weights
@@ -50,7 +50,7 @@ class SingleDevice(PackedEngine):
         temperature: float = 1.0,
         head: Head = "policy",
     ) -> None:
-        self._settings = settings
+        self._settings, self._head = settings, head
         self._packed = PackedModel(model, settings, temperature, head)
         self._model: PreTrainedModel = model
         self._device = next(model.parameters()).device
