@@ -1,7 +1,7 @@
 """All settings of a run: a TOML recipe plus `key=value` overrides, checked before anything starts.
 
-Each component declares its settings in its own package; this file combines them and checks rules
-that concern several of them.
+Each component declares its settings; this file combines them, checks rules that concern several of
+them, and explains mistakes ("did you mean ...?").
 """
 
 import difflib

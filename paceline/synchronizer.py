@@ -1,4 +1,4 @@
-"""ParameterSynchronizer: brings new weights to the engines and counts versions.
+"""ParameterSynchronizer: brings new weights to the engines, retries, and counts versions.
 
 A version counts once every engine in rotation has it. An engine that fails or is late leaves the
 rotation, so that nothing waits for it: it gets no new prompts until it has caught up. Its running

@@ -141,7 +141,6 @@ class PromptSource:
 
     @property
     def longest(self) -> int:
-        """Length of the longest prompt in tokens."""
         return max(len(row.tokens) for row in self._rows)
 
     @property

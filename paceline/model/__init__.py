@@ -1,1 +1,1 @@
-
+"""Models: loading, shapes, weight layouts, packing, attention: what engine and trainer share."""

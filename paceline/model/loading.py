@@ -215,6 +215,13 @@ def _load(source: str, load: Callable[[], Any]) -> Any:
         ) from e
 
 
+def default_device() -> torch.device:
+    """Return the current GPU, or the CPU if there is none."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
     """Disable the progress bars of transformers."""

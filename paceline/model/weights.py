@@ -176,23 +176,11 @@ def load_by_name(
     time.
     """
     incoming = tensors if isinstance(tensors, Mapping) else dict(tensors)
-    missing, unknown = (
-        sorted(named.keys() - incoming.keys()),
-        sorted(incoming.keys() - named.keys() - also),
-    )
-    if missing or unknown:
-        raise SyncError(
-            f"new weights: {len(missing)} missing {missing[:4]}, {len(unknown)} unknown "
-            f"{unknown[:4]}; expected all weights of the model"
-        )
     targets = named | {
         name: tensor for name, tensor in (optional or {}).items() if name in incoming
     }
-    for name, target in targets.items():
-        if (shape := incoming[name].shape) != target.shape:
-            raise SyncError(
-                f"new weights: {name} has shape {tuple(shape)}, the model has {tuple(target.shape)}"
-            )
+    shapes = {name: tuple(tensor.shape) for name, tensor in targets.items()}
+    check_weights({name: tuple(incoming[name].shape) for name in incoming}, shapes, also)
     with torch.no_grad():
         if isinstance(tensors, dict) and next(iter(named.values())).is_cuda:
             # One launch: each copy alone would finish before the next could start.
@@ -200,6 +188,26 @@ def load_by_name(
             return
         for name, target in targets.items():
             target.copy_(incoming[name])
+
+
+def check_weights(
+    incoming: Mapping[str, tuple[int, ...]],
+    expected: Mapping[str, tuple[int, ...]],
+    also: AbstractSet[str] = frozenset(),
+) -> None:
+    """Raise SyncError if names or shapes of new weights are not the expected ones."""
+    missing = sorted(expected.keys() - incoming.keys())
+    unknown = sorted(incoming.keys() - expected.keys() - also)
+    if missing or unknown:
+        raise SyncError(
+            f"new weights: {len(missing)} missing {missing[:4]}, {len(unknown)} unknown "
+            f"{unknown[:4]}; expected all weights of the model"
+        )
+    for name, shape in expected.items():
+        if incoming[name] != shape:
+            raise SyncError(
+                f"new weights: {name} has shape {incoming[name]}, the model has {shape}"
+            )
 
 
 class _WeightReader:

@@ -1,1 +1,1 @@
-
+"""Between rollouter and trainer: message queue, admission, ledger."""

@@ -1,4 +1,4 @@
-"""Admission: the staleness control. Every group needs a ticket to start.
+"""Admission: limits the groups in flight, and so staleness. Every group needs a ticket to start.
 
 A group keeps its ticket until the weights it was trained into are live on the engines, or until it
 is dropped. The staleness bound follows from this. A queue that is smaller than the number of

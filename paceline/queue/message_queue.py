@@ -1,8 +1,8 @@
 """The bounded queue between rollouter and trainer. Every item carries its policy version.
 
 Admission keeps samples fresh; the rules here are the second line of defense, and each use is
-counted: a full queue drops its oldest item, an item beyond the staleness bound is not handed out,
-an item from a future version is rejected, and a key is accepted only once.
+counted: a full queue drops its oldest item, an item beyond the staleness bound is dropped instead
+of handed out, an item from a future version is rejected, and a key is accepted only once.
 """
 
 from collections.abc import Callable, Sequence

@@ -33,14 +33,6 @@ class Channel(Protocol):
     def send(self, message: Any) -> None: ...
 
 
-class Part(Protocol):
-    """What plays a role. The controller can call its public methods; `work` runs between calls."""
-
-    def work(self) -> list[Any] | None:
-        """Do one unit of work and return what it produced, or None if there is nothing to do."""
-        ...
-
-
 class ThreadChannel:
     """The worker's end of two queues, for a worker on a thread."""
 
@@ -68,7 +60,11 @@ class ThreadChannel:
 
 
 def serve(channel: Channel, parts: Mapping[str, Any]) -> None:
-    """Answer calls and run parts until the controller sends None or is gone (EOFError)."""
+    """Answer calls and run parts until the controller sends None or is gone (EOFError).
+
+    A part is any object whose public methods can be called. If it has a method `work`, that runs
+    between calls: it does one unit of work and returns what it produced, or None if it is idle.
+    """
     workers = {role: part for role, part in parts.items() if hasattr(part, "work")}
     busy = False
     open_calls: list[tuple[Call, Deferred]] = []
@@ -123,8 +119,6 @@ class BusyClock:
 
 
 class ProcessStats:
-    """The part that every worker process has."""
-
     def pid(self) -> int:
         return os.getpid()
 
@@ -136,7 +130,6 @@ _highest = 0  # before the last reset of the kernel's counter
 
 
 def peak_memory() -> int:
-    """Return the peak resident bytes of this process."""
     return max(_highest, _counted_peak())
 
 
@@ -155,29 +148,28 @@ def _counted_peak() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def main() -> None:
-    """Run a worker process: `python -m paceline.remote.host FD PARENT_PID`.
+def build_and_serve(channel: Channel) -> None:
+    """Build the parts that the first message (build, arguments) asks for, then serve them."""
+    build, args = channel.recv()
+    try:
+        parts = build(*args)
+    except Exception as error:
+        log.exception("the worker failed to start")
+        return channel.send(Reply(0, error=portable(error)))
+    channel.send(Reply(0))
+    serve(channel, {**parts, "host": ProcessStats()})
 
-    The first message is (build, arguments).
-    """
+
+def main() -> None:
+    """Run a worker process: `python -m paceline.remote.host FD PARENT_PID`."""
     end_with_parent(int(sys.argv[2]))
     # Ctrl-C goes to the controller, which stops the workers in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     channel: Connection[Any, Any] = Connection(int(sys.argv[1]))
-    try:
-        build: Callable[..., Mapping[str, Any]]
-        build, args = channel.recv()
-        try:
-            parts = build(*args)
-        except Exception as error:
-            log.exception("the worker failed to start")
-            channel.send(Reply(0, error=portable(error)))
-            return
-        channel.send(Reply(0))
-        serve(channel, {**parts, "host": ProcessStats()})
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass  # the controller has exited
+    # These errors mean that the controller has exited.
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        build_and_serve(channel)
 
 
 def leave() -> None:

@@ -1,4 +1,4 @@
-"""Exactly-once, ordered messages over calls that can be lost, duplicated or delayed.
+"""Exactly-once, ordered messages over calls that can be lost, duplicated or delayed (Ray).
 
 The caller numbers the messages it pushes and acknowledges those it has received. It pushes one
 batch at a time and repeats the call until it gets a reply.

@@ -57,7 +57,6 @@ class Worker(ABC):
         return future
 
     async def ready(self) -> None:
-        """Wait until the worker has built its parts."""
         await self._started
         self._pending.pop(0, None)
 

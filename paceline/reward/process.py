@@ -103,7 +103,6 @@ class Worker:
         self.kill(children)
 
     def kill(self, children: Children | None = None) -> None:
-        """Kill the process and all its descendants."""
         children = _all_children() if children is None else children
         descendants = _descendants(self.process.pid, children)
         with suppress(ProcessLookupError, PermissionError):
@@ -193,7 +192,6 @@ class ProcessReward:
 
     @property
     def pids(self) -> list[int]:
-        """Process IDs of the current workers."""
         with self._lock:
             return [w.process.pid for w in self._workers]
 

@@ -1,0 +1,1 @@
+"""Generation: engines, the fleet that replaces them, the rollouter that drives them."""

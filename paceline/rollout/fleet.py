@@ -106,7 +106,6 @@ class Fleet:
         return sum(engine.worker.fenced for engine in self._lost)
 
     def stats(self) -> list[EngineStats]:
-        """Return the last statistics of each engine."""
         return [member.stats for member in self._members if member.stats]
 
     def unavailable_engines(self) -> list[str]:

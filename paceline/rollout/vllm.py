@@ -36,8 +36,9 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, proces
 
 from paceline.errors import RolloutError, SyncError
 from paceline.model.loading import load_config
+from paceline.model.weights import check_weights
 from paceline.rollout.native.sampling import row_keys, sample
-from paceline.rollout.native.slots import already_ended, ends_in_stop, rejection_reason
+from paceline.rollout.native.slots import already_ended, check_request, ends_in_stop
 from paceline.rollout.vllm_memory import expected_weights, kv_bytes, memory_fraction, weight_bytes
 from paceline.rollout.vllm_settings import VllmSettings
 from paceline.types import Completion, Finish, Request
@@ -201,8 +202,9 @@ class VllmEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue all requests, or none: raise RolloutError if one of them cannot be served."""
         taken = self._running.keys() | self._waiting.keys() | self._ended.keys()
+        limits = self._max_length, self._vocabulary, self._decode is not None
         for request in requests:
-            self._check(request, taken)
+            check_request(request, request.id in taken, *limits)
             taken.add(request.id)
         for request in requests:
             running = Running.of(request)
@@ -264,7 +266,7 @@ class VllmEngine:
         Running sequences continue on the KV cache they have.
         """
         incoming = tensors if isinstance(tensors, Mapping) else dict(tensors)
-        self._check_weights({name: tuple(incoming[name].shape) for name in incoming})
+        check_weights({name: tuple(incoming[name].shape) for name in incoming}, self._expected)
         self._load(
             "reload_weights",
             version,
@@ -312,31 +314,6 @@ class VllmEngine:
                 f"{type(error).__name__}: {error}"
             ) from error
         self._loaded, self._version = True, version
-
-    def _check_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        missing = sorted(self._expected.keys() - shapes.keys())
-        unknown = sorted(shapes.keys() - self._expected.keys())
-        if missing or unknown:
-            raise SyncError(
-                f"new weights: {len(missing)} missing {missing[:4]}, "
-                f"{len(unknown)} unknown {unknown[:4]}; expected exactly the weights of the model"
-            )
-        for name, shape in shapes.items():
-            if shape != self._expected[name]:
-                raise SyncError(
-                    f"new weights: {name} has shape {shape}, the model has {self._expected[name]}"
-                )
-
-    def _check(self, request: Request, taken: set[str]) -> None:
-        problem = rejection_reason(
-            request,
-            request.id in taken,
-            self._max_length,
-            self._vocabulary,
-            self._decode is not None,
-        )
-        if problem:
-            raise RolloutError(f"request {request.id!r} cannot be generated: {problem}")
 
     def _admit(self, running: Running) -> None:
         request, sampling = running.request, running.request.sampling

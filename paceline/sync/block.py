@@ -1,14 +1,14 @@
 """The bytes of all weights of one version, in the order in which the trainer exports them."""
 
+import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+
+import torch
 
 from paceline.errors import SyncError
 from paceline.sync.weights import Weights
 
-if TYPE_CHECKING:
-    import torch
-
+Tensors = Iterable[tuple[str, torch.Tensor]]
 Layout = list[tuple[str, tuple[int, ...], str]]  # name, shape, dtype
 
 ALIGNMENT = 64
@@ -25,10 +25,8 @@ class WeightBlock:
         path: str | None,
         layout: Layout,
         device: str = "cpu",
-        over: "torch.Tensor | None" = None,
+        over: torch.Tensor | None = None,
     ) -> None:
-        import torch
-
         size = block_size(layout)
         if over is not None:
             self.bytes = over
@@ -51,7 +49,7 @@ class WeightBlock:
     def view(self) -> memoryview:
         return self.bytes.numpy().data
 
-    def write(self, tensors: "Iterable[tuple[str, torch.Tensor]]") -> int:
+    def write(self, tensors: Tensors) -> int:
         """Copy all tensors in and return the checksum."""
         missing = set(self.tensors)
         for name, tensor in tensors:
@@ -77,14 +75,12 @@ class WeightBlock:
         check(self.checksum(), weights)
 
 
-def add_to_checksum(total: int, chunk: "torch.Tensor") -> int:
+def add_to_checksum(total: int, chunk: torch.Tensor) -> int:
     """Return the checksum with one more chunk: a sum of words, as fast as memory on any device.
 
     The order of chunks counts. Every flipped bit changes the checksum, and so does every chunk that
     is missing, misplaced or of another version.
     """
-    import torch
-
     return (total * MULTIPLIER + int(chunk.view(torch.int64).sum())) % (1 << 64)
 
 
@@ -96,7 +92,7 @@ def check(found: int, weights: Weights) -> None:
         )
 
 
-def layout_of(tensors: "Iterable[tuple[str, torch.Tensor]]") -> Layout:
+def layout_of(tensors: Tensors) -> Layout:
     return [
         (name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         for name, tensor in tensors
@@ -108,12 +104,7 @@ def block_size(layout: Layout) -> int:
 
 
 def _size(shape: tuple[int, ...], dtype: str) -> int:
-    import torch
-
-    count = 1
-    for dim in shape:
-        count *= dim
-    return count * int(getattr(torch, dtype).itemsize)
+    return math.prod(shape) * int(getattr(torch, dtype).itemsize)
 
 
 def _aligned(size: int) -> int:

@@ -14,21 +14,18 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from paceline.errors import SyncError, WorkerDied
 from paceline.remote.group import use_interface
 from paceline.remote.message import Deferred
 from paceline.remote.worker import Worker, mark_seen
-from paceline.sync.block import CHUNK, Layout
+from paceline.sync.block import CHUNK, Layout, Tensors
 from paceline.sync.stream import Address, Stream, StreamSource, StreamTarget, WeightBuffer
 from paceline.sync.transport import SOURCE, TARGET, publish
 from paceline.sync.weights import Weights
-
-if TYPE_CHECKING:
-    import torch
-
-    from paceline.sync.transport import Tensors
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +38,6 @@ class BroadcastGroup:
     """The trainer (rank 0) and some engines, separate from any other process group of theirs."""
 
     def __init__(self, store: Address, epoch: int, rank: int, size: int) -> None:
-        import torch
-        import torch.distributed
-
         dist: Any = torch.distributed
         use_interface(store[0])
         meet_timeout = timedelta(seconds=MEET_TIMEOUT_S)
@@ -64,13 +58,11 @@ class BroadcastGroup:
         self._first = dist.BroadcastOptions()
         self._first.rootRank = 0
 
-    def start(self, chunk: "torch.Tensor", send: bool) -> Callable[[], object]:
+    def start(self, chunk: torch.Tensor, send: bool) -> Callable[[], object]:
         """Start to broadcast the trainer's chunk and return a function that waits for its arrival.
 
         Chunks in flight must be the same, in the same order, on all members.
         """
-        import torch
-
         if self._bucket is None:
             waiting: Callable[[], object] = self._group.broadcast([chunk], self._first).wait
             return waiting
@@ -94,7 +86,7 @@ class PendingBroadcasts:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def start(self, chunk: "torch.Tensor") -> None:
+    def start(self, chunk: torch.Tensor) -> None:
         self._pending.append(self._group.start(chunk, self._send))
 
     def finish_one(self) -> None:
@@ -112,11 +104,7 @@ class PendingBroadcasts:
 
 
 class CollectiveSource(StreamSource):
-    """The trainer's end."""
-
     def __init__(self, layout: Layout, host: str, token: bytes) -> None:
-        import torch.distributed
-
         dist: Any = torch.distributed
         super().__init__(layout, host, token)
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
@@ -132,7 +120,7 @@ class CollectiveSource(StreamSource):
         store = self._store_address
         self._broadcast_group = BroadcastGroup(store, epoch, 0, size) if size > 1 else None
 
-    def write(self, tensors: "Tensors", version: int) -> int:
+    def write(self, tensors: Tensors, version: int) -> int:
         if self._sender.is_alive():
             self._sender.join()
         if self._broadcast_group is None:
@@ -170,11 +158,7 @@ class CollectiveSource(StreamSource):
 
 
 class CollectiveTarget(StreamTarget):
-    """An engine's end."""
-
     def __init__(self, layout: Layout, host: str, token: bytes) -> None:
-        import torch
-
         super().__init__(layout, host, token, "cuda" if torch.cuda.is_available() else "cpu")
         self._broadcast_group: BroadcastGroup | None = None
 
@@ -221,8 +205,6 @@ class CollectiveTarget(StreamTarget):
 
 
 class Collective(Stream):
-    """A WeightTransport."""
-
     ENDS = (CollectiveSource, CollectiveTarget)
 
     def __init__(self, trainer: Worker, layout: Layout, token: bytes, source: Address) -> None:

@@ -8,19 +8,16 @@ behind.
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
-from typing import IO, TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import IO, Any, Self
+
+import torch
 
 from paceline.errors import SyncError
 from paceline.remote.worker import Worker
-from paceline.sync.block import Layout, WeightBlock, block_size
+from paceline.sync.block import Layout, Tensors, WeightBlock, block_size
 from paceline.sync.transport import SOURCE, TARGET, Load, publish
 from paceline.sync.weights import Weights
-
-if TYPE_CHECKING:
-    import torch
-
-    from paceline.sync.transport import Tensors
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +30,7 @@ class BlockSource:
     def __init__(self, path: str | None, layout: Layout, device: str = "cpu") -> None:
         self.block = WeightBlock(path, layout, device)
 
-    def write(self, tensors: "Tensors", version: int) -> int:
+    def write(self, tensors: Tensors, version: int) -> int:
         return self.block.write(tensors)
 
 
@@ -42,9 +39,7 @@ class BlockTarget:
 
     address = None
 
-    def __init__(
-        self, path: str | None, layout: Layout, over: "torch.Tensor | None" = None
-    ) -> None:
+    def __init__(self, path: str | None, layout: Layout, over: torch.Tensor | None = None) -> None:
         self.intact = True
         self.block = WeightBlock(path, layout, over=over)
 
@@ -57,31 +52,39 @@ class BlockTarget:
         self.intact = True
 
 
-class SharedMemory:
-    """A WeightTransport."""
+class BlockTransport:
+    """A WeightTransport over a block of memory that the trainer and all engines map."""
 
-    def __init__(self, trainer: Worker, layout: Layout, file: IO[bytes]) -> None:
-        self._trainer, self._layout, self._file = trainer, layout, file
+    END: Callable[..., BlockTarget] = BlockTarget
 
-    @classmethod
-    async def connect(cls, trainer: Worker, engines: Sequence[Worker]) -> "SharedMemory":
-        layout: Layout = await trainer.call(SOURCE, "layout")
-        memory = cls(trainer, layout, shared_file(block_size(layout)))
-        await trainer.call(SOURCE, "open", BlockSource, memory._path, layout)
-        for engine in engines:
-            await memory.attach(engine)
-        return memory
+    def __init__(self, trainer: Worker, layout: Layout, address: Any) -> None:
+        self._trainer, self._layout, self._address = trainer, layout, address
 
     async def publish(self, version: int) -> Weights:
         return await publish(self._trainer, version)
 
     async def attach(self, engine: Worker) -> None:
-        await engine.call(TARGET, "open", BlockTarget, self._path, self._layout)
+        await engine.call(TARGET, "open", self.END, self._address, self._layout)
 
-    @property
-    def _path(self) -> str:
-        name = self._file.name
-        return name if isinstance(name, str) else f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+    async def attached(self, engines: Sequence[Worker]) -> Self:
+        for engine in engines:
+            await self.attach(engine)
+        return self
+
+
+class SharedMemory(BlockTransport):
+    _file: IO[bytes]
+
+    @classmethod
+    async def connect(cls, trainer: Worker, engines: Sequence[Worker]) -> "SharedMemory":
+        layout: Layout = await trainer.call(SOURCE, "layout")
+        file = shared_file(block_size(layout))
+        named = isinstance(file.name, str)
+        path = file.name if named else f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        await trainer.call(SOURCE, "open", BlockSource, path, layout)
+        memory = cls(trainer, layout, path)
+        memory._file = file  # open as long as the transport
+        return await memory.attached(engines)
 
 
 def shared_file(size: int, memory: str = "/dev/shm") -> IO[bytes]:

@@ -14,19 +14,16 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from paceline.errors import SyncError
 from paceline.remote.message import Deferred
 from paceline.remote.worker import Worker, mark_seen
-from paceline.sync.block import CHUNK, Layout, WeightBlock, add_to_checksum, check
+from paceline.sync.block import CHUNK, Layout, Tensors, WeightBlock, add_to_checksum, check
 from paceline.sync.transport import SOURCE, TARGET, Load, SourceEnd, TargetEnd, publish
 from paceline.sync.weights import Weights
-
-if TYPE_CHECKING:
-    import torch
-
-    from paceline.sync.transport import Tensors
 
 log = logging.getLogger(__name__)
 
@@ -148,14 +145,10 @@ class StreamSource:
     def __init__(self, layout: Layout, host: str, token: bytes) -> None:
         self._layout, self._changed = layout, threading.Condition()
         self._buffer = WeightBuffer(layout, self._changed)
-        self._server = StreamServer(host, token, lambda: self._buffer, self._changed)
+        server = StreamServer(host, token, lambda: self._buffer, self._changed)
+        self.address = server.port
 
-    @property
-    def address(self) -> int:
-        """The port where engines fetch."""
-        return self._server.port
-
-    def write(self, tensors: "Tensors", version: int) -> int:
+    def write(self, tensors: Tensors, version: int) -> int:
         self._new_buffer()
         return self._fill(tensors, version)
 
@@ -164,7 +157,7 @@ class StreamSource:
             # A slow reader keeps reading the old buffer.
             self._buffer = WeightBuffer(self._layout, self._changed)
 
-    def _fill(self, tensors: "Tensors", version: int) -> int:
+    def _fill(self, tensors: Tensors, version: int) -> int:
         buffer = self._buffer
         buffer.begin(version)
         block, missing = buffer.block, set(buffer.block.tensors)
@@ -197,12 +190,8 @@ class StreamTarget:
         self._sources: Sequence[Address] = ()
         self._layout, self._token, self._device = layout, token, device
         self._thread = threading.Thread()
-        self._server = StreamServer(host, token, lambda: self.buffer, self._changed)
-
-    @property
-    def address(self) -> int:
-        """The port where other engines fetch."""
-        return self._server.port
+        server = StreamServer(host, token, lambda: self.buffer, self._changed)
+        self.address = server.port
 
     def set_sources(self, sources: Sequence[Address]) -> None:
         """Set where to fetch from, in order of preference."""
@@ -233,7 +222,7 @@ class StreamTarget:
     def done(self, version: int) -> bool:
         return self.buffer.version != version or (self.buffer.done and not self._thread.is_alive())
 
-    def tensors(self, weights: Weights) -> "dict[str, torch.Tensor]":
+    def tensors(self, weights: Weights) -> dict[str, torch.Tensor]:
         """Return the fetched tensors. Raise SyncError if they are incomplete or corrupted."""
         version = weights.version
         if self.buffer.version != version:

@@ -29,8 +29,7 @@ from transformers import PreTrainedModel
 
 from paceline.algo.loss import LossFn, TokenOutputs
 from paceline.errors import ConfigError, ModelError
-from paceline.model.device import default_device
-from paceline.model.loading import ROUNDED, load_model, model_body
+from paceline.model.loading import ROUNDED, default_device, load_model, model_body
 from paceline.model.packing import (
     MicroBatch,
     empty_micro_batch,
@@ -44,7 +43,7 @@ from paceline.train.fused import can_fuse
 from paceline.train.memory import COLUMNS, ROWS
 from paceline.train.offload import HostOffload, Moved
 from paceline.train.optimizer import adamw, optimizer_state
-from paceline.train.packed import Head, LossAccumulator, PackedModel, token_data
+from paceline.train.packed import EngineWithHead, Head, LossAccumulator, PackedModel, token_data
 from paceline.train.row_assignment import assign_passes
 from paceline.train.settings import TrainSettings
 from paceline.train.sharded_decoder import ShardedDecoder
@@ -63,7 +62,7 @@ log = logging.getLogger(__name__)
 BY_HEAD = ("q_norm.weight", "k_norm.weight")
 
 
-class Fsdp:
+class Fsdp(EngineWithHead):
     """A TrainEngine. Every rank of the process group creates one from the same unsharded model."""
 
     def __init__(
@@ -73,7 +72,7 @@ class Fsdp:
         temperature: float = 1.0,
         head: Head = "policy",
     ) -> None:
-        self._settings = settings
+        self._settings, self._head = settings, head
         self._device = default_device()
         self._mesh = _mesh(self._device, settings.tensor_parallel)
         # PackedModel checks the model, so it must be created before sharding.
@@ -111,14 +110,6 @@ class Fsdp:
         return cls(model if head == "policy" else model_body(model), settings, temperature, head)
 
     # -- forward and backward
-
-    def logprobs(self, batch: Batch) -> FloatArray:
-        self._packed.require("policy")
-        return self._read(batch, "logprobs")
-
-    def values(self, batch: Batch) -> FloatArray:
-        self._packed.require("value")
-        return self._read(batch, "values")
 
     def forward_backward(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]:
         totals, weights = LossAccumulator(batch), loss_fn.weights(batch)

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from paceline.errors import ConfigError, ModelError
-from paceline.model.device import default_device
-from paceline.model.loading import load_model, model_body
+from paceline.model.loading import default_device, load_model, model_body
 from paceline.train.settings import LoraSettings, TrainSettings
 from paceline.train.single import SingleDevice
 from paceline.train.training_state import MODEL_FILE, write_tensors
@@ -58,8 +57,7 @@ class LoraDevice(SingleDevice):
     def current_weights(self) -> "MergedWeights":
         return MergedWeights(self._model)
 
-    def named_weights(self) -> "MergedWeights":
-        return MergedWeights(self._model)
+    named_weights = current_weights
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each weight of the base model by Hugging Face name, merged with its adapter.

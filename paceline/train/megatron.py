@@ -30,16 +30,15 @@ from torch._C._distributed_c10d import HashStore
 from transformers import PretrainedConfig
 
 from paceline.algo.loss import LossFn, TokenOutputs
-from paceline.errors import ConfigError, ModelError
-from paceline.model.device import default_device
-from paceline.model.loading import load_config, load_model
+from paceline.errors import ConfigError
+from paceline.model.loading import default_device, load_config, load_model
 from paceline.model.packing import MicroBatch, RowLayout, micro_batch, trained_lengths
 from paceline.model.tensor_file import TensorFiles
 from paceline.train.megatron_model import Decoder, transformer_config
 from paceline.train.megatron_shards import Read, Shards
 from paceline.train.offload import HostOffload, Moved
 from paceline.train.optimizer import STATE, adamw
-from paceline.train.packed import Head, LossAccumulator, token_data
+from paceline.train.packed import EngineWithHead, Head, LossAccumulator, token_data
 from paceline.train.row_assignment import assign_passes
 from paceline.train.settings import TrainSettings
 from paceline.train.training_state import (
@@ -56,7 +55,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 Finish = Callable[[MicroBatch, TokenOutputs], Tensor]
 
 
-class Megatron:
+class Megatron(EngineWithHead):
     """A TrainEngine on every rank of a process group.
 
     `weights` are the causal language model's, by Hugging Face name. `sequence_parallel` defaults to
@@ -101,22 +100,6 @@ class Megatron:
         return cls(load_config(model_path), weights, settings, temperature, head)
 
     # -- forward and backward
-
-    def logprobs(self, batch: Batch) -> FloatArray:
-        if self._head != "policy":
-            raise ModelError(
-                "a critic has no log-probs: this engine was created with head = 'value'; use the "
-                "actor's engine"
-            )
-        return self._read(batch, "logprobs")
-
-    def values(self, batch: Batch) -> FloatArray:
-        if self._head != "value":
-            raise ModelError(
-                "a policy has no values: this engine was created with head = 'policy'; use the "
-                "critic's engine"
-            )
-        return self._read(batch, "values")
 
     def forward_backward(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]:
         totals, weights = LossAccumulator(batch), loss_fn.weights(batch)

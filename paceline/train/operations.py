@@ -19,8 +19,6 @@ BLOCK = 1024
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Dimensions of attention."""
-
     heads: int
     kv_heads: int
     dim: int

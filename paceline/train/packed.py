@@ -6,6 +6,7 @@ The single-device engine and the FSDP engine share it.
 import contextlib
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Literal
@@ -195,18 +196,6 @@ class PackedModel(nn.Module):
         linear = self.head.linear if isinstance(self.head, ValueHead) else nn.Identity()
         return {f"value_head.{name}": p for name, p in linear.named_parameters()}
 
-    def require(self, head: Head) -> None:
-        if isinstance(self.head, PolicyHead) != (head == "policy"):
-            problem, built, other = (
-                ("a critic has no log-probs", "value", "actor")
-                if head == "policy"
-                else ("a policy has no values", "policy", "critic")
-            )
-            raise ModelError(
-                f"{problem}: this engine was created with head = {built!r}; use the {other}'s "
-                "engine"
-            )
-
 
 def plain_logprobs(model: PreTrainedModel, temperature: float) -> FloatArray:
     """Return the log-probs of the sample rows by plain forward passes, row by row."""
@@ -265,6 +254,31 @@ def token_data(batch: Batch, micro: MicroBatch, weights: FloatArray) -> TokenDat
         values=pick(batch.values),
         ref_logprobs=pick(batch.ref_logprobs),
     )
+
+
+class EngineWithHead(ABC):
+    """The reading half of a train engine: log-probs of a policy, values of a critic."""
+
+    _head: Head
+
+    def logprobs(self, batch: Batch) -> FloatArray:
+        if self._head != "policy":
+            raise ModelError(
+                "a critic has no log-probs: this engine was created with head = 'value'; use the "
+                "actor's engine"
+            )
+        return self._read(batch, "logprobs")
+
+    def values(self, batch: Batch) -> FloatArray:
+        if self._head != "value":
+            raise ModelError(
+                "a policy has no values: this engine was created with head = 'policy'; use the "
+                "critic's engine"
+            )
+        return self._read(batch, "values")
+
+    @abstractmethod
+    def _read(self, batch: Batch, name: Literal["logprobs", "values"]) -> FloatArray: ...
 
 
 class LossAccumulator:

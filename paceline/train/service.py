@@ -65,9 +65,25 @@ class DeviceTimeShare:
         return found
 
 
-class CriticService:
+class _Trained:
+    """What actor and critic have in common."""
+
+    def __init__(self, engine: TrainEngine, offload: bool, phases: Phases | None) -> None:
+        self._engine, self._on_device = engine, DeviceTimeShare(engine, offload, phases)
+
+    def save(self, folder: str) -> None:
+        with self._on_device:
+            self._engine.save(Path(folder))
+
+    def load(self, folder: str) -> None:
+        with self._on_device:
+            self._engine.load(Path(folder))
+
+
+class CriticService(_Trained):
     def __init__(self, critic: Critic, offload: bool = False, phases: Phases | None = None) -> None:
-        self._critic, self._on_device = critic, DeviceTimeShare(critic.engine, offload, phases)
+        super().__init__(critic.engine, offload, phases)
+        self._critic = critic
 
     def values(self, batch: Batch) -> FloatArray:
         with self._on_device:
@@ -78,14 +94,6 @@ class CriticService:
             metrics = self._critic.update(batch, step)
         metrics |= self._on_device.metrics()
         return {f"critic/{name}": value for name, value in metrics.items()}
-
-    def save(self, folder: str) -> None:
-        with self._on_device:
-            self._critic.engine.save(Path(folder))
-
-    def load(self, folder: str) -> None:
-        with self._on_device:
-            self._critic.engine.load(Path(folder))
 
 
 class RefService:
@@ -106,12 +114,12 @@ class RefService:
             return self._engine.logprobs(batch)
 
 
-class ActorService:
+class ActorService(_Trained):
     """The actor. `weight_source` is the part that the weight transport talks to."""
 
     def __init__(self, actor: Actor, offload: bool = False, phases: Phases | None = None) -> None:
+        super().__init__(actor.engine, offload, phases)
         self._actor, self._phases = actor, phases
-        self._on_device = DeviceTimeShare(actor.engine, offload, phases)
         self.weight_source = WeightSource(actor.engine.export_weights, self._on_device)
 
     def update(self, batch: Batch, step: int, kl_coef: float | None = None) -> dict[str, float]:
@@ -121,14 +129,6 @@ class ActorService:
         metrics |= self._on_device.metrics() | {"busy_s": busy.seconds}
         memory = self._phases.metrics() if self._phases else {}
         return {f"train/{name}": value for name, value in metrics.items()} | memory
-
-    def save(self, folder: str) -> None:
-        with self._on_device:
-            self._actor.engine.save(Path(folder))
-
-    def load(self, folder: str) -> None:
-        with self._on_device:
-            self._actor.engine.load(Path(folder))
 
     @contextmanager
     def copying(

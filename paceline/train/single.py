@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paceline.algo.loss import LossFn, LossTerms, TokenData, TokenOutputs
-from paceline.model.device import default_device
 from paceline.model.engine_weights import engine_weights
-from paceline.model.loading import ROUNDED, load_model, model_body
+from paceline.model.loading import ROUNDED, default_device, load_model, model_body
 from paceline.model.packing import MicroBatch, grouped_micro_batches, micro_batches
 from paceline.model.weights import EngineWeights
 from paceline.train.colocated import ColocatedEngine
@@ -28,7 +27,7 @@ from paceline.train.micro_batch_threads import MicroBatchThreads
 from paceline.train.offload import HostOffload, Moved
 from paceline.train.optimizer import adamw, clip_gradients, optimizer_state
 from paceline.train.out_of_memory import explain_out_of_memory
-from paceline.train.packed import Head, LossAccumulator, PackedModel, token_data
+from paceline.train.packed import EngineWithHead, Head, LossAccumulator, PackedModel, token_data
 from paceline.train.settings import TrainSettings
 from paceline.train.training_state import MODEL_FILE, load_training, save_training
 from paceline.types import Batch, FloatArray
@@ -39,7 +38,7 @@ log = logging.getLogger(__name__)
 THREAD_PARAMETERS = 2**26
 
 
-class SingleDevice:
+class SingleDevice(EngineWithHead):
     """A TrainEngine. Head "policy" is the model's output layer; "value" adds a value head."""
 
     trained_file = MODEL_FILE  # file of a checkpoint that holds the trained weights
@@ -51,7 +50,7 @@ class SingleDevice:
         temperature: float = 1.0,
         head: Head = "policy",
     ) -> None:
-        self._settings = settings
+        self._settings, self._head = settings, head
         self._packed = PackedModel(model, settings, temperature, head)
         self._model: PreTrainedModel = model
         self._device = next(model.parameters()).device
@@ -123,14 +122,6 @@ class SingleDevice:
         return dict(self._model.named_parameters())
 
     # -- forward and backward
-
-    def logprobs(self, batch: Batch) -> FloatArray:
-        self._packed.require("policy")
-        return self._read(batch, "logprobs")
-
-    def values(self, batch: Batch) -> FloatArray:
-        self._packed.require("value")
-        return self._read(batch, "values")
 
     def forward_backward(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]:
         totals, weights = LossAccumulator(batch), loss_fn.weights(batch)

@@ -8,18 +8,28 @@ through shared memory, as in a separate worker.
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from paceline.config import RunConfig
+from paceline.model.engine_weights import engine_weights
+from paceline.model.loading import default_device, load_config, load_model, load_tokenizer
+from paceline.remote.group import is_first_rank
+from paceline.reward.model import RewardModel
+from paceline.rollout.native.engine import NativeEngine
+from paceline.rollout.service import RolloutService
 from paceline.sync.transport import SOURCE, TARGET
+from paceline.train.actor import Actor
+from paceline.train.backends import open_actor, open_engine
+from paceline.train.colocated import ColocatedEngine
+from paceline.train.critic import Critic
+from paceline.train.engine import TrainEngine
+from paceline.train.lora import LoraDevice
+from paceline.train.phases import Phases
+from paceline.train.service import ActorService, CriticService, RefService
+from paceline.train.single import SingleDevice
 from paceline.types import Role
-
-if TYPE_CHECKING:
-    from paceline.rollout.service import RolloutService
-    from paceline.train.engine import TrainEngine
-    from paceline.train.phases import Phases
-    from paceline.train.service import ActorService, CriticService, RefService
-    from paceline.train.single import SingleDevice
 
 # Parts of a group of ranks that exist on rank 0 alone.
 FIRST_RANK_ONLY = frozenset({Role.ROLLOUT, Role.REWARD, TARGET})
@@ -28,10 +38,6 @@ FIRST_RANK_ONLY = frozenset({Role.ROLLOUT, Role.REWARD, TARGET})
 def build_parts(
     roles: Sequence[Role], config: RunConfig, model_path: str, threads: int
 ) -> Mapping[str, Any]:
-    import torch
-
-    from paceline.remote.group import is_first_rank
-    from paceline.train.phases import Phases
 
     concurrent = config.placement.overlap and {Role.ACTOR, Role.ROLLOUT} <= set(roles)
     torch.set_num_threads(max(1, threads // 2) if concurrent else threads)
@@ -56,11 +62,8 @@ def build_parts(
 
 
 def _actor(
-    config: RunConfig, model_path: str, phases: "Phases | None"
-) -> "tuple[ActorService, TrainEngine]":
-    from paceline.train.actor import Actor
-    from paceline.train.backends import open_actor
-    from paceline.train.service import ActorService
+    config: RunConfig, model_path: str, phases: Phases | None
+) -> tuple[ActorService, TrainEngine]:
 
     engine = open_actor(model_path, config.train, config.rollout.temperature, config.seed)
     longest = config.rollout.max_response_length
@@ -68,10 +71,7 @@ def _actor(
     return ActorService(actor, config.train.offload, phases), engine
 
 
-def _critic(config: RunConfig, model_path: str, phases: "Phases | None") -> "CriticService":
-    from paceline.train.backends import open_engine
-    from paceline.train.critic import Critic
-    from paceline.train.service import CriticService
+def _critic(config: RunConfig, model_path: str, phases: Phases | None) -> CriticService:
 
     engine = open_engine(model_path, config.train, config.rollout.temperature, "value")
     critic = Critic(engine, config.algorithm, config.train, config.steps)
@@ -79,11 +79,8 @@ def _critic(config: RunConfig, model_path: str, phases: "Phases | None") -> "Cri
 
 
 def _ref(
-    config: RunConfig, model_path: str, actor: "TrainEngine | None", phases: "Phases | None"
-) -> "RefService":
-    from paceline.train.backends import open_engine
-    from paceline.train.lora import LoraDevice
-    from paceline.train.service import RefService
+    config: RunConfig, model_path: str, actor: TrainEngine | None, phases: Phases | None
+) -> RefService:
 
     if isinstance(actor, LoraDevice):
         return RefService(actor, config.train.offload, actor.adapters_off, phases)
@@ -92,7 +89,6 @@ def _ref(
 
 
 def _reward(config: RunConfig) -> Any:
-    from paceline.reward.model import RewardModel
 
     assert config.reward.model, "planned only if there is one"
     return RewardModel(config.reward.model, config.train.dtype, config.train.micro_batch_tokens)
@@ -101,11 +97,10 @@ def _reward(config: RunConfig) -> Any:
 def _rollout(
     config: RunConfig,
     model_path: str,
-    actor: "ActorService | None",
-    engine: "TrainEngine | None",
-) -> "RolloutService":
+    actor: ActorService | None,
+    engine: TrainEngine | None,
+) -> RolloutService:
     """Open the engine, which shares weights with a single-device trainer in the same worker."""
-    from paceline.train.single import SingleDevice
 
     trainer = engine if isinstance(engine, SingleDevice) else None
     if config.rollout.engine == "vllm":
@@ -113,13 +108,7 @@ def _rollout(
     return _native(config, model_path, trainer)
 
 
-def _native(config: RunConfig, model_path: str, trainer: "SingleDevice | None") -> "RolloutService":
-    from paceline.model.device import default_device
-    from paceline.model.engine_weights import engine_weights
-    from paceline.model.loading import load_config, load_model, load_tokenizer
-    from paceline.rollout.native.engine import NativeEngine
-    from paceline.rollout.service import RolloutService
-    from paceline.train.colocated import ColocatedEngine
+def _native(config: RunConfig, model_path: str, trainer: SingleDevice | None) -> RolloutService:
 
     overlap = config.placement.overlap
     longest = config.data.max_prompt_length + config.rollout.max_response_length
@@ -153,14 +142,11 @@ def _native(config: RunConfig, model_path: str, trainer: "SingleDevice | None") 
 def _vllm(
     config: RunConfig,
     model_path: str,
-    actor: "ActorService | None",
-    trainer: "SingleDevice | None",
-) -> "RolloutService":
+    actor: ActorService | None,
+    trainer: SingleDevice | None,
+) -> RolloutService:
     """Open vLLM, which has its own weight format: it copies the weights in the same worker too."""
-    from paceline.model.loading import load_tokenizer
-    from paceline.rollout.service import RolloutService
     from paceline.rollout.vllm import VllmEngine
-    from paceline.train.colocated import ColocatedEngine
 
     engine = VllmEngine(
         model_path,

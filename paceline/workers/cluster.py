@@ -54,9 +54,7 @@ class PlannedWorker:
 
 
 class Cluster(Protocol):
-    def nodes(self) -> list[Node]:
-        """Return the nodes of the cluster."""
-        ...
+    def nodes(self) -> list[Node]: ...
 
     async def reserve(self, plans: Sequence[PlannedWorker]) -> None:
         """Reserve the devices of these workers, pool by pool, or raise.

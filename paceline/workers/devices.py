@@ -12,8 +12,6 @@ ACTOR_ROLLOUT_REF_POOL, CRITIC_POOL = "actor_rollout_ref_pool", "critic_pool"
 
 @dataclass(frozen=True, slots=True)
 class ResourcePool:
-    """A named set of devices."""
-
     name: str
     devices: tuple[Device, ...]
 

@@ -35,8 +35,6 @@ TIPS_NODE = (
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Bytes on each device of a worker."""
-
     fixed: int  # required
     at_most: int  # with all activations and a full KV cache
 

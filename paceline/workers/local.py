@@ -16,8 +16,6 @@ from paceline.workers.cluster import Node, PlannedWorker
 
 
 class LocalCluster:
-    """This machine."""
-
     def __init__(self, config: RunConfig, model_path: str, log_folder: Path) -> None:
         self._config, self._model_path, self._logs = config, model_path, log_folder
         self._gpus: dict[str, list[int]] = {}  # by worker

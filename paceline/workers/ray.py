@@ -1,9 +1,10 @@
 """Workers on a Ray cluster: an existing one, or one started on this machine for the run.
 
 This is the only module that imports ray. Ray starts processes and carries messages. Paceline adds
-what Ray does not guarantee: messages are numbered in both directions and repeated until they are
-acknowledged, so a lost, duplicated or reordered call takes effect once and in order. A worker that
-sends nothing for SILENCE_S counts as dead, because Ray does not report suspended processes.
+what Ray does not guarantee (with remote/mailbox.py): messages are numbered in both directions and
+repeated until they are acknowledged, so a lost, duplicated or reordered call takes effect once and
+in order. A worker that sends nothing for SILENCE_S counts as dead, because Ray does not report
+suspended processes.
 """
 
 import asyncio
@@ -80,7 +81,6 @@ class RayWorker(Rank):
         self._tasks: list[asyncio.Task[None]] = []
 
     def begin(self, build: Build, args: tuple[Any, ...]) -> None:
-        """Have the worker build its parts."""
         self.send((build, args))
         self._tasks = [
             self._loop.create_task(self._guarded(work)) for work in (self._push, self._pull)

@@ -11,12 +11,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
-from typing import IO, Any
+from collections.abc import Mapping
+from typing import IO
 
-from paceline.remote.host import ProcessStats, serve
+from paceline.remote.host import build_and_serve
 from paceline.remote.mailbox import Mailbox
-from paceline.remote.message import Reply, portable
+from paceline.remote.message import portable
 
 log = logging.getLogger(__name__)
 
@@ -54,15 +54,7 @@ class RayHost:
     def _run(self) -> None:
         mailbox = self._mailbox
         try:
-            build: Callable[..., Mapping[str, Any]]
-            build, args = mailbox.recv()
-            try:
-                parts = build(*args)
-            except Exception as error:
-                log.exception("the worker failed to start")
-                return mailbox.send(Reply(0, error=portable(error)))
-            mailbox.send(Reply(0))
-            serve(mailbox, {**parts, "host": ProcessStats()})
+            build_and_serve(mailbox)
             mailbox.send(None)
         except BaseException as error:
             log.exception("the worker failed")

@@ -37,8 +37,6 @@ class PrefillChunk:
 
 
 class Burst(Protocol):
-    """Decode steps in flight."""
-
     def result(self) -> Tokens:
         """Wait for the tokens. Those beyond a row's limit are meaningless."""
         ...

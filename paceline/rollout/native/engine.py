@@ -21,7 +21,7 @@ from paceline.model.shape import position_limit
 from paceline.model.weights import EngineWeights
 from paceline.rollout.native.backend import Backend, Burst, PrefillChunk, choose_backend
 from paceline.rollout.native.slots import Sequence as Running
-from paceline.rollout.native.slots import Slots, already_ended, rejection_reason
+from paceline.rollout.native.slots import Slots, already_ended, check_request
 from paceline.types import Completion, Finish, Request
 
 Finished = list[tuple[str, Completion]]
@@ -138,8 +138,10 @@ class NativeEngine:
         taken.update(
             running.request.id for pending in self._prefilling for running in pending.sequences
         )
+        taken |= self._waiting.keys() | self._ended.keys()
+        limits = self._slots.max_length, self._weights.vocabulary, self._decode is not None
         for request in requests:
-            self._check(request, taken)
+            check_request(request, request.id in taken, *limits)
             taken.add(request.id)
         for request in requests:
             running = Running.of(request)
@@ -231,7 +233,6 @@ class NativeEngine:
         self._asleep = True
 
     def cache_bytes(self) -> int:
-        """Return the size of the KV cache."""
         return 0 if self._asleep else self._backend.cache_bytes()
 
     def wake(self) -> None:
@@ -239,18 +240,6 @@ class NativeEngine:
         if self._asleep:
             self._backend.wake()
             self._asleep = False
-
-    def _check(self, request: Request, taken: set[str]) -> None:
-        duplicate = request.id in taken or request.id in self._waiting or request.id in self._ended
-        problem = rejection_reason(
-            request,
-            duplicate,
-            self._slots.max_length,
-            self._weights.vocabulary,
-            self._decode is not None,
-        )
-        if problem:
-            raise RolloutError(f"request {request.id!r} cannot be generated: {problem}")
 
     def _admit(self) -> None:
         slots = self._slots

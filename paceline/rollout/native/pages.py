@@ -18,7 +18,6 @@ class Pages:
 
     @property
     def used(self) -> float:
-        """Fraction of the pages in use."""
         return 1 - len(self._free) / max(1, len(self._holders) - 1)
 
     def needed(self, tokens: int) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.errors import RolloutError
 from paceline.types import Completion, Finish, Request, empty_completion
 
 NO_TOKEN = -1
@@ -158,31 +159,33 @@ def ends_in_stop(
     return any(stop in text for stop in stops)
 
 
-def rejection_reason(
+def check_request(
     request: Request, duplicate: bool, max_length: int, vocabulary: int, can_decode: bool
-) -> str | None:
-    """Return why an engine cannot serve this request, or None if it can."""
+) -> None:
+    """Raise RolloutError if an engine cannot serve this request."""
     sampling, made = request.sampling, 0 if request.partial is None else len(request.partial)
+    problem = None
     if duplicate:
-        return "its ID is already in use; IDs must be unique among running and waiting requests"
-    if not request.prompt:
-        return "its prompt is empty; expected at least one token"
-    if len(request.prompt) + max(made, 1) > max_length:
-        return (
+        problem = "its ID is already in use; IDs must be unique among running and waiting requests"
+    elif not request.prompt:
+        problem = "its prompt is empty; expected at least one token"
+    elif len(request.prompt) + max(made, 1) > max_length:
+        problem = (
             f"{len(request.prompt)} prompt tokens and {max(made, 1)} new tokens exceed max_length "
             f"{max_length}, which is data.max_prompt_length + rollout.max_response_length; "
             "raise one of them or shorten the prompt"
         )
-    if min(request.prompt) < 0 or max(request.prompt) >= vocabulary:
-        return (
+    elif min(request.prompt) < 0 or max(request.prompt) >= vocabulary:
+        problem = (
             f"its prompt contains token IDs outside 0..{vocabulary - 1}; "
             "use the tokenizer that belongs to the model"
         )
-    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
-        return f"expected temperature >= 0, top_p in (0, 1] and top_k >= 0; got {sampling}"
-    if sampling.stop and not can_decode:
-        return "it has stop strings, but the engine was created without a `decode` function"
-    return None
+    elif sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
+        problem = f"expected temperature >= 0, top_p in (0, 1] and top_k >= 0; got {sampling}"
+    elif sampling.stop and not can_decode:
+        problem = "it has stop strings, but the engine was created without a `decode` function"
+    if problem:
+        raise RolloutError(f"request {request.id!r} cannot be generated: {problem}")
 
 
 def already_ended(
