@@ -32,7 +32,7 @@ demo: $(READY)  ## train a tiny model with fully async GRPO: about 30 seconds on
 
 test: test-fast test-runs test-serial  ## run every test of the README: at most 10 minutes on two cores
 
-test-fast: $(READY)  ## unit and torture tests only: about two minutes
+test-fast: $(READY)  ## unit and torture tests only: about three minutes
 	$(PYTEST) $(PARALLEL) $(FAST)
 
 test-runs: $(READY)  ## contract tests and whole runs that can share the machine

@@ -47,7 +47,7 @@ def make_engines() -> dict[str, TrainEngine]:
         "fsdp": Fsdp(copy.deepcopy(model), SETTINGS),
     }
     if find_spec("megatron"):
-        from paceline.train.megatron import Megatron
+        from paceline.train.megatron.engine import Megatron
 
         engines["megatron"] = Megatron(model.config, model.state_dict(), SETTINGS)
     return engines

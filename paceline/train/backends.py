@@ -27,7 +27,7 @@ def open_engine(
         return Fsdp.open(model_path, settings, temperature, head)
     if settings.backend == "megatron":
         try:
-            from paceline.train.megatron import Megatron
+            from paceline.train.megatron.engine import Megatron
         except ImportError as error:
             raise ConfigError(
                 f"train.backend = 'megatron' needs megatron-core ({error}): "

@@ -25,7 +25,7 @@ pytestmark = [
 
 
 def make(model: PreTrainedModel, settings: TrainSettings, **options: Any) -> TrainEngine:
-    from paceline.train.megatron import Megatron
+    from paceline.train.megatron.engine import Megatron
 
     return Megatron(model.config, model.state_dict(), settings, **options)
 

@@ -314,7 +314,7 @@ def test_native_engine_samples_trainers_most_likely_tokens(pair: Ranks, layout: 
 
 
 def test_engine_rejects_unsupported_layouts_models_and_batches(pair: Ranks) -> None:
-    from paceline.train.megatron_model import transformer_config
+    from paceline.train.megatron.decoder import transformer_config
 
     config = tiny("qwen2").config
     with pytest.raises(

@@ -32,17 +32,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
 
-# The modules that may import a heavy library; for torch and transformers, the units that must not.
+# The modules or packages that may import a library; for torch, the units that must not.
 LEAVES = {
     "vllm": {"rollout.vllm"},
     "ray": {"workers.ray"},
-    "megatron": {
-        "train.megatron",
-        "train.megatron_head",
-        "train.megatron_model",
-        "train.megatron_shards",
-        "train.megatron_weights",
-    },
+    "megatron": {"train.megatron"},
     "peft": {"train.lora"},
     "pyarrow": {"data.files"},
     "rich": {"cli", "observe.display", "observe.plan", "observe.samples"},
@@ -97,12 +91,12 @@ def misplaced(trees: dict[str, ast.Module]) -> list[str]:
         f"{module} imports {library}"
         for module, tree in trees.items()
         for library, _ in imports(tree)
-        if module not in LEAVES.get(library.split(".")[0], {module})
+        if not module.startswith(tuple(LEAVES.get(library.split(".")[0], {module})))
     ]
 
 
 def private(trees: dict[str, ast.Module]) -> list[str]:
-    """Return uses of `_names` of another module: imported, or reached through an imported module."""
+    """Return uses of `_names` of another module, imported or reached through that module."""
     found = []
     for module, tree in trees.items():
         known = set(trees)

@@ -29,8 +29,8 @@ from paceline.model.attention import packed_attention
 from paceline.model.packing import MicroBatch, RowLayout
 from paceline.model.shape import head_dim
 from paceline.train.head import CHUNK_LOGITS, ValueHead
-from paceline.train.megatron_head import vocabulary_parallel_logprobs
-from paceline.train.megatron_weights import padded_vocabulary
+from paceline.train.megatron.head import vocabulary_parallel_logprobs
+from paceline.train.megatron.weights import padded_vocabulary
 from paceline.train.packed import Head
 from paceline.train.settings import TrainSettings
 

@@ -34,8 +34,8 @@ from paceline.errors import ConfigError
 from paceline.model.loading import default_device, load_config, load_model
 from paceline.model.packing import MicroBatch, RowLayout, micro_batch, trained_lengths
 from paceline.model.tensor_file import TensorFiles
-from paceline.train.megatron_model import Decoder, transformer_config
-from paceline.train.megatron_shards import Read, Shards
+from paceline.train.megatron.decoder import Decoder, transformer_config
+from paceline.train.megatron.shards import Read, Shards
 from paceline.train.offload import HostOffload, Moved
 from paceline.train.optimizer import STATE, adamw
 from paceline.train.packed import EngineWithHead, Head, LossAccumulator, token_data

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from paceline.errors import ModelError
-from paceline.train.megatron_weights import ParameterMapping, Shape, parameter_mappings
+from paceline.train.megatron.weights import ParameterMapping, Shape, parameter_mappings
 from paceline.train.packed import Head
 
 Read = Callable[[nn.Parameter], Tensor]
