@@ -38,7 +38,6 @@ FIRST_RANK_ONLY = frozenset({Role.ROLLOUT, Role.REWARD, TARGET})
 def build_parts(
     roles: Sequence[Role], config: RunConfig, model_path: str, threads: int
 ) -> Mapping[str, Any]:
-
     concurrent = config.placement.overlap and {Role.ACTOR, Role.ROLLOUT} <= set(roles)
     torch.set_num_threads(max(1, threads // 2) if concurrent else threads)
     parts: dict[str, Any] = {}
@@ -64,7 +63,6 @@ def build_parts(
 def _actor(
     config: RunConfig, model_path: str, phases: Phases | None
 ) -> tuple[ActorService, TrainEngine]:
-
     engine = open_actor(model_path, config.train, config.rollout.temperature, config.seed)
     longest = config.rollout.max_response_length
     actor = Actor(engine, config.algorithm, config.train, config.steps, longest)
@@ -72,7 +70,6 @@ def _actor(
 
 
 def _critic(config: RunConfig, model_path: str, phases: Phases | None) -> CriticService:
-
     engine = open_engine(model_path, config.train, config.rollout.temperature, "value")
     critic = Critic(engine, config.algorithm, config.train, config.steps)
     return CriticService(critic, config.train.offload, phases)
@@ -81,7 +78,6 @@ def _critic(config: RunConfig, model_path: str, phases: Phases | None) -> Critic
 def _ref(
     config: RunConfig, model_path: str, actor: TrainEngine | None, phases: Phases | None
 ) -> RefService:
-
     if isinstance(actor, LoraDevice):
         return RefService(actor, config.train.offload, actor.adapters_off, phases)
     engine = open_engine(model_path, config.train, config.rollout.temperature)
@@ -89,7 +85,6 @@ def _ref(
 
 
 def _reward(config: RunConfig) -> Any:
-
     assert config.reward.model, "planned only if there is one"
     return RewardModel(config.reward.model, config.train.dtype, config.train.micro_batch_tokens)
 
@@ -101,7 +96,6 @@ def _rollout(
     engine: TrainEngine | None,
 ) -> RolloutService:
     """Open the engine, which shares weights with a single-device trainer in the same worker."""
-
     trainer = engine if isinstance(engine, SingleDevice) else None
     if config.rollout.engine == "vllm":
         return _vllm(config, model_path, actor, trainer)
@@ -109,7 +103,6 @@ def _rollout(
 
 
 def _native(config: RunConfig, model_path: str, trainer: SingleDevice | None) -> RolloutService:
-
     overlap = config.placement.overlap
     longest = config.data.max_prompt_length + config.rollout.max_response_length
     weights = trainer.rollout_weights(longest, copy=overlap) if trainer else None
