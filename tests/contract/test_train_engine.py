@@ -167,8 +167,7 @@ def test_logprobs_match_plain_forward_of_each_row(
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("limit", [1, 40, 4096])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("limit", "checkpointing"), [(1, True), (40, False), (4096, False)])
 def test_gradient_matches_plain_loss_for_any_micro_batch_size(
     build: EngineFactory, name: str, limit: int, checkpointing: bool
 ) -> None:

@@ -394,8 +394,11 @@ def test_recipes_have_valid_settings() -> None:
         assert result.exit_code == 0, f"{path}: {result.output}"
 
 
-@pytest.mark.parametrize("ignoring", [False, True], ids=["foreground", "background"])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code", "ignoring"),
+    [(signal.SIGINT, 130, False), (signal.SIGINT, 130, True), (signal.SIGTERM, 143, False)],
+    ids=["Ctrl-C", "Ctrl-C to a background job", "SIGTERM"],
+)
 def test_signal_stops_run_and_prints_how_to_resume(
     number: int, code: int, ignoring: bool, recipe: Path, tmp_path: Path
 ) -> None:
