@@ -78,7 +78,7 @@ async def evaluate(
 
 def statistics(groups: list[Group]) -> dict[str, Any]:
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    rewards = [[trajectory.reward or 0.0 for trajectory in group.trajectories] for group in groups]
+    rewards = [[trajectory.total_reward for trajectory in group.trajectories] for group in groups]
     truncated = [t.turns[-1].completion.finish is Finish.LENGTH for t in trajectories]
     found = {
         "prompts": len(groups),

@@ -1,0 +1,25 @@
+"""Statistics of an evaluation."""
+
+import numpy as np
+import pytest
+
+from paceline.evaluate import statistics
+from paceline.types import Completion, Finish, Group, Prompt, Trajectory, Turn
+
+
+def trajectory(reward: float, turn_rewards: tuple[float, ...], finish: Finish) -> Trajectory:
+    tokens = np.zeros(3, np.int32)
+    made = Completion(tokens, np.zeros(3, np.float32), tokens, finish)
+    turns = tuple(Turn((1,), made, turn_reward) for turn_reward in turn_rewards)
+    return Trajectory(turns, "", reward, {"length": reward})
+
+
+def test_statistics_count_rewards_of_turns() -> None:
+    trajectories = (
+        trajectory(1.0, (0.5, 0.25), Finish.STOP),
+        trajectory(0.0, (0.25,), Finish.LENGTH),
+    )
+    found = statistics([Group(0, Prompt("a", (1,), "a", {}), trajectories, 0.0, 1.0)])
+    assert found["reward"] == pytest.approx(1.0) and found["reward_max"] == pytest.approx(1.75)
+    assert (found["prompts"], found["samples"], found["truncated_fraction"]) == (1, 2, 0.5)
+    assert found["tokens_mean"] == 4.5 and found["reward_component/length"] == 0.5
