@@ -102,7 +102,7 @@ class Ranks:
     """A group of ranks with blocking calls."""
 
     def __init__(self, make: Make, count: int, folder: Path, **settings: Any) -> None:
-        """`settings` override the settings of every engine."""
+        """Set `settings` on top of the settings of every engine."""
         self._settings = settings
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)

@@ -39,8 +39,8 @@ class WeightBuffer:
     """The bytes of one version as they arrive, with the readers that wait for them."""
 
     def __init__(self, layout: Layout, changed: threading.Condition, device: str = "cpu") -> None:
-        """`changed` is shared by all buffers of a worker: a reader waits for a version, which may
-        arrive in any of them."""
+        # `changed` is shared by all buffers of a worker: a reader waits for a version, which may
+        # arrive in any of them.
         self.block = WeightBlock(None, layout, device)
         self.size = len(self.block.bytes)
         self.version = -1

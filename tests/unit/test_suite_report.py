@@ -153,7 +153,7 @@ SUCCESS = "every planned case completed and every criterion holds"
 
 @pytest.fixture
 def passed(results: dict[str, Any]) -> dict[str, Any]:
-    """The completed cases only, with one passed check each and no rate check."""
+    """Return the completed cases only, with one passed check each and no rate check."""
     completed = [case for case in results["cases"] if case["state"] == "ok"]
     return results | {"rate": None, "cases": [case | {"checks": [check()]} for case in completed]}
 
