@@ -137,7 +137,7 @@ class RayWorker(Rank):
                     return await getattr(self._actor, method).remote(*args)
             except ActorUnavailableError as error:
                 log.info(
-                    "worker %r: a call got lost and is sent again: %s",
+                    "worker %r: a lost call is sent again: %s",
                     self.name,
                     str(error).splitlines()[0],
                 )

@@ -60,7 +60,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with the wheel, and with the dependencies of this interpreter.
+    """Create an environment with the wheel and with the dependencies of this interpreter.
 
     A path in a .pth file makes the packages of a directory visible, but not what the .pth files in
     that directory refer to. So an editable installation of Paceline stays invisible.

@@ -207,7 +207,7 @@ def test_every_prompt_is_trained_once_when_5_percent_of_calls_fail(
         cwd=Path(__file__).parents[2],
     )
     assert trained(folder) == list(range(200))
-    lost = done.stderr.count("a call got lost and is sent again")
+    lost = done.stderr.count("a lost call is sent again")
     assert lost >= 10, (
         f"only {lost} calls were lost: faults were not injected\n{done.stderr[-2000:]}"
     )
