@@ -41,10 +41,10 @@ test-runs: $(READY)  ## contract tests and whole runs that can share the machine
 test-serial: $(READY)  ## tests with real deadlines or GPUs, one at a time
 	$(PYTEST) $(RUNS) -m "serial and not slow"
 
-coverage: $(READY)  ## like test-fast, with a coverage report: about four minutes on Python 3.11
+coverage: $(READY)  ## like test-fast, with a coverage report: about six minutes
 	$(PYTEST) $(PARALLEL) $(FAST) --cov --cov-report=term
 
-test-slow: $(READY)  ## every algorithm preset learns, with three seeds each: about five minutes
+test-slow: $(READY)  ## every algorithm preset learns, with three seeds each: about six minutes
 	$(PYTEST) -m slow
 
 test-megatron: $(VENV)/.megatron  ## Megatron backend against one device, ranks on CPUs: a few minutes
