@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from paceline.algo.advantage import uniform
+from paceline.algo.tolerance import uniform
 from paceline.errors import (
     LedgerError,
     PacelineError,

@@ -37,7 +37,8 @@ from paceline.run_dir import (
 )
 from paceline.suspend import ignore_suspended_time
 from paceline.sync.connect import connect
-from paceline.sync.transport import InPlace, WeightTransport
+from paceline.sync.transport import InPlace
+from paceline.sync.weights import WeightTransport
 from paceline.synchronizer import ParameterSynchronizer
 from paceline.train.checkpoint import read_state, save_checkpoint
 from paceline.train.trainer import Trainer

@@ -18,8 +18,7 @@ from paceline.rollout.fleet import Fleet
 from paceline.rollout.member import Member, State
 from paceline.rollout.rollouter import Rollouter
 from paceline.sync.settings import SyncSettings
-from paceline.sync.transport import WeightTransport
-from paceline.sync.weights import Weights
+from paceline.sync.weights import Weights, WeightTransport
 from paceline.types import OnSync
 
 log = logging.getLogger(__name__)

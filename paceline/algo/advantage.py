@@ -4,7 +4,6 @@ Computed in float64. With nearly equal rewards in a group, float32 rounding divi
 standard deviation would look like signal.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,18 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.algo.settings import AlgorithmSettings
+from paceline.algo.tolerance import uniform
 from paceline.errors import ConfigError
 from paceline.types import Batch, FloatArray
 
 EPSILON = 1e-6  # keeps a standard deviation of 0 from dividing by 0
-TOLERANCE = 1e-6  # rewards closer than this differ by rounding only (0.1 + 0.2 and 0.3)
-
-
-def uniform(rewards: Sequence[float] | NDArray[np.floating]) -> bool:
-    """Return whether all rewards of a group are equal up to rounding."""
-    return float(np.ptp(rewards)) <= TOLERANCE * max(1.0, float(np.abs(rewards).max()))
-
-
 # -- advantages per completion, for groups of any size
 
 

@@ -26,8 +26,7 @@ class TensorFiles(Mapping[str, Tensor]):
         return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._owner.items()}
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._owner[name].get_tensor(name)
-        return tensor
+        return self._owner[name].get_tensor(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._owner)

@@ -46,8 +46,7 @@ class Rank(Worker):
         return f"; last lines of {self._log_path}:\n  " + "\n  ".join(lines) if lines else ""
 
     async def peak_memory(self) -> int:
-        peak: int = await self.call("host", "peak_memory")
-        return peak
+        return await self.call("host", "peak_memory")
 
 
 class WorkerGroup(Worker):

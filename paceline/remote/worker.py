@@ -58,7 +58,6 @@ class Worker(ABC):
 
     async def ready(self) -> None:
         await self._started
-        self._pending.pop(0, None)
 
     @property
     def starting(self) -> bool:

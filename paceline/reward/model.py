@@ -82,8 +82,7 @@ class RewardModel:
 
     def _tokens(self, prompt: str, messages: Messages, completion: str) -> list[int]:
         if not has_template(self._tokenizer):
-            plain: list[int] = self._tokenizer(prompt + completion)["input_ids"]
-            return plain
+            return self._tokenizer(prompt + completion)["input_ids"]
         conversation = [
             *(dict(message) for message in messages),
             {"role": "assistant", "content": completion},
@@ -94,8 +93,7 @@ class RewardModel:
             raise RewardError(
                 f"the chat template of reward model {self.name} rejects the conversation: {error}"
             ) from error
-        tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return tokens
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _batches(self, rows: Sequence[Sequence[int]]) -> Iterator[list[int]]:
         """Yield row indices in batches of similar length."""
@@ -113,8 +111,7 @@ class RewardModel:
         mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
         device = self._model.device
         output = self._model(input_ids=ids.to(device), attention_mask=mask.to(device))
-        values: list[float] = output.logits[:, 0].float().tolist()
-        return values
+        return output.logits[:, 0].float().tolist()
 
 
 class ModelReward:

@@ -79,8 +79,7 @@ def find_function(spec: str) -> Callable[..., Any]:
         raise RewardFunctionError(
             f"{name!r} is a generator; expected a function that returns a number"
         )
-    made: Callable[..., Any] = function() if isinstance(function, type) else function
-    return made
+    return function() if isinstance(function, type) else function
 
 
 def as_reward(value: Any) -> float | dict[str, float]:

@@ -77,8 +77,7 @@ class EngineClient:
         await self.worker.call(Role.ROLLOUT, "load_weights", weights)
 
     async def stats(self) -> EngineStats:
-        stats: EngineStats = await self.worker.call(Role.ROLLOUT, "stats")
-        return stats
+        return await self.worker.call(Role.ROLLOUT, "stats")
 
     async def close(self) -> None:
         await self.worker.close()

@@ -64,8 +64,7 @@ class BroadcastGroup:
         Chunks in flight must be the same, in the same order, on all members.
         """
         if self._bucket is None:
-            waiting: Callable[[], object] = self._group.broadcast([chunk], self._first).wait
-            return waiting
+            return self._group.broadcast([chunk], self._first).wait
         with torch.cuda.stream(self._stream):  # concurrent with what this GPU computes
             bucket = self._bucket[: len(chunk)]
             if send:

@@ -8,7 +8,8 @@ from paceline.sync.collective import Collective
 from paceline.sync.ipc import CudaIpc
 from paceline.sync.shared_memory import SharedMemory
 from paceline.sync.stream import Stream
-from paceline.sync.transport import SOURCE, TARGET, WeightTransport
+from paceline.sync.transport import SOURCE, TARGET
+from paceline.sync.weights import WeightTransport
 
 
 async def connect(

@@ -24,18 +24,6 @@ SOURCE, TARGET = "weight_source", "weight_target"  # names of the two parts in t
 Load = Callable[[Tensors, int], None]  # an engine's method: copy these tensors, of this version
 
 
-class WeightTransport(Protocol):
-    """The controller's view of a transport."""
-
-    async def publish(self, version: int) -> Weights:
-        """Make the trainer's weights available and return what engines need to load them."""
-        ...
-
-    async def attach(self, engine: Worker) -> None:
-        """Prepare an engine that joins later or has recovered to load what is published."""
-        ...
-
-
 class SourceEnd(Protocol):
     """The trainer's end of a transport."""
 
@@ -101,8 +89,7 @@ class WeightSource(_Part):
                 return 0
             if self._end is None:
                 raise SyncError(f"version {version} was published before a transport was opened")
-            checksum: int = self._end.write(weights, version)
-            return checksum
+            return self._end.write(weights, version)
 
 
 class WeightTarget(_Part):
@@ -123,8 +110,7 @@ class WeightTarget(_Part):
             raise SyncError(
                 f"version {weights.version} was announced before the engine was attached"
             )
-        deferred: Deferred | None = self._end.load(weights, into)
-        return deferred
+        return self._end.load(weights, into)
 
 
 class InPlace:

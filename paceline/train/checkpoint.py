@@ -94,8 +94,7 @@ def latest_checkpoint(root: Path) -> Path | None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((folder / "state.json").read_text())
-    return state
+    return json.loads((folder / "state.json").read_text())
 
 
 def verify_checkpoint(folder: Path) -> None:

@@ -100,8 +100,7 @@ class PackedModel(nn.Module):
         autocast = torch.autocast(device, dtype=torch.bfloat16, enabled=dtype != "float32")
         with autocast, self._recomputing():
             hidden = self._padded_rows(micro) if self._padded else self._packed_rows(micro)
-        outputs: TokenOutputs = self.head(hidden.to(getattr(torch, dtype)), micro.targets)
-        return outputs
+        return self.head(hidden.to(getattr(torch, dtype)), micro.targets)
 
     @contextlib.contextmanager
     def _recomputing(self) -> Iterator[None]:

@@ -88,8 +88,7 @@ class RayWorker(Rank):
 
     async def address(self) -> tuple[str, int, int]:
         """Return host, port and descriptor of a socket that listens in the worker."""
-        found: tuple[str, int, int] = await self._retried("address", self.host)
-        return found
+        return await self._retried("address", self.host)
 
     def send(self, message: Any) -> None:
         self._outbox.append(message)

@@ -20,7 +20,8 @@ from paceline.remote.worker import Worker
 from paceline.rollout.client import EngineClient
 from paceline.run import train
 from paceline.sync.connect import connect
-from paceline.sync.transport import InPlace, WeightTransport
+from paceline.sync.transport import InPlace
+from paceline.sync.weights import WeightTransport
 from paceline.types import Batch, Completion, Request, Role, Sampling
 from paceline.workers.build import build_parts
 from paceline.workers.local import LocalCluster

@@ -153,8 +153,7 @@ class ModuleBackend(StepByStep):
         )
         lengths += 1
         self._end += 1
-        logits: Tensor = output.logits[:, -1]
-        return logits
+        return output.logits[:, -1]
 
     def cache_bytes(self) -> int:
         return sum(tensor.nbytes for pair in self._cache.kept.values() for tensor in pair)

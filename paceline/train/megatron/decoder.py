@@ -253,8 +253,7 @@ class Decoder(GPTModel):  # type: ignore[misc]
             hidden = copy_to_tensor_model_parallel_region(hidden)
         hidden = hidden[:, 0].index_select(0, micro.predict)
         if not split:
-            outputs: TokenOutputs = self.value_head(hidden, micro.targets)
-            return outputs
+            return self.value_head(hidden, micro.targets)
         weight = (
             self.shared_embedding_or_output_weight()
             if self.share_embeddings_and_output_weights
@@ -284,5 +283,4 @@ def _rotary(config: PretrainedConfig) -> Tensor:
             f"train.backend = 'megatron' does not support rope_type = {module.rope_type!r}; use "
             "'fsdp' instead"
         )
-    frequencies: Tensor = module.inv_freq
-    return frequencies
+    return module.inv_freq
