@@ -14,7 +14,8 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from paceline.cli import _log_to_console, app
+from paceline.cli import app
+from paceline.cli.app import log_to_console
 from paceline.config import describe_settings, differences, load_config
 from paceline.run_dir import lock_run_dir
 from tests.models import random_model
@@ -375,7 +376,7 @@ def test_cli_import_does_not_load_torch() -> None:
 
 
 def test_console_shows_warnings_without_tracebacks(capsys: pytest.CaptureFixture[str]) -> None:
-    _log_to_console()
+    log_to_console()
     try:
         logging.getLogger("paceline.test").warning("a warning")
         try:
@@ -404,7 +405,7 @@ def test_signal_stops_run_and_prints_how_to_resume(
 ) -> None:
     """Ignore SIGINT at start if `ignoring`, as shells do for background jobs."""
     separate = ["placement.actor=train", "placement.rollout=rollout"]
-    command = [sys.executable, "-m", "paceline.cli", "train", str(recipe)]
+    command = [sys.executable, "-m", "paceline", "train", str(recipe)]
     command += ["steps=100000", "save_every=1", *separate]
     if ignoring:
         command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *command]

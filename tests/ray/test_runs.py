@@ -162,7 +162,7 @@ def test_run_on_new_cluster_trains_first_step_within_30_seconds(model: str, tmp_
         "groups_per_step=4",
         "data.task=copy:3",
     ]
-    command = [sys.executable, "-m", "paceline.cli", "train", "recipes/ray_async.toml", *settings]
+    command = [sys.executable, "-m", "paceline", "train", "recipes/ray_async.toml", *settings]
     subprocess.run(command, env=env, check=True, timeout=120, cwd=Path(__file__).parents[2])
     first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
     assert first["wall_time_s"] - started <= 30

@@ -1,0 +1,15 @@
+"""The `paceline` command. Each module has some of its subcommands and what they print.
+
+Large dependencies are imported where they are used, so `paceline --help` does not import torch.
+"""
+
+# The order of these imports is the order of the commands in --help.
+# isort: off
+from paceline.cli import train
+from paceline.cli import inspect
+from paceline.cli import jobs
+# isort: on
+
+from paceline.cli.app import app
+
+__all__ = ["app", "inspect", "jobs", "train"]

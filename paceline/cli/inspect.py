@@ -1,0 +1,94 @@
+"""The commands that show something and change nothing: plans, samples, tasks and settings."""
+
+import asyncio
+import difflib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from paceline.cli.app import app, console, fail, log_to_console, warn
+from paceline.errors import ConfigError, PacelineError
+
+
+@app.command()
+def plan(
+    recipe: Annotated[
+        Path, typer.Argument(help="Recipe, for example recipes/split.toml", show_default=False)
+    ],
+    settings: Annotated[
+        list[str] | None, typer.Argument(help="key=value", show_default=False)
+    ] = None,
+) -> None:
+    """Show which devices each role gets and whether it fits into memory. Starts no workers."""
+    from paceline.config import check_trainable, load_config
+
+    try:
+        config = load_config(recipe, settings or ())
+        check_trainable(config)
+        log_to_console()
+        with console.status("loading torch and transformers …"):
+            from paceline.observe.plan import plan_table
+        table, warnings = asyncio.run(plan_table(config))
+    except PacelineError as error:
+        fail(error)
+    console.print(table)
+    for warning in warnings:
+        warn(warning)
+
+
+@app.command()
+def samples(
+    run: Annotated[
+        Path, typer.Argument(help="Run directory, for example runs/fully_async", show_default=False)
+    ],
+    step: Annotated[
+        int | None, typer.Option(help="Train step. Default: the last one.", show_default=False)
+    ] = None,
+) -> None:
+    """Show saved completions of a step with their rewards, best first (see save_samples)."""
+    from paceline.observe.samples import read_samples, samples_panel
+
+    try:
+        for row in read_samples(run, step):
+            console.print(samples_panel(row))
+    except PacelineError as error:
+        fail(error)
+
+
+@app.command()
+def tasks() -> None:
+    """List the built-in tasks."""
+    from paceline.data.tasks import describe_tasks
+
+    for name, description in describe_tasks():
+        console.print(f"[bold]{name:12}[/] {description}", highlight=False)
+
+
+@app.command()
+def settings(
+    prefix: Annotated[
+        str,
+        typer.Argument(
+            help="List only settings that start with this, for example rollout", show_default=False
+        ),
+    ] = "",
+) -> None:
+    """List all settings with their defaults."""
+    from rich.table import Table
+
+    from paceline.config import describe_settings
+
+    found = describe_settings(prefix)
+    if not found:
+        names = [name for name, _, _ in describe_settings()]
+        known = {name.rsplit(".", 1)[-1]: name for name in names} | {name: name for name in names}
+        known |= {name.split(".")[0]: name.split(".")[0] for name in names}
+        close = difflib.get_close_matches(prefix, known, n=1)
+        hint = f"did you mean {known[close[0]]!r}?" if close else "run: paceline settings"
+        fail(ConfigError(f"no setting starts with {prefix!r}; {hint}"))
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for name, default, meaning in found:
+        table.add_row(f"[bold]{name}[/]", f"[cyan]{escape(default)}[/]", escape(meaning))
+    console.print(table, highlight=False)
