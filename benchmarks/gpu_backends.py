@@ -29,10 +29,10 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_engine import make_model  # noqa: E402
 from benchmarks.gpu_train import COMPLETION, PROMPT, make_batch, update  # noqa: E402
-from paceline.train.engine import TrainEngine  # noqa: E402
-from paceline.train.fsdp import Fsdp  # noqa: E402
-from paceline.train.settings import TrainSettings  # noqa: E402
-from paceline.train.single import SingleDevice  # noqa: E402
+from paceline.training.engine import TrainEngine  # noqa: E402
+from paceline.training.fsdp import Fsdp  # noqa: E402
+from paceline.training.settings import TrainSettings  # noqa: E402
+from paceline.training.single import SingleDevice  # noqa: E402
 
 SETTINGS = TrainSettings(dtype="bfloat16", micro_batch_tokens=16384)
 LOADS = {"many_micro_batches": 256, "one_micro_batch": 25}  # rows per update
@@ -47,7 +47,7 @@ def make_engines() -> dict[str, TrainEngine]:
         "fsdp": Fsdp(copy.deepcopy(model), SETTINGS),
     }
     if find_spec("megatron"):
-        from paceline.train.megatron.engine import Megatron
+        from paceline.training.megatron.engine import Megatron
 
         engines["megatron"] = Megatron(model.config, model.state_dict(), SETTINGS)
     return engines

@@ -27,9 +27,9 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.gpu_engine import bandwidth, make_model, matmul_rate  # noqa: E402
 from paceline.algo.loss import PolicyLoss  # noqa: E402
 from paceline.algo.settings import AlgorithmSettings  # noqa: E402
-from paceline.train.engine import TrainEngine  # noqa: E402
-from paceline.train.settings import TrainSettings  # noqa: E402
-from paceline.train.single import SingleDevice  # noqa: E402
+from paceline.training.engine import TrainEngine  # noqa: E402
+from paceline.training.settings import TrainSettings  # noqa: E402
+from paceline.training.single import SingleDevice  # noqa: E402
 from paceline.types import Batch  # noqa: E402
 
 PROMPT, COMPLETION, VOCABULARY = 128, 512, 151936

@@ -25,7 +25,7 @@ from paceline.rollout.rollouter import RolloutSettings
 from paceline.schedule import ScheduleSettings
 from paceline.settings import Settings
 from paceline.sync.settings import MISMATCH_LIMITS, SyncSettings
-from paceline.train.settings import TrainSettings
+from paceline.training.settings import TrainSettings
 from paceline.types import Role
 
 

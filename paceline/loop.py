@@ -38,7 +38,7 @@ from paceline.rollout.fleet import Fleet
 from paceline.rollout.rollouter import Rollouter
 from paceline.settings import Settings
 from paceline.synchronizer import ParameterSynchronizer
-from paceline.train.assembly import assemble
+from paceline.training.assembly import assemble
 from paceline.types import Batch, Finish, Group, Prompt, Trajectory
 
 log = logging.getLogger(__name__)

@@ -40,8 +40,8 @@ from paceline.sync.connect import connect
 from paceline.sync.transport import InPlace
 from paceline.sync.weights import WeightTransport
 from paceline.synchronizer import ParameterSynchronizer
-from paceline.train.checkpoint import read_state, save_checkpoint
-from paceline.train.trainer import Trainer
+from paceline.training.checkpoint import read_state, save_checkpoint
+from paceline.training.trainer import Trainer
 from paceline.types import Role
 from paceline.workers.fit import plan_that_fits
 from paceline.workers.pools import training_roles, unique_workers

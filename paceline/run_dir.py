@@ -16,7 +16,7 @@ from typing import IO, Any
 from paceline.config import RunConfig, differences
 from paceline.errors import CheckpointError
 from paceline.queue.ledger import LedgerState
-from paceline.train.checkpoint import latest_checkpoint, read_state
+from paceline.training.checkpoint import latest_checkpoint, read_state
 from paceline.types import Role
 
 

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from paceline.algo.loss import LossFn
 from paceline.remote.group import WorkerGroup
 from paceline.remote.process import process_group
-from paceline.train.engine import TrainEngine
-from paceline.train.offload import Moved
-from paceline.train.settings import TrainSettings
+from paceline.training.engine import TrainEngine
+from paceline.training.offload import Moved
+from paceline.training.settings import TrainSettings
 from paceline.types import Batch, FloatArray
 
 Make = Callable[..., TrainEngine]  # (model, settings, temperature=, head=), in each rank
@@ -58,7 +58,7 @@ class EngineService:
         }
 
     def gradients(self, key: int) -> Arrays:
-        from paceline.train.training_state import full_tensor
+        from paceline.training.training_state import full_tensor
 
         engine: Any = self._engines[key]
         return {

@@ -100,7 +100,7 @@ def evaluate(
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         log_to_console()
         with console.status("loading torch and transformers …") as status:
-            from paceline.evaluate import evaluate, for_evaluation
+            from paceline.evaluation import evaluate, for_evaluation
 
             chosen = for_evaluation(config, samples)
 

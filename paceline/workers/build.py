@@ -20,15 +20,15 @@ from paceline.reward.model import RewardModel
 from paceline.rollout.native.engine import NativeEngine
 from paceline.rollout.service import RolloutService
 from paceline.sync.transport import SOURCE, TARGET
-from paceline.train.actor import Actor
-from paceline.train.backends import open_actor, open_engine
-from paceline.train.colocated import ColocatedEngine
-from paceline.train.critic import Critic
-from paceline.train.engine import TrainEngine
-from paceline.train.lora import LoraDevice
-from paceline.train.phases import Phases
-from paceline.train.service import ActorService, CriticService, RefService
-from paceline.train.single import SingleDevice
+from paceline.training.actor import Actor
+from paceline.training.backends import open_actor, open_engine
+from paceline.training.colocated import ColocatedEngine
+from paceline.training.critic import Critic
+from paceline.training.engine import TrainEngine
+from paceline.training.lora import LoraDevice
+from paceline.training.phases import Phases
+from paceline.training.service import ActorService, CriticService, RefService
+from paceline.training.single import SingleDevice
 from paceline.types import Role
 
 # Parts of a group of ranks that exist on rank 0 alone.

@@ -16,7 +16,7 @@ from paceline.config import RunConfig
 from paceline.errors import ConfigError
 from paceline.model.loading import load_config
 from paceline.model.shape import model_shape
-from paceline.train.memory import memory_estimate
+from paceline.training.memory import memory_estimate
 from paceline.types import Role
 from paceline.workers.cluster import Device, Node, PlannedWorker
 from paceline.workers.pools import find_nodes, plan_workers

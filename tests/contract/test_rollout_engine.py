@@ -25,8 +25,8 @@ from paceline.sync.block import WeightBlock, block_size, layout_of
 from paceline.sync.shared_memory import BlockTarget
 from paceline.sync.transport import TARGET
 from paceline.sync.weights import Weights
-from paceline.train.lora import LoraDevice
-from paceline.train.settings import LoraSettings, TrainSettings
+from paceline.training.lora import LoraDevice
+from paceline.training.settings import LoraSettings, TrainSettings
 from paceline.types import Completion, Finish, OnSync, Request, Role, Sampling
 from paceline.workers.build import build_parts
 from tests.models import random_model, random_other_model

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from paceline.algo.loss import TokenOutputs
 from paceline.model.packing import MicroBatch, select_rows
-from paceline.train import decoder
-from paceline.train.fsdp import Fsdp
-from paceline.train.settings import TrainSettings
-from paceline.train.sharded_decoder import ShardedDecoder
-from paceline.train.single import SingleDevice
+from paceline.training import decoder
+from paceline.training.fsdp import Fsdp
+from paceline.training.settings import TrainSettings
+from paceline.training.sharded_decoder import ShardedDecoder
+from paceline.training.single import SingleDevice
 from tests.contract.test_train_engine import (
     LOSS,
     MODELS,

@@ -25,10 +25,10 @@ from transformers import (
 from paceline.algo.loss import LossTerms, PolicyLoss, TokenData, TokenOutputs, ValueLoss
 from paceline.algo.settings import AlgorithmSettings
 from paceline.errors import CheckpointError, DataError
-from paceline.train.engine import TrainEngine
-from paceline.train.fsdp import Fsdp
-from paceline.train.settings import TrainSettings
-from paceline.train.single import SingleDevice
+from paceline.training.engine import TrainEngine
+from paceline.training.fsdp import Fsdp
+from paceline.training.settings import TrainSettings
+from paceline.training.single import SingleDevice
 from paceline.types import Batch, FloatArray
 from tests.ranks import Ranks, RemoteEngine
 

@@ -18,13 +18,13 @@ from paceline.model import attention
 from paceline.model.packing import select_rows
 from paceline.model.weights import DecoderWeights
 from paceline.rollout.native.engine import NativeEngine
-from paceline.train.actor import Actor
-from paceline.train.critic import Critic
-from paceline.train.engine import TrainEngine
-from paceline.train.fsdp import Fsdp
-from paceline.train.memory import memory_estimate
-from paceline.train.settings import TrainSettings
-from paceline.train.single import SingleDevice
+from paceline.training.actor import Actor
+from paceline.training.critic import Critic
+from paceline.training.engine import TrainEngine
+from paceline.training.fsdp import Fsdp
+from paceline.training.memory import memory_estimate
+from paceline.training.settings import TrainSettings
+from paceline.training.single import SingleDevice
 from paceline.types import Batch, Request, Sampling
 from tests.contract.test_train_engine import (
     LOSS,

@@ -194,8 +194,8 @@ def test_lora_reference_shares_actor_model_and_equals_frozen_copy(
         loaded.append(path)
         return load_model(path)
 
-    monkeypatch.setattr("paceline.train.lora.load_model", load)
-    monkeypatch.setattr("paceline.train.single.load_model", load)
+    monkeypatch.setattr("paceline.training.lora.load_model", load)
+    monkeypatch.setattr("paceline.training.single.load_model", load)
 
     def parts(*settings: str, roles: tuple[Role, ...] = (Role.ACTOR, Role.REF)) -> Any:
         loaded.clear()

@@ -13,9 +13,9 @@ from paceline.algo.loss import PolicyLoss
 from paceline.algo.settings import AlgorithmSettings
 from paceline.errors import OutOfMemory
 from paceline.rollout.native.engine import NativeEngine
-from paceline.train.colocated import ColocatedEngine
-from paceline.train.settings import TrainSettings
-from paceline.train.single import SingleDevice
+from paceline.training.colocated import ColocatedEngine
+from paceline.training.settings import TrainSettings
+from paceline.training.single import SingleDevice
 from paceline.types import Batch, Request, Sampling
 from tests.gpu.test_native_gpu import MODELS, VOCABULARY, build
 

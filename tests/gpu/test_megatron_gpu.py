@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from paceline.train.engine import TrainEngine
-from paceline.train.settings import TrainSettings
-from paceline.train.single import SingleDevice
+from paceline.training.engine import TrainEngine
+from paceline.training.settings import TrainSettings
+from paceline.training.single import SingleDevice
 from tests.contract.test_train_engine import LOSS, random_batch, same_bits, tiny, weights_of
 from tests.ranks import Ranks
 
@@ -25,7 +25,7 @@ pytestmark = [
 
 
 def make(model: PreTrainedModel, settings: TrainSettings, **options: Any) -> TrainEngine:
-    from paceline.train.megatron.engine import Megatron
+    from paceline.training.megatron.engine import Megatron
 
     return Megatron(model.config, model.state_dict(), settings, **options)
 

@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from paceline.rollout.native.engine import NativeEngine
-from paceline.train.settings import TrainSettings
-from paceline.train.single import SingleDevice
+from paceline.training.settings import TrainSettings
+from paceline.training.single import SingleDevice
 from paceline.types import Completion
 from tests.architectures import tiny_architecture
 from tests.unit.test_architectures import LONGEST, PROMPTS, Likelier, batch, generate

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from paceline.train.engine import TrainEngine
-from paceline.train.fsdp import Fsdp
-from paceline.train.settings import TrainSettings
-from paceline.train.single import SingleDevice
+from paceline.training.engine import TrainEngine
+from paceline.training.fsdp import Fsdp
+from paceline.training.settings import TrainSettings
+from paceline.training.single import SingleDevice
 from tests.contract.test_train_engine import LOSS, random_batch, same_bits, tiny, weights_of
 from tests.gpu.test_fused_gpu import batch_of, gradient, relative_error
 from tests.gpu.test_native_gpu import MODELS, build

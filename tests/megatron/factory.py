@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from paceline.train.engine import TrainEngine
-from paceline.train.settings import TrainSettings
+from paceline.training.engine import TrainEngine
+from paceline.training.settings import TrainSettings
 from tests.megatron.cpu_shim import install
 
 installed = False
@@ -33,7 +33,7 @@ def make(
         installed = True
     from megatron.core import parallel_state
 
-    from paceline.train.megatron.engine import Megatron
+    from paceline.training.megatron.engine import Megatron
 
     if parallel_state.model_parallel_is_initialized():
         found = (
@@ -69,7 +69,7 @@ class _SeesOneRow(torch.nn.Module):
 
 def _with_swapped_qkv(build: Any) -> TrainEngine:
     """Create an engine with q, k and v concatenated instead of interleaved by key head."""
-    from paceline.train.megatron.weights import ParameterMapping
+    from paceline.training.megatron.weights import ParameterMapping
 
     right = ParameterMapping.split
 

@@ -19,9 +19,9 @@ from paceline.algo.loss import LossFn, PolicyLoss, ValueLoss
 from paceline.algo.settings import AlgorithmSettings
 from paceline.errors import CheckpointError, ConfigError, DataError, ModelError, WorkerDied
 from paceline.model.packing import select_rows
-from paceline.train.engine import TrainEngine
-from paceline.train.settings import TrainSettings
-from paceline.train.single import SingleDevice
+from paceline.training.engine import TrainEngine
+from paceline.training.settings import TrainSettings
+from paceline.training.single import SingleDevice
 from paceline.types import Batch, Request, Sampling
 from tests.contract.test_train_engine import (
     MODELS,
@@ -314,7 +314,7 @@ def test_native_engine_samples_trainers_most_likely_tokens(pair: Ranks, layout: 
 
 
 def test_engine_rejects_unsupported_layouts_models_and_batches(pair: Ranks) -> None:
-    from paceline.train.megatron.decoder import transformer_config
+    from paceline.training.megatron.decoder import transformer_config
 
     config = tiny("qwen2").config
     with pytest.raises(

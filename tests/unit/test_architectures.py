@@ -12,9 +12,9 @@ from paceline.algo.loss import LossTerms, TokenData, TokenOutputs
 from paceline.model.engine_weights import ModuleWeights, engine_weights
 from paceline.model.loading import model_body
 from paceline.rollout.native.engine import NativeEngine
-from paceline.train.lora import LoraDevice
-from paceline.train.settings import LoraSettings, TrainSettings
-from paceline.train.single import SingleDevice
+from paceline.training.lora import LoraDevice
+from paceline.training.settings import LoraSettings, TrainSettings
+from paceline.training.single import SingleDevice
 from paceline.types import Batch, Completion, Request, Sampling
 from tests.architectures import ARCHITECTURES, tiny_architecture
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from paceline.train.assembly import assemble
+from paceline.training.assembly import assemble
 from paceline.types import Completion, Finish, Group, Prompt, Trajectory, Turn
 
 

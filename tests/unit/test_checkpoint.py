@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import CheckpointError
-from paceline.train.checkpoint import (
+from paceline.training.checkpoint import (
     latest_checkpoint,
     read_state,
     save_checkpoint,

@@ -21,7 +21,7 @@ from paceline.sync import collective
 from paceline.sync.collective import Collective, CollectiveTarget
 from paceline.sync.transport import SOURCE, TARGET
 from paceline.sync.weights import Weights
-from paceline.train.service import ActorService
+from paceline.training.service import ActorService
 from tests.processes import children
 
 SHAPES = {"a": (1 << 20,), "b": (3, 5), "c": (1 << 20, 2)}

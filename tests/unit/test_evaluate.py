@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from paceline.evaluate import statistics
+from paceline.evaluation import statistics
 from paceline.types import Completion, Finish, Group, Prompt, Trajectory, Turn
 
 

@@ -22,13 +22,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("model", "remote"),
     ("data", "algo", "queue"),
     ("reward", "sync"),
-    ("rollout", "train"),
+    ("rollout", "training"),
     ("config",),
     ("workers",),
     ("inputs", "control", "synchronizer"),
     ("generation", "loop", "run_dir", "script"),
     ("observe",),
-    ("run", "evaluate"),
+    ("run", "evaluation"),
     ("cli",),
     ("__main__",),
 )
@@ -38,8 +38,8 @@ LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
 LEAVES = {
     "vllm": {"rollout.vllm"},
     "ray": {"workers.ray"},
-    "megatron": {"train.megatron"},
-    "peft": {"train.lora"},
+    "megatron": {"training.megatron"},
+    "peft": {"training.lora"},
     "pyarrow": {"data.files"},
     "rich": {"cli", "observe.display", "observe.plan", "observe.samples"},
     "typer": {"cli"},
@@ -141,7 +141,7 @@ def test_packages_import_only_lower_layers(trees: dict[str, ast.Module]) -> None
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("train.single", "from paceline.rollout.engine import RolloutEngine"),
+        ("training.single", "from paceline.rollout.engine import RolloutEngine"),
         ("queue.ledger", "import paceline.loop"),
         ("model.loading", "def f():\n    from paceline.data.tiny import resolve_model"),
     ],
@@ -159,8 +159,8 @@ def test_heavy_library_is_imported_only_in_its_leaf(trees: dict[str, ast.Module]
 
 def test_private_names_stay_in_their_module(trees: dict[str, ast.Module]) -> None:
     assert private(trees) == []
-    planted = ast.parse("from paceline.train import head\nhead._secret()")
-    assert len(private(trees | {"train.fused": planted})) == 1
+    planted = ast.parse("from paceline.training import head\nhead._secret()")
+    assert len(private(trees | {"training.fused": planted})) == 1
 
 
 def test_command_line_does_not_wait_for_torch() -> None:

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from paceline.errors import CheckpointError, ConfigError
 from paceline.model.weights import DecoderWeights
-from paceline.train.lora import LoraDevice, MergedWeights, adapted_layers
-from paceline.train.settings import LoraSettings, TrainSettings
-from paceline.train.single import SingleDevice
+from paceline.training.lora import LoraDevice, MergedWeights, adapted_layers
+from paceline.training.settings import LoraSettings, TrainSettings
+from paceline.training.single import SingleDevice
 from tests.contract.test_train_engine import (
     LOSS,
     MODELS,

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from paceline.train.memory import memory_estimate
-from paceline.train.settings import TrainSettings
-from paceline.train.single import SingleDevice
+from paceline.training.memory import memory_estimate
+from paceline.training.settings import TrainSettings
+from paceline.training.single import SingleDevice
 from tests.contract.test_train_engine import LOSS, random_batch, tiny
 from tests.ranks import held_bytes
 

@@ -9,10 +9,10 @@ import torch
 
 from paceline.model import packing
 from paceline.model.packing import micro_batches
-from paceline.train import single
-from paceline.train.micro_batch_threads import MicroBatchThreads
-from paceline.train.settings import TrainSettings
-from paceline.train.single import SingleDevice
+from paceline.training import single
+from paceline.training.micro_batch_threads import MicroBatchThreads
+from paceline.training.settings import TrainSettings
+from paceline.training.single import SingleDevice
 from tests.contract.test_train_engine import LOSS, gradients, random_batch, tiny
 
 

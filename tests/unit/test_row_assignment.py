@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.train.row_assignment import assign_passes, assign_rows
+from paceline.training.row_assignment import assign_passes, assign_rows
 
 LENGTHS = st.lists(st.integers(0, 50), max_size=40).map(lambda lengths: np.array(lengths, np.int64))
 

@@ -10,8 +10,8 @@ from paceline.data import tiny
 from paceline.errors import ModelError
 from paceline.model import loading
 from paceline.model.loading import load_model, load_tokenizer, model_fingerprint
-from paceline.train.settings import TrainSettings
-from paceline.train.single import SingleDevice
+from paceline.training.settings import TrainSettings
+from paceline.training.single import SingleDevice
 
 gguf = pytest.importorskip("gguf")
 

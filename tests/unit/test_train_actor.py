@@ -14,10 +14,10 @@ from paceline.algo.loss import ValueLoss
 from paceline.algo.presets import PRESETS
 from paceline.algo.settings import AlgorithmSettings
 from paceline.errors import DataError
-from paceline.train.actor import Actor, train_on
-from paceline.train.critic import Critic
-from paceline.train.settings import TrainSettings
-from paceline.train.single import SingleDevice
+from paceline.training.actor import Actor, train_on
+from paceline.training.critic import Critic
+from paceline.training.settings import TrainSettings
+from paceline.training.single import SingleDevice
 from paceline.types import Batch
 from tests.contract.test_train_engine import random_batch, tiny, weights_of
 

@@ -16,8 +16,8 @@ from transformers import PretrainedConfig
 from paceline.model.packing import MicroBatch, cut_shared, make_varlen, micro_batch, trained_lengths
 from paceline.model.shape import head_dim
 from paceline.model.weights import DecoderWeights
-from paceline.train.decoder import LayerPasses, TrainDecoder
-from paceline.train.operations import Attended, Operations, Positions, Shape
+from paceline.training.decoder import LayerPasses, TrainDecoder
+from paceline.training.operations import Attended, Operations, Positions, Shape
 from tests.contract.test_train_engine import MODELS, random_batch, tiny
 
 

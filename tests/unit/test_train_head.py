@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.train.head import ValueHead, chunked_logprobs
+from paceline.training.head import ValueHead, chunked_logprobs
 
 
 def inputs(

@@ -7,8 +7,8 @@ import sys
 import pytest
 from torch import nn
 
-from paceline.train.optimizer import adamw
-from paceline.train.settings import TrainSettings
+from paceline.training.optimizer import adamw
+from paceline.training.settings import TrainSettings
 
 
 def rates(total: int, **settings: object) -> list[float]:
@@ -63,6 +63,6 @@ def test_weight_decay_applies_only_to_matrices() -> None:
 
 
 def test_settings_load_without_torch() -> None:
-    modules = "sys, paceline.algo.settings, paceline.train.settings"
+    modules = "sys, paceline.algo.settings, paceline.training.settings"
     program = f"import {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -13,10 +13,10 @@ from transformers.models.qwen2 import modeling_qwen2
 from paceline.algo.loss import LossTerms, PolicyLoss, TokenData, TokenOutputs
 from paceline.errors import ModelError, OutOfMemory
 from paceline.model import attention
-from paceline.train import head
-from paceline.train.colocated import ColocatedEngine
-from paceline.train.settings import TrainSettings
-from paceline.train.single import SingleDevice
+from paceline.training import head
+from paceline.training.colocated import ColocatedEngine
+from paceline.training.settings import TrainSettings
+from paceline.training.single import SingleDevice
 from tests.contract.test_train_engine import (
     ALGORITHM,
     LOSS,

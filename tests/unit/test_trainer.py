@@ -10,7 +10,7 @@ import pytest
 
 from paceline.algo.settings import AlgorithmSettings
 from paceline.observe.health import Health
-from paceline.train.trainer import Monitor, Trainer
+from paceline.training.trainer import Monitor, Trainer
 from paceline.types import Batch
 
 MASK = np.array([0, 1, 1, 0, 1, 1], np.bool_)

@@ -34,14 +34,14 @@ from paceline.errors import ConfigError
 from paceline.model.loading import default_device, load_config, load_model
 from paceline.model.packing import MicroBatch, RowLayout, micro_batch, trained_lengths
 from paceline.model.tensor_file import TensorFiles
-from paceline.train.megatron.decoder import Decoder, transformer_config
-from paceline.train.megatron.shards import Read, Shards
-from paceline.train.offload import HostOffload, Moved
-from paceline.train.optimizer import STATE, adamw
-from paceline.train.packed import EngineWithHead, Head, LossAccumulator, token_data
-from paceline.train.row_assignment import assign_passes
-from paceline.train.settings import TrainSettings
-from paceline.train.training_state import (
+from paceline.training.megatron.decoder import Decoder, transformer_config
+from paceline.training.megatron.shards import Read, Shards
+from paceline.training.offload import HostOffload, Moved
+from paceline.training.optimizer import STATE, adamw
+from paceline.training.packed import EngineWithHead, Head, LossAccumulator, token_data
+from paceline.training.row_assignment import assign_passes
+from paceline.training.settings import TrainSettings
+from paceline.training.training_state import (
     MODEL_FILE,
     OPTIMIZER_FILE,
     check_same_model,

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from paceline.errors import ModelError
-from paceline.train.megatron.weights import ParameterMapping, Shape, parameter_mappings
-from paceline.train.packed import Head
+from paceline.training.megatron.weights import ParameterMapping, Shape, parameter_mappings
+from paceline.training.packed import Head
 
 Read = Callable[[nn.Parameter], Tensor]
 

@@ -38,16 +38,16 @@ from paceline.model.packing import (
 )
 from paceline.model.shape import model_shape
 from paceline.remote.group import is_first_rank
-from paceline.train.decoder import LayerPasses
-from paceline.train.fused import can_fuse
-from paceline.train.memory import COLUMNS, ROWS
-from paceline.train.offload import HostOffload, Moved
-from paceline.train.optimizer import adamw, optimizer_state
-from paceline.train.packed import EngineWithHead, Head, LossAccumulator, PackedModel, token_data
-from paceline.train.row_assignment import assign_passes
-from paceline.train.settings import TrainSettings
-from paceline.train.sharded_decoder import ShardedDecoder
-from paceline.train.training_state import (
+from paceline.training.decoder import LayerPasses
+from paceline.training.fused import can_fuse
+from paceline.training.memory import COLUMNS, ROWS
+from paceline.training.offload import HostOffload, Moved
+from paceline.training.optimizer import adamw, optimizer_state
+from paceline.training.packed import EngineWithHead, Head, LossAccumulator, PackedModel, token_data
+from paceline.training.row_assignment import assign_passes
+from paceline.training.settings import TrainSettings
+from paceline.training.sharded_decoder import ShardedDecoder
+from paceline.training.training_state import (
     MODEL_FILE,
     Region,
     full_tensor,

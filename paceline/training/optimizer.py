@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import CheckpointError
-from paceline.train.settings import TrainSettings
+from paceline.training.settings import TrainSettings
 
 STATE = ("step", "exp_avg", "exp_avg_sq")
 

@@ -3,9 +3,9 @@
 from paceline.algo.loss import ValueLoss
 from paceline.algo.settings import AlgorithmSettings
 from paceline.errors import DataError
-from paceline.train.actor import train_on
-from paceline.train.engine import TrainEngine
-from paceline.train.settings import TrainSettings
+from paceline.training.actor import train_on
+from paceline.training.engine import TrainEngine
+from paceline.training.settings import TrainSettings
 from paceline.types import Batch, FloatArray
 
 

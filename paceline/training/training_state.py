@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline.errors import CheckpointError
 from paceline.remote.group import is_first_rank
-from paceline.train.optimizer import STATE, load_optimizer_state
+from paceline.training.optimizer import STATE, load_optimizer_state
 
 MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
 DTYPES = {

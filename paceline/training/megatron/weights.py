@@ -15,7 +15,7 @@ from torch import Tensor, cat
 from transformers import PretrainedConfig
 
 from paceline.model.shape import head_dim
-from paceline.train.packed import Head
+from paceline.training.packed import Head
 
 Kind = Literal["replicated", "rows", "columns", "vocabulary", "qkv", "gate_up"]
 Shape = tuple[int, ...]

@@ -105,7 +105,7 @@ class FusedLogprobs(torch.autograd.Function):
         chunk: int,
         gradient: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        from paceline.train import kernels
+        from paceline.training import kernels
 
         logprobs, entropy, logs = (torch.empty(len(hidden), device=hidden.device) for _ in range(3))
         matrix = weight.to(hidden.dtype)
@@ -126,7 +126,7 @@ class FusedLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, *upstream: Tensor | None
     ) -> tuple[Tensor, Tensor | None, None, None, None, None]:
-        from paceline.train import kernels
+        from paceline.training import kernels
 
         hidden, weight, targets, entropy, logs = ctx.saved_tensors
         to_logprobs = torch.zeros_like(logs) if upstream[0] is None else upstream[0].contiguous()

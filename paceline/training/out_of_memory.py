@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from paceline.errors import OutOfMemory
-from paceline.train.settings import TrainSettings
+from paceline.training.settings import TrainSettings
 
 
 @contextmanager

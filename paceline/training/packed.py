@@ -23,8 +23,8 @@ from paceline.errors import DataError, ModelError
 from paceline.model.attention import PACKED
 from paceline.model.loading import EXACT, model_body
 from paceline.model.packing import MicroBatch, micro_batches, upload
-from paceline.train.head import PolicyHead, ValueHead
-from paceline.train.settings import TrainSettings
+from paceline.training.head import PolicyHead, ValueHead
+from paceline.training.settings import TrainSettings
 from paceline.types import Batch, FloatArray
 
 log = logging.getLogger(__name__)

@@ -47,7 +47,7 @@ class Operations:
     def __init__(self, shape: Shape) -> None:
         # Only machines with a GPU have Triton, which these modules need.
         from paceline.model.kernels import silu_mul
-        from paceline.train import kernels
+        from paceline.training import kernels
 
         self.shape, self._kernels, self._silu_mul = shape, kernels, silu_mul
 

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from paceline.model.attention import SHORT_ROW
 from paceline.model.shape import model_shape
-from paceline.train.head import CHUNK_LOGITS
-from paceline.train.settings import TrainSettings
+from paceline.training.head import CHUNK_LOGITS
+from paceline.training.settings import TrainSettings
 
 FLOAT = 4  # bytes; all parameters are float32
 # Layers that tensor parallelism splits by columns and by rows.

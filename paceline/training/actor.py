@@ -19,8 +19,8 @@ from paceline.algo.loss import LossFn, PolicyLoss
 from paceline.algo.settings import AlgorithmSettings
 from paceline.errors import DataError
 from paceline.model.packing import select_rows
-from paceline.train.engine import TrainEngine
-from paceline.train.settings import TrainSettings
+from paceline.training.engine import TrainEngine
+from paceline.training.settings import TrainSettings
 from paceline.types import Batch, FloatArray
 
 Metrics = dict[str, float]

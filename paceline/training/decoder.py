@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from paceline.model.packing import MicroBatch
 from paceline.model.shape import head_dim
 from paceline.model.weights import DecoderWeights, Layer, Linear
-from paceline.train.operations import Attended, Operations, Positions, Shape
+from paceline.training.operations import Attended, Operations, Positions, Shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from transformers.pytorch_utils import Conv1D
 
 from paceline.errors import ConfigError, ModelError
 from paceline.model.loading import default_device, load_model, model_body
-from paceline.train.settings import LoraSettings, TrainSettings
-from paceline.train.single import SingleDevice
-from paceline.train.training_state import MODEL_FILE, write_tensors
+from paceline.training.settings import LoraSettings, TrainSettings
+from paceline.training.single import SingleDevice
+from paceline.training.training_state import MODEL_FILE, write_tensors
 
 ADAPTER = "default"  # PEFT's name for a layer's only adapter
 # A subdirectory: transformers would load a directory with an adapter_config.json as an adapter.

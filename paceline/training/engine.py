@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from paceline.algo.loss import LossFn
-from paceline.train.offload import Moved
+from paceline.training.offload import Moved
 from paceline.types import Batch, FloatArray
 
 

@@ -1,11 +1,11 @@
 """Opens the train engine that `train.backend` selects."""
 
 from paceline.errors import ConfigError
-from paceline.train.engine import TrainEngine
-from paceline.train.lora import LoraDevice
-from paceline.train.packed import Head
-from paceline.train.settings import TrainSettings
-from paceline.train.single import SingleDevice
+from paceline.training.engine import TrainEngine
+from paceline.training.lora import LoraDevice
+from paceline.training.packed import Head
+from paceline.training.settings import TrainSettings
+from paceline.training.single import SingleDevice
 
 
 def open_actor(
@@ -22,12 +22,12 @@ def open_engine(
 ) -> TrainEngine:
     """Open an engine; with head = "value", the critic's, without an output layer."""
     if settings.backend == "fsdp":
-        from paceline.train.fsdp import Fsdp
+        from paceline.training.fsdp import Fsdp
 
         return Fsdp.open(model_path, settings, temperature, head)
     if settings.backend == "megatron":
         try:
-            from paceline.train.megatron.engine import Megatron
+            from paceline.training.megatron.engine import Megatron
         except ImportError as error:
             raise ConfigError(
                 f"train.backend = 'megatron' needs megatron-core ({error}): "

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from paceline.model.operations import matmul_float32
-from paceline.train.head import chunks
+from paceline.training.head import chunks
 
 
 class VocabularyParallelLogprobs(torch.autograd.Function):

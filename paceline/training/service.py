@@ -10,10 +10,10 @@ from torch import Tensor
 
 from paceline.remote.host import BusyClock
 from paceline.sync.transport import WeightSource
-from paceline.train.actor import Actor
-from paceline.train.critic import Critic
-from paceline.train.engine import TrainEngine
-from paceline.train.phases import GENERATE, SYNC, TRAIN, Phases
+from paceline.training.actor import Actor
+from paceline.training.critic import Critic
+from paceline.training.engine import TrainEngine
+from paceline.training.phases import GENERATE, SYNC, TRAIN, Phases
 from paceline.types import Batch, FloatArray
 
 

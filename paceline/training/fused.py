@@ -18,9 +18,9 @@ from paceline.model.packing import MicroBatch
 from paceline.model.shape import sliding_window
 from paceline.model.support import check_fast
 from paceline.model.weights import DecoderWeights
-from paceline.train.decoder import LayerPasses, TrainDecoder
-from paceline.train.head import chunked_logprobs
-from paceline.train.settings import TrainSettings
+from paceline.training.decoder import LayerPasses, TrainDecoder
+from paceline.training.head import chunked_logprobs
+from paceline.training.settings import TrainSettings
 
 DIMS = (16, 32, 64, 128, 256)  # supported head dimensions
 

@@ -21,15 +21,15 @@ from paceline.model.engine_weights import engine_weights
 from paceline.model.loading import ROUNDED, default_device, load_model, model_body
 from paceline.model.packing import MicroBatch, grouped_micro_batches, micro_batches
 from paceline.model.weights import EngineWeights
-from paceline.train.colocated import ColocatedEngine
-from paceline.train.fused import fused_policy
-from paceline.train.micro_batch_threads import MicroBatchThreads
-from paceline.train.offload import HostOffload, Moved
-from paceline.train.optimizer import adamw, clip_gradients, optimizer_state
-from paceline.train.out_of_memory import explain_out_of_memory
-from paceline.train.packed import EngineWithHead, Head, LossAccumulator, PackedModel, token_data
-from paceline.train.settings import TrainSettings
-from paceline.train.training_state import MODEL_FILE, load_training, save_training
+from paceline.training.colocated import ColocatedEngine
+from paceline.training.fused import fused_policy
+from paceline.training.micro_batch_threads import MicroBatchThreads
+from paceline.training.offload import HostOffload, Moved
+from paceline.training.optimizer import adamw, clip_gradients, optimizer_state
+from paceline.training.out_of_memory import explain_out_of_memory
+from paceline.training.packed import EngineWithHead, Head, LossAccumulator, PackedModel, token_data
+from paceline.training.settings import TrainSettings
+from paceline.training.training_state import MODEL_FILE, load_training, save_training
 from paceline.types import Batch, FloatArray
 
 log = logging.getLogger(__name__)

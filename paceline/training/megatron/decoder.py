@@ -28,11 +28,11 @@ from paceline.errors import ConfigError, ModelError
 from paceline.model.attention import packed_attention
 from paceline.model.packing import MicroBatch, RowLayout
 from paceline.model.shape import head_dim
-from paceline.train.head import CHUNK_LOGITS, ValueHead
-from paceline.train.megatron.head import vocabulary_parallel_logprobs
-from paceline.train.megatron.weights import padded_vocabulary
-from paceline.train.packed import Head
-from paceline.train.settings import TrainSettings
+from paceline.training.head import CHUNK_LOGITS, ValueHead
+from paceline.training.megatron.head import vocabulary_parallel_logprobs
+from paceline.training.megatron.weights import padded_vocabulary
+from paceline.training.packed import Head
+from paceline.training.settings import TrainSettings
 
 FAST = ("llama", "qwen2", "qwen3")
 

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from paceline.algo.loss import TokenOutputs
 from paceline.model.packing import MicroBatch
 from paceline.model.weights import Layer, Linear
-from paceline.train.decoder import LayerPasses, positions
-from paceline.train.head import chunked_logprobs
-from paceline.train.operations import Positions
+from paceline.training.decoder import LayerPasses, positions
+from paceline.training.head import chunked_logprobs
+from paceline.training.operations import Positions
 
 
 class ShardedDecoder:
