@@ -7,7 +7,7 @@ them, and explains mistakes ("did you mean ...?").
 import difflib
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -217,36 +217,52 @@ MAY_CHANGE = {
 ALTERNATIVES = (("data.task", "data.path"), ("reward.function", "reward.model"))
 
 
-def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a recipe and apply `key=value` overrides. Raise ConfigError with a line per mistake."""
-    values: dict[str, Any] = {}
-    if path is not None:
-        try:
-            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ConfigError(
-                f"recipe {path} does not exist{_similar_recipes(Path(path))}"
-            ) from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"recipe {path} cannot be read: {error}") from None
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"recipe {path} is not valid TOML: {error}") from None
-        values = {"run_dir": f"runs/{Path(path).stem}"} | values
-    given = {_apply(values, override) for override in overrides}
-    for pair in ALTERNATIVES:
-        for chosen, other in (pair, pair[::-1]):
-            section, name = other.split(".")
-            if chosen in given and other not in given and isinstance(values[section], dict):
-                values[section].pop(name, None)
+def load_config(
+    recipe: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    values: Mapping[str, Any] | None = None,
+) -> RunConfig:
+    """Read a recipe, then apply `values` and `key=value` overrides, in this order.
+
+    `values` are Python objects by name: nested mappings or dotted names. Raise ConfigError with a
+    line per mistake.
+    """
+    found: dict[str, Any] = {}
+    if recipe is not None:
+        found = {"run_dir": f"runs/{Path(recipe).stem}"} | _read_recipe(Path(recipe))
+    given = list(_flatten(values or {})) + [_parse(override) for override in overrides]
+    for key, value in given:
+        _apply(found, key, value)
+    _drop_alternatives(found, {key for key, value in given if value is not None})
     try:
-        return RunConfig.model_validate(values)
+        return RunConfig.model_validate(found)
     except ValidationError as error:
-        where = f" in {path}" if path is not None else ""
+        where = f" in {recipe}" if recipe is not None else ""
         lines = [_explain(problem) for problem in error.errors()]
         raise ConfigError(
             f"{len(lines)} wrong setting{'s' if len(lines) > 1 else ''}{where}:\n"
             + "\n".join(f"  {x}" for x in lines)
         ) from None
+
+
+def _read_recipe(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"recipe {path} does not exist{_similar_recipes(path)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"recipe {path} cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"recipe {path} is not valid TOML: {error}") from None
+
+
+def _drop_alternatives(values: dict[str, Any], given: set[str]) -> None:
+    """Remove from a recipe what excludes a given setting."""
+    for pair in ALTERNATIVES:
+        for chosen, other in (pair, pair[::-1]):
+            section, name = other.split(".")
+            if chosen in given and other not in given and isinstance(values[section], dict):
+                values[section].pop(name, None)
 
 
 def check_trainable(config: RunConfig) -> None:
@@ -306,8 +322,17 @@ def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -
     return found
 
 
-def _apply(values: dict[str, Any], override: str) -> str:
-    """Apply `key=value` and return the key."""
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted names with values. A mapping is a section, unless it is empty."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", dict(value) if isinstance(value, Mapping) else value
+
+
+def _parse(override: str) -> tuple[str, Any]:
+    """Split `key=value` and read the value as TOML does."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(
@@ -317,16 +342,19 @@ def _apply(values: dict[str, Any], override: str) -> str:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text  # a bare word is a string: data.task=sort:5
-    *sections, name = key.strip().split(".")
+    return key.strip(), value
+
+
+def _apply(values: dict[str, Any], key: str, value: Any) -> None:
+    *sections, name = key.split(".")
     target = values
     for section in sections:
         target = target.setdefault(section, {})
         if not isinstance(target, dict):
-            raise ConfigError(f"{key}={text}: {section!r} is a single setting, not a section")
+            raise ConfigError(f"{key}={value}: {section!r} is a single setting, not a section")
     for alias in _aliases(sections, name):
         target.pop(alias, None)
     target[name] = value
-    return key.strip()
 
 
 def _aliases(sections: Sequence[str], name: str) -> list[str]:
