@@ -1,9 +1,13 @@
 """Asynchronous reinforcement learning for language models.
 
-`import paceline` does not import torch: large dependencies are imported where they are used.
+    run = paceline.train(model="Qwen/Qwen2.5-0.5B-Instruct", data="prompts.jsonl", reward=score)
+
+`import paceline` does not import torch: the names below are imported when they are first used.
 """
 
+import importlib
 import os
+from typing import TYPE_CHECKING, Any
 
 # The threads of a matmul wait for each other by spinning, by default for milliseconds. While
 # another program uses the cores, each of the fifty matmuls of a decode step then costs a time slice
@@ -13,3 +17,56 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from paceline.api import Steps, evaluate, evaluate_async, steps, train, train_async
+    from paceline.config import RunConfig, load_config
+    from paceline.errors import PacelineError
+    from paceline.job import Run, Step
+    from paceline.rollout.environment import Environment, Generate
+    from paceline.types import Batch, Completion, Group, Prompt, Score, Trajectory, Turn
+
+_MODULES = {
+    "paceline.api": ("train", "train_async", "steps", "Steps", "evaluate", "evaluate_async"),
+    "paceline.config": ("RunConfig", "load_config"),
+    "paceline.errors": ("PacelineError",),
+    "paceline.job": ("Run", "Step"),
+    "paceline.rollout.environment": ("Environment", "Generate"),
+    "paceline.types": ("Batch", "Completion", "Group", "Prompt", "Score", "Trajectory", "Turn"),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "Batch",
+    "Completion",
+    "Environment",
+    "Generate",
+    "Group",
+    "PacelineError",
+    "Prompt",
+    "Run",
+    "RunConfig",
+    "Score",
+    "Step",
+    "Steps",
+    "Trajectory",
+    "Turn",
+    "__version__",
+    "evaluate",
+    "evaluate_async",
+    "load_config",
+    "steps",
+    "train",
+    "train_async",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -5,7 +5,7 @@ Waits for: the engine and the scorer, for as many groups at a time as fill the e
 
 import asyncio
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from paceline.errors import first_error
 from paceline.generation import open_generation, open_scorer
 from paceline.inputs import load_inputs
 from paceline.placement import PlacementSettings
-from paceline.rollout.environment import open_environment
+from paceline.reward.reward import RewardFunction
+from paceline.rollout.environment import MakeEnvironment, open_environment
 from paceline.schedule import ScheduleSettings
 from paceline.suspend import ignore_suspended_time
 from paceline.types import Finish, Group, Role
@@ -44,18 +45,24 @@ def for_evaluation(config: RunConfig, samples: int) -> RunConfig:
 
 
 async def evaluate(
-    config: RunConfig, progress: Callable[[int, int], None] | None = None
+    config: RunConfig,
+    progress: Callable[[int, int], None] | None = None,
+    reward: RewardFunction | None = None,
+    environment: MakeEnvironment | None = None,
+    rows: Iterable[Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Return the mean reward over all rows and other statistics.
 
-    `progress(groups done, all groups)` is called after each group.
+    `progress(groups done, all groups)` is called after each group. `reward`, `environment` and
+    `rows` replace those of the settings.
     """
     ignore_suspended_time(asyncio.get_running_loop())
-    inputs = load_inputs(config)
-    agent = open_environment(config.rollout.environment, inputs.tokenizer)
-    roles = [Role.ROLLOUT, Role.REWARD] if config.reward.model else [Role.ROLLOUT]
+    inputs = load_inputs(config, rows)
+    agent = open_environment(environment or config.rollout.environment, inputs.tokenizer)
+    model_scores = config.reward.model and reward is None
+    roles = [Role.ROLLOUT, Role.REWARD] if model_scores else [Role.ROLLOUT]
     async with AsyncExitStack() as stack:
-        scorer = await open_scorer(stack, config, inputs)
+        scorer = await open_scorer(stack, config, inputs, reward)
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
         generation = await open_generation(stack, config, roles, inputs, agent, scorer, logs)
         room = asyncio.Semaphore(config.groups_per_step)

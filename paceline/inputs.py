@@ -1,7 +1,7 @@
 """Inputs of a run: model, tokenizer and prompts, loaded and checked before anything starts."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ def prepare_model(config: RunConfig, progress: Callable[[int, int], None] | None
     resolve_model(config.model, config.data.task, progress)
 
 
-def load_inputs(config: RunConfig) -> Inputs:
+def load_inputs(config: RunConfig, rows: Iterable[Mapping[str, Any]] | None = None) -> Inputs:
     model_path = resolve_model(config.model, config.data.task)
     tokenizer = load_tokenizer(model_path)
     source = PromptSource(config.data, tokenizer, config.seed)

@@ -115,6 +115,8 @@ class Loop:
         # Rewards of the groups that were filtered since the last step.
         self._uniform: Counter[float] = Counter()
         self._stopping = False
+        self._stop_requested = False
+        self._saved_step = 0
         self._taking = False  # the train task waits for groups
         self._queue.on_drop = self._dropped
         if not (admission.changed is rollouter.changed is self._changed):
@@ -124,7 +126,7 @@ class Loop:
 
     async def run(self, first_step: int = 0) -> None:
         """Train until `steps` are done. `first_step` is where a resumed run starts."""
-        self.step = first_step
+        self.step = self._saved_step = first_step
         self._queue.set_version(first_step)
         try:
             async with asyncio.TaskGroup() as self._tasks:
@@ -144,6 +146,11 @@ class Loop:
         except BaseExceptionGroup as failed:
             raise first_error(failed) from None
         self._ledger.check()
+
+    def stop(self) -> None:
+        """End the run after the current step, with a checkpoint."""
+        self._stop_requested = True
+        self._changed.notify_all()
 
     # --- tasks ---
 
@@ -179,6 +186,8 @@ class Loop:
         while self.step < self._settings.steps:
             begun = clock()
             groups = await self._take()
+            if groups is None:
+                break
             self.waiting_for["train"] = "running generations to pause"
             await self._synchronizer.pause_before_update()
             taken = clock()
@@ -209,17 +218,21 @@ class Loop:
             }
             self._observer.step_done(self.step, metrics, groups)
             self._ledger.flush()
-            if self.step == self._settings.steps or (
-                self._settings.save_every and self.step % self._settings.save_every == 0
-            ):
-                self.waiting_for["train"] = f"the checkpoint of step {self.step}"
-                await self._save(self.step)
+            if self._settings.save_every and self.step % self._settings.save_every == 0:
+                await self._checkpoint()
+        await self._checkpoint()
 
-    async def _take(self) -> list[Group]:
-        """Take the oldest groups in order of admission, which bounds staleness."""
+    async def _checkpoint(self) -> None:
+        if self.step > self._saved_step:
+            self.waiting_for["train"] = f"the checkpoint of step {self.step}"
+            await self._save(self.step)
+            self._saved_step = self.step
+
+    async def _take(self) -> list[Group] | None:
+        """Take the oldest groups in order of admission, which bounds staleness; None: stop."""
         count = self._settings.groups_per_step
         self._taking = True
-        while True:
+        while not self._stop_requested:
             wanted = self._admission.oldest(count)
             groups: list[Group] | None = None
             if len(wanted) == count:
@@ -235,6 +248,7 @@ class Loop:
                 f"groups {missing[:5]}{'…' if len(missing) > 5 else ''} to be generated and scored"
             )
             await self._changed.wait()
+        return None
 
     async def _watch(self) -> None:
         clock = asyncio.get_running_loop().time

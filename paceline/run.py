@@ -6,7 +6,7 @@ Everything that can be rejected is rejected before the first worker starts.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeVar
@@ -59,17 +59,19 @@ async def train(
     fresh: bool = False,
     reward: RewardFunction | None = None,
     environment: MakeEnvironment | None = None,
+    rows: Iterable[Mapping[str, Any]] | None = None,
+    stop: asyncio.Event | None = None,
 ) -> dict[str, Any]:
     """Run to the last step and return the summary.
 
     `make_display(first_step)` makes the observer of every step. With `fresh`, an earlier run in the
     run directory is moved aside once everything else is known to be valid. `reward` (a function of
-    completion and row, async or not) and `environment` (made for the tokenizer) replace those of
-    the settings.
+    completion and row, async or not), `environment` (made for the tokenizer) and `rows` (prompts)
+    replace those of the settings. `stop` ends the run after the current step, with a checkpoint.
     """
     ignore_suspended_time(asyncio.get_running_loop())
     check_trainable(config)
-    inputs = load_inputs(config)
+    inputs = load_inputs(config, rows)
     agent = open_environment(environment or config.rollout.environment, inputs.tokenizer)
     run_dir = Path(config.run_dir)
     for warning in (await plan_that_fits(config, inputs.model_path))[2]:
@@ -91,7 +93,7 @@ async def train(
         )
         run = _Run(config, inputs, generation, start)
         await run.prepare()
-        return await run.train(stack, control, make_display)
+        return await run.train(stack, control, make_display, stop)
 
 
 class _Run:
@@ -135,6 +137,7 @@ class _Run:
         stack: AsyncExitStack,
         control: Control,
         make_display: Callable[[int], Observer] | None,
+        stop: asyncio.Event | None,
     ) -> dict[str, Any]:
         config, start, fleet = self._config, self._start, self._fleet
         samples = Samples(self._run_dir, config.save_samples, start.step)
@@ -170,6 +173,9 @@ class _Run:
             "pause": self._rollouter.pause_rollout,
             "resume": self._rollouter.resume_rollout,
         }
+        if stop is not None:
+            stopper = asyncio.create_task(_stop_when(stop, loop))
+            stack.callback(stopper.cancel)
         async with control.serving(commands):
             await loop.run(start.step)
         peak = await self._final_stats(recorder)
@@ -228,6 +234,11 @@ async def _replies(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     waiting = (asyncio.wait_for(call, FINAL_STATS_TIMEOUT_S) for call in calls)
     replies = await asyncio.gather(*waiting, return_exceptions=True)
     return [reply for reply in replies if not isinstance(reply, BaseException)]
+
+
+async def _stop_when(stop: asyncio.Event, loop: Loop) -> None:
+    await stop.wait()
+    loop.stop()
 
 
 def _loop_settings(config: RunConfig) -> LoopSettings:

@@ -75,7 +75,7 @@ def find_start(config: RunConfig, identity: dict[str, Any]) -> Start:
     if checkpoint is None and any(root.glob("step_*")):
         raise CheckpointError(
             f"no checkpoint in {root} is complete, so the run cannot be resumed; "
-            "start over with --fresh"
+            "start over with --fresh (in Python: fresh=True)"
         )
     if checkpoint is None:
         return Start(None, 0, None, 0)
@@ -91,8 +91,8 @@ def find_start(config: RunConfig, identity: dict[str, Any]) -> Start:
             f"run_dir = {config.run_dir} has a run with other settings and cannot be resumed:\n  "
             + "\n  ".join(found)
             + "\nUse the settings it was started with, use another run_dir, or start over with "
-            "--fresh. To start a new run from the weights of this one, set another run_dir and "
-            f"model={checkpoint / Role.ACTOR}"
+            "--fresh (in Python: fresh=True). To start a new run from the weights of this one, "
+            f"set another run_dir and model={checkpoint / Role.ACTOR}"
         )
     start = Start(
         checkpoint, state["step"], LedgerState.from_json(state["ledger"]), state["metrics_length"]

@@ -1,7 +1,5 @@
 """The commands that run a model: `train` and `evaluate`."""
 
-import asyncio
-import os
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -37,6 +35,8 @@ def train(
 ) -> None:
     """Train a model. If the run directory has an earlier run, the same command resumes it."""
     from paceline.config import check_trainable, load_config
+    from paceline.job import Job
+    from paceline.observe.terminal import Terminal
 
     stopped_by = signal.SIGINT
 
@@ -56,7 +56,8 @@ def train(
         if dry_run:
             console.print_json(config.model_dump_json())
             return
-        _train(config, fresh)
+        log_to_console()
+        Job(config).train(fresh, Terminal(config, console)).result()
     except PacelineError as error:
         fail(error)
     except KeyboardInterrupt:
@@ -97,19 +98,16 @@ def evaluate(
 
     try:
         config = load_config(recipe, settings or ())
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         log_to_console()
         with console.status("loading torch and transformers …") as status:
-            from paceline.evaluation import evaluate, for_evaluation
-
-            chosen = for_evaluation(config, samples)
+            from paceline.job import Job
 
             def show_progress(done: int, total: int) -> None:
                 status.update(f"{done} of {total} prompts completed …")
                 if not console.is_terminal and not as_json and done % max(1, total // 10) == 0:
                     console.print(f"{done} of {total} prompts completed", highlight=False)
 
-            found = asyncio.run(evaluate(chosen, show_progress))
+            found = Job(config).evaluate(samples, show_progress).result()
     except PacelineError as error:
         fail(error)
     except KeyboardInterrupt:
@@ -119,52 +117,6 @@ def evaluate(
     else:
         for name, value in found.items():
             console.print(f"{name:20} {value:.4g}", highlight=False)
-
-
-def _train(config: "RunConfig", fresh: bool) -> None:
-    from paceline.observe.display import Display, print_summary
-
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    log_to_console()
-    with console.status("loading torch and transformers …") as status:
-        from paceline.inputs import prepare_model
-        from paceline.run import train
-
-        prepare_model(
-            config,
-            lambda step, total: status.update(
-                f"warming up the tiny model (only once): step {step} of {total} …"
-            ),
-        )
-        status.update("loading the model and starting the workers …")
-        if not console.is_terminal:
-            console.print("loading the model and starting the workers …")
-        display: Display | None = None
-
-        def make_display(first_step: int) -> Display:
-            nonlocal display
-            status.stop()
-            data = config.data.task or config.data.path
-            title = f"{config.run_dir}: {config.algorithm.name}, {data}"
-            display = Display(
-                console, title, config.steps, first_step, config.schedule.max_staleness
-            )
-            return display.__enter__()
-
-        try:
-            summary = asyncio.run(train(config, make_display, fresh=fresh))
-        finally:
-            if display:
-                display.__exit__(None, None, None)
-    if display is None:
-        console.print(
-            f"{config.run_dir} is complete: {summary['steps']} of {config.steps} steps. "
-            "Raise steps= to continue, or start over with --fresh",
-            highlight=False,
-            soft_wrap=True,
-        )
-    print_summary(console, summary, config.run_dir)
 
 
 def _how_to_resume(config: "RunConfig | None", fresh: bool) -> str:

@@ -71,6 +71,11 @@ def read_files(files: list[Path]) -> Iterator[ParsedRow]:
             raise DataError(f"{file} is not a complete gzip file: {e}") from e
 
 
+def is_data_file(file: Path) -> bool:
+    """Return whether the name is that of a readable file."""
+    return _extension(file) in READABLE
+
+
 def _extension(file: Path) -> str:
     """Return the extension of the uncompressed content: "a.JSONL.gz" has ".jsonl"."""
     suffixes = [suffix.lower() for suffix in file.suffixes[-2:]]

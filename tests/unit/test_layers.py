@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[2] / "paceline"
 # From the bottom to the top. A unit may import units of lower layers and its own package; units of
 # one layer are independent of each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("__init__", "types", "errors", "settings", "plugins", "notifier", "suspend"),
+    ("__init__", "types", "errors", "settings", "plugins", "notifier", "suspend", "background"),
     ("schedule", "placement"),
     ("model", "remote"),
     ("data", "algo", "queue"),
@@ -29,6 +29,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("generation", "loop", "run_dir", "script"),
     ("observe",),
     ("run", "evaluation"),
+    ("job",),
+    ("api",),
     ("cli",),
     ("__main__",),
 )
@@ -41,7 +43,8 @@ LEAVES = {
     "megatron": {"training.megatron"},
     "peft": {"training.lora"},
     "pyarrow": {"data.files"},
-    "rich": {"cli", "observe.display", "observe.plan", "observe.samples"},
+    "datasets": {"data.hub"},
+    "rich": {"cli", "observe.display", "observe.plan", "observe.samples"} | {"observe.terminal"},
     "typer": {"cli"},
 }
 HEAVY = {"torch", "transformers"}
@@ -85,7 +88,9 @@ def upward(trees: dict[str, ast.Module]) -> list[str]:
         f"{module} imports {other}"
         for module, tree in trees.items()
         for other in imported_modules(tree, set(trees))
-        if unit(other) != unit(module) and LEVEL[unit(other)] >= LEVEL[unit(module)]
+        if unit(other) != unit(module)
+        and LEVEL[unit(other)] >= LEVEL[unit(module)]
+        and module != "__init__"  # its imports are for type checkers; names are resolved on use
     ]
 
 

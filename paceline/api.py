@@ -1,0 +1,247 @@
+"""The public functions: train, steps and evaluate, from Python objects to a result.
+
+`import paceline` exports them lazily, so that it does not import torch.
+"""
+
+import asyncio
+import os
+import queue
+import re
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from paceline.config import RunConfig, load_config
+from paceline.data.files import is_data_file
+from paceline.data.tasks import TASKS
+from paceline.errors import ConfigError
+from paceline.job import Job, Rows, Run, Step
+
+if TYPE_CHECKING:
+    from paceline.reward.reward import Reward, RewardFunction
+    from paceline.rollout.environment import MakeEnvironment
+
+Data: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Rows
+RewardPart: TypeAlias = "str | RewardFunction"
+Rewards: TypeAlias = (
+    "RewardPart | Reward | Mapping[str, Any] | Sequence[RewardPart | tuple[RewardPart, float]]"
+)
+
+HUB_DATASET = re.compile(r"[\w.-]+/[\w.-]+(:[\w.\[\]%-]+)?")
+
+
+def train(
+    recipe: str | Path | RunConfig | None = None,
+    *,
+    model: str | Path | None = None,
+    data: Data | None = None,
+    reward: "Rewards | None" = None,
+    steps: int | None = None,
+    environment: "MakeEnvironment | None" = None,
+    fresh: bool = False,
+    display: bool = True,
+    **settings: Any,
+) -> Run:
+    """Train a model and return the run.
+
+    recipe: name or path of a recipe, or a configuration of `load_config`; default settings if None.
+    model: local directory or Hugging Face model ID.
+    data: path of a file, name of a task or of a hub dataset, or the rows: dicts or a
+        `datasets.Dataset`.
+    reward: function of (completion, row), async or not; name of a verifier; or a list of them, each
+        alone or as (function, weight).
+    environment: called with the tokenizer; makes the agent loop of a multi-turn run.
+    fresh: start over; an earlier run in `run_dir` is moved aside instead of resumed.
+    display: show progress on the console.
+    settings: any other setting, as `rollout={"max_response_length": 256}` or by its dotted name.
+
+    Raise PacelineError for wrong settings, data or user code.
+    """
+    job = _job(recipe, model, data, reward, steps, environment, settings)
+    return job.train(fresh, display).result()
+
+
+async def train_async(
+    recipe: str | Path | RunConfig | None = None,
+    *,
+    model: str | Path | None = None,
+    data: Data | None = None,
+    reward: "Rewards | None" = None,
+    steps: int | None = None,
+    environment: "MakeEnvironment | None" = None,
+    fresh: bool = False,
+    display: bool = True,
+    **settings: Any,
+) -> Run:
+    """Train like `train`, while the event loop of the caller continues."""
+    job = _job(recipe, model, data, reward, steps, environment, settings)
+    return await (await asyncio.to_thread(job.train, fresh, display)).wait()
+
+
+def steps(
+    recipe: str | Path | RunConfig | None = None,
+    *,
+    model: str | Path | None = None,
+    data: Data | None = None,
+    reward: "Rewards | None" = None,
+    steps: int | None = None,
+    environment: "MakeEnvironment | None" = None,
+    fresh: bool = False,
+    display: bool = False,
+    **settings: Any,
+) -> "Steps":
+    """Train like `train` and yield each step, with `for` or `async for`.
+
+    The run does not wait for the caller. It stops after the current step, with a checkpoint, when
+    `stop` is called or the iterator is deleted, as after `break`.
+    """
+    job = _job(recipe, model, data, reward, steps, environment, settings)
+    return Steps(job, fresh, display)
+
+
+class Steps:
+    """Iterator over the steps of a run that is in progress."""
+
+    def __init__(self, job: Job, fresh: bool, display: bool) -> None:
+        self._stop, self._ended = asyncio.Event(), False
+        arrived: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
+        self._arrived = arrived
+        self._run = job.train(fresh, display, arrived.put, self._stop)
+        # The callback must not refer to this object, or it would never be deleted.
+        self._run.when_done(lambda: arrived.put(None))
+
+    def stop(self) -> Run:
+        """Stop after the current step, with a checkpoint, and return the run."""
+        self._run.end(self._stop.set)
+        return self._run.result()
+
+    @property
+    def run(self) -> Run:
+        """The run after its end; waits for it."""
+        return self._run.result()
+
+    def __iter__(self) -> Iterator[Step]:
+        return self
+
+    def __next__(self) -> Step:
+        try:
+            step = None if self._ended else self._arrived.get()
+        except BaseException:  # Ctrl-C
+            self._run.cancel()
+            raise
+        if step is None:
+            self._ended = True
+            self._run.result()  # raises the error that ended the run
+            raise StopIteration
+        return step
+
+    def __aiter__(self) -> AsyncIterator[Step]:
+        return self
+
+    async def __anext__(self) -> Step:
+        step = await asyncio.to_thread(next, self, None)
+        if step is None:
+            raise StopAsyncIteration
+        return step
+
+    def __del__(self) -> None:
+        if hasattr(self, "_run"):  # otherwise it did not start
+            self._run.end(self._stop.set)
+
+
+def evaluate(
+    recipe: str | Path | RunConfig | None = None,
+    *,
+    model: str | Path | None = None,
+    data: Data | None = None,
+    reward: "Rewards | None" = None,
+    samples: int = 1,
+    environment: "MakeEnvironment | None" = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Score a model on every row of the data, without training it.
+
+    samples: completions per prompt; 1 is greedy unless rollout.top_p or rollout.top_k is set.
+    """
+    job = _job(recipe, model, data, reward, None, environment, settings)
+    return job.evaluate(samples).result()
+
+
+async def evaluate_async(
+    recipe: str | Path | RunConfig | None = None,
+    *,
+    model: str | Path | None = None,
+    data: Data | None = None,
+    reward: "Rewards | None" = None,
+    samples: int = 1,
+    environment: "MakeEnvironment | None" = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Score like `evaluate`, while the event loop of the caller continues."""
+    job = _job(recipe, model, data, reward, None, environment, settings)
+    return await (await asyncio.to_thread(job.evaluate, samples)).wait()
+
+
+def _job(
+    recipe: str | Path | RunConfig | None,
+    model: str | Path | None,
+    data: Data | None,
+    reward: "Rewards | None",
+    steps: int | None,
+    environment: "MakeEnvironment | None",
+    settings: Mapping[str, Any],
+) -> Job:
+    values = dict(settings)
+    if model is not None:
+        values["model"] = str(model)
+    if steps is not None:
+        values["steps"] = steps
+    rows = _select_data(data, values)
+    function = _select_reward(reward, values)
+    if isinstance(recipe, RunConfig):
+        if values:
+            raise ConfigError(
+                f"{', '.join(values)}: settings cannot be added to a complete configuration; "
+                "pass them to paceline.load_config, or pass a recipe instead"
+            )
+        return Job(recipe, rows, function, environment)
+    return Job(load_config(recipe, values=values), rows, function, environment)
+
+
+def _select_data(data: Data | None, values: dict[str, Any]) -> Rows | None:
+    """Add the settings that `data` means; return its rows if it has them itself."""
+    if data is None:
+        return None
+    if isinstance(data, Mapping):
+        values["data"] = data
+        return None
+    if not isinstance(data, str | os.PathLike):
+        values |= {"data.task": None, "data.path": None}  # of the recipe
+        return data
+    name = os.fspath(data)
+    if name.partition(":")[0] in TASKS:
+        values["data.task"] = name
+    elif HUB_DATASET.fullmatch(name) and not Path(name).exists() and not is_data_file(Path(name)):
+        from paceline.data.hub import load_hub_dataset
+
+        values |= {"data.task": None, "data.path": None}
+        return load_hub_dataset(name)
+    else:
+        values["data.path"] = name
+    return None
+
+
+def _select_reward(reward: "Rewards | None", values: dict[str, Any]) -> Any:
+    """Add the settings that `reward` means; return what scores if the program gives it itself."""
+    if isinstance(reward, str):
+        values["reward.function"] = reward
+    elif isinstance(reward, Mapping):
+        values["reward"] = reward
+    elif isinstance(reward, Sequence):
+        pairs = [part if isinstance(part, tuple) else (part, 1.0) for part in reward]
+        if any(isinstance(part, tuple) for part in reward):
+            values["reward.weights"] = [weight for _, weight in pairs]
+        return [function for function, _ in pairs]
+    else:
+        return reward
+    return None

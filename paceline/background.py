@@ -1,0 +1,99 @@
+"""A coroutine on a thread with an event loop of its own.
+
+The public functions run this way, so that they work in a script, in a notebook whose event loop is
+already running, and from a thread, and so that blocking code of the caller cannot delay a run.
+"""
+
+import asyncio
+import atexit
+import concurrent.futures.thread  # registers its hook for the end of the program before ours
+import threading
+import weakref
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Background(Generic[T]):
+    """A running coroutine. If the program ends first, it is cancelled."""
+
+    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+        self._future: Future[T] = Future()
+        self._loop = asyncio.new_event_loop()
+        self._task: asyncio.Task[T] = self._loop.create_task(work)
+        self._ending = False
+        # A daemon, so that a second Ctrl-C ends the program even if the clean-up hangs.
+        self._thread = threading.Thread(target=self._run, name="paceline", daemon=True)
+        self._thread.start()
+        _RUNNING.add(self)
+
+    def result(self) -> T:
+        """Wait for the result and return it. Ctrl-C cancels the coroutine and waits for its end."""
+        try:
+            concurrent.futures.wait([self._future])
+        except BaseException:
+            self.cancel()
+            raise
+        return self._future.result()
+
+    async def wait(self) -> T:
+        """Wait in the event loop of the caller. Cancelling this cancels the coroutine too."""
+        future = asyncio.wrap_future(self._future)
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.to_thread(self.cancel)
+            raise
+
+    def when_done(self, function: Callable[[], object]) -> None:
+        """Call a function after the end, from any thread."""
+        self._future.add_done_callback(lambda _: function())
+
+    def end(self, request: Callable[[], object]) -> None:
+        """Call what makes the coroutine return soon, in its event loop. The program waits for it.
+
+        Does nothing if the coroutine has ended.
+        """
+        self._ending = True
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(request)
+
+    def cancel(self) -> None:
+        """Cancel the coroutine and wait until it has cleaned up."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join()
+
+    def finish(self) -> None:
+        """Wait if the coroutine returns soon; cancel it otherwise."""
+        self._thread.join() if self._ending else self.cancel()
+
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                result = runner.run(_result(self._task))
+        except BaseException as error:
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(result)
+
+
+async def _result(task: "asyncio.Task[T]") -> T:
+    return await task
+
+
+_RUNNING: "weakref.WeakSet[Background[Any]]" = weakref.WeakSet()
+
+
+def _finish_all() -> None:
+    for running in list(_RUNNING):
+        running.finish()
+
+
+# Functions registered with atexit are called after the thread pools of asyncio.to_thread have been
+# closed, which the clean-up of a run needs; threading has a hook that is called before.
+getattr(threading, "_register_atexit", atexit.register)(_finish_all)

@@ -1,0 +1,147 @@
+"""A run that a program or the command line asks for, on its way from configuration to result.
+
+Waits for: the run, which has an event loop on a thread of its own (background.py).
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from paceline.background import Background
+from paceline.config import RunConfig, check_trainable
+from paceline.loop import Metrics, Observer
+from paceline.rollout.engine import EngineStats
+from paceline.types import Group, Role
+
+if TYPE_CHECKING:
+    from paceline.observe.terminal import Terminal
+    from paceline.rollout.environment import MakeEnvironment
+
+Rows: TypeAlias = Iterable[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended."""
+
+    run_dir: Path
+    summary: dict[str, Any]
+
+    @property
+    def checkpoint(self) -> Path:
+        """Directory of the trained model, as Hugging Face tools read it."""
+        return self.run_dir / "checkpoints" / f"step_{self.summary['steps']:08d}" / Role.ACTOR
+
+    @cached_property
+    def metrics(self) -> list[Metrics]:
+        """The metrics of each step."""
+        lines = (self.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A completed train step."""
+
+    step: int
+    reward: float
+    metrics: Metrics
+    groups: Sequence[Group]  # the prompts of the step with their completions
+
+
+@dataclass(frozen=True)
+class Job:
+    """A configuration, and what a program gives as objects instead of settings."""
+
+    config: RunConfig
+    rows: Rows | None = None
+    reward: Any = None  # see run.train
+    environment: "MakeEnvironment | None" = None
+
+    def train(
+        self,
+        fresh: bool = False,
+        display: "bool | Terminal" = True,
+        watch: Callable[[Step], None] | None = None,
+        stop: asyncio.Event | None = None,
+    ) -> Background[Run]:
+        """Start the run. `watch` is called with every step."""
+        config = self.config
+        check_trainable(config)
+        _quiet_libraries()
+        with ExitStack() as stack:
+            terminal = _terminal(config) if display is True else display or None
+            if terminal:
+                stack.enter_context(terminal)
+            from paceline.inputs import prepare_model
+            from paceline.run import train
+
+            prepare_model(config, terminal.warming_up if terminal else None)
+            if terminal:
+                terminal.starting()
+            closing = stack.pop_all()
+
+        def observers(first_step: int) -> Observer:
+            return _Observers(
+                [terminal.display(first_step)] if terminal else [], watch or (lambda step: None)
+            )
+
+        async def work() -> Run:
+            with closing:
+                summary = await train(
+                    config,
+                    observers,
+                    fresh=fresh,
+                    reward=self.reward,
+                    environment=self.environment,
+                    rows=self.rows,
+                    stop=stop,
+                )
+                if terminal:
+                    terminal.finish(summary)
+            return Run(Path(config.run_dir), summary)
+
+        return Background(work())
+
+    def evaluate(
+        self, samples: int = 1, progress: Callable[[int, int], None] | None = None
+    ) -> Background[dict[str, Any]]:
+        """Start the evaluation. `progress(groups done, all groups)` is called after each group."""
+        _quiet_libraries()
+        from paceline.evaluation import evaluate, for_evaluation
+
+        config = for_evaluation(self.config, samples)
+        return Background(evaluate(config, progress, self.reward, self.environment, self.rows))
+
+
+class _Observers:
+    """The display, if there is one, and the program that watches the run."""
+
+    def __init__(self, others: Sequence[Observer], watch: Callable[[Step], None]) -> None:
+        self._others, self._watch = others, watch
+
+    def step_done(self, step: int, metrics: Metrics, groups: Sequence[Group]) -> None:
+        for other in self._others:
+            other.step_done(step, metrics, groups)
+        self._watch(Step(step, metrics["reward/mean"], metrics, groups))
+
+    def engines_polled(self, engines: Sequence[EngineStats], queue_utilization: float) -> None:
+        for other in self._others:
+            other.engines_polled(engines, queue_utilization)
+
+
+def _terminal(config: RunConfig) -> "Terminal":
+    from paceline.observe.terminal import Terminal
+
+    return Terminal(config)
+
+
+def _quiet_libraries() -> None:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -1,0 +1,55 @@
+"""The console during a run: what is being loaded, then the display, then the summary."""
+
+from typing import Any
+
+from rich.console import Console
+
+from paceline.config import RunConfig
+from paceline.observe.display import Display, print_summary
+
+
+class Terminal:
+    """What `paceline train` and `paceline.train` show."""
+
+    def __init__(self, config: RunConfig, console: Console | None = None) -> None:
+        self._config, self._console = config, console or Console()
+        self._status = self._console.status("loading torch and transformers …")
+        self._display: Display | None = None
+
+    def __enter__(self) -> "Terminal":
+        self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
+        if self._display:
+            self._display.__exit__(None, None, None)
+
+    def warming_up(self, step: int, total: int) -> None:
+        self._status.update(f"warming up the tiny model (only once): step {step} of {total} …")
+
+    def starting(self) -> None:
+        text = "loading the model and starting the workers …"
+        self._status.update(text)
+        if not self._console.is_terminal:
+            self._console.print(text)
+
+    def display(self, first_step: int) -> Display:
+        self._status.stop()
+        config = self._config
+        data = config.data.task or config.data.path or "rows of the program"
+        title = f"{config.run_dir}: {config.algorithm.name}, {data}"
+        staleness = config.schedule.max_staleness
+        self._display = Display(self._console, title, config.steps, first_step, staleness)
+        return self._display.__enter__()
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        self.__exit__()
+        if self._display is None:
+            self._console.print(
+                f"{self._config.run_dir} is complete: {summary['steps']} of {self._config.steps} "
+                "steps. Raise steps to continue; to start over: --fresh, or fresh=True in Python",
+                highlight=False,
+                soft_wrap=True,
+            )
+        print_summary(self._console, summary, self._config.run_dir)

@@ -1,0 +1,100 @@
+"""Coroutines on a thread: results, errors, cancellation and the end of the program."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from paceline.background import Background
+
+
+async def _forever(started: threading.Event, cleaned: threading.Event) -> None:
+    try:
+        started.set()
+        await asyncio.Event().wait()
+    finally:
+        await asyncio.to_thread(cleaned.set)
+
+
+def test_result_is_returned_in_running_event_loop() -> None:
+    async def double(number: int) -> int:
+        return 2 * number
+
+    async def notebook() -> int:
+        return Background(double(21)).result()  # blocks, as a cell of a notebook does
+
+    assert asyncio.run(notebook()) == 42
+
+
+def test_error_is_raised_with_its_type() -> None:
+    async def fail() -> None:
+        raise KeyError("lost")
+
+    with pytest.raises(KeyError, match="lost"):
+        Background(fail()).result()
+
+
+def test_cancel_waits_for_clean_up() -> None:
+    started, cleaned = threading.Event(), threading.Event()
+    running = Background(_forever(started, cleaned))
+    assert started.wait(10)
+    running.cancel()
+    assert cleaned.is_set()
+    with pytest.raises(asyncio.CancelledError):
+        running.result()
+
+
+def test_cancelled_caller_cancels_coroutine() -> None:
+    started, cleaned = threading.Event(), threading.Event()
+
+    async def caller() -> None:
+        await Background(_forever(started, cleaned)).wait()
+
+    async def main() -> None:
+        task = asyncio.create_task(caller())
+        await asyncio.to_thread(started.wait, 10)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert cleaned.is_set()
+
+
+def test_end_returns_result_of_coroutine() -> None:
+    event = asyncio.Event()
+
+    async def until() -> str:
+        await event.wait()
+        return "ended"
+
+    running = Background(until())
+    running.end(event.set)
+    assert running.result() == "ended"
+    running.end(event.set)  # has no effect after the end
+
+
+@pytest.mark.parametrize(("ask", "expected"), [("", "cleaned"), ("running.end(event.set)", "done")])
+def test_program_end_cancels_or_waits(ask: str, expected: str) -> None:
+    program = f"""
+import asyncio, threading
+from paceline.background import Background
+event, started = asyncio.Event(), threading.Event()
+async def work():
+    try:
+        started.set()
+        await event.wait()
+        await asyncio.to_thread(print, "done")
+    except asyncio.CancelledError:
+        await asyncio.to_thread(print, "cleaned")
+        raise
+running = Background(work())
+started.wait()
+{ask}
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert found.stdout.strip() == expected

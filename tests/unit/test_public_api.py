@@ -1,0 +1,98 @@
+"""The public API: every name and signature, so that a change of one is a decision."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import paceline
+from paceline import errors
+
+ARGUMENTS = "recipe, *, model, data, reward"
+SIGNATURES = {
+    "train": f"{ARGUMENTS}, steps, environment, fresh, display, **settings",
+    "train_async": f"{ARGUMENTS}, steps, environment, fresh, display, **settings",
+    "steps": f"{ARGUMENTS}, steps, environment, fresh, display, **settings",
+    "evaluate": f"{ARGUMENTS}, samples, environment, **settings",
+    "evaluate_async": f"{ARGUMENTS}, samples, environment, **settings",
+    "load_config": "recipe, overrides, values",
+    "Run": "run_dir, summary",
+    "Step": "step, reward, metrics, groups",
+}
+MEMBERS = {
+    "Run": {"run_dir", "summary", "checkpoint", "metrics"},
+    "Step": {"step", "reward", "metrics", "groups"},
+    "Steps": {"run", "stop"},
+}
+TYPES = {"RunConfig", "PacelineError", "Environment", "Generate"}
+TYPES |= {"Batch", "Completion", "Group", "Prompt", "Score", "Steps", "Trajectory", "Turn"}
+DEFAULTS = {"display": True, "fresh": False, "samples": 1, "overrides": ()}
+
+
+def names_of(function: object) -> str:
+    names, star = [], False
+    for parameter in inspect.signature(function).parameters.values():  # type: ignore[arg-type]
+        if parameter.kind is parameter.KEYWORD_ONLY and not star:
+            names.append("*")
+            star = True
+        names.append(
+            f"**{parameter.name}" if parameter.kind is parameter.VAR_KEYWORD else parameter.name
+        )
+    return ", ".join(names)
+
+
+def test_package_exports_exactly_public_names() -> None:
+    assert set(paceline.__all__) == {*SIGNATURES, *TYPES, "__version__"}
+    assert all(hasattr(paceline, name) for name in paceline.__all__)
+    assert set(paceline.__all__) <= set(dir(paceline))
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_public_signature_is_pinned(name: str) -> None:
+    assert names_of(getattr(paceline, name)) == SIGNATURES[name]
+
+
+@pytest.mark.parametrize(
+    "name", ["train", "train_async", "evaluate", "evaluate_async", "load_config"]
+)
+def test_public_defaults_are_pinned(name: str) -> None:
+    for parameter in inspect.signature(getattr(paceline, name)).parameters.values():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            assert parameter.default == DEFAULTS.get(parameter.name)
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_public_members_are_pinned(name: str) -> None:
+    kind = getattr(paceline, name)
+    members = {*dir(kind), *getattr(kind, "__dataclass_fields__", ())}
+    assert {member for member in members if not member.startswith("_")} == MEMBERS[name]
+
+
+def test_errors_are_those_of_exit_code_table() -> None:
+    kinds = {name for name, kind in vars(errors).items() if inspect.isclass(kind)}
+    assert all(issubclass(getattr(errors, name), paceline.PacelineError) for name in kinds)
+    assert all(name in (errors.__doc__ or "") for name in kinds)
+
+
+def test_unknown_name_is_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'tarin'"):
+        paceline.tarin  # noqa: B018
+
+
+def test_import_is_quick_and_loads_no_torch() -> None:
+    program = (
+        "import sys, time; start = time.process_time(); import paceline; "
+        "took = time.process_time() - start; "
+        "heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'rich'} & set(sys.modules); "
+        "assert not heavy, heavy; assert took <= 0.2, took"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_functions_keep_their_names_after_import_of_implementation() -> None:
+    import paceline.evaluation
+    import paceline.run
+    import paceline.training.checkpoint
+
+    assert callable(paceline.train) and callable(paceline.evaluate) and callable(paceline.steps)
