@@ -1,15 +1,11 @@
-"""Training from a Python program, with a reward function and an observer defined in the program.
+"""Training from a Python program, with a reward function and a stop rule of the program.
 
-    python examples/custom_program.py
-
-In a notebook, write `await train(...)` instead of `asyncio.run(train(...))`.
+python examples/custom_program.py
 """
 
-import asyncio
 from typing import Any
 
-from paceline.config import load_config
-from paceline.run import train
+import paceline
 
 
 def score(completion: str, row: dict[str, Any]) -> dict[str, float]:
@@ -18,19 +14,17 @@ def score(completion: str, row: dict[str, Any]) -> dict[str, float]:
     return {"reward": correct - 0.01 * len(completion), "correct": correct}
 
 
-class StepPrinter:
-    """Observer that prints one line per train step."""
-
-    def step_done(self, step: int, metrics: dict[str, float], groups: Any) -> None:
-        reward, correct = metrics["reward/mean"], metrics["reward_component/correct"]
-        print(f"step {step}: reward {reward:.2f}, correct {correct:.0%}")
-
-    def engines_polled(self, engines: Any, queue_utilization: float) -> None:
-        """Receive engine statistics and the fill level of the queue, once per second."""
+def main(**settings: Any) -> paceline.Run:
+    steps = paceline.steps(data="reverse:3", reward=score, steps=50, **settings)
+    for step in steps:
+        correct = step.metrics["reward_component/correct"]
+        print(f"step {step.step}: reward {step.reward:.2f}, correct {correct:.0%}")
+        if correct > 0.8:
+            break
+    return steps.stop()  # waits for the last checkpoint
 
 
 if __name__ == "__main__":
-    config = load_config("recipes/hybrid.toml", ["steps=20", "run_dir=runs/custom_program"])
-    summary = asyncio.run(train(config, lambda first_step: StepPrinter(), fresh=True, reward=score))
-    print(f"reward {summary['reward_first']:.2f} -> {summary['reward_last']:.2f}")
-    print(f"checkpoints: {config.run_dir}/checkpoints")
+    run = main(run_dir="runs/custom_program", fresh=True)
+    print(f"reward {run.summary['reward_first']:.2f} -> {run.summary['reward_last']:.2f}")
+    print(f"trained model: {run.checkpoint}")

@@ -1,27 +1,36 @@
-"""Training from a Python program that supplies the reward, the agent loop and the observer."""
+"""Training from a Python program: the public API with objects of the program."""
 
 import asyncio
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import paceline
+from examples import custom_program
 from examples.custom_environment import TwoTries
-from examples.custom_program import StepPrinter, score
-from paceline.config import load_config
-from paceline.run import train
 from tests.models import random_model
 
 README = Path(__file__).parents[2] / "README.md"
-SMALL = [
-    "steps=2",
-    "groups_per_step=2",
-    "group_size=2",
-    "rollout.max_response_length=4",
-    "placement.threads=1",
-]
+SMALL: dict[str, Any] = {
+    "groups_per_step": 2,
+    "group_size": 2,
+    "rollout.max_response_length": 4,
+    "placement.threads": 1,
+}
+ROWS = [{"prompt": f"say {number}", "answer": str(number)} for number in range(4)]
+
+
+def score(completion: str, row: dict[str, Any]) -> float:
+    return float(row["answer"] in completion)
 
 
 @pytest.fixture(scope="module")
@@ -29,31 +38,218 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return random_model(tmp_path_factory.mktemp("model"))
 
 
-def test_train_uses_reward_environment_and_observer_of_program(model: str, tmp_path: Path) -> None:
-    data = ["data.task=copy:3", "data.max_prompt_length=64"]
-    config = load_config(None, [f"model={model}", f"run_dir={tmp_path}", *data, *SMALL])
-    steps: list[int] = []
+@pytest.fixture
+def small(model: str, tmp_path: Path) -> dict[str, Any]:
+    return SMALL | {"model": model, "run_dir": str(tmp_path / "run"), "display": False}
 
-    class Counter(StepPrinter):
-        def step_done(self, step: int, metrics: dict[str, float], groups: object) -> None:
-            super().step_done(step, metrics, groups)
-            steps.append(step)
 
-    summary = asyncio.run(train(config, lambda _: Counter(), reward=score, environment=TwoTries))
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert summary["steps"] == 2 and steps == [1, 2]
-    assert all(row["reward_component/correct"] == 0.0 for row in rows)
-    assert all(row["rollout/length_mean"] == 8 for row in rows), "two tries of four tokens each"
-    assert max(row["train/logprob_diff_max"] for row in rows) < 1e-3, "contexts differ"
+def test_train_uses_environment_and_reward_of_program(small: dict[str, Any]) -> None:
+    run = paceline.train(
+        data={"task": "copy:3", "max_prompt_length": 64},
+        reward=custom_program.score,
+        environment=TwoTries,
+        steps=2,
+        **small,
+    )
+    assert run.summary["steps"] == 2 and [row["step"] for row in run.metrics] == [1, 2]
+    assert all(row["reward_component/correct"] == 0.0 for row in run.metrics)
+    assert all(row["rollout/length_mean"] == 8 for row in run.metrics), "two tries of four tokens"
+    assert max(row["train/logprob_diff_max"] for row in run.metrics) < 1e-3, "contexts differ"
+    assert (run.checkpoint / "config.json").exists()
+
+
+def generator() -> Iterator[dict[str, Any]]:
+    yield from ROWS * 10
+
+
+@pytest.mark.parametrize("rows", [ROWS, tuple(ROWS), generator()], ids=["list", "tuple", "stream"])
+def test_train_accepts_rows_of_program(small: dict[str, Any], rows: Any) -> None:
+    run = paceline.train(data=rows, reward=score, steps=2, **small)
+    assert run.summary["ledger"]["trained"] == 4
+
+
+def test_train_accepts_weighted_rewards(small: dict[str, Any]) -> None:
+    def short(completion: str, row: dict[str, Any]) -> float:
+        return 1.0
+
+    run = paceline.train(data=ROWS, reward=[(score, 1.0), (short, 0.5)], steps=1, **small)
+    [row] = run.metrics
+    assert row["reward_component/short"] == 1.0
+    assert row["reward/mean"] == pytest.approx(row["reward_component/score"] + 0.5)
+
+
+def test_steps_are_watched_and_stopped(small: dict[str, Any]) -> None:
+    steps = paceline.steps(data="copy:3", steps=10_000, **small)
+    for step in steps:
+        assert len(step.groups) == 2 and step.metrics["reward/mean"] == step.reward
+        if step.step == 3:
+            break
+    run = steps.stop()
+    assert 3 <= run.summary["steps"] < 10_000
+    assert run.checkpoint.exists()
+    assert len(run.metrics) == run.summary["steps"]
+
+
+def test_steps_resume_stopped_run(small: dict[str, Any]) -> None:
+    first = paceline.steps(data="copy:3", steps=8, **small)
+    next(first)
+    stopped = first.stop().summary["steps"]
+    later = [step.step for step in paceline.steps(data="copy:3", steps=stopped + 2, **small)]
+    assert later == [stopped + 1, stopped + 2]
+
+
+def test_async_functions_leave_event_loop_free(small: dict[str, Any]) -> None:
+    async def main() -> tuple[int, list[int], dict[str, Any]]:
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.01)
+                ticks += 1
+
+        ticking = asyncio.create_task(tick())
+        run = await paceline.train_async(data="copy:3", steps=2, **small)
+        more = {"steps": 4} | small
+        steps = [step.step async for step in paceline.steps(data="copy:3", **more)]
+        options = {name: value for name, value in small.items() if name != "display"}
+        options |= {"model": run.checkpoint, "data.limit": 2}
+        found = await paceline.evaluate_async(data="copy:3", **options)
+        ticking.cancel()
+        return ticks, steps, found
+
+    ticks, steps, found = asyncio.run(main())
+    assert ticks > 5 and steps == [3, 4] and found["prompts"] == 2
+
+
+def test_train_works_in_running_event_loop(small: dict[str, Any]) -> None:
+    async def notebook() -> paceline.Run:
+        return paceline.train(data="copy:3", steps=1, **small)
+
+    assert asyncio.run(notebook()).summary["steps"] == 1
+
+
+def test_evaluate_scores_rows_with_function_of_program(small: dict[str, Any]) -> None:
+    del small["display"]
+    found = paceline.evaluate(data=ROWS, reward=lambda completion, row: 0.25, **small)
+    assert found["prompts"] == 4 and found["reward"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"stepz": 3}, "unknown setting 'stepz'; did you mean 'steps'?"),
+        ({"rollout": {"max_tokens": 3}}, "rollout.max_tokens"),
+        ({"data": "nothing.jsonl", "reward": "exact"}, "nothing.jsonl"),
+        ({"data": [{"question": "1"}], "reward": score}, "data.prompt_key=question"),
+        ({"data": [], "reward": score}, "no usable rows"),
+        ({"data": ROWS}, "reward.function"),
+        ({"data": ROWS, "reward": [score], "reward.weights": [1, 2]}, "reward.weights"),
+        ({"recipe": "hybrit"}, "hybrid"),
+    ],
+)
+def test_mistake_is_paceline_error(
+    small: dict[str, Any], arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(paceline.PacelineError) as caught:
+        paceline.train(**small | arguments)
+    assert message in str(caught.value)
+
+
+def test_settings_next_to_configuration_are_error(small: dict[str, Any]) -> None:
+    config = paceline.load_config(values={"model": small["model"], "data.task": "copy:3"})
+    with pytest.raises(paceline.PacelineError, match=r"pass them to paceline.load_config"):
+        paceline.train(config, steps=3)
+
+
+def test_error_of_reward_function_ends_run(small: dict[str, Any]) -> None:
+    def broken(completion: str, row: dict[str, Any]) -> float:
+        return row["missing"]  # type: ignore[no-any-return]
+
+    with pytest.raises(paceline.PacelineError, match=r"broken.*KeyError: 'missing'"):
+        paceline.train(data=ROWS, reward=broken, steps=1, **small)
+
+
+def test_hanging_reward_function_ends_run(small: dict[str, Any], tmp_path: Path) -> None:
+    """The whole program ends, too: no thread is waited for."""
+    program = f"""
+        import time, paceline
+        try:
+            paceline.train(data="copy:3", reward=lambda c, r: time.sleep(1000), **{small!r},
+                           **{{"reward.timeout_s": 0.5}})
+        except paceline.PacelineError as error:
+            print(error)
+    """
+    found = run_program(program, tmp_path)
+    assert "no reply within 0.5 s (reward.timeout_s)" in found.stdout
+
+
+def test_program_needs_no_main_guard(small: dict[str, Any], tmp_path: Path) -> None:
+    """The trainer is a separate process here, and the loss travels there from the program."""
+    program = f"""
+        import paceline
+
+        def loss(logprobs, proximal, advantages, rows):
+            return -advantages * (logprobs - proximal).exp()
+
+        settings = {small!r}
+        run = paceline.train(data="copy:3", steps=2, algorithm={{"loss": loss}},
+                             placement={{"rollout": "other"}}, **settings)
+        print(run.summary["steps"], "steps")
+    """
+    assert run_program(program, tmp_path).stdout.endswith("2 steps\n")
+
+
+def test_control_c_ends_program_and_its_processes(small: dict[str, Any], tmp_path: Path) -> None:
+    program = f"""
+        import paceline
+        for step in paceline.steps(data="copy:3", steps=100000, **{small!r}):
+            print(step.step, flush=True)
+    """
+    (tmp_path / "program.py").write_text(textwrap.dedent(program))
+    started = subprocess.Popen(
+        [sys.executable, "program.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    )
+    assert started.stdout is not None
+    assert started.stdout.readline() == "1\n"
+    started.send_signal(signal.SIGINT)
+    started.stdout.read()
+    assert started.wait(60) != 0
+
+
+def test_python_c_trains(small: dict[str, Any], tmp_path: Path) -> None:
+    program = f"import paceline; paceline.train(data='copy:3', steps=1, **{small!r})"
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, timeout=120)
+
+
+def run_program(program: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    (folder / "program.py").write_text(textwrap.dedent(program))
+    return subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+
+
+def test_example_program_trains(small: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    del small["model"]
+    run = custom_program.main(**small | {"group_size": 4})
+    assert run.checkpoint.exists() and "step 1: reward" in capsys.readouterr().out
 
 
 def test_readme_program_trains(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = re.search(r"```python\n(import asyncio\n.*?)```", README.read_text(), re.DOTALL)
+    found = re.search(r"```python\n(import paceline\n.*?)```", README.read_text(), re.DOTALL)
     assert found
+    settings = ", ".join(f"{name!r}: {value!r}" for name, value in SMALL.items())
     program = found[1].replace("Qwen/Qwen2.5-0.5B-Instruct", model)
-    program = program.replace("*fully_async]", f"*fully_async, *{SMALL!r}]")
+    program = program.replace("steps=200", f"steps=2, **{{{settings}}}")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "say 1", "answer": "1"}\n')
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     exec(program, names)
-    assert names["summary"]["steps"] == 2
+    assert names["run"].summary["steps"] == 2
+    assert json.loads((names["run"].checkpoint / "config.json").read_text())["architectures"]
+    assert os.path.isdir("runs/default")

@@ -400,6 +400,25 @@ def test_deadlines_stay_when_resumed_while_draining() -> None:
         run_virtual(scenario())
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("after_s", [0.0, 0.5, 5.0, 20.0, 40.0])
+def test_stop_ends_run_after_current_step_with_checkpoint(mode: str, after_s: float) -> None:
+    async def scenario() -> World:
+        world = World(schedule=MODES[mode], steps=1000)
+        loop = world.build()
+        run = asyncio.create_task(loop.run())
+        await asyncio.sleep(after_s)
+        step = loop.step
+        loop.stop()
+        await run
+        assert loop.step <= step + 1, "a new step was started"
+        assert world.saves == ([loop.step] if loop.step else [])
+        return world
+
+    world = run_virtual(scenario())
+    assert len(world.observer.groups) == 3 * len(world.observer.rows)
+
+
 def test_resumed_run_trains_unfinished_prompts_first_and_once() -> None:
     for seed in range(50):
         first = random_world(seed, MODES["async swap"])
