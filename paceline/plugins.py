@@ -56,6 +56,15 @@ class Plugin:
             f"got {code!r}"
         )
 
+    def check(self, group: str, known: Collection[str] = ()) -> None:
+        """Raise PluginError if a file or an entry point does not exist. Nothing is imported."""
+        origin, colon, _ = self._name.rpartition(":")
+        if self._code is None and self._sent is None:
+            if not colon:
+                _entry_point(self._name, group, known)
+            elif origin.endswith(".py"):
+                _existing(Path(origin).expanduser())
+
     def load(self, group: str, known: Collection[str] = ()) -> Callable[..., Any]:
         """Return the code; a name without ":" is an entry point of `group`.
 
@@ -76,22 +85,10 @@ class Plugin:
             return _unpickled(self._name, self._sent)
         if ":" in self._name:
             return find_callable(self._name, self._sent)
-        from importlib.metadata import entry_points  # takes 40 ms
-
-        registered = {e.name: e for e in entry_points(group=group)}
-        if self._name in registered:
-            found = registered[self._name].load()
-            if callable(found):
-                return found
+        found = _entry_point(self._name, group, known).load()
+        if not callable(found):
             raise PluginError(f"entry point {self._name!r} of {group!r} is not a function")
-        names = [*known, *registered]
-        close = difflib.get_close_matches(self._name, names, n=1)
-        raise PluginError(
-            f"no entry point {self._name!r} in the group {group!r}"
-            + (f"; did you mean {close[0]!r}?" if close else ".")
-            + (f" Known: {', '.join(names)}." if names else "")
-            + " Write a custom function as 'file.py:function' or 'module:function'."
-        )
+        return found
 
     def __str__(self) -> str:
         return self._name
@@ -132,6 +129,28 @@ class Plugin:
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> dict[str, Any]:
         return {"type": "string"}
+
+
+def _entry_point(name: str, group: str, known: Collection[str]) -> Any:
+    from importlib.metadata import entry_points  # takes 40 ms
+
+    registered = {e.name: e for e in entry_points(group=group)}
+    if name in registered:
+        return registered[name]
+    names = [*known, *registered]
+    close = difflib.get_close_matches(name, names, n=1)
+    raise PluginError(
+        f"{name!r} is neither a built-in name nor an entry point of {group!r}"
+        + (f"; did you mean {close[0]!r}?" if close else ".")
+        + (f" Known: {', '.join(names)}." if names else "")
+        + " Write a custom function as 'file.py:function' or 'module:function'."
+    )
+
+
+def _existing(file: Path) -> Path:
+    if not file.is_file():
+        raise PluginError(f"no file {str(file)!r} (relative paths start at {os.getcwd()})")
+    return file
 
 
 def _name_of(code: Callable[..., Any]) -> str:
@@ -234,8 +253,8 @@ def _load_module(name: str) -> Any:
 
 
 def _load_file(file: Path, text: str | None = None) -> Any:
-    if not file.is_file() and text is None:
-        raise PluginError(f"no file {str(file)!r} (relative paths start at {os.getcwd()})")
+    if text is None:
+        _existing(file)
     sys.path.insert(0, str(file.resolve().parent))  # so that it can import modules next to it
     if text is not None and not file.is_file():
         module = ModuleType(file.stem)

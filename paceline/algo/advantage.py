@@ -12,9 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.algo.custom import custom_advantage
 from paceline.algo.settings import AlgorithmSettings
 from paceline.algo.tolerance import uniform
 from paceline.errors import ConfigError
+from paceline.plugins import Plugin
 from paceline.types import Batch, FloatArray
 
 EPSILON = 1e-6  # keeps a standard deviation of 0 from dividing by 0
@@ -113,7 +115,10 @@ def advantages(
             "advantage = 'gae' needs the critic's values, but there are none: configure a critic"
         )
     returns = None
-    if settings.advantage in ("gae", "return"):
+    if isinstance(settings.advantage, Plugin):
+        custom = custom_advantage(settings.advantage, total_rewards(batch), batch, settings)
+        per_token = torch.from_numpy(custom)
+    elif settings.advantage in ("gae", "return"):
         per_token, returns = _token_advantages(batch, settings, values)
     else:
         per_row = row_advantages(batch, settings).numpy()
@@ -126,18 +131,24 @@ def advantages(
     return replace(batch, returns=returns.numpy().astype(np.float32), values=values)
 
 
-def row_advantages(batch: Batch, settings: AlgorithmSettings) -> Tensor:
-    """Return one advantage per completion, from its total reward: [R]."""
-    row = np.repeat(np.arange(batch.num_rows), batch.lengths)
+def total_rewards(batch: Batch) -> NDArray[np.float64]:
+    """Return the reward of each completion, including those of its tokens: [R]."""
     total = batch.rewards.astype(np.float64)
     if batch.token_rewards is not None:
+        row = np.repeat(np.arange(batch.num_rows), batch.lengths)
         total += np.bincount(row, batch.token_rewards.astype(np.float64), batch.num_rows)
-    rewards, groups = torch.from_numpy(total), torch.from_numpy(batch.groups)
+    return total
+
+
+def row_advantages(batch: Batch, settings: AlgorithmSettings) -> Tensor:
+    """Return one advantage per completion, from its total reward: [R]."""
+    rewards, groups = torch.from_numpy(total_rewards(batch)), torch.from_numpy(batch.groups)
     result: Tensor
     match settings.advantage:
         case "leave_one_out":
             result = minus_mean_of_others(rewards, groups)
         case "length_weighted":
+            row = np.repeat(np.arange(batch.num_rows), batch.lengths)
             lengths = np.bincount(row, batch.mask, batch.num_rows)
             result = minus_length_weighted_mean(rewards, groups, torch.from_numpy(lengths))
         case "greedy":

@@ -17,10 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.algo.custom import custom_weights
 from paceline.algo.kl import k3
 from paceline.algo.ratio import probability_ratio
 from paceline.algo.rows import row_mean, row_sum
 from paceline.algo.settings import AlgorithmSettings
+from paceline.plugins import Plugin
 
 # A difference of log-probs of the same version that only low precision explains.
 OUTLIER_DIFF = 0.2
@@ -82,6 +84,9 @@ def importance_weights(log_weight: Tensor, rows: Tensor, s: AlgorithmSettings) -
             masked = (ratio < low) | (ratio > high)
         case "m2po":
             masked = ~second_moment_kept(log_weight, s.m2_threshold)
+        case Plugin():
+            values = custom_weights(s.correction, log_weight, rows, s)
+            masked, truncated = values == 0, ~torch.isclose(values, ratio)
     if s.reject_range is not None:
         mean = probability_ratio(row_mean(log_weight, rows))
         masked = masked | (mean < s.reject_range[0]) | (mean > s.reject_range[1])

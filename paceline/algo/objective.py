@@ -7,9 +7,11 @@ the log-probs that ratios are taken against. `advantages` already include off-po
 import torch
 from torch import Tensor
 
+from paceline.algo.custom import custom_loss
 from paceline.algo.ratio import probability_ratio
 from paceline.algo.rows import row_mean
 from paceline.algo.settings import AlgorithmSettings, Range
+from paceline.plugins import Plugin
 
 
 def clipped_objective(
@@ -66,6 +68,8 @@ def objective(
     logprobs: Tensor, proximal: Tensor, advantages: Tensor, rows: Tensor, s: AlgorithmSettings
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of each token for the selected objective, and where it is clipped."""
+    if isinstance(s.loss, Plugin):
+        return custom_loss(s.loss, logprobs, proximal, advantages, rows, s)
     log_ratio = logprobs - proximal
     match s.loss:
         case "clip":

@@ -4,11 +4,12 @@ A preset (`name`) gives the defaults; every part of it can be changed.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from paceline.algo.presets import PRESETS
+from paceline.plugins import Plugin
 from paceline.settings import Settings
 
 Advantage = Literal["gae", "group", "leave_one_out", "greedy", "length_weighted", "return"]
@@ -18,6 +19,17 @@ Correction = Literal["none", "truncate", "mask", "icepop", "m2po"]
 Estimator = Literal["k1", "k2", "k3"]
 Range = tuple[float, float]
 
+BUILT_IN: dict[str, tuple[str, ...]] = {
+    "advantage": get_args(Advantage),
+    "loss": get_args(Loss),
+    "correction": get_args(Correction),
+}
+GROUPS = {
+    "advantage": "paceline.advantages",
+    "loss": "paceline.losses",
+    "correction": "paceline.corrections",
+}
+CUSTOM = "a custom function"
 CORRECTION_RANGES: dict[str, Range] = {
     "truncate": (0.0, 2.0),
     "mask": (0.5, 2.0),
@@ -42,16 +54,17 @@ class AlgorithmSettings(Settings):
         "pg",
     ] = "grpo"
     """Algorithm preset. It sets the defaults below; explicit settings override it."""
-    advantage: Advantage = "group"
+    advantage: Advantage | Plugin = Field("group", union_mode="left_to_right")
     """gae: critic; group: reward minus the group mean; leave_one_out: minus the mean of the other
     rewards; greedy: minus the reward of the greedy completion; length_weighted: minus the
-    length-weighted group mean; return: sum of future rewards, no baseline."""
+    length-weighted group mean; return: sum of future rewards, no baseline. Or a custom function:
+    "file.py:function"."""
     normalize: Literal["none", "group", "batch"] = "group"
     """group: divide by the standard deviation of the group's rewards; batch: mean 0 and standard
-    deviation 1 over all trained tokens."""
-    loss: Loss = "clip"
+    deviation 1 over all trained tokens. Default with a custom advantage: none."""
+    loss: Loss | Plugin = Field("clip", union_mode="left_to_right")
     """clip: PPO; sequence_clip: ratio of the whole completion (GSPO); cispo: clipped weights;
-    sapo: soft gate; pg: plain policy gradient."""
+    sapo: soft gate; pg: plain policy gradient. Or a custom function: "file.py:function"."""
     clip_low: float = Field(0.2, ge=0, le=1)
     """Lower clip range: the probability ratio is clipped at 1 - clip_low."""
     clip_high: float = Field(0.2, ge=0)
@@ -71,9 +84,10 @@ class AlgorithmSettings(Settings):
     """Policy that ratios are taken against. behavior: the policy that sampled; recomputed: the
     trainer's policy at the start of the step, which costs a forward pass with several updates per
     step; interpolated: an estimate between the sampler and the current policy, by staleness."""
-    correction: Correction = "none"
-    """How the weight proximal / sampler of a token is bounded. A correction also sets
-    proximal = recomputed, unless proximal is set."""
+    correction: Correction | Plugin = Field("none", union_mode="left_to_right")
+    """How the weight proximal / sampler of a token is bounded: none, truncate, mask, icepop, m2po,
+    or a custom function: "file.py:function". A correction also sets proximal = recomputed, unless
+    proximal is set."""
     correction_level: Literal["token", "sequence"] = "token"
     """token: a weight per token; sequence: the product over the completion, for all its tokens."""
     correction_range: Range | None = None
@@ -123,13 +137,25 @@ class AlgorithmSettings(Settings):
         if not isinstance(data, Mapping):
             return data
         values = {**PRESETS.get(data.get("name", "grpo"), {}), **data}
+        if "advantage" in data and data["advantage"] not in BUILT_IN["advantage"]:
+            values["normalize"] = data.get("normalize", "none")
         if values.get("correction", "none") != "none" or values.get("reject_range") is not None:
             values.setdefault("proximal", "recomputed")
         elif values.get("proximal", "behavior") != "behavior":
             values.setdefault("correction", "truncate")
         if values.get("correction_range") is None:
-            values["correction_range"] = CORRECTION_RANGES.get(values.get("correction", "none"))
+            values["correction_range"] = CORRECTION_RANGES.get(str(values.get("correction")))
         return values
+
+    @field_validator("advantage", "loss", "correction", mode="before")
+    @classmethod
+    def _built_in_or_custom(cls, value: Any, info: ValidationInfo) -> Any:
+        name = str(info.field_name)
+        if isinstance(value, str) and value in BUILT_IN[name]:
+            return value
+        plugin = Plugin.of(value)
+        plugin.check(GROUPS[name], BUILT_IN[name])
+        return plugin
 
     @model_validator(mode="after")
     def _check_conflicts(self) -> Self:
@@ -142,9 +168,9 @@ class AlgorithmSettings(Settings):
                 "the weight proximal / sampler would be 1 for every token",
             ),
             (
-                self.correction == "m2po" and self.proximal == "interpolated",
+                self.corrects_whole_batch and self.proximal == "interpolated",
                 ("correction", "proximal"),
-                "m2po needs proximal = 'recomputed'",
+                "this correction needs proximal = 'recomputed'",
             ),
             (
                 self.correction in ("icepop", "m2po") and not token_level,
@@ -160,6 +186,11 @@ class AlgorithmSettings(Settings):
                 self.normalize == "group" and self.advantage == "greedy",
                 ("normalize", "advantage"),
                 "a group of equal rewards has standard deviation 0 but nonzero advantages",
+            ),
+            (
+                self.normalize == "group" and isinstance(self.advantage, Plugin),
+                ("normalize", "advantage"),
+                "a custom advantage is used as it is; use normalize = 'none' or 'batch'",
             ),
             (
                 self.kl_target is not None and self.kl_coef == 0,
@@ -188,11 +219,13 @@ class AlgorithmSettings(Settings):
         """Reject settings without effect: ignoring them would hide a misunderstanding."""
         for name, other, effective in EFFECTIVE_WITH:
             default = PRESETS[self.name].get(name, type(self).model_fields[name].default)
-            if getattr(self, name) != default and getattr(self, other) not in effective:
+            value = getattr(self, other)
+            kind = CUSTOM if isinstance(value, Plugin) else value
+            if getattr(self, name) != default and kind not in effective:
+                choices = [choice if choice is CUSTOM else repr(choice) for choice in effective]
                 raise ValueError(
-                    f"{name} = {getattr(self, name)!r} has no effect with "
-                    f"{other} = {getattr(self, other)!r}: it is used only with "
-                    f"{other} = {' or '.join(map(repr, effective))}"
+                    f"{name} = {getattr(self, name)!r} has no effect with {other} = {value!r}: "
+                    f"it is used only with {other} = {' or '.join(choices)}"
                 )
         return self
 
@@ -214,22 +247,28 @@ class AlgorithmSettings(Settings):
         return self.advantage in ("group", "leave_one_out", "length_weighted")
 
     @property
+    def corrects_whole_batch(self) -> bool:
+        """Whether the weight of a token may depend on all tokens of the batch."""
+        return self.correction == "m2po" or isinstance(self.correction, Plugin)
+
+    @property
     def updates_per_step(self) -> int:
         return self.epochs * self.mini_batches
 
 
-# A setting, another setting, and the values of the other with which the first has an effect.
+# A setting, another setting, and the values of the other with which the first has an effect. A
+# custom function gets the settings, so it may use those of the part that it replaces.
 EFFECTIVE_WITH: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("dual_clip", "loss", ("clip",)),
-    ("sapo_temperatures", "loss", ("sapo",)),
-    ("clip_low", "loss", ("clip", "sequence_clip", "cispo")),
-    ("clip_high", "loss", ("clip", "sequence_clip", "cispo")),
+    ("dual_clip", "loss", ("clip", CUSTOM)),
+    ("sapo_temperatures", "loss", ("sapo", CUSTOM)),
+    ("clip_low", "loss", ("clip", "sequence_clip", "cispo", CUSTOM)),
+    ("clip_high", "loss", ("clip", "sequence_clip", "cispo", CUSTOM)),
     ("constant_length", "aggregation", ("constant",)),
-    ("correction_range", "correction", ("truncate", "mask", "icepop")),
-    ("correction_level", "correction", ("truncate", "mask", "icepop")),
-    ("m2_threshold", "correction", ("m2po",)),
-    ("gamma", "advantage", ("gae", "return")),
-    ("lam", "advantage", ("gae",)),
+    ("correction_range", "correction", ("truncate", "mask", "icepop", CUSTOM)),
+    ("correction_level", "correction", ("truncate", "mask", "icepop", CUSTOM)),
+    ("m2_threshold", "correction", ("m2po", CUSTOM)),
+    ("gamma", "advantage", ("gae", "return", CUSTOM)),
+    ("lam", "advantage", ("gae", CUSTOM)),
     ("value_clip", "advantage", ("gae",)),
     ("critic_warmup", "advantage", ("gae",)),
     ("overlong_buffer", "overlong", ("penalty",)),

@@ -60,8 +60,8 @@ class Actor:
             return {"lr": lr} | dict.fromkeys(zeros, 0.0)
         s = self._algorithm
         measured: Metrics = {}
-        several = s.updates_per_step > 1 or s.correction == "m2po"
-        corrected = s.proximal == "recomputed" and several
+        at_once = s.updates_per_step > 1 or s.corrects_whole_batch
+        corrected = s.proximal == "recomputed" and at_once
         if corrected:
             batch, measured = correct(batch, self.logprobs(batch), s, step)
         before = None if self._weights_have_changed else self._fingerprint()
