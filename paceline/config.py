@@ -8,16 +8,25 @@ import difflib
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import permutations
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import AliasChoices, BaseModel, Field, ValidationError, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from paceline.algo.settings import AlgorithmSettings
 from paceline.data.prompts import DataSettings
 from paceline.errors import ConfigError
 from paceline.placement import PlacementSettings, RaySettings
+from paceline.plugins import Plugin
 from paceline.queue.message_queue import QueueSettings
 from paceline.reward.reward import RewardSettings
 from paceline.rollout.fleet import FleetSettings
@@ -27,6 +36,8 @@ from paceline.settings import Settings
 from paceline.sync.settings import MISMATCH_LIMITS, SyncSettings
 from paceline.training.settings import TrainSettings
 from paceline.types import Role
+
+SINKS = "paceline.sinks"  # entry points of track
 
 
 class RunConfig(Settings):
@@ -58,6 +69,9 @@ class RunConfig(Settings):
     """Maximum seconds without a new token, group or train step before the run fails."""
     cluster: Literal["local", "ray"] = "local"
     """Where workers run: in processes of this machine, or on Ray."""
+    track: tuple[Plugin, ...] = ()
+    """Sinks that get the metrics of each step: custom functions or classes, as "file.py:function".
+    """
 
     data: DataSettings = DataSettings()
     reward: RewardSettings = RewardSettings()
@@ -70,6 +84,18 @@ class RunConfig(Settings):
     sync: SyncSettings = SyncSettings()
     placement: PlacementSettings = PlacementSettings()
     ray: RaySettings = RaySettings()
+
+    @field_validator("track", mode="before")
+    @classmethod
+    def _one_sink_is_a_list(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str | Plugin) or callable(value) else value
+
+    @field_validator("track")
+    @classmethod
+    def _known_sinks(cls, sinks: tuple[Plugin, ...]) -> tuple[Plugin, ...]:
+        for sink in sinks:
+            sink.check(SINKS)
+        return sinks
 
     @model_validator(mode="after")
     def _groups_are_consistent(self) -> "RunConfig":
@@ -205,7 +231,7 @@ class RunConfig(Settings):
 # what hardware and how it is observed, or fix what ended the run (too little memory, time or
 # workers). Data may move; its content is compared.
 MAY_CHANGE = {
-    *("run_dir", "steps", "save_every", "keep_checkpoints", "save_samples"),
+    *("run_dir", "steps", "save_every", "keep_checkpoints", "save_samples", "track"),
     *("step_timeout_s", "stall_timeout_s", "sync", "fleet", "cluster", "ray", "data.path"),
     *("train.backend", "train.tensor_parallel", "train.pipeline_parallel", "train.offload"),
     *("train.micro_batch_tokens", "train.gradient_checkpointing"),
@@ -213,8 +239,8 @@ MAY_CHANGE = {
     *("rollout.slots", "rollout.kv_memory_fraction", "rollout.generation_timeout"),
     *("rollout.max_failed_groups", "reward.timeout_s", "reward.workers"),
 }
-# Pairs that exclude each other: one on the command line replaces the other in the recipe.
-ALTERNATIVES = (("data.task", "data.path"), ("reward.function", "reward.model"))
+# Settings that exclude each other: one on the command line replaces the others in the recipe.
+ALTERNATIVES = (("data.task", "data.path", "data.source"), ("reward.function", "reward.model"))
 
 
 def load_config(
@@ -258,8 +284,8 @@ def _read_recipe(path: Path) -> dict[str, Any]:
 
 def _drop_alternatives(values: dict[str, Any], given: set[str]) -> None:
     """Remove from a recipe what excludes a given setting."""
-    for pair in ALTERNATIVES:
-        for chosen, other in (pair, pair[::-1]):
+    for names in ALTERNATIVES:
+        for chosen, other in permutations(names, 2):
             section, name = other.split(".")
             if chosen in given and other not in given and isinstance(values[section], dict):
                 values[section].pop(name, None)

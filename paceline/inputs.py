@@ -7,10 +7,11 @@ from typing import Any
 
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from paceline.config import RunConfig
-from paceline.data.prompts import PromptSource
+from paceline.algo.custom import check_custom
+from paceline.config import SINKS, RunConfig
+from paceline.data.source import Prompts, open_source
 from paceline.data.tiny import resolve_model
-from paceline.errors import ModelError
+from paceline.errors import ConfigError, ModelError
 from paceline.model.loading import (
     load_config,
     load_generation_config,
@@ -19,6 +20,7 @@ from paceline.model.loading import (
 )
 from paceline.model.shape import position_limit
 from paceline.model.support import FAST, check_generates, is_fast
+from paceline.plugins import PluginError
 from paceline.reward.model import check_reward_model
 from paceline.rollout.vllm_settings import check_vllm
 
@@ -30,7 +32,7 @@ class Inputs:
     model_path: str
     tokenizer: PreTrainedTokenizerBase
     generation: GenerationConfig
-    source: PromptSource
+    source: Prompts
     identity: dict[str, Any]
 
 
@@ -40,9 +42,12 @@ def prepare_model(config: RunConfig, progress: Callable[[int, int], None] | None
 
 
 def load_inputs(config: RunConfig, rows: Iterable[Mapping[str, Any]] | None = None) -> Inputs:
+    """Load and check the inputs. `rows` of the program replace the prompts of the settings."""
+    check_custom(config.algorithm)
+    check_sinks(config)
     model_path = resolve_model(config.model, config.data.task)
     tokenizer = load_tokenizer(model_path)
-    source = PromptSource(config.data, tokenizer, config.seed)
+    source = open_source(config.data, tokenizer, config.seed, rows)
     identity = {
         "config": config.model_dump(mode="json"),
         "model": model_fingerprint(model_path),
@@ -57,7 +62,16 @@ def load_inputs(config: RunConfig, rows: Iterable[Mapping[str, Any]] | None = No
     return Inputs(model_path, tokenizer, load_generation_config(model_path), source, identity)
 
 
-def check_model(config: RunConfig, model_path: str, source: PromptSource) -> None:
+def check_sinks(config: RunConfig) -> None:
+    """Import every sink, so that a wrong name fails before the run starts."""
+    for sink in config.track:
+        try:
+            sink.load(SINKS)
+        except PluginError as problem:
+            raise ConfigError(f"track = {str(sink)!r}: {problem}") from problem
+
+
+def check_model(config: RunConfig, model_path: str, source: Prompts) -> None:
     """Raise ModelError if the model cannot do what the settings ask; warn if it does it badly."""
     model = load_config(model_path)
     text = model.get_text_config()
@@ -83,7 +97,7 @@ def check_model(config: RunConfig, model_path: str, source: PromptSource) -> Non
     _check_positions(model, source, response_length)
 
 
-def _check_positions(model: PretrainedConfig, source: PromptSource, response_length: int) -> None:
+def _check_positions(model: PretrainedConfig, source: Prompts, response_length: int) -> None:
     text, end = model.get_text_config(), position_limit(model)
     if end is not None and source.longest >= end:
         raise ModelError(

@@ -7,12 +7,13 @@ import difflib
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import pickle
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -129,6 +130,34 @@ class Plugin:
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> dict[str, Any]:
         return {"type": "string"}
+
+
+def accepted(function: Callable[..., Any], available: Collection[str]) -> list[str]:
+    """Return the names among `available` that a function takes as parameters.
+
+    Raises PluginError if it requires others.
+    """
+    expected = f"expected only parameters among {', '.join(available)}"
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        raise PluginError(f"has no readable signature; {expected}") from None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return list(available)
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    taken = {parameter.name for parameter in parameters if parameter.kind in by_name}
+    for parameter in parameters:
+        optional = parameter.default is not parameter.empty
+        if not (optional or parameter.kind is parameter.VAR_POSITIONAL) and (
+            parameter.name not in taken.intersection(available)
+        ):
+            raise PluginError(f"has the parameter {parameter.name!r}; {expected}")
+    return [name for name in available if name in taken]
+
+
+def call_by_name(function: Callable[..., Any], available: Mapping[str, Any]) -> Any:
+    """Call a function with those of the available values that it has parameters for."""
+    return function(**{name: available[name] for name in accepted(function, available)})
 
 
 def _entry_point(name: str, group: str, known: Collection[str]) -> Any:

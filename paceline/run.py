@@ -20,6 +20,7 @@ from paceline.observe.health import Health
 from paceline.observe.mismatch import MismatchMonitor
 from paceline.observe.recorder import Recorder, write_json
 from paceline.observe.samples import Samples
+from paceline.observe.sinks import open_sinks
 from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger
 from paceline.queue.message_queue import MessageQueue, MessageQueueClient
@@ -145,7 +146,8 @@ class _Run:
         ledger = Ledger(self._run_dir / "ledger.jsonl", start.ledger)
         stack.callback(ledger.close)
         display = make_display(start.step) if make_display else None
-        recorder = Recorder(self._run_dir, start.metrics_length, samples, display)
+        sinks = open_sinks(config.track, self._run_dir, self._inputs.identity["config"])
+        recorder = Recorder(self._run_dir, start.metrics_length, samples, display, sinks)
         stack.callback(recorder.close)
         queue = MessageQueue(config.max_queue_size, changed=fleet.changed)
         workers = unique_workers(self._workers)

@@ -5,10 +5,9 @@ Every failure is a ConfigError with the setting and the function, because the fu
 of a setting.
 """
 
-import inspect
 import os
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from paceline.algo.settings import BUILT_IN, GROUPS, AlgorithmSettings
 from paceline.errors import ConfigError
-from paceline.plugins import Plugin, PluginError
+from paceline.plugins import Plugin, PluginError, accepted
 from paceline.types import Batch
 
 PARAMETERS = {
@@ -156,26 +155,13 @@ def _load(setting: str, plugin: Plugin) -> Callable[..., Any]:
 
 
 def _wanted(
-    setting: str, plugin: Plugin, function: Callable[..., Any], available: Iterable[str]
+    setting: str, plugin: Plugin, function: Callable[..., Any], available: Collection[str]
 ) -> list[str]:
     """Return the names of the available values that the function takes."""
-    names = tuple(available)
     try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        _reject(setting, plugin, "has no readable signature", f"parameters {', '.join(names)}")
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return list(names)
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    taken = {p.name for p in parameters if p.kind in by_name}
-    for parameter in parameters:
-        required = parameter.default is parameter.empty and parameter.kind is not (
-            parameter.VAR_POSITIONAL
-        )
-        if required and parameter.name not in taken & set(names):
-            found = f"has the parameter {parameter.name!r}"
-            _reject(setting, plugin, found, f"only parameters among {', '.join(names)}")
-    return [name for name in names if name in taken]
+        return accepted(function, available)
+    except PluginError as problem:
+        raise ConfigError(f"{_name(setting, plugin)} {problem}") from problem
 
 
 def _reject(setting: str, plugin: Plugin, found: str, expected: str) -> NoReturn:

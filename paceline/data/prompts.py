@@ -1,4 +1,4 @@
-"""Stream of prompts from data files or a built-in task, with random access.
+"""Dataset of prompts from files, a built-in task or given rows, with random access.
 
 Without a curriculum, `source[seq]` is a pure function of (settings, seed, seq), so one integer is
 the cursor of a run and resuming is exact.
@@ -8,21 +8,21 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
-from jinja2 import TemplateError
 from numpy.typing import NDArray
 from pydantic import Field, field_validator, model_validator
 
-from paceline.data import chat
 from paceline.data.curriculum import load_curriculum
 from paceline.data.files import ParsedRow, find_files, read_files
+from paceline.data.rows import BadRow, RowTokenizer, TokenizedRow, check_columns
 from paceline.data.tasks import get_task
 from paceline.errors import ConfigError, DataError
+from paceline.plugins import Plugin
 from paceline.settings import Settings
 from paceline.types import Group, Prompt
 
@@ -31,28 +31,21 @@ if TYPE_CHECKING:  # importing transformers takes seconds, and --help needs only
 
 log = logging.getLogger(__name__)
 
-LIKELY_PROMPT_KEYS = (
-    "prompt",
-    "question",
-    "problem",
-    "messages",
-    "conversation",
-    "conversations",
-    "instruction",
-    "query",
-    "input",
-    "text",
-)
-TOKENIZER_BATCH = 1024  # texts
+Reads = Sequence[ParsedRow]
+GROUP = "paceline.sources"  # entry points of data.source
 SHOWN_BAD_ROWS = 5  # listed in a message; the rest are counted
 
 
 class DataSettings(Settings):
     task: str | None = None
-    """Built-in task, "name" or "name:difficulty", for example "sort:5". Set either task or path."""
+    """Built-in task, "name" or "name:difficulty", for example "sort:5". Set one of task, path and
+    source."""
     path: str | tuple[str, ...] | None = None
     """Prompt files: a path, a glob pattern, or a list of them. Formats: JSONL, JSON, CSV, TSV,
     Parquet, or a directory saved by the library `datasets`."""
+    source: Plugin | None = None
+    """Custom source of rows: "file.py:function". The function returns a list of dicts, or yields
+    them one by one, without an end if you like."""
     prompt_key: str = "prompt"
     """Column with the prompt: text or a list of chat messages. The reward function gets the whole
     row."""
@@ -81,22 +74,21 @@ class DataSettings(Settings):
     def _known_task(cls, spec: str | None) -> str | None:
         return spec if spec is None else get_task(spec).spec
 
+    @field_validator("source")
+    @classmethod
+    def _known_source(cls, source: Plugin | None) -> Plugin | None:
+        if source is not None:
+            source.check(GROUP)
+        return source
+
     @model_validator(mode="after")
-    def _task_or_path(self) -> Self:
-        if self.task is not None and self.path is not None:
-            raise ValueError(
-                f"task = {self.task!r} and path = {self.path!r} are both set; remove one of them"
-            )
+    def _one_origin(self) -> Self:
+        origins = {"task": self.task, "path": self.path, "source": self.source}
+        given = [f"{name} = {value!r}" for name, value in origins.items() if value is not None]
+        if len(given) > 1:
+            both = "both" if len(given) == 2 else "all"
+            raise ValueError(f"{' and '.join(given)} are {both} set; keep only one of them")
         return self
-
-
-@dataclass(frozen=True, slots=True)
-class BadRow:
-    where: str  # file and row number
-    problem: str
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.problem}"
 
 
 class PromptSource:
@@ -112,10 +104,18 @@ class PromptSource:
     """Hash of all prompts and rows; a run resumes only on the same data."""
 
     def __init__(
-        self, settings: DataSettings, tokenizer: "PreTrainedTokenizerBase", seed: int
+        self,
+        settings: DataSettings,
+        tokenizer: "PreTrainedTokenizerBase",
+        seed: int,
+        given: tuple[str, Reads] | None = None,
     ) -> None:
+        """`given`: rows that replace those of the settings, and their name in messages."""
         self._settings, self._seed = settings, seed
-        self._rows, self.bad_rows = _load(settings, tokenizer, seed)
+        origin, reads = given or _read(settings, seed)
+        if settings.task is None or given:
+            check_columns((read.row for read in reads), origin, settings.prompt_key)
+        self._rows, self.bad_rows = _load(settings, tokenizer, origin, reads)
         self.fingerprint = _fingerprint(self._rows)
         self._curriculum = (
             load_curriculum(settings.curriculum, len(self._rows), seed)
@@ -132,8 +132,7 @@ class PromptSource:
     def __getitem__(self, seq: int) -> Prompt:
         if seq < 0:
             raise IndexError(f"prompt {seq}: positions start at 0")
-        row = self._rows[self._row_at(seq)]
-        return Prompt(row.uid, tuple(row.tokens.tolist()), row.text, row.row)
+        return self._rows[self._row_at(seq)].prompt()
 
     def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Return every row with its location."""
@@ -181,57 +180,23 @@ class PromptSource:
         return np.argsort(keys, kind="stable")
 
 
-class _Unusable(Exception):
-    """The reason why a row cannot become a prompt."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    uid: str
-    where: str
-    text: str
-    tokens: NDArray[np.int32]
-    row: Mapping[str, Any]
-
-
 def _load(
-    settings: DataSettings, tokenizer: "PreTrainedTokenizerBase", seed: int
-) -> tuple[list[_Row], tuple[BadRow, ...]]:
-    use_chat = _use_chat(settings, tokenizer)
-    origin, reads = _read(settings, seed)
-    problems: dict[int, str] = {}
-    texts: dict[int, str] = {}
-    given: dict[int, Mapping[str, Any]] = {}
-    for i, read in enumerate(reads):
-        try:
-            text = _text(read, settings, tokenizer, use_chat)
-            given[i], texts[i] = _with_answer(read.row, settings.answer_key), text
-        except (_Unusable, TemplateError) as e:
-            problems[i] = str(e)
-        except (TypeError, ValueError, LookupError, AttributeError) as e:
-            problems[i] = f"the chat template failed: {type(e).__name__}: {e}"
-    rows: dict[str, _Row] = {}
-    for (i, text), tokens in zip(
-        texts.items(), _tokens(list(texts.values()), tokenizer, not use_chat), strict=True
-    ):
-        read = reads[i]
-        name = read.row.get("id")
-        uid = read.where if name is None else str(name)
-        if uid in rows:  # for example, several questions may share the id of their passage
-            uid = f"{uid} ({read.where})"
-        if not 0 < len(tokens) <= settings.max_prompt_length:
-            problems[i] = (
-                f"the prompt has {len(tokens)} tokens; "
-                f"data.max_prompt_length = {settings.max_prompt_length}"
-            )
-        else:
-            rows[uid] = _Row(uid, read.where, text, tokens, given[i])
-    bad = tuple(BadRow(reads[i].where, problems[i]) for i in sorted(problems))
+    settings: DataSettings, tokenizer: "PreTrainedTokenizerBase", origin: str, reads: Reads
+) -> tuple[list[TokenizedRow], tuple[BadRow, ...]]:
+    rows: dict[str, TokenizedRow] = {}
+    bad = []
+    for row in RowTokenizer(settings, tokenizer).tokenize(reads):
+        if isinstance(row, BadRow):
+            bad.append(row)
+            continue
+        if row.uid in rows:  # for example, several questions may share the id of their passage
+            row = replace(row, uid=f"{row.uid} ({row.where})")
+        rows[row.uid] = row
     _report(bad, len(rows), origin, settings)
-    return list(rows.values()), bad
+    return list(rows.values()), tuple(bad)
 
 
-def _read(settings: DataSettings, seed: int) -> tuple[str, Sequence[ParsedRow]]:
+def _read(settings: DataSettings, seed: int) -> tuple[str, Reads]:
     """Return the origin of the rows, and all rows."""
     if settings.task is not None:
         task = get_task(settings.task)
@@ -241,89 +206,13 @@ def _read(settings: DataSettings, seed: int) -> tuple[str, Sequence[ParsedRow]]:
         ]
     if settings.path is None:
         raise ConfigError(
-            "there are no prompts: set data.task (for example 'sort:5') "
-            "or data.path (for example 'prompts.jsonl')"
+            "there are no prompts: set data.task (for example 'sort:5'), data.path (for example "
+            "'prompts.jsonl') or data.source (for example 'rows.py:function')"
         )
     patterns = (settings.path,) if isinstance(settings.path, str) else settings.path
     files = find_files(patterns)
     origin = ", ".join(map(str, files[:3])) + (", ..." if len(files) > 3 else "")
-    reads = list(islice(read_files(files), settings.limit))
-    columns = dict.fromkeys(name for read in reads for name in read.row)
-    if columns and settings.prompt_key not in columns:
-        likely = next((name for name in LIKELY_PROMPT_KEYS if name in columns), "NAME")
-        raise DataError(
-            f"no column {settings.prompt_key!r} in {origin}; columns found: {', '.join(columns)}. "
-            f"Select the prompt column, for example data.prompt_key={likely}"
-        )
-    return origin, reads
-
-
-def _use_chat(settings: DataSettings, tokenizer: "PreTrainedTokenizerBase") -> bool:
-    use_chat = chat.has_template(tokenizer) if settings.chat is None else settings.chat
-    if use_chat and not chat.has_template(tokenizer):
-        raise ConfigError(
-            "data.chat = true, but the model's tokenizer has no chat template; "
-            "remove data.chat or use a chat model"
-        )
-    if settings.system is not None and not use_chat:
-        raise ConfigError(
-            "data.system is set, but prompts are not rendered with a chat template; "
-            "remove data.system or use a chat model"
-        )
-    return use_chat
-
-
-def _text(
-    read: ParsedRow, settings: DataSettings, tokenizer: "PreTrainedTokenizerBase", use_chat: bool
-) -> str:
-    """Return the prompt of a row as the text the model reads."""
-    key = settings.prompt_key
-    if read.problem:
-        raise _Unusable(read.problem)
-    if key not in read.row:
-        raise _Unusable(
-            f"no {key!r} (data.prompt_key); "
-            f"the row has {', '.join(map(repr, read.row)) or 'no columns'}"
-        )
-    prompt = read.row[key]
-    if not isinstance(prompt, str | list):
-        raise _Unusable(
-            f"{key!r} is {type(prompt).__name__}; expected text or a list of chat messages"
-        )
-    if isinstance(prompt, list) and not use_chat:
-        raise _Unusable(
-            f"{key!r} is a list of chat messages, "
-            "but data.chat is false or the tokenizer has no chat template"
-        )
-    problem = chat.message_problem(
-        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    )
-    if problem:
-        raise _Unusable(f"{key!r}: {problem}")
-    return chat.render(tokenizer, prompt, settings.system) if use_chat else str(prompt)
-
-
-def _with_answer(row: Mapping[str, Any], key: str | None) -> Mapping[str, Any]:
-    if key is None:
-        return row
-    value: Any = row
-    for name in [key] if key in row else key.split("."):
-        if not isinstance(value, Mapping) or name not in value:
-            raise _Unusable(
-                f"no {key!r} (data.answer_key); the row has {', '.join(map(repr, row))}"
-            )
-        value = value[name]
-    return {**row, "answer": value}
-
-
-def _tokens(
-    texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase", special: bool
-) -> Iterator[NDArray[np.int32]]:
-    """Tokenize in batches, because the other outputs of a tokenizer take 100 bytes per token."""
-    for start in range(0, len(texts), TOKENIZER_BATCH):
-        batch = texts[start : start + TOKENIZER_BATCH]
-        for tokens in tokenizer(batch, add_special_tokens=special)["input_ids"]:
-            yield np.array(tokens, np.int32)
+    return origin, list(islice(read_files(files), settings.limit))
 
 
 def _report(bad: Sequence[BadRow], good: int, origin: str, settings: DataSettings) -> None:
@@ -342,7 +231,7 @@ def _report(bad: Sequence[BadRow], good: int, origin: str, settings: DataSetting
         log.warning("left out %d of %d rows of %s:%s", len(bad), len(bad) + good, origin, shown)
 
 
-def _fingerprint(rows: Sequence[_Row]) -> str:
+def _fingerprint(rows: Sequence[TokenizedRow]) -> str:
     digest = hashlib.sha256()
     for row in rows:
         digest.update(

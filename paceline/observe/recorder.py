@@ -15,6 +15,7 @@ import numpy as np
 
 from paceline.loop import Metrics, Observer
 from paceline.observe.samples import Samples
+from paceline.observe.sinks import Sinks
 from paceline.rollout.engine import EngineStats
 from paceline.types import Group
 
@@ -35,11 +36,17 @@ class Recorder:
     """
 
     def __init__(
-        self, run_dir: Path, length: int, samples: Samples, display: Observer | None = None
+        self,
+        run_dir: Path,
+        length: int,
+        samples: Samples,
+        display: Observer | None = None,
+        sinks: Sinks | None = None,
     ) -> None:
         self._engines: Sequence[EngineStats] = ()
         self._samples = samples
         self._display = display
+        self._sinks = sinks or Sinks()
         path = run_dir / "metrics.jsonl"
         with path.open("ab") as file:
             file.truncate(length)
@@ -72,6 +79,7 @@ class Recorder:
             if name == "staleness/max" or name.startswith("memory/"):
                 self._maxima[name] = max(self._maxima.get(name, 0.0), value)
         self._samples.step_done(step, groups)
+        self._sinks.put(step, metrics)
         if self._display:
             self._display.step_done(step, metrics, groups)
 
@@ -90,6 +98,7 @@ class Recorder:
     def close(self) -> None:
         self._file.close()
         self._samples.close()
+        self._sinks.close()
 
     def summary(
         self, *, sync_s: Sequence[float], ledger: dict[str, Any], memory_peak_bytes: int

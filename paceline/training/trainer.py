@@ -17,6 +17,7 @@ from paceline.algo.kl import adapted
 from paceline.algo.settings import AlgorithmSettings
 from paceline.algo.shaping import shape_rewards
 from paceline.errors import StalledError
+from paceline.plugins import Plugin
 from paceline.remote.worker import Worker
 from paceline.types import Batch, Role
 
@@ -84,7 +85,12 @@ class Trainer:
         results = await asyncio.gather(*calls)
         batch = replace(batch, ref_logprobs=results[-1] if self._ref else None)
         batch = shape_rewards(batch, self._algorithm, self._max_length, self._kl_coef)
-        batch = advantages(batch, self._algorithm, results[0] if self._critic else None)
+        values = results[0] if self._critic else None
+        if isinstance(self._algorithm.advantage, Plugin):
+            # Custom code runs on a thread: it must not block the loop, nor escape step_timeout_s.
+            batch = await asyncio.to_thread(advantages, batch, self._algorithm, values)
+        else:
+            batch = advantages(batch, self._algorithm, values)
         updates = []
         if step >= self._algorithm.critic_warmup:
             updates.append(self._actor.start_call(Role.ACTOR, "update", batch, step, self._kl_coef))

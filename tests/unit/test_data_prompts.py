@@ -313,5 +313,5 @@ def test_invalid_data_settings_are_rejected() -> None:
         DataSettings(task="sort", path="a.jsonl")
     with pytest.raises(ValidationError, match="did you mean 'sort'"):
         DataSettings(task="srt")
-    with pytest.raises(ConfigError, match=r"set data\.task .* or data\.path"):
+    with pytest.raises(ConfigError, match=r"set data\.task .*, data\.path"):
         PromptSource(DataSettings(), TOKENIZER, 0)

@@ -1,0 +1,172 @@
+"""Rows as prompts: rendered with the chat template, tokenized, and checked one by one."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jinja2 import TemplateError
+from numpy.typing import NDArray
+
+from paceline.data import chat
+from paceline.data.files import ParsedRow
+from paceline.errors import ConfigError, DataError
+from paceline.types import Prompt
+
+if TYPE_CHECKING:  # importing transformers takes seconds, and --help needs only the settings
+    from transformers import PreTrainedTokenizerBase
+
+    from paceline.data.prompts import DataSettings
+
+LIKELY_PROMPT_KEYS = (
+    "prompt",
+    "question",
+    "problem",
+    "messages",
+    "conversation",
+    "conversations",
+    "instruction",
+    "query",
+    "input",
+    "text",
+)
+TOKENIZER_BATCH = 1024  # texts
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A row that cannot become a prompt, and why."""
+
+    where: str  # file and row number
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.problem}"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedRow:
+    uid: str
+    where: str
+    text: str
+    tokens: NDArray[np.int32]
+    row: Mapping[str, Any]
+
+    def prompt(self) -> Prompt:
+        return Prompt(self.uid, tuple(self.tokens.tolist()), self.text, self.row)
+
+
+class _Unusable(Exception):
+    """The reason why a row cannot become a prompt."""
+
+
+class RowTokenizer:
+    def __init__(self, settings: "DataSettings", tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._settings, self._tokenizer = settings, tokenizer
+        self._use_chat = _use_chat(settings, tokenizer)
+
+    def tokenize(self, reads: Sequence[ParsedRow]) -> Iterator[TokenizedRow | BadRow]:
+        """Yield each row as a prompt, or the reason why it cannot be one, in order."""
+        problems: dict[int, str] = {}
+        rendered: dict[int, tuple[str, Mapping[str, Any]]] = {}
+        for i, read in enumerate(reads):
+            try:
+                text = self._text(read)
+                rendered[i] = text, _with_answer(read.row, self._settings.answer_key)
+            except (_Unusable, TemplateError) as e:
+                problems[i] = str(e)
+            except (TypeError, ValueError, LookupError, AttributeError) as e:
+                problems[i] = f"the chat template failed: {type(e).__name__}: {e}"
+        tokens = self._tokens([text for text, _ in rendered.values()])
+        longest = self._settings.max_prompt_length
+        for i, read in enumerate(reads):
+            if i in problems:
+                yield BadRow(read.where, problems[i])
+                continue
+            text, row = rendered[i]
+            found = next(tokens)
+            if not 0 < len(found) <= longest:
+                yield BadRow(
+                    read.where,
+                    f"the prompt has {len(found)} tokens; data.max_prompt_length = {longest}",
+                )
+            else:
+                name = row.get("id")
+                uid = read.where if name is None else str(name)
+                yield TokenizedRow(uid, read.where, text, found, row)
+
+    def _text(self, read: ParsedRow) -> str:
+        """Return the prompt of a row as the text the model reads."""
+        key = self._settings.prompt_key
+        if read.problem:
+            raise _Unusable(read.problem)
+        if key not in read.row:
+            raise _Unusable(
+                f"no {key!r} (data.prompt_key); "
+                f"the row has {', '.join(map(repr, read.row)) or 'no columns'}"
+            )
+        prompt = read.row[key]
+        if not isinstance(prompt, str | list):
+            raise _Unusable(
+                f"{key!r} is {type(prompt).__name__}; expected text or a list of chat messages"
+            )
+        if isinstance(prompt, list) and not self._use_chat:
+            raise _Unusable(
+                f"{key!r} is a list of chat messages, "
+                "but data.chat is false or the tokenizer has no chat template"
+            )
+        problem = chat.message_problem(
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        )
+        if problem:
+            raise _Unusable(f"{key!r}: {problem}")
+        if not self._use_chat:
+            return str(prompt)
+        return chat.render(self._tokenizer, prompt, self._settings.system)
+
+    def _tokens(self, texts: Sequence[str]) -> Iterator[NDArray[np.int32]]:
+        """Tokenize in batches, because a tokenizer's other outputs take 100 bytes per token."""
+        special = not self._use_chat
+        for start in range(0, len(texts), TOKENIZER_BATCH):
+            batch = texts[start : start + TOKENIZER_BATCH]
+            for tokens in self._tokenizer(batch, add_special_tokens=special)["input_ids"]:
+                yield np.array(tokens, np.int32)
+
+
+def check_columns(rows: Iterable[Mapping[str, Any]], origin: str, prompt_key: str) -> None:
+    """Raise DataError if no row has the prompt's column."""
+    columns = dict.fromkeys(name for row in rows for name in row)
+    if columns and prompt_key not in columns:
+        likely = next((name for name in LIKELY_PROMPT_KEYS if name in columns), "NAME")
+        raise DataError(
+            f"no column {prompt_key!r} in {origin}; columns found: {', '.join(columns)}. "
+            f"Select the prompt column, for example data.prompt_key={likely}"
+        )
+
+
+def _use_chat(settings: "DataSettings", tokenizer: "PreTrainedTokenizerBase") -> bool:
+    use_chat = chat.has_template(tokenizer) if settings.chat is None else settings.chat
+    if use_chat and not chat.has_template(tokenizer):
+        raise ConfigError(
+            "data.chat = true, but the model's tokenizer has no chat template; "
+            "remove data.chat or use a chat model"
+        )
+    if settings.system is not None and not use_chat:
+        raise ConfigError(
+            "data.system is set, but prompts are not rendered with a chat template; "
+            "remove data.system or use a chat model"
+        )
+    return use_chat
+
+
+def _with_answer(row: Mapping[str, Any], key: str | None) -> Mapping[str, Any]:
+    if key is None:
+        return row
+    value: Any = row
+    for name in [key] if key in row else key.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            raise _Unusable(
+                f"no {key!r} (data.answer_key); the row has {', '.join(map(repr, row))}"
+            )
+        value = value[name]
+    return {**row, "answer": value}
