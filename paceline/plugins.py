@@ -259,7 +259,11 @@ def find_callable(spec: str, text: str | None = None) -> Callable[..., Any]:
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
-            have = [n for n, f in vars(module).items() if callable(f) and not n.startswith("_")]
+            have = [
+                name
+                for name, value in vars(module).items()
+                if getattr(value, "__module__", None) == module.__name__ and name[0] != "_"
+            ]
             raise PluginError(
                 f"no {name!r} in {module.__file__}; it defines {', '.join(have) or 'no functions'}"
             )

@@ -22,9 +22,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from examples.custom_correction import mean_one
+from examples.custom_loss import clip
 from paceline.algo.loss import LossTerms, PolicyLoss, TokenData, TokenOutputs, ValueLoss
 from paceline.algo.settings import AlgorithmSettings
-from paceline.errors import CheckpointError, DataError
+from paceline.errors import CheckpointError, ConfigError, DataError
+from paceline.training.actor import Actor
 from paceline.training.engine import TrainEngine
 from paceline.training.fsdp import Fsdp
 from paceline.training.settings import TrainSettings
@@ -371,3 +374,55 @@ def test_offload_and_restore_keep_engine_unchanged(build: EngineFactory) -> None
     assert offloaded.bytes == restored.bytes == 0, "an engine on a CPU moves nothing"
     assert offloaded.seconds >= 0
     assert same_bits(before, weights_of(engine)) and engine.optimizer_step(1e-3) > 0
+
+
+def truncated(log_weight: Tensor) -> Tensor:
+    """Return the weights of correction = "truncate"."""
+    return log_weight.exp().clamp(0.0, 2.0)
+
+
+@pytest.mark.parametrize("given", ["function", "file"])
+def test_custom_loss_gives_gradient_of_built_in_loss(build: EngineFactory, given: str) -> None:
+    batch, custom = random_batch(), clip if given == "function" else "examples/custom_loss.py:clip"
+    found, expected = (
+        build(tiny("qwen2"), TrainSettings(micro_batch_tokens=40), temperature=TEMPERATURE)
+        for _ in range(2)
+    )
+    settings = ALGORITHM.model_dump() | {"loss": custom}
+    custom_loss = PolicyLoss(AlgorithmSettings.model_validate(settings))
+    metrics = found.forward_backward(batch, custom_loss)
+    assert metrics == pytest.approx(expected.forward_backward(batch, LOSS), abs=1e-6)
+    assert same_bits(gradients(found), gradients(expected))
+
+
+def test_custom_correction_gives_weights_of_built_in_one(build: EngineFactory) -> None:
+    trained = []
+    for correction in ("truncate", truncated):
+        engine = build(tiny("qwen2"), TrainSettings(learning_rate=1e-3), temperature=TEMPERATURE)
+        settings = {"correction": correction, "epochs": 2}
+        algorithm = AlgorithmSettings.model_validate(settings)
+        metrics = Actor(engine, algorithm, TrainSettings(), 10).update(random_batch(), 0)
+        trained.append((metrics, weights_of(engine)))
+    assert trained[0][0] == pytest.approx(trained[1][0], nan_ok=True)
+    assert same_bits(trained[0][1], trained[1][1])
+
+
+def test_custom_correction_does_not_depend_on_micro_batch_size(build: EngineFactory) -> None:
+    algorithm = AlgorithmSettings.model_validate({"correction": mean_one})
+    one, all_ = (
+        Actor(
+            build(tiny("qwen2"), TrainSettings(micro_batch_tokens=limit)),
+            algorithm,
+            TrainSettings(),
+            10,
+        ).update(random_batch(), 0)
+        for limit in (1, 4096)
+    )
+    assert one == pytest.approx(all_, abs=1e-5)
+
+
+def test_wrong_custom_loss_is_config_error_that_names_it(build: EngineFactory) -> None:
+    algorithm = AlgorithmSettings.model_validate({"loss": lambda logprobs: logprobs.mean()})
+    actor = Actor(build(tiny("qwen2"), TrainSettings()), algorithm, TrainSettings(), 10)
+    with pytest.raises(ConfigError, match=r"<lambda>' returned a .* of shape \(\)"):
+        actor.update(random_batch(), 0)

@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
+from examples.custom_loss import clip
 from paceline.algo.loss import LossFn, PolicyLoss, ValueLoss
 from paceline.algo.settings import AlgorithmSettings
 from paceline.errors import CheckpointError, ConfigError, DataError, ModelError, WorkerDied
@@ -51,6 +52,7 @@ LARGE: dict[str, Layout] = {
 SETTINGS = TrainSettings(micro_batch_tokens=20, weight_decay=0.1)
 GRPO = PolicyLoss(AlgorithmSettings(kl_coef=0.1, entropy_coef=0.01, aggregation="sequence"))
 PPO = PolicyLoss(AlgorithmSettings(name="ppo"))
+CUSTOM = PolicyLoss(AlgorithmSettings.model_validate(GRPO.settings.model_dump() | {"loss": clip}))
 # Small, because Adam's first step has the size of the rate even where the gradient is only noise.
 LR = 1e-4
 
@@ -126,6 +128,22 @@ def test_grpo_step_matches_single_device(
     engine, reference = in_ranks(pair, name, LAYOUTS[layout]), single_device(name)
     assert np.abs(engine.logprobs(random_batch()) - reference.logprobs(random_batch())).max() < 1e-5
     assert_step_matches(engine, reference, GRPO, tmp_path)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_custom_loss_gives_step_of_built_in_loss(pair: Ranks, layout: str, tmp_path: Path) -> None:
+    engine = in_ranks(pair, "qwen2", LAYOUTS[layout])
+    found = learn(engine, random_batch(), CUSTOM)
+    expected = learn(single_device("qwen2"), random_batch(), GRPO)
+    assert found[0] == pytest.approx(expected[0], abs=1e-5)
+    assert found[1] == pytest.approx(expected[1], abs=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2"])
+def test_wrong_custom_loss_is_config_error_that_names_it(pair: Ranks, layout: str) -> None:
+    wrong = AlgorithmSettings.model_validate({"loss": lambda logprobs: logprobs / 0})
+    with pytest.raises(ConfigError, match="<lambda>' returned NaN or infinity"):
+        in_ranks(pair, "qwen2", LAYOUTS[layout]).forward_backward(random_batch(), PolicyLoss(wrong))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
