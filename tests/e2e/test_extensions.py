@@ -112,3 +112,8 @@ def test_failing_sink_does_not_end_run(
 
     assert run(model, tmp_path, "steps=2", track=[fail])["steps"] == 2
     assert "fail' raised OSError: no connection; it gets no more metrics" in caplog.text
+
+
+@pytest.mark.parametrize("part", ["advantage", "loss", "correction", "source", "sink"])
+def test_example_is_short(part: str) -> None:
+    assert len((EXAMPLES / f"custom_{part}.py").read_text().splitlines()) <= 15
