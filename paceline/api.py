@@ -7,7 +7,7 @@ import asyncio
 import os
 import queue
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from paceline.reward.reward import Reward, RewardFunction
     from paceline.rollout.environment import MakeEnvironment
 
-Data: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Rows
+Source: TypeAlias = Callable[..., Rows]  # called with the seed
+Data: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Rows | Source
 RewardPart: TypeAlias = "str | RewardFunction"
 Rewards: TypeAlias = (
     "RewardPart | Reward | Mapping[str, Any] | Sequence[RewardPart | tuple[RewardPart, float]]"
 )
 
+RECIPE_DATA = ("data.task", "data.path", "data.source")  # settings that rows replace
 HUB_DATASET = re.compile(r"[\w.-]+/[\w.-]+(:[\w.\[\]%-]+)?")
 
 
@@ -47,7 +49,7 @@ def train(
     recipe: name or path of a recipe, or a configuration of `load_config`; default settings if None.
     model: local directory or Hugging Face model ID.
     data: path of a file, name of a task or of a hub dataset, or the rows: dicts or a
-        `datasets.Dataset`.
+        `datasets.Dataset`; or a function of the seed that returns them.
     reward: function of (completion, row), async or not; name of a verifier; or a list of them, each
         alone or as (function, weight).
     environment: called with the tokenizer; makes the agent loop of a multi-turn run.
@@ -216,7 +218,10 @@ def _select_data(data: Data | None, values: dict[str, Any]) -> Rows | None:
         values["data"] = data
         return None
     if not isinstance(data, str | os.PathLike):
-        values |= {"data.task": None, "data.path": None}  # of the recipe
+        values |= dict.fromkeys(RECIPE_DATA)
+        if not isinstance(data, Iterable) and callable(data):
+            values["data.source"] = data
+            return None
         return data
     name = os.fspath(data)
     if name.partition(":")[0] in TASKS:
@@ -224,7 +229,7 @@ def _select_data(data: Data | None, values: dict[str, Any]) -> Rows | None:
     elif HUB_DATASET.fullmatch(name) and not Path(name).exists() and not is_data_file(Path(name)):
         from paceline.data.hub import load_hub_dataset
 
-        values |= {"data.task": None, "data.path": None}
+        values |= dict.fromkeys(RECIPE_DATA)
         return load_hub_dataset(name)
     else:
         values["data.path"] = name
