@@ -11,7 +11,13 @@ from paceline.data.chat import stop_token_ids
 from paceline.inputs import Inputs
 from paceline.remote.worker import Worker
 from paceline.reward.model import ModelReward
-from paceline.reward.reward import BuiltinReward, Reward, RewardFunction, open_reward
+from paceline.reward.reward import (
+    AnyReward,
+    BuiltinReward,
+    Reward,
+    WeightedReward,
+    open_reward,
+)
 from paceline.rollout.client import EngineClient
 from paceline.rollout.environment import Environment
 from paceline.rollout.fleet import Fleet
@@ -28,6 +34,7 @@ class Generation:
     workers: dict[Role, list[Worker]]
     fleet: Fleet
     rollouter: Rollouter
+    scorer: Reward
 
 
 async def open_generation(
@@ -49,18 +56,22 @@ async def open_generation(
     if scorer is None:
         model = workers[Role.REWARD][0]
         scorer = ModelReward(model, config.data.prompt_key, config.data.system)
-    return Generation(workers, fleet, _rollouter(config, inputs, fleet, environment, scorer))
+    rollouter = _rollouter(config, inputs, fleet, environment, scorer)
+    return Generation(workers, fleet, rollouter, scorer)
 
 
 async def open_scorer(
-    stack: AsyncExitStack, config: RunConfig, inputs: Inputs, function: RewardFunction | None = None
+    stack: AsyncExitStack,
+    config: RunConfig,
+    inputs: Inputs,
+    reward: AnyReward | Sequence[AnyReward] | None = None,
 ) -> Reward | None:
     """Open what scores completions and try it on the data; None: a reward model scores them."""
-    if config.reward.model and not function:
+    if config.reward.model and reward is None:
         return None
-    scorer = await open_reward(config.reward, config.data.task, function)
+    scorer = await open_reward(config.reward, config.data.task, reward)
     stack.push_async_callback(scorer.close)
-    if isinstance(scorer, BuiltinReward):
+    if isinstance(scorer, BuiltinReward | WeightedReward):
         scorer.check(inputs.source.rows())
     return scorer
 

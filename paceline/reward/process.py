@@ -1,7 +1,6 @@
-"""Pool of worker processes for a custom reward function.
+"""One process that runs a custom reward function, as its parent sees it.
 
-Each call has a deadline. A call that exceeds its deadline kills its process and all descendants;
-the pool starts a replacement and the run continues.
+A call that exceeds its deadline kills the process and all its descendants.
 """
 
 import asyncio
@@ -9,101 +8,116 @@ import json
 import logging
 import os
 import pickle
-import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ConfigError, RewardError
-from paceline.types import Prompt, Score, Trajectory
+from paceline.errors import ConfigError
+from paceline.reward.calls import GRACE_S, Calls, Died, Interrupted, Lost, Overdue
+from paceline.reward.function import RewardFunctionError, as_score
+from paceline.types import Score
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0  # a reward function may import torch
-PIPE_BYTES = 32 * 1024  # fits into the buffer of any pipe
-POLL_INTERVAL_S = 0.5
-EXIT_TIMEOUT_S = 1.0  # lets a worker flush its files when the pool closes
+EXIT_TIMEOUT_S = 1.0  # lets a process flush its files when the pool closes
 
 Children = dict[int, list[int]]  # process ID -> IDs of its children
 
 
-class Worker:
-    """One process that holds the function and scores one completion after another."""
+class RewardProcess(asyncio.Protocol):
+    """The process, its connection and the calls that are in flight there.
 
-    def __init__(self, function: str) -> None:
+    The event loop of the run reads the replies, so that no thread has to wait for them.
+    """
+
+    def __init__(self, function: str, timeout_s: float, optional: bool) -> None:
+        """Start the process. `optional`: the function may return None."""
         self.function = function
-        self._ready = False
-        self._connection, remote = Pipe()
+        self.calls = Calls(timeout_s, self._hang)
+        self._timeout_s, self._optional = timeout_s, optional
+        self._lost: Lost | None = None
+        self._unread = b""
+        self._transport: asyncio.Transport | None = None
+        self._loop = asyncio.get_running_loop()
+        self._loaded: asyncio.Future[bool] = self._loop.create_future()
+        self._loaded.add_done_callback(lambda loaded: loaded.cancelled() or loaded.exception())
+        self._socket, remote = socket.socketpair()
+        with remote:
+            try:
+                self.process = self._start(remote.fileno())
+            except BaseException:
+                self._socket.close()
+                raise
+        threading.Thread(target=self._relay, daemon=True, name="reward-output").start()
+
+    def _start(self, fd: int) -> "subprocess.Popen[bytes]":
+        arguments = [str(fd), str(os.getpid()), str(self._timeout_s), self.function]
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "paceline.reward.worker",
-                str(remote.fileno()),
-                str(os.getpid()),
-                function,
-            ],
+        # The kernel kills the process when the thread that started it ends (see remote/parent.py).
+        # It is the thread of the event loop, which outlives the pool.
+        return subprocess.Popen(
+            [sys.executable, "-m", "paceline.reward.worker", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            pass_fds=[remote.fileno()],
+            pass_fds=[fd],
             start_new_session=True,  # a separate process group can be killed as a whole
             env=os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
         )
-        remote.close()
-        threading.Thread(target=self._relay, daemon=True, name="reward-output").start()
 
-    def wait_ready(self) -> None:
-        """Wait until the function is loaded. Raises ConfigError if it cannot be loaded."""
-        if self._ready:
-            return
-        message = self._receive(START_TIMEOUT_S, f"loading reward {self.function!r}", "to load")
-        if "problem" in message:
-            raise ConfigError(f"reward.function = {self.function!r}: {message['problem']}")
-        self._ready = True
+    async def connect(self) -> None:
+        self._transport, _ = await self._loop.create_unix_connection(
+            lambda: self, sock=self._socket
+        )
 
-    def score(
-        self, completions: Sequence[str], row: Mapping[str, Any], uid: str, timeout_s: float
-    ) -> list[Score]:
-        """Score completions one after another, each with a separate deadline.
+    async def ready(self) -> bool:
+        """Wait until the function is loaded. Return whether it scores completions concurrently.
 
-        All are sent at once if the pipe can hold them without a reader, which saves round trips.
+        Raises ConfigError if it cannot be loaded and Died if the process exits or hangs.
         """
-        what = f"reward {self.function!r}, prompt {uid!r}"
-        self.wait_ready()
-        requests = [pickle.dumps((completion, dict(row))) for completion in completions]
-        together = sum(map(len, requests)) <= PIPE_BYTES
-        replies = []
-        for number, request in enumerate(requests):
-            with suppress(BrokenPipeError):  # the worker has died; _receive reports it
-                for outgoing in (requests if number == 0 else ()) if together else (request,):
-                    self._connection.send_bytes(outgoing)
-            replies.append(self._receive(timeout_s, what, "(reward.timeout_s)"))
-        for reply in replies:
-            if "problem" in reply:
-                raise RewardError(f"{what}: {reply['problem']}")
-        return [reply["reward"] for reply in replies]
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                return await asyncio.shield(self._loaded)
+        except TimeoutError:
+            raise Died(f"it did not load within {START_TIMEOUT_S:g} s") from None
+
+    def submit(
+        self, completions: Sequence[str], row: Mapping[str, Any]
+    ) -> list[asyncio.Future[Score]]:
+        """Send completions to the process. Raises Lost if it has exited or hangs."""
+        if self._lost is not None or self._transport is None:
+            raise self._lost or Interrupted()
+        try:
+            packed = pickle.dumps(dict(row))
+        except Exception as e:
+            raise RewardFunctionError(
+                f"cannot be called, because its row cannot be sent to a process: {e}"
+            ) from e
+        calls = [self.calls.add() for _ in completions]
+        numbered = [(number, text) for (number, _), text in zip(calls, completions, strict=True)]
+        self._transport.write(pickle.dumps((numbered, packed)))
+        return [future for _, future in calls]
 
     def disconnect(self) -> None:
-        """Close the connection, so that an idle worker exits normally and flushes its files."""
-        self._connection.close()
+        """Close the connection, so that an idle process exits normally and flushes its files."""
+        if self._transport is not None:
+            self._transport.close()
 
     def finish(self, children: Children) -> None:
-        """Wait briefly for a disconnected worker to exit, then kill it."""
+        """Wait briefly for a disconnected process to exit, then kill it."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(EXIT_TIMEOUT_S)
         self.kill(children)
 
     def kill(self, children: Children | None = None) -> None:
-        children = _all_children() if children is None else children
+        children = all_children() if children is None else children
         descendants = _descendants(self.process.pid, children)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -112,31 +126,56 @@ class Worker:
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
-    def _receive(self, timeout_s: float, what: str, limit: str) -> dict[str, Any]:
+    def peak_memory(self) -> int:
+        """Return the peak resident bytes of the process (Linux; elsewhere 0)."""
+        with suppress(OSError):
+            for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+        return 0
+
+    def data_received(self, data: bytes) -> None:
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        for line in lines:
+            self._receive(json.loads(line))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._reporting = self._loop.create_task(self._report_death())
+
+    def _receive(self, message: dict[str, Any]) -> None:
+        if "number" in message:
+            self.calls.finish(message["number"], self._result(message))
+        elif "started" in message:
+            self.calls.started(message["started"])
+        elif "problem" in message:
+            problem = f"reward.function = {self.function!r}: {message['problem']}"
+            self._loaded.set_exception(ConfigError(problem))
+        elif message["ready"]:
+            if message["concurrent"]:  # then the process cancels a call at its deadline itself
+                self.calls = Calls(self._timeout_s + GRACE_S, self._hang)
+            self._loaded.set_result(message["concurrent"])
+
+    def _result(self, message: dict[str, Any]) -> Score | Exception:
+        if "problem" in message:
+            return RewardFunctionError(message["problem"])
+        if "overdue" in message:
+            return Overdue()
         try:
-            if not self._replies_within(timeout_s):
-                raise _Lost(
-                    f"{what}: no reply within {timeout_s:g} s {limit}; its process was killed"
-                )
-            message: dict[str, Any] = json.loads(self._connection.recv_bytes())
-        except (EOFError, OSError) as e:
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(EXIT_TIMEOUT_S)
-            raise _Dead(f"{what}: its process ended with {_exit(self.process.returncode)}") from e
-        return message
+            return as_score(message["reward"], self._optional)
+        except RewardFunctionError as e:
+            return e
 
-    def _replies_within(self, timeout_s: float) -> bool:
-        """Return whether a reply arrives in time.
+    def _hang(self) -> None:
+        self._lost = Interrupted()  # no new calls until the pool has replaced it
 
-        Time in which this process is suspended (Ctrl-Z, SIGSTOP) does not count, because the worker
-        may have been suspended too.
-        """
-        while timeout_s > 0:
-            waited = min(POLL_INTERVAL_S, timeout_s)
-            if self._connection.poll(waited):
-                return True
-            timeout_s -= waited
-        return False
+    async def _report_death(self) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self.process.wait, EXIT_TIMEOUT_S)
+        died = Died(f"its process ended with {_exit(self.process.returncode)}")
+        self._lost = self._lost or died
+        self.calls.fail(died)
+        if not self._loaded.done():
+            self._loaded.set_exception(died)
 
     def _relay(self) -> None:
         """Copy the function's output to the log."""
@@ -146,122 +185,7 @@ class Worker:
                 log.info("reward output: %s", line.decode(errors="replace").rstrip())
 
 
-class _Lost(RewardError):
-    """The worker hangs or has exited."""
-
-
-class _Dead(_Lost):
-    """The worker has exited. The cause may be external (the OOM killer), so a retry can succeed."""
-
-
-class ProcessReward:
-    """The pool as a Reward. One thread per worker waits for it, so the event loop never blocks."""
-
-    def __init__(self, function: str, timeout_s: float, workers: int) -> None:
-        self._function, self._timeout_s, self._count = function, timeout_s, workers
-        # The kernel kills a worker when the thread that started it ends (see remote/parent.py), so
-        # these threads live as long as the pool.
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
-        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._workers: set[Worker] = set()
-        self._closed = False
-
-    async def start(self) -> None:
-        """Start all workers and load the function. Raises ConfigError if it cannot be loaded."""
-        loop = asyncio.get_running_loop()
-        try:
-            await asyncio.gather(
-                *(loop.run_in_executor(self._threads, self._start_one) for _ in range(self._count))
-            )
-        except BaseException:
-            await self.close()
-            raise
-
-    async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
-        if self._closed:
-            raise RewardError(f"reward {self._function!r}, prompt {prompt.uid!r}: closed")
-        completions = [t.text for t in trajectories]
-        return await asyncio.get_running_loop().run_in_executor(
-            self._threads, self._score, prompt, completions
-        )
-
-    async def close(self) -> None:
-        """End all workers. Running calls fail with RewardError."""
-        await asyncio.to_thread(self._close)
-
-    @property
-    def pids(self) -> list[int]:
-        with self._lock:
-            return [w.process.pid for w in self._workers]
-
-    def _start_one(self) -> None:
-        worker = self._spawn()
-        worker.wait_ready()
-        self._idle.put(worker)
-
-    def _close(self) -> None:
-        with self._lock:
-            self._closed = True
-            busy, self._workers = self._workers, set()
-        idle: set[Worker] = set()
-        with suppress(queue.Empty):
-            while True:
-                idle.add(self._idle.get_nowait())
-        children = _all_children()  # read only once, because there may be hundreds of workers
-        for worker in idle:
-            worker.disconnect()
-        for worker in idle:
-            worker.finish(children)
-        for worker in busy - idle:
-            worker.kill(children)
-        self._threads.shutdown()
-
-    def _spawn(self) -> Worker:
-        with self._lock:
-            if self._closed:
-                raise RewardError(f"reward {self._function!r} is closed")
-            try:
-                worker = Worker(self._function)
-            except OSError as e:
-                have = len(self._workers)
-                raise RewardError(
-                    f"reward {self._function!r}: could not start a process "
-                    f"in addition to {have} others: {e}. Lower reward.workers"
-                ) from e
-            self._workers.add(worker)
-        return worker
-
-    def _score(self, prompt: Prompt, completions: list[str]) -> list[Score]:
-        try:
-            # There are as many workers as threads, so this fails only after close.
-            worker = self._idle.get_nowait()
-        except queue.Empty:
-            raise RewardError(f"reward {self._function!r}, prompt {prompt.uid!r}: closed") from None
-        try:
-            try:
-                return worker.score(completions, prompt.row, prompt.uid, self._timeout_s)
-            except _Dead as e:
-                log.warning("%s; retrying with a new worker", e)
-                worker = self._replace(worker)
-                return worker.score(completions, prompt.row, prompt.uid, self._timeout_s)
-        except _Lost as e:
-            log.warning("%s; starting a replacement", e)
-            worker = self._replace(worker)
-            raise
-        finally:
-            self._idle.put(worker)
-
-    def _replace(self, worker: Worker) -> Worker:
-        worker.kill()
-        with self._lock:
-            self._workers.discard(worker)
-            if self._closed:
-                return worker
-        return self._spawn()
-
-
-def _all_children() -> Children:
+def all_children() -> Children:
     """Return the children of every process (Linux; elsewhere killing the process group must do)."""
     children: Children = {}
     with suppress(OSError):  # /proc cannot be read when there are too many open files

@@ -1,44 +1,59 @@
 """Reward protocol, reward settings, and the choice of a reward from the settings.
 
-Built-in tasks and verifiers run in the controller; a custom function runs in separate processes. A
-reward that raises, hangs or does not return a number is a RewardError, never a reward of 0.
+Built-in tasks and verifiers run in the controller, functions of the program in its threads, and
+functions of files and modules in separate processes. A reward that raises, hangs or does not return
+a number is a RewardError, never a reward of 0.
 """
 
 import asyncio
-import difflib
-import inspect
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.metadata import entry_points
-from typing import Any, Protocol, Self
+from contextlib import AsyncExitStack
+from typing import Any, Protocol, Self, TypeGuard
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from paceline.data.tasks import get_task
-from paceline.errors import ConfigError, DataError, RewardError
+from paceline.errors import ConfigError, DataError, RewardError, first_error
 from paceline.reward import verify
-from paceline.reward.process import ProcessReward
-from paceline.reward.worker import RewardFunctionError, as_reward, call
+from paceline.reward.function import RewardFunctionError, as_score, call, function_name
+from paceline.reward.lookup import builtin, check_name, locate
+from paceline.reward.pool import ProcessReward
+from paceline.reward.threads import CallableReward
 from paceline.settings import Settings
+from paceline.suspend import ignore_suspended_time
 from paceline.types import Prompt, Score, Trajectory
 
-GROUP = "paceline.rewards"
 RewardFunction = Callable[[str, Mapping[str, Any]], Any]
 
 
 class RewardSettings(Settings):
-    function: str | None = None
+    function: str | tuple[str, ...] | None = None
     """Reward function reward(completion, row), as "module:function", "file.py:function" or an entry
-    point of the group paceline.rewards; or a verifier: exact, last_number, boxed, tagged, regex. It
-    returns a number, or a dict whose "reward" counts and whose other numbers are recorded.
-    Default: the score of the task."""
+    point of the group paceline.rewards; a verifier: exact, last_number, boxed, tagged, regex; or a
+    task. It returns a number, or a dict whose "reward" counts and whose other numbers are recorded.
+    A list of them is summed. Default: the score of the task."""
+    weights: tuple[float, ...] | None = None
+    """Weight of each function in the sum. Default: 1 each."""
     model: str | None = None
     """Reward model to use instead of a function: local directory or Hugging Face model ID of a
     sequence-classification model with one label."""
     timeout_s: float = Field(default=10.0, gt=0)
-    """Seconds a custom function may take to score one completion. On timeout its process is killed
-    and the group fails."""
+    """Seconds a custom function may take to score one completion. On timeout the group fails, and
+    the process or thread of the function is replaced."""
     workers: int = Field(default=1, ge=1)
     """Number of processes that run a custom function."""
+
+    @field_validator("function", mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        names = value if isinstance(value, list | tuple) else (value,)
+        if value is None or (names and all(isinstance(name, str) for name in names)):
+            return value
+        raise ValueError(
+            f"reward.function = {value!r}: expected the name of a function, or a list of names"
+        )
 
     @model_validator(mode="after")
     def _function_or_model(self) -> Self:
@@ -47,7 +62,18 @@ class RewardSettings(Settings):
                 f"reward.function = {self.function!r} and reward.model = {self.model!r} "
                 "are both set; remove one of them"
             )
+        if self.weights is not None and self.model is not None:
+            raise ValueError("reward.weights is for functions; remove it or reward.model")
+        if self.function is not None:
+            _check_weights(self, len(self.names))
         return self
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The functions as a list of any length."""
+        if self.function is None:
+            return ()
+        return (self.function,) if isinstance(self.function, str) else self.function
 
 
 class Reward(Protocol):
@@ -58,6 +84,10 @@ class Reward(Protocol):
     async def close(self) -> None: ...
 
 
+AnyReward = str | RewardFunction | Reward
+"""What a program may give as a reward: a name as in the settings, a function, or a Reward."""
+
+
 class BuiltinReward:
     """Built-in function that is known to return quickly; it runs in the event loop."""
 
@@ -66,7 +96,7 @@ class BuiltinReward:
 
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> Sequence[Score]:
         try:
-            return [call(self._function, t.text, prompt.row) for t in trajectories]
+            return [self._one(t.text, prompt.row) for t in trajectories]
         except RewardFunctionError as e:
             raise RewardError(f"reward {self.name!r}, prompt {prompt.uid!r}: {e}") from e
 
@@ -74,95 +104,166 @@ class BuiltinReward:
         """Raise DataError for a row that cannot be scored. Each row comes with its location."""
         for where, row in rows:
             try:
-                call(self._function, "", row)
+                self._one("", row)
             except RewardFunctionError as e:
                 raise DataError(
                     f"{where} cannot be scored with reward.function = {self.name!r}: {e}"
                 ) from e
 
+    def _one(self, completion: str, row: Mapping[str, Any]) -> Score:
+        return as_score(call(self._function, completion, row), optional=False)
+
     async def close(self) -> None:
         return
 
 
-class CallableReward:
-    """Function of the program that started the run, in the same process.
+class WeightedReward:
+    """Weighted sum of several rewards. The value of each is recorded under its name.
 
-    An async function runs in the event loop, any other in a thread.
+    A function that returns None does not apply to the row, and the sum leaves it out.
     """
 
-    def __init__(self, function: RewardFunction, timeout_s: float) -> None:
-        self.name = getattr(function, "__qualname__", repr(function))
-        self._function, self._timeout_s = function, timeout_s
+    def __init__(self, parts: Mapping[str, Reward], weights: Sequence[float]) -> None:
+        self._parts, self._weights = parts, weights
 
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> Sequence[Score]:
-        where = f"reward {self.name!r}, prompt {prompt.uid!r}"
         try:
-            async with asyncio.timeout(self._timeout_s):
-                values = await asyncio.gather(
-                    *(self._one(t.text, prompt.row) for t in trajectories)
-                )
-                return [as_reward(value) for value in values]
-        except RewardFunctionError as e:
-            raise RewardError(f"{where}: {e}") from e
-        except TimeoutError as e:
-            raise RewardError(
-                f"{where}: no reply within {self._timeout_s:g} s (reward.timeout_s)"
-            ) from e
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(_score(part, prompt, trajectories))
+                    for part in self._parts.values()
+                ]
+        except BaseExceptionGroup as failed:
+            raise first_error(failed) from None
+        columns = [task.result() for task in tasks]
+        return [self._sum(prompt, row) for row in zip(*columns, strict=True)]
 
-    async def _one(self, completion: str, row: Mapping[str, Any]) -> Any:
-        try:
-            if inspect.iscoroutinefunction(self._function):
-                return await self._function(completion, row)
-            return await asyncio.to_thread(self._function, completion, row)
-        except Exception as e:
-            raise RewardFunctionError(f"raised {type(e).__name__}: {e}") from e
+    def check(self, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+        """Raise DataError for a row that a built-in function cannot score."""
+        parts = [part for part in self._parts.values() if isinstance(part, BuiltinReward)]
+        if parts:
+            for located in rows:
+                for part in parts:
+                    part.check([located])
+
+    def peak_memory(self) -> int:
+        return sum(peak_memory(part) for part in self._parts.values())
 
     async def close(self) -> None:
-        return
+        await asyncio.gather(*(part.close() for part in self._parts.values()))
+
+    def _sum(self, prompt: Prompt, scores: Sequence[Score]) -> Score:
+        values = {"reward": 0.0}
+        for name, weight, score in zip(self._parts, self._weights, scores, strict=True):
+            named = dict(score) if isinstance(score, Mapping) else {"reward": score}
+            value = named.pop("reward")
+            if math.isnan(value):
+                continue
+            values["reward"] += weight * value
+            values[name] = value
+            values |= {f"{name}/{key}": number for key, number in named.items()}
+        if len(values) == 1:
+            raise RewardError(
+                f"prompt {prompt.uid!r}: the reward functions {', '.join(self._parts)} all "
+                "returned None; expected a number from at least one of them"
+            )
+        return values
+
+
+async def _score(
+    part: Reward, prompt: Prompt, trajectories: Sequence[Trajectory]
+) -> Sequence[Score]:
+    return await part.score(prompt, trajectories)
+
+
+def peak_memory(reward: Reward) -> int:
+    """Return the peak resident bytes of the processes of a reward."""
+    return reward.peak_memory() if isinstance(reward, ProcessReward | WeightedReward) else 0
+
+
+def check_reward(settings: RewardSettings) -> None:
+    """Raise ConfigError for a function that does not exist, without importing or running code."""
+    for name in settings.names:
+        check_name(name)
 
 
 async def open_reward(
-    settings: RewardSettings, task: str | None, function: RewardFunction | None = None
+    settings: RewardSettings,
+    task: str | None,
+    reward: AnyReward | Sequence[AnyReward] | None = None,
 ) -> Reward:
-    """Load and check the reward: `function` if given, else the one the settings select.
+    """Load and check the reward: `reward` if given, else the one the settings select.
 
     The caller closes it.
     """
-    if function is not None:
-        return CallableReward(function, settings.timeout_s)
-    name = settings.function
-    if name is None:
+    ignore_suspended_time(asyncio.get_running_loop())
+    given = settings.function if reward is None else reward
+    if given is None:
         if task is None:
             raise ConfigError(
                 "prompts from data.path need reward.function: "
                 "'file.py:function', 'module:function' or a verifier "
                 f"({', '.join([*verify.IN_PROCESS, 'regex'])}); or reward.model"
             )
-        chosen = get_task(task)
-        return BuiltinReward(chosen.spec, chosen.score)
-    if name in verify.IN_PROCESS:
-        return BuiltinReward(name, verify.IN_PROCESS[name])
-    reward = ProcessReward(
-        await asyncio.to_thread(_locate, name), settings.timeout_s, settings.workers
-    )
-    await reward.start()
-    return reward
+        given = get_task(task).spec
+    several = isinstance(given, Sequence) and not isinstance(given, str) and not _is_reward(given)
+    parts: Sequence[Any] = given if several else [given]  # type: ignore[assignment]
+    weights = _check_weights(settings, len(parts))
+    if not several and settings.weights is None:
+        return await _open_one(settings, parts[0], optional=False)
+    async with AsyncExitStack() as stack:
+        opened: list[Reward] = []
+        for part in parts:
+            opened.append(await _open_one(settings, part, optional=True))
+            stack.push_async_callback(opened[-1].close)
+        stack.pop_all()  # nothing failed
+    return WeightedReward(dict(zip(_unique_names(parts), opened, strict=True)), weights)
 
 
-def _locate(name: str) -> str:
-    """Return the "module:function" or "file.py:function" that a name stands for."""
-    if ":" in name:
-        return name
-    if name == "regex":
-        return f"{verify.__name__}:regex"
-    registered = {e.name: e.value for e in entry_points(group=GROUP)}
-    if name in registered:
-        return registered[name]
-    known = [*verify.IN_PROCESS, "regex", *registered]
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else "."
-    raise ConfigError(
-        f"reward.function = {name!r} is neither a verifier nor an entry point of {GROUP!r}{hint} "
-        f"Known: {', '.join(known)}. "
-        "Write a custom function as 'module:function' or 'file.py:function'."
-    )
+async def _open_one(settings: RewardSettings, reward: AnyReward, optional: bool) -> Reward:
+    if _is_reward(reward):
+        return reward
+    if not isinstance(reward, str):
+        if not callable(reward):
+            raise ConfigError(
+                f"reward = {reward!r}: expected a function of (completion, row), a name as in "
+                "reward.function, or an object with async methods score and close"
+            )
+        return CallableReward(reward, settings.timeout_s, optional)
+    if function := builtin(reward):
+        return BuiltinReward(reward, function)
+    spec = await asyncio.to_thread(locate, reward)
+    pool = ProcessReward(spec, settings.timeout_s, settings.workers, optional)
+    await pool.start()
+    return pool
+
+
+def _is_reward(reward: object) -> TypeGuard[Reward]:
+    methods = (getattr(reward, name, None) for name in ("score", "close"))
+    return not isinstance(reward, type) and all(map(callable, methods))
+
+
+def _check_weights(settings: RewardSettings, count: int) -> Sequence[float]:
+    weights = (1.0,) * count if settings.weights is None else settings.weights
+    if count == 0:
+        raise ConfigError("reward is an empty list; expected at least one function")
+    if len(weights) != count:
+        raise ConfigError(
+            f"reward.weights has {len(weights)} number(s) for {count} reward function(s); "
+            "expected one for each"
+        )
+    return weights
+
+
+def _unique_names(rewards: Sequence[AnyReward]) -> list[str]:
+    """Return the names of functions; equal ones, and "reward", which is the sum, get a number."""
+    named = [r if isinstance(r, str) and builtin(r) else function_name(r) for r in rewards]
+    counts = Counter([*named, "reward"])
+    unique: list[str] = []
+    for name in named:
+        number, found = 1, name if counts[name] == 1 else f"{name}_1"
+        while found in unique:
+            number += 1
+            found = f"{name}_{number}"
+        unique.append(found)
+    return unique

@@ -1,0 +1,250 @@
+"""Reward functions of the program: deadlines, threads that hang, and an interpreter that exits."""
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from paceline.errors import ConfigError, RewardError
+from paceline.reward.reward import Reward, RewardSettings, open_reward
+from paceline.reward.threads import MAX_THREADS
+from tests.scoring import in_loop, run_program, score, until
+
+Row = Mapping[str, Any]
+
+
+@asynccontextmanager
+async def opened(function: Any, timeout_s: float = 20.0) -> AsyncIterator[Reward]:
+    reward = await open_reward(RewardSettings(timeout_s=timeout_s), None, function)
+    try:
+        yield reward
+    finally:
+        begun = time.monotonic()
+        await reward.close()
+        assert time.monotonic() - begun < 1
+
+
+def sleeping(completion: str, row: Row) -> float:
+    time.sleep(0 if completion == "fine" else 1000)
+    return 1.0
+
+
+def looping(completion: str, row: Row) -> float:
+    while completion != "fine":
+        pass
+    return 1.0
+
+
+async def waiting(completion: str, row: Row) -> float:
+    await asyncio.sleep(0 if completion == "fine" else 1000)
+    return 1.0
+
+
+async def blocking(completion: str, row: Row) -> float:
+    return looping(completion, row)
+
+
+def threads(name: str) -> int:
+    return sum(thread.name == name for thread in threading.enumerate())
+
+
+@in_loop
+async def test_callable_reward_may_be_async() -> None:
+    async def scorer(completion: str, row: Mapping[str, Any]) -> dict[str, float]:
+        await asyncio.sleep(0 if completion else 600)
+        return {"reward": len(completion), "bonus": row["bonus"]}
+
+    reward = await open_reward(RewardSettings(timeout_s=0.5), None, scorer)
+    assert await score(reward, "a", "bb") == [
+        {"reward": 1.0, "bonus": 1.0},
+        {"reward": 2.0, "bonus": 1.0},
+    ]
+    with pytest.raises(RewardError, match=r"scorer', prompt .*no reply within 0\.5 s"):
+        await score(reward, "a", "")
+
+
+@in_loop
+async def test_callable_reward_takes_precedence_over_settings() -> None:
+    def inverse(completion: str, row: Mapping[str, Any]) -> float:
+        return 1 / len(completion)
+
+    reward = await open_reward(RewardSettings(function="exact"), None, inverse)
+    assert await score(reward, "ab") == [0.5]
+    with pytest.raises(RewardError, match=r"inverse', prompt .*raised ZeroDivisionError"):
+        await score(reward, "")
+
+
+@pytest.mark.parametrize("function", [sleeping, looping, waiting, blocking])
+@in_loop
+async def test_score_raises_when_function_exceeds_deadline(function: Any) -> None:
+    async with opened(function, timeout_s=0.3) as reward:
+        message = rf"{function.__name__}', prompt 'q7': no reply within 0\.3 s \(reward\.timeout_s"
+        with pytest.raises(RewardError, match=message):
+            await score(reward, "fine", "hang")
+        assert await score(reward, "fine") == [1.0]
+
+
+@pytest.mark.parametrize("function", [looping, blocking])
+@in_loop
+async def test_abandoned_thread_ends_when_it_runs_python_code(function: Any) -> None:
+    name = "reward-loop" if function is blocking else "reward"
+    before = threads(name)
+    async with opened(function, timeout_s=0.3) as reward:
+        with pytest.raises(RewardError):
+            await score(reward, "hang")
+    await until(lambda: threads(name) <= before)
+
+
+@in_loop
+async def test_deadline_excludes_time_in_line() -> None:
+    def slow(completion: str, row: Row) -> float:
+        time.sleep(0.2)
+        return 1.0
+
+    count = 6 * MAX_THREADS  # the last ones start after one second
+    async with opened(slow, timeout_s=0.9) as reward:
+        assert await score(reward, *"a" * count) == [1.0] * count
+
+
+@in_loop
+async def test_hung_threads_do_not_occupy_the_pool() -> None:
+    async with opened(sleeping, timeout_s=0.3) as reward:
+        hung = [score(reward, "hang") for _ in range(MAX_THREADS)]
+        results = await asyncio.gather(*hung, score(reward, "fine"), return_exceptions=True)
+        assert all(isinstance(result, RewardError) for result in results[:-1])
+        assert results[-1] == [1.0]
+
+
+@in_loop
+async def test_async_function_that_blocks_does_not_block_the_run() -> None:
+    async with opened(blocking, timeout_s=0.3) as reward:
+        call = asyncio.ensure_future(score(reward, "hang"))
+        ticks = 0
+        while not call.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        assert ticks > 10
+        with pytest.raises(RewardError):
+            await call
+
+
+@in_loop
+async def test_neighbors_of_blocking_call_are_scored_in_new_loop() -> None:
+    async with opened(blocking, timeout_s=0.5) as reward:
+        blocked = asyncio.ensure_future(score(reward, "hang"))
+        await asyncio.sleep(0)
+        neighbor = asyncio.ensure_future(score(reward, "fine", "fine"))
+        with pytest.raises(RewardError):
+            await blocked
+        assert await neighbor == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("function", [sleeping, waiting])
+@in_loop
+async def test_score_can_be_cancelled(function: Any) -> None:
+    async with opened(function) as reward:
+        call = asyncio.ensure_future(score(reward, "hang"))
+        await asyncio.sleep(0.05)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert await score(reward, "fine") == [1.0]
+
+
+@in_loop
+async def test_cancelled_async_function_is_cancelled_too() -> None:
+    ended: list[str] = []
+
+    async def watched(completion: str, row: Row) -> float:
+        ended.append("started")
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            ended.append("ended")
+        return 1.0
+
+    async with opened(watched) as reward:
+        call = asyncio.ensure_future(score(reward, "a"))
+        await until(lambda: ended == ["started"])
+        call.cancel()
+        await until(lambda: ended == ["started", "ended"])
+
+
+@pytest.mark.parametrize("function", [sleeping, waiting])
+@in_loop
+async def test_close_fails_calls_in_flight(function: Any) -> None:
+    async with opened(function) as reward:
+        call = asyncio.ensure_future(score(reward, "hang"))
+        await asyncio.sleep(0.05)
+        await reward.close()
+        with pytest.raises(RewardError, match="closed"):
+            await call
+
+
+@in_loop
+async def test_callable_reward_may_be_class_whose_instance_is_async() -> None:
+    class Client:
+        def __init__(self) -> None:
+            self.loop, self.seen = asyncio.get_running_loop(), 0
+
+        async def __call__(self, completion: str, row: Row) -> float:
+            assert asyncio.get_running_loop() is self.loop
+            self.seen += 1
+            return self.seen
+
+    async with opened(Client) as reward:
+        assert [await score(reward, "a"), await score(reward, "b")] == [[1.0], [2.0]]
+
+
+@in_loop
+async def test_callable_reward_may_be_lambda_that_returns_coroutine() -> None:
+    async with opened(lambda completion, row: waiting(completion, row)) as reward:
+        assert await score(reward, "fine", "fine") == [1.0, 1.0]
+
+
+@in_loop
+async def test_callable_reward_of_another_library_is_rejected() -> None:
+    def for_trl(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+        return [1.0]
+
+    with pytest.raises(ConfigError, match=r"for_trl.* is written for TRL; .* Wrap it"):
+        await open_reward(RewardSettings(), None, for_trl)
+
+
+HANGING = """
+    def hang(completion, row):
+        print("hanging", flush=True)
+        time.sleep(1000)
+
+    async def hang_async(completion, row):
+        hang(completion, row)
+
+    async def main():
+        reward = await open_reward(RewardSettings(timeout_s={timeout_s}), None, {name})
+        try:
+            await reward.score(Prompt("q7", (1,), "", {{}}), [Trajectory((), "a")])
+        finally:
+            await reward.close()
+"""
+
+
+@pytest.mark.parametrize("name", ["hang", "hang_async"])
+def test_program_ends_with_reward_error_when_function_sleeps(name: str) -> None:
+    with run_program(HANGING.format(name=name, timeout_s=1.0), stderr=-1) as program:
+        _, errors = program.communicate(timeout=30)
+    assert program.returncode == 1
+    assert "RewardError: reward" in errors and "no reply within 1 s (reward.timeout_s)" in errors
+
+
+@pytest.mark.parametrize("name", ["hang", "hang_async"])
+def test_program_ends_on_interrupt_when_function_sleeps(name: str) -> None:
+    with run_program(HANGING.format(name=name, timeout_s=600.0), stderr=-1) as program:
+        assert program.stdout is not None and program.stdout.readline() == "hanging\n"
+        program.send_signal(signal.SIGINT)
+        _, errors = program.communicate(timeout=30)
+    assert "KeyboardInterrupt" in errors
