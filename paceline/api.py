@@ -246,6 +246,7 @@ def _select_reward(reward: "Rewards | None", values: dict[str, Any]) -> Any:
         pairs = [part if isinstance(part, tuple) else (part, 1.0) for part in reward]
         if any(isinstance(part, tuple) for part in reward):
             values["reward.weights"] = [weight for _, weight in pairs]
+        values |= {"reward.function": None, "reward.model": None}  # of the recipe
         return [function for function, _ in pairs]
     else:
         return reward

@@ -18,7 +18,7 @@ from paceline.errors import first_error
 from paceline.generation import open_generation, open_scorer
 from paceline.inputs import load_inputs
 from paceline.placement import PlacementSettings
-from paceline.reward.reward import RewardFunction
+from paceline.reward.reward import Rewards
 from paceline.rollout.environment import MakeEnvironment, open_environment
 from paceline.schedule import ScheduleSettings
 from paceline.suspend import ignore_suspended_time
@@ -47,7 +47,7 @@ def for_evaluation(config: RunConfig, samples: int) -> RunConfig:
 async def evaluate(
     config: RunConfig,
     progress: Callable[[int, int], None] | None = None,
-    reward: RewardFunction | None = None,
+    reward: Rewards | None = None,
     environment: MakeEnvironment | None = None,
     rows: Iterable[Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from paceline.inputs import Inputs
 from paceline.remote.worker import Worker
 from paceline.reward.model import ModelReward
 from paceline.reward.reward import (
-    AnyReward,
     BuiltinReward,
     Reward,
+    Rewards,
     WeightedReward,
     open_reward,
 )
@@ -64,7 +64,7 @@ async def open_scorer(
     stack: AsyncExitStack,
     config: RunConfig,
     inputs: Inputs,
-    reward: AnyReward | Sequence[AnyReward] | None = None,
+    reward: Rewards | None = None,
 ) -> Reward | None:
     """Open what scores completions and try it on the data; None: a reward model scores them."""
     if config.reward.model and reward is None:

@@ -25,7 +25,7 @@ from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger
 from paceline.queue.message_queue import MessageQueue, MessageQueueClient
 from paceline.remote.host import peak_memory
-from paceline.reward.reward import RewardFunction
+from paceline.reward.reward import Rewards, reward_memory
 from paceline.rollout.environment import MakeEnvironment, open_environment
 from paceline.run_dir import (
     Start,
@@ -58,7 +58,7 @@ async def train(
     make_display: Callable[[int], Observer] | None = None,
     *,
     fresh: bool = False,
-    reward: RewardFunction | None = None,
+    reward: Rewards | None = None,
     environment: MakeEnvironment | None = None,
     rows: Iterable[Mapping[str, Any]] | None = None,
     stop: asyncio.Event | None = None,
@@ -105,7 +105,7 @@ class _Run:
     ) -> None:
         self._config, self._inputs, self._start = config, inputs, start
         self._workers, self._fleet = generation.workers, generation.fleet
-        self._rollouter = generation.rollouter
+        self._rollouter, self._scorer = generation.rollouter, generation.scorer
         self._run_dir = Path(config.run_dir)
         self._trainer = Trainer(
             self._workers[Role.ACTOR][0],
@@ -228,7 +228,8 @@ class _Run:
         recorder.record_final_stats(await _replies([m.engine.stats() for m in members]))
         living = set(unique_workers(self._workers)) - self._fleet.elastic
         living |= {member.engine.worker for member in members}
-        return peak_memory() + sum(await _replies([worker.peak_memory() for worker in living]))
+        workers = sum(await _replies([worker.peak_memory() for worker in living]))
+        return peak_memory() + reward_memory(self._scorer) + workers
 
 
 async def _replies(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

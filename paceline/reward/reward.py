@@ -84,8 +84,9 @@ class Reward(Protocol):
     async def close(self) -> None: ...
 
 
-AnyReward = str | RewardFunction | Reward
-"""What a program may give as a reward: a name as in the settings, a function, or a Reward."""
+AnyReward = str | RewardFunction | Reward  # a name is that of a function in the settings
+Rewards = AnyReward | Sequence[AnyReward]
+"""What a program may give as its reward. Several are summed with reward.weights."""
 
 
 class BuiltinReward:
@@ -147,7 +148,7 @@ class WeightedReward:
                     part.check([located])
 
     def peak_memory(self) -> int:
-        return sum(peak_memory(part) for part in self._parts.values())
+        return sum(reward_memory(part) for part in self._parts.values())
 
     async def close(self) -> None:
         await asyncio.gather(*(part.close() for part in self._parts.values()))
@@ -176,7 +177,7 @@ async def _score(
     return await part.score(prompt, trajectories)
 
 
-def peak_memory(reward: Reward) -> int:
+def reward_memory(reward: Reward) -> int:
     """Return the peak resident bytes of the processes of a reward."""
     return reward.peak_memory() if isinstance(reward, ProcessReward | WeightedReward) else 0
 
@@ -190,7 +191,7 @@ def check_reward(settings: RewardSettings) -> None:
 async def open_reward(
     settings: RewardSettings,
     task: str | None,
-    reward: AnyReward | Sequence[AnyReward] | None = None,
+    reward: Rewards | None = None,
 ) -> Reward:
     """Load and check the reward: `reward` if given, else the one the settings select.
 

@@ -269,10 +269,15 @@ class _LoopThread:
             try:
                 self._loop.run_forever()
             finally:
-                for task in asyncio.all_tasks(self._loop):
-                    task.cancel()
-                self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+                self._loop.run_until_complete(self._cancel_all())
                 self._loop.close()
+
+    async def _cancel_all(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=GRACE_S)
 
     def _begin(self, number: int, function: Function, arguments: Any) -> None:
         self._tasks[number] = self._loop.create_task(self._run(number, function, *arguments))
