@@ -42,3 +42,7 @@ def prints(completion: str, row: dict[str, Any]) -> float:
 
 def in_parts(completion: str, row: dict[str, Any]) -> dict[str, float]:
     return {"reward": letters(completion, row), "length": len(completion)}
+
+
+def allocates(completion: str, row: dict[str, Any]) -> float:
+    return len(bytearray(500_000_000)) / 5e8
