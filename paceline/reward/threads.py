@@ -266,11 +266,13 @@ class _LoopThread:
     def _serve(self) -> None:
         ignore_suspended_time(self._loop)
         with suppress(SystemExit):  # see _abandon
-            try:
-                self._loop.run_forever()
-            finally:
+            self._loop.run_forever()
+        # The request to stop may arrive after the exception; then it ends the first attempt.
+        for _ in range(2):
+            with suppress(SystemExit, RuntimeError):
                 self._loop.run_until_complete(self._cancel_all())
-                self._loop.close()
+                break
+        self._loop.close()
 
     async def _cancel_all(self) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
