@@ -24,7 +24,7 @@ from paceline.observe.sinks import open_sinks
 from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger
 from paceline.queue.message_queue import MessageQueue, MessageQueueClient
-from paceline.remote.host import peak_memory
+from paceline.remote.peak import peak_memory
 from paceline.reward.reward import Rewards, reward_memory
 from paceline.rollout.environment import MakeEnvironment, open_environment
 from paceline.run_dir import (

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import queue
-import resource
 import signal
 import sys
 import time
@@ -21,6 +20,7 @@ from typing import Any, Protocol
 
 from paceline.remote.message import Call, Deferred, Event, Reply, portable
 from paceline.remote.parent import end_with_parent
+from paceline.remote.peak import peak_memory
 
 log = logging.getLogger(__name__)
 
@@ -124,28 +124,6 @@ class ProcessStats:
 
     def peak_memory(self) -> int:
         return peak_memory()
-
-
-_highest = 0  # before the last reset of the kernel's counter
-
-
-def peak_memory() -> int:
-    return max(_highest, _counted_peak())
-
-
-def take_peak_memory() -> int:
-    """Return the peak resident bytes since the last call (Linux) or since the start (elsewhere)."""
-    global _highest
-    peak = _counted_peak()
-    _highest = max(_highest, peak)
-    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    return peak
-
-
-def _counted_peak() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def build_and_serve(channel: Channel) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
+from paceline.remote.peak import peak_memory_of
 from paceline.reward.calls import GRACE_S, Calls, Died, Interrupted, Lost, Overdue
 from paceline.reward.function import RewardFunctionError, as_score
 from paceline.types import Score
@@ -128,11 +129,7 @@ class RewardProcess(asyncio.Protocol):
 
     def peak_memory(self) -> int:
         """Return the peak resident bytes of the process (Linux; elsewhere 0)."""
-        with suppress(OSError):
-            for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-        return 0
+        return peak_memory_of(self.process.pid)
 
     def data_received(self, data: bytes) -> None:
         *lines, self._unread = (self._unread + data).split(b"\n")

@@ -5,7 +5,7 @@ had until it is released between phases. On a CPU it is the peak of this process
 began (on Linux; elsewhere since its start).
 """
 
-from paceline.remote.host import take_peak_memory
+from paceline.remote.peak import take_peak_memory
 
 START, GENERATE, TRAIN, SYNC = "start", "generate", "train", "sync"
 
