@@ -32,6 +32,9 @@ class PlacementSettings(Settings):
     supports several."""
     threads: int = Field(0, ge=0)
     """CPU threads per worker. 0: the cores of the machine divided by the number of workers."""
+    min_gpus: int = Field(0, ge=0)
+    """Number of GPUs that must be there; with fewer, the run does not start. 0: use the GPUs there
+    are, or CPUs."""
     overlap: bool = False
     """Generate during train steps if actor and rollout share a pool: on a second stream of the GPU
     (a second thread on a CPU), with a copy of the weights. If false, they alternate and share one

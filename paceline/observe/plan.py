@@ -1,10 +1,14 @@
 """The table of `paceline plan`: which worker and role each device gets, and how much memory they
 need."""
 
+from contextlib import AsyncExitStack
+
 from rich.table import Table
 
 from paceline.config import RunConfig
-from paceline.data.tiny import resolve_model
+from paceline.generation import open_scorer
+from paceline.inputs import load_inputs
+from paceline.rollout.environment import open_environment
 from paceline.workers.cluster import Node
 from paceline.workers.fit import GB, needs, plan_that_fits
 
@@ -12,10 +16,14 @@ from paceline.workers.fit import GB, needs, plan_that_fits
 async def plan_table(config: RunConfig) -> tuple[Table, list[str]]:
     """Return the table, and warnings about roles that may not fit into memory.
 
-    Raise ConfigError if one cannot fit.
+    Raise the PacelineError with which a run would not start.
     """
-    model_path = resolve_model(config.model, config.data.task)
+    inputs = load_inputs(config)
+    open_environment(config.rollout.environment, inputs.tokenizer)
+    model_path = inputs.model_path
     nodes, plans, warnings = await plan_that_fits(config, model_path)
+    async with AsyncExitStack() as stack:
+        await open_scorer(stack, config, inputs)
     table = Table(
         "device", "worker", "role", "threads", "memory", "at most", title=_title(config, nodes)
     )

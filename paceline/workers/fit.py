@@ -16,6 +16,7 @@ from paceline.config import RunConfig
 from paceline.errors import ConfigError
 from paceline.model.loading import load_config
 from paceline.model.shape import model_shape
+from paceline.training.backends import check_backend
 from paceline.training.memory import memory_estimate
 from paceline.types import Role
 from paceline.workers.cluster import Device, Node, PlannedWorker
@@ -77,8 +78,23 @@ async def plan_that_fits(
 ) -> tuple[list[Node], list[PlannedWorker], list[str]]:
     """Return nodes, planned workers and warnings. Raise ConfigError if they cannot fit."""
     nodes = await find_nodes(config)
+    _check_gpus(config, sum(node.gpus for node in nodes))
     plans = plan_workers(config, nodes)
     return nodes, plans, check_fit(plans, nodes, config, model_path)
+
+
+def _check_gpus(config: RunConfig, gpus: int) -> None:
+    """Raise ConfigError if the run needs more GPUs than there are, or a package for them."""
+    wanted = config.placement.min_gpus
+    if gpus < wanted:
+        where = "this machine" if config.cluster == "local" else "the cluster"
+        raise ConfigError(
+            f"placement.min_gpus = {wanted}, but {where} has {gpus} GPUs. To run with what there "
+            "is, remove placement.min_gpus; in settings of verl, remove trainer.n_gpus_per_node "
+            "and rollout.n_gpus_per_node, or set both to 0"
+        )
+    if config.cluster == "local":  # the machines of a cluster may have other packages
+        check_backend(config.train, gpus)
 
 
 def check_fit(

@@ -164,7 +164,8 @@ def test_each_pool_has_worker() -> None:
 
 def test_plan_command_prints_table(model: str, tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text(
-        f'model = "{model}"\n[algorithm]\nname = "ppo"\n[placement]\ncritic = "critic_pool"\n'
+        f'model = "{model}"\ndata.task = "copy:3"\n'
+        '[algorithm]\nname = "ppo"\n[placement]\ncritic = "critic_pool"\n'
     )
     shown = CliRunner(env={"COLUMNS": "140"}).invoke(app, ["plan", str(tmp_path / "r.toml")])
     assert shown.exit_code == 0, shown.output
