@@ -1,41 +1,40 @@
-"""All settings of a run: a TOML recipe plus `key=value` overrides, checked before anything starts.
+"""All settings of a run: a recipe plus `key=value` overrides, checked before anything starts.
 
 Each component declares its settings; this file combines them, checks rules that concern several of
-them, and explains mistakes ("did you mean ...?").
+them, and translates settings of verl.
 """
 
-import difflib
+import functools
 import json
+import logging
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import permutations
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import (
-    AliasChoices,
-    BaseModel,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
-from pydantic_core import ErrorDetails
+from pydantic import AliasChoices, Field, ValidationError, field_validator, model_validator
 
 from paceline.algo.settings import AlgorithmSettings
 from paceline.data.prompts import DataSettings
 from paceline.errors import ConfigError
+from paceline.hints import FOREIGN_NAMES, explain
 from paceline.placement import PlacementSettings, RaySettings
 from paceline.plugins import Plugin
 from paceline.queue.message_queue import QueueSettings
+from paceline.recipe import find_recipe, read_recipe
 from paceline.reward.reward import RewardSettings
 from paceline.rollout.fleet import FleetSettings
 from paceline.rollout.rollouter import RolloutSettings
 from paceline.schedule import ScheduleSettings
-from paceline.settings import Settings
+from paceline.settings import Settings, all_names, find_section, walk_settings
 from paceline.sync.settings import MISMATCH_LIMITS, SyncSettings
 from paceline.training.settings import TrainSettings
+from paceline.translate.hydra import flatten, read_value
+from paceline.translate.verl import is_foreign, translate
 from paceline.types import Role
+
+log = logging.getLogger(__name__)
 
 SINKS = "paceline.sinks"  # entry points of track
 
@@ -236,6 +235,7 @@ MAY_CHANGE = {
     *("train.backend", "train.tensor_parallel", "train.pipeline_parallel", "train.offload"),
     *("train.micro_batch_tokens", "train.gradient_checkpointing"),
     *("placement.train_ranks", "placement.rollout_workers", "placement.threads"),
+    "placement.min_gpus",
     *("rollout.slots", "rollout.kv_memory_fraction", "rollout.generation_timeout"),
     *("rollout.max_failed_groups", "reward.timeout_s", "reward.workers"),
 }
@@ -254,32 +254,85 @@ def load_config(
     line per mistake.
     """
     found: dict[str, Any] = {}
+    own: list[tuple[str, Any]] = []
     if recipe is not None:
-        found = {"run_dir": f"runs/{Path(recipe).stem}"} | _read_recipe(Path(recipe))
-    given = list(_flatten(values or {})) + [_parse(override) for override in overrides]
-    for key, value in given:
-        _apply(found, key, value)
-    _drop_alternatives(found, {key for key, value in given if value is not None})
+        path = find_recipe(recipe)
+        own = [("run_dir", f"runs/{path.stem}"), *flatten(read_recipe(path))]
+    own, foreign = _split(own)
+    given, more = _split([*flatten(values or {}), *(_parse(override) for override in overrides)])
+    # Settings of verl, as in its command, complete each other wherever they are given.
+    complete = recipe is None or bool(foreign)
+    translated = _translate(foreign | more, dict(own + given), complete)
+    for settings in (own, translated, given):
+        for key, value in settings:
+            _apply(found, key, value)
+        _drop_alternatives(found, {key for key, value in settings if value is not None})
     try:
         return RunConfig.model_validate(found)
     except ValidationError as error:
         where = f" in {recipe}" if recipe is not None else ""
-        lines = [_explain(problem) for problem in error.errors()]
+        lines = [line for problem in error.errors() for line in explain(problem, RunConfig)]
         raise ConfigError(
             f"{len(lines)} wrong setting{'s' if len(lines) > 1 else ''}{where}:\n"
             + "\n".join(f"  {x}" for x in lines)
         ) from None
 
 
-def _read_recipe(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"recipe {path} does not exist{_similar_recipes(path)}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"recipe {path} cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"recipe {path} is not valid TOML: {error}") from None
+def split_settings(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return Paceline's settings and verl's, both by dotted name."""
+    own, foreign = _split(flatten(values))
+    return dict(own), foreign
+
+
+def _split(settings: Iterable[tuple[str, Any]]) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
+    own: list[tuple[str, Any]] = []
+    foreign: dict[str, Any] = {}
+    for key, value in settings:
+        if _is_foreign(key, value):
+            foreign[key] = value
+        else:
+            own.append((key, value))
+    return own, foreign
+
+
+def is_setting(key: str) -> bool:
+    """Return whether a dotted name is one of Paceline's settings or sections."""
+    return key in _own_names()
+
+
+def _is_foreign(key: str, value: Any) -> bool:
+    return not is_setting(key) and is_foreign(key, value)
+
+
+@functools.cache
+def _own_names() -> frozenset[str]:
+    """Return the dotted names of all settings and sections."""
+    names = set()
+    for setting, field in walk_settings(RunConfig):
+        *sections, _ = setting.split(".")
+        names |= {".".join([*sections, name]) for name in all_names(setting, field)}
+        names |= {".".join(sections[:end]) for end in range(1, len(sections) + 1)}
+    return frozenset(names)
+
+
+def _translate(
+    foreign: Mapping[str, Any], base: Mapping[str, Any], complete: bool
+) -> list[tuple[str, Any]]:
+    """Translate verl's settings. Raise ConfigError if one has no counterpart."""
+    translation = translate(foreign, base, complete)
+    if translation.missing:
+        raise ConfigError(
+            f"{len(translation.missing)} of verl's settings cannot be used:\n"
+            + "\n".join(f"  {name}: {reason}" for name, reason in translation.missing.items())
+            + "\nRemove them. `paceline translate` with the same file or settings writes a recipe "
+            "and lists everything that differs"
+        )
+    if translation.notes:
+        log.warning(
+            "ignored or changed settings of verl: %s (`paceline translate` gives the reasons)",
+            ", ".join(translation.notes),
+        )
+    return list(translation.settings.items())
 
 
 def _drop_alternatives(values: dict[str, Any], given: set[str]) -> None:
@@ -308,23 +361,19 @@ def check_trainable(config: RunConfig) -> None:
 
 
 def describe_settings(under: str = "") -> list[tuple[str, str, str]]:
-    """Return name, default and description of every setting whose name starts with `under`."""
+    """Return name, default and description of every setting whose name starts with `under`.
+
+    If there is none, return those whose name contains it, or that other libraries call so.
+    """
     found: list[tuple[str, str, str]] = []
-
-    def walk(model: type[BaseModel], prefix: str) -> None:
-        for name, field in model.model_fields.items():
-            section = _section([*prefix.split(".")[:-1], name])
-            if section is not model and section is not RunConfig:
-                walk(section, f"{prefix}{name}.")
-            elif f"{prefix}{name}".startswith(under):
-                words = (field.description or "").split()
-                if get_origin(field.annotation) is Literal:
-                    words.append(f"One of {', '.join(get_args(field.annotation))}.")
-                default = _as_written(field.get_default(call_default_factory=True))
-                found.append((f"{prefix}{name}", default, " ".join(words)))
-
-    walk(RunConfig, "")
-    return found
+    for name, field in walk_settings(RunConfig):
+        words = (field.description or "").split()
+        if get_origin(field.annotation) is Literal:
+            words.append(f"One of {', '.join(get_args(field.annotation))}.")
+        default = _as_written(field.get_default(call_default_factory=True))
+        found.append((name, default, " ".join(words)))
+    starts = [row for row in found if row[0].startswith(under)]
+    return starts or [row for row in found if under in row[0] or FOREIGN_NAMES.get(under) == row[0]]
 
 
 def _as_written(value: Any) -> str:
@@ -348,27 +397,20 @@ def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -
     return found
 
 
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted names with values. A mapping is a section, unless it is empty."""
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", dict(value) if isinstance(value, Mapping) else value
-
-
 def _parse(override: str) -> tuple[str, Any]:
-    """Split `key=value` and read the value as TOML does."""
+    """Split `key=value` and read the value as TOML does, or as Hydra does for a key of verl."""
     key, equals, text = override.partition("=")
-    if not equals or not key.strip():
+    key = key.strip()
+    if not equals or not key:
         raise ConfigError(
             f"{override!r} is not a setting; write key=value, for example schedule.max_staleness=2"
         )
+    if _is_foreign(key.lstrip("+"), text):
+        return key.lstrip("+"), read_value(text)
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        return key, tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        value = text  # a bare word is a string: data.task=sort:5
-    return key.strip(), value
+        return key, text  # a bare word is a string: data.task=sort:5
 
 
 def _apply(values: dict[str, Any], key: str, value: Any) -> None:
@@ -385,58 +427,7 @@ def _apply(values: dict[str, Any], key: str, value: Any) -> None:
 
 def _aliases(sections: Sequence[str], name: str) -> list[str]:
     """Return all names of a setting, so that the command line replaces any of them."""
-    for field_name, names in _names(_section(sections)).items():
-        if name in names or name == field_name:
-            return [field_name, *names]
+    for field_name, field in find_section(RunConfig, sections).model_fields.items():
+        if name in (names := all_names(field_name, field)):
+            return names
     return []
-
-
-def _section(path: Sequence[str | int]) -> type[BaseModel]:
-    model: type[BaseModel] = RunConfig
-    for part in path:
-        field = model.model_fields.get(str(part))
-        # A section may be optional: LoraSettings | None.
-        kinds = get_args(field.annotation) or (field.annotation,) if field else ()
-        sections = [k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)]
-        model = sections[0] if sections else model
-    return model
-
-
-def _names(model: type[BaseModel]) -> dict[str, list[str]]:
-    names = {}
-    for name, field in model.model_fields.items():
-        alias = field.validation_alias
-        names[name] = (
-            [str(choice) for choice in alias.choices] if isinstance(alias, AliasChoices) else [name]
-        )
-    return names
-
-
-def _explain(problem: ErrorDetails) -> str:
-    location = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        known = sorted(
-            {name for names in _names(_section(problem["loc"][:-1])).values() for name in names}
-        )
-        close = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
-        return f"unknown setting {location!r}; {hint}"
-    if problem["type"] == "value_error":
-        what = str(problem["ctx"]["error"])
-        named = not location or what.startswith(f"{problem['loc'][0]}.")
-        return what if named else f"{location}: {what}"
-    if problem["type"] == "model_type":
-        first = next(iter(_section(problem["loc"]).model_fields))
-        return (
-            f"{location} = {problem['input']!r}: {location} is a section; set one of its settings, "
-            f"for example {location}.{first}=..."
-        )
-    if problem["type"] == "tuple_type":
-        return f"{location} = {problem['input']!r}: expected a list in brackets"
-    return f"{location} = {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
-
-
-def _similar_recipes(path: Path) -> str:
-    near = sorted(str(other) for other in path.parent.glob("*.toml"))
-    close = difflib.get_close_matches(str(path), near, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""

@@ -6,10 +6,11 @@ Large dependencies are imported where they are used, so `paceline --help` does n
 # The order of these imports is the order of the commands in --help.
 # isort: off
 from paceline.cli import train
+from paceline.cli import translate
 from paceline.cli import inspect
 from paceline.cli import jobs
 # isort: on
 
 from paceline.cli.app import app
 
-__all__ = ["app", "inspect", "jobs", "train"]
+__all__ = ["app", "inspect", "jobs", "train", "translate"]

@@ -1,7 +1,6 @@
 """The commands that show something and change nothing: plans, samples, tasks and settings."""
 
 import asyncio
-import difflib
 from pathlib import Path
 from typing import Annotated
 
@@ -71,23 +70,20 @@ def settings(
     prefix: Annotated[
         str,
         typer.Argument(
-            help="List only settings that start with this, for example rollout", show_default=False
+            help="List only these settings, for example rollout or learning_rate",
+            show_default=False,
         ),
     ] = "",
 ) -> None:
     """List all settings with their defaults."""
     from rich.table import Table
 
-    from paceline.config import describe_settings
+    from paceline.config import RunConfig, describe_settings
+    from paceline.hints import suggest
 
     found = describe_settings(prefix)
     if not found:
-        names = [name for name, _, _ in describe_settings()]
-        known = {name.rsplit(".", 1)[-1]: name for name in names} | {name: name for name in names}
-        known |= {name.split(".")[0]: name.split(".")[0] for name in names}
-        close = difflib.get_close_matches(prefix, known, n=1)
-        hint = f"did you mean {known[close[0]]!r}?" if close else "run: paceline settings"
-        fail(ConfigError(f"no setting starts with {prefix!r}; {hint}"))
+        fail(ConfigError(f"no setting contains {prefix!r}; {suggest(prefix, RunConfig)}"))
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for name, default, meaning in found:
         table.add_row(f"[bold]{name}[/]", f"[cyan]{escape(default)}[/]", escape(meaning))

@@ -1,9 +1,9 @@
 """Settings of the trainer: backend, optimizer, learning rate, micro-batches and LoRA."""
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from paceline.settings import Settings
 
@@ -56,6 +56,11 @@ class TrainSettings(Settings):
     lora: LoraSettings | None = None
     """LoRA settings: train only adapters of the actor (needs the extra "lora", and about 10 times
     the learning rate). Default: train all weights."""
+
+    @field_validator("backend", mode="before")
+    @classmethod
+    def _fsdp2_is_fsdp(cls, value: Any) -> Any:
+        return "fsdp" if value == "fsdp2" else value
 
     @model_validator(mode="after")
     def _check_backend(self) -> "TrainSettings":

@@ -126,7 +126,7 @@ def test_train_fails_when_every_checkpoint_is_damaged(recipe: Path, tmp_path: Pa
     [
         (
             "schedule.max_stalenes=3",
-            ["unknown setting 'schedule.max_stalenes'", "did you mean 'max_staleness'"],
+            ["unknown setting 'schedule.max_stalenes'", "did you mean 'schedule.max_staleness'"],
         ),
         ("stepps=3", ["unknown setting 'stepps'", "did you mean 'steps'"]),
         ("steps=many", ["steps = 'many'", "integer"]),
@@ -177,7 +177,7 @@ def test_settings_are_listed_as_written_on_command_line() -> None:
 
 
 def test_settings_suggests_name_when_none_matches() -> None:
-    result = CliRunner().invoke(app, ["settings", "max_stalenes"])
+    result = CliRunner().invoke(app, ["settings", "max_stalness"])
     assert_error(result, 2, "did you mean 'schedule.max_staleness'?")
 
 

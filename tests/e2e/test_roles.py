@@ -180,7 +180,7 @@ def test_resume_fails_when_lora_rank_changes(model: str, tmp_path: Path) -> None
 
 def test_lora_setting_gets_suggestion_when_misspelled() -> None:
     with pytest.raises(
-        ConfigError, match=r"unknown setting 'train\.lora\.rnk'; did you mean 'rank'\?"
+        ConfigError, match=r"unknown setting 'train\.lora\.rnk'; did you mean 'train\.lora\.rank'\?"
     ):
         load_config(None, ["train.lora.rnk=8"])
 

@@ -75,10 +75,12 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_wheel_contains_package_with_type_marker_and_nothing_else(wheel: Path) -> None:
+def test_wheel_contains_package_type_marker_recipes_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     source = {str(path.relative_to(ROOT)) for path in (ROOT / "paceline").rglob("*.py")}
-    assert source | {"paceline/py.typed"} == {name for name in names if ".dist-info/" not in name}
+    recipes = {f"paceline/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.toml")}
+    expected = source | recipes | {"paceline/py.typed"}
+    assert expected == {name for name in names if ".dist-info/" not in name}
 
 
 def test_installed_wheel_is_used_instead_of_repository(environment: Path) -> None:
@@ -91,6 +93,13 @@ def test_installed_command_prints_version_and_settings(environment: Path) -> Non
     command = environment / "bin" / "paceline"
     assert paceline.__version__ in output(command, "--version", cwd=environment)
     assert "schedule.max_staleness" in output(command, "settings", cwd=environment)
+
+
+def test_installed_command_finds_recipes_by_name(environment: Path, tmp_path: Path) -> None:
+    command = environment / "bin" / "paceline"
+    assert "fully_async" in output(command, "recipes", cwd=tmp_path)
+    shown = output(command, "train", "fully_async", "steps=3", "--dry-run", cwd=tmp_path)
+    assert '"run_dir": "runs/fully_async"' in shown
 
 
 def test_installed_command_trains_two_steps(environment: Path, tmp_path: Path) -> None:

@@ -1,13 +1,25 @@
 """Rules that concern several sections of a configuration."""
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from paceline.config import check_trainable, load_config
+from paceline.cli import app
+from paceline.config import check_trainable, describe_settings, load_config
 from paceline.errors import ConfigError
+from paceline.hints import FOREIGN_NAMES
+from paceline.recipe import built_in_recipes, describe_recipe
+from tests.models import random_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return random_model(tmp_path_factory.mktemp("model"))
+
 
 TWO_STEPS = ["schedule.max_staleness=1", "schedule.sync_every=2"]
 
@@ -74,3 +86,169 @@ def test_value_replaces_alternative_of_recipe_unless_it_is_none(tmp_path: Path) 
 def test_wrong_value_raises_config_error(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_config(values=values)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("rollout.learning_rate", "train.learning_rate"),
+        ("learning_rate", "train.learning_rate"),
+        ("lr", "train.learning_rate"),
+        ("optimizer.lr", "train.learning_rate"),
+        ("rollout.group_size", "group_size"),
+        ("train.steps", "steps"),
+        ("schedule.max_queue_size", "queue.max_queue_size"),
+        ("schedule.max_stalenes", "schedule.max_staleness"),
+        ("stepps", "steps"),
+        ("max_tokens", "rollout.max_response_length"),
+        ("max_completion_length", "rollout.max_response_length"),
+        ("rollout.max_tokens", "rollout.max_response_length"),
+        ("max_steps", "steps"),
+        ("num_train_epochs", "steps"),
+        ("batch_size", "groups_per_step"),
+        ("per_device_train_batch_size", "groups_per_step"),
+        ("num_generations", "group_size"),
+        ("rollout.num_samples", "group_size"),
+        ("n", "group_size"),
+        ("beta", "algorithm.kl_coef"),
+        ("kl_loss_coef", "algorithm.kl_coef"),
+        ("algorithm.beta", "algorithm.kl_coef"),
+        ("epsilon", "algorithm.clip_low"),
+        ("clip_ratio", "algorithm.clip_low"),
+        ("epsilon_high", "algorithm.clip_high"),
+        ("num_iterations", "algorithm.epochs"),
+        ("loss_type", "algorithm.loss"),
+        ("adv_estimator", "algorithm.name"),
+        ("output_dir", "run_dir"),
+        ("model_name_or_path", "model"),
+        ("model_path", "model"),
+        ("dataset", "data.path"),
+        ("reward_funcs", "reward.function"),
+        ("reward_model", "reward.model"),
+        ("max_grad_norm", "train.max_grad_norm"),
+        ("grad_clip", "train.max_grad_norm"),
+        ("bf16", "train.dtype"),
+        ("gradient_accumulation_steps", "train.micro_batch_tokens"),
+        ("lora_r", "train.lora.rank"),
+        ("lora.rank", "train.lora.rank"),
+        ("tensor_parallel_size", "train.tensor_parallel"),
+        ("gpu_memory_utilization", "rollout.kv_memory_fraction"),
+        ("max_num_seqs", "rollout.slots"),
+        ("use_vllm", "rollout.engine"),
+        ("stop_sequences", "rollout.stop"),
+        ("system_prompt", "data.system"),
+        ("save_steps", "save_every"),
+        ("save_total_limit", "keep_checkpoints"),
+        ("staleness", "schedule.max_staleness"),
+        ("num_gpus", "placement.train_ranks"),
+        ("num_workers", "placement.rollout_workers"),
+    ],
+)
+def test_unknown_setting_is_explained_with_full_name(name: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as rejected:
+        load_config(None, [f"{name}=1"])
+    assert f"unknown setting {name!r}; did you mean {meant!r}" in str(rejected.value)
+
+
+def test_every_foreign_name_leads_to_setting() -> None:
+    known = {name for name, _, _ in describe_settings()}
+    assert set(FOREIGN_NAMES.values()) <= known
+
+
+@pytest.mark.parametrize("name", ["hybrid", "hybrid.toml", "recipes/hybrid.toml"])
+def test_recipe_is_found_by_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config(name).data.task == "reverse:5"
+
+
+def test_file_is_preferred_to_built_in_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("hybrid.toml").write_text("steps = 77")
+    assert load_config("hybrid.toml").steps == 77
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("hybird", "did you mean hybrid? Built-in recipes: "),
+        ("zzz", "recipe zzz does not exist; built-in recipes: "),
+        ("steps=3", "paceline train hybrid steps=3"),
+        (".", "is a directory"),
+    ],
+)
+def test_unknown_recipe_is_explained(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "is empty"), ("- 1", "is a list"), ("a: [", "not valid YAML")],
+)
+def test_unusable_yaml_is_explained(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config(tmp_path / "a.yaml")
+
+
+def test_every_recipe_has_description() -> None:
+    assert all(describe_recipe(path) for path in built_in_recipes().values())
+
+
+def test_fsdp2_is_fsdp() -> None:
+    assert load_config(None, ["train.backend=fsdp2"]).train.backend == "fsdp"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("learning_rate", "train.learning_rate"),
+        ("lr", "train.learning_rate"),
+        ("beta", "algorithm.kl_coef"),
+        ("schedule", "schedule.on_sync"),
+    ],
+)
+def test_settings_command_finds_name_without_section(words: str, expected: str) -> None:
+    assert expected in CliRunner().invoke(app, ["settings", words]).output
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"), [("foo", "`paceline settings` lists"), ("leraning_rate", "train.learning")]
+)
+def test_settings_command_fails_with_hint_when_nothing_matches(words: str, hint: str) -> None:
+    result = CliRunner().invoke(app, ["settings", words])
+    assert result.exit_code == 2 and hint in result.output
+
+
+def test_recipes_command_lists_every_recipe() -> None:
+    lines = CliRunner().invoke(app, ["recipes"]).output.splitlines()
+    assert [line.split()[0] for line in lines] == list(built_in_recipes())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["placement.min_gpus=64"], "remove trainer.n_gpus_per_node"),
+        (["trainer.n_gpus_per_node=64"], "placement.min_gpus = 64, but this machine has"),
+        (["data.path=nowhere.jsonl", "reward.function=exact"], "nowhere.jsonl"),
+        (["reward.function=nowhere:score"], "nowhere"),
+        (["rollout.environment=nowhere:Class"], "nowhere"),
+    ],
+)
+def test_plan_rejects_what_train_rejects(
+    settings: list[str], message: str, tmp_path: Path, model: str
+) -> None:
+    given = ["hybrid", f"model={model}", f"run_dir={tmp_path}", *settings]
+    for command in ("plan", "train"):
+        result = CliRunner().invoke(app, [command, *given])
+        assert result.exit_code > 1 and message in result.output, result.output
+
+
+@pytest.mark.skipif(find_spec("megatron") is not None, reason="megatron-core is installed")
+def test_plan_rejects_megatron_when_package_is_missing(model: str) -> None:
+    result = CliRunner().invoke(app, ["plan", "megatron_async", f"model={model}"])
+    assert result.exit_code == 2 and "needs megatron-core" in result.output

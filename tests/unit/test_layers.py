@@ -18,11 +18,12 @@ PACKAGE = Path(__file__).parents[2] / "paceline"
 # one layer are independent of each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("__init__", "types", "errors", "settings", "notifier", "suspend", "background"),
-    ("plugins", "schedule", "placement"),
+    ("plugins", "schedule", "placement", "recipe", "hints"),
     ("model", "remote"),
     ("data", "algo", "queue"),
     ("reward", "sync"),
     ("rollout", "training"),
+    ("translate",),
     ("config",),
     ("workers",),
     ("inputs", "control", "synchronizer"),

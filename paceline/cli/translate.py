@@ -1,0 +1,118 @@
+"""The commands about recipes: list the built-in ones, translate those of verl."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from paceline.cli.app import app, console, fail
+from paceline.errors import ConfigError, PacelineError
+
+if TYPE_CHECKING:
+    from paceline.translate.source import Translation
+
+
+@app.command()
+def recipes() -> None:
+    """List the built-in recipes. `paceline train NAME` runs one."""
+    from paceline.recipe import built_in_recipes, describe_recipe
+
+    known = built_in_recipes()
+    width = max(map(len, known), default=0) + 2
+    for name, path in known.items():
+        line = f"[bold]{name:{width}}[/]{describe_recipe(path)}"
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def translate(
+    given: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE_OR_OVERRIDES...",
+            help="verl's YAML files, shell scripts or overrides, for example "
+            "data.train_batch_size=64",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write the recipe to this file.", show_default=False),
+    ] = None,
+) -> None:
+    """Turn a configuration of verl into a recipe, and list what has no counterpart."""
+    from paceline.translate.toml import recipe_text, remarks
+
+    try:
+        translation, values = _translate(given)
+    except PacelineError as error:
+        fail(error)
+    text = recipe_text(translation, values, "verl's settings")
+    if output is None:
+        sys.stdout.write(text)
+    else:
+        output.write_text(text, encoding="utf-8")
+    errors = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+    for title, lines in remarks(translation, values):
+        errors.print("\n".join([f"{title}:", *(f"  {line}" for line in lines)]))
+    try:
+        _check(translation.settings)
+    except ConfigError as error:
+        errors.print(f"The recipe cannot be trained as it is: {error}")
+    if output is not None:
+        errors.print(f"wrote {output}; to run it: paceline train {output}")
+
+
+def _translate(given: list[str]) -> "tuple[Translation, dict[str, Any]]":
+    """Return the translation, and verl's settings by name."""
+    from paceline.config import RunConfig, describe_settings, is_setting, split_settings
+    from paceline.hints import suggest
+    from paceline.translate.verl import drop_without_effect, translate
+
+    own, foreign = split_settings(_read(given))
+    translation = translate(foreign, own, complete=True)
+    for name, value in own.items():
+        if not is_setting(name):
+            translation.missing[name] = f"unknown; {suggest(name, RunConfig)}"
+        elif value is not None:
+            translation.settings.setdefault(name, value)
+    drop_without_effect(translation, {})
+    position = {name: place for place, (name, _, _) in enumerate(describe_settings())}
+    translation.settings = dict(
+        sorted(translation.settings.items(), key=lambda item: position.get(item[0], 0))
+    )
+    return translation, foreign | own
+
+
+def _read(given: list[str]) -> dict[str, Any]:
+    """Return the settings in files and overrides, later ones over earlier ones."""
+    from paceline.recipe import YAML, read_recipe
+    from paceline.translate.hydra import flatten, read_overrides, read_script
+
+    found: dict[str, Any] = {}
+    words = []
+    for word in given:
+        path = Path(word)
+        if path.suffix in YAML:
+            found |= dict(flatten(read_recipe(path)))
+        elif path.is_file():
+            found |= read_script(path.read_text(encoding="utf-8"))
+        elif "=" in word or word.startswith("~"):
+            found |= read_overrides([word])
+        else:
+            words.append(word)
+    program = read_script(" ".join(words))  # python3 -m verl.trainer.main_ppo
+    if not found:
+        raise ConfigError(
+            f"{' '.join(words)!r} has no settings of verl; expected a .yaml or .sh file, or "
+            "overrides such as data.train_batch_size=64"
+        )
+    return found | program
+
+
+def _check(settings: dict[str, Any]) -> None:
+    from paceline.config import check_trainable, load_config
+
+    check_trainable(load_config(values=settings))

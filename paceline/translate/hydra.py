@@ -1,0 +1,123 @@
+"""verl's command lines: Hydra overrides, alone or in a shell script."""
+
+import ast
+import operator
+import os
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from paceline.errors import ConfigError
+from paceline.translate.groups import PROGRAM
+
+OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_]\w*(\.\w+)+=.*", re.DOTALL)
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}]*))?\})")
+ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted names with values. A mapping is a section, unless it is empty."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", dict(value) if isinstance(value, Mapping) else value
+
+
+def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
+    """Return the values of `a.b=c`, `+a.b=c` and `++a.b=c` by name; `~a.b` removes one."""
+    found: dict[str, Any] = {}
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        if name.startswith("~"):
+            found.pop(name[1:], None)
+        elif not equals or not name.strip("+ "):
+            raise ConfigError(
+                f"{override!r} is not an override; write name=value, for example "
+                "data.train_batch_size=64, or give a .yaml or .sh file"
+            )
+        else:
+            found[name.strip("+ ")] = read_value(text)
+    return found
+
+
+def read_value(text: str) -> Any:
+    """Return the value of an override: a number, a bool, null, a list or text."""
+    import yaml  # most commands do not need it
+
+    try:
+        return yaml.safe_load(text) if text.strip() else ""
+    except yaml.YAMLError:
+        return text
+
+
+def read_script(text: str) -> dict[str, Any]:
+    """Return the overrides in a shell script that starts verl, and the program it starts.
+
+    Variables and `$((...))` are replaced. Bash arrays need no special case: their elements are
+    overrides too.
+    """
+    variables: dict[str, str] = {}
+    overrides: list[str] = []
+    program = ""
+    for line in re.sub(r"\\\s*\n", " ", text).splitlines():
+        for word in _words(_computed(line, variables)):
+            expanded = _expanded(word, variables)
+            if OVERRIDE.fullmatch(word):
+                overrides.append(expanded)
+            elif match := ASSIGNMENT.fullmatch(word):
+                variables[match[1]] = _expanded(match[2], variables)
+            elif re.search(r"\bmain_ppo|fully_async|one_step_off", word):
+                program = word
+    found = read_overrides(overrides)
+    return found | ({PROGRAM: program} if program else {})
+
+
+def _words(line: str) -> list[str]:
+    try:
+        words = shlex.split(line, comments=True)
+    except ValueError:  # a quote that ends on another line
+        words = line.split()
+    # The parentheses of a bash array may touch its first and last element.
+    return [re.sub(r"^(\w+=)?\(|(?<!\()\)$", "", word) for word in words]
+
+
+def _expanded(word: str, variables: Mapping[str, str]) -> str:
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
+        return variables.get(name, os.environ.get(name, match[3] or match[0]))
+
+    for _ in range(4):  # a default may contain variables: ${DATA:-${HOME}/data}
+        word = VARIABLE.sub(value, word)
+    return word
+
+
+def _computed(line: str, variables: Mapping[str, str]) -> str:
+    def value(match: re.Match[str]) -> str:
+        try:
+            names = {name: int(text) for name, text in variables.items() if text.isdigit()}
+            return str(_number(ast.parse(match[1].replace("$", ""), mode="eval").body, names))
+        except (SyntaxError, KeyError, ArithmeticError):
+            return match[0].replace(" ", "")
+
+    return ARITHMETIC.sub(value, line)
+
+
+def _number(node: ast.expr, names: Mapping[str, int]) -> int:
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        left, right = _number(node.left, names), _number(node.right, names)
+        return int(OPERATORS[type(node.op)](left, right))
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.Name):
+        return names[node.id]
+    raise KeyError(ast.unparse(node))
