@@ -41,8 +41,8 @@ SINKS = "paceline.sinks"  # entry points of track
 
 class RunConfig(Settings):
     model: str = "tiny"
-    """Local directory, Hugging Face model ID, or "tiny": a built-in model, created for the selected
-    task on first use."""
+    """Local directory, GGUF file, Hugging Face model ID, or "tiny": a built-in model, created for
+    the selected task on first use."""
     run_dir: str = Field("runs/default", min_length=1)
     """Directory of metrics, ledger, logs, summary and checkpoints. A run in it is resumed."""
     seed: int = Field(0, ge=0)

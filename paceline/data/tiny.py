@@ -3,7 +3,8 @@
 Supervised warm-up with label smoothing teaches it the task but keeps it unsure of every character,
 like a real model before RL: only some sampled completions are exact, however long the warm-up. On
 one machine, the same recipe gives the same bits, because warm-up uses one thread and fixed seeds.
-The model is cached in $PACELINE_CACHE, by default ~/.cache/paceline.
+The model is cached in $PACELINE_CACHE, by default ~/.cache/paceline, or in the temporary directory
+if that cannot be written.
 """
 
 import hashlib
@@ -27,7 +28,9 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from paceline import __version__
 from paceline.data.tasks import Task, get_task
-from paceline.model.loading import model_source, no_progress_bars
+from paceline.errors import ModelError
+from paceline.model.loading import no_progress_bars
+from paceline.model.source import model_source
 
 log = logging.getLogger(__name__)
 
@@ -79,20 +82,56 @@ def resolve_model(name: str, task: str | None = None, progress: Progress | None 
 def tiny_model(spec: str = DEFAULT_TASK, progress: Progress | None = None) -> Path:
     """Return the directory of the tiny model for a task; create the model if necessary."""
     recipe = Recipe(get_task(spec).spec)
-    folder = cache_folder() / recipe.folder
-    if not folder.exists():
-        log.info("creating the tiny model for task %s (cached in %s)", recipe.task, folder)
+    for cache in (cache_folder(), _fallback()):
+        if os.path.exists(cache / recipe.folder):  # False if the directory cannot be read
+            return cache / recipe.folder
+    folder = writable_cache() / recipe.folder
+    log.info("creating the tiny model for task %s (cached in %s)", recipe.task, folder)
+    try:
         _install(folder, recipe, progress)
+    except OSError as error:
+        raise ModelError(
+            f"the tiny model cannot be written to {folder}: {error.strerror or error}; "
+            "set PACELINE_CACHE to a directory with a few MB of free space"
+        ) from error
     return folder
 
 
 def cache_folder() -> Path:
-    return Path(os.environ.get("PACELINE_CACHE") or "~/.cache/paceline").expanduser()
+    """Return $PACELINE_CACHE, by default `paceline` in the user's cache directory."""
+    if chosen := os.environ.get("PACELINE_CACHE"):
+        return Path(os.path.expanduser(chosen))
+    parent = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if parent.startswith("~"):  # a user without a home directory
+        return _fallback()
+    return Path(parent) / "paceline"
+
+
+def writable_cache() -> Path:
+    """Return the cache folder, or one in the temporary directory if it cannot be written."""
+    cache = cache_folder()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache):
+            return cache
+    except OSError as error:
+        instead = _fallback()
+        log.warning(
+            "the cache directory %s cannot be written (%s): the tiny model is stored in %s; "
+            "set PACELINE_CACHE to choose another directory",
+            *(cache, error.strerror or error, instead),
+        )
+        return instead
+
+
+def _fallback() -> Path:
+    """Return a directory per user, because all users share the temporary directory."""
+    return Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}"
 
 
 def _install(folder: Path, recipe: Recipe, progress: Progress | None) -> None:
     """Build in a temporary directory and rename it, so that no process sees an incomplete model."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         tokenizer = make_tokenizer()

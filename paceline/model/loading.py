@@ -26,25 +26,12 @@ from transformers import modeling_gguf_pytorch_utils as gguf
 from transformers.utils import logging as hf_logging
 
 from paceline.errors import ModelError
+from paceline.model.source import ModelFiles, model_files, model_source
 
-WEIGHTS = ("*.safetensors", "*.gguf", "pytorch_model*.bin")
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "spiece*")
 # Mean relative difference of log-probs from a plain forward pass: in float32 and in bfloat16.
 EXACT, ROUNDED = 1e-4, 0.05
 SAMPLED = 1 << 20  # bytes read at the start, middle and end of a weight file for its fingerprint
-
-
-def model_source(name: str) -> str:
-    """Check a local directory, or accept a Hugging Face model ID as it is."""
-    path = Path(name).expanduser()
-    if path.exists():
-        return str(_checked(path))
-    if name.startswith(("/", ".", "~")) or name.count("/") != 1 or name.endswith("/"):
-        raise ModelError(
-            f"model = {name!r}: no such directory (looked from {Path.cwd()}); expected a "
-            "directory, a Hugging Face model ID such as 'Qwen/Qwen2.5-0.5B', or 'tiny'"
-        )
-    return name
 
 
 def load_model(
@@ -52,17 +39,17 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a model in evaluation mode without dropout. `kind`: an auto class of transformers."""
     source = model_source(name)
-    config = load_config(source)
+    files, config = model_files(source), load_config(source)
     number = getattr(torch, dtype, None)
     if not isinstance(number, torch.dtype) or not number.is_floating_point:
         raise ModelError(
             f"dtype {dtype!r} is not a floating-point dtype; use 'float32' or 'bfloat16'"
         )
-    options = {"config": config, "dtype": number, "output_loading_info": True, **_gguf(source)}
-    if "gguf_file" in options and hasattr(transformers, "GgufConfig"):
+    options = {"config": config, "dtype": number, "output_loading_info": True, **files.options}
+    if files.gguf and hasattr(transformers, "GgufConfig"):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model, info = _load(source, lambda: kind.from_pretrained(source, **options))
-    if "gguf_file" in options:
+    model, info = _load(files, lambda: kind.from_pretrained(files.name, **options))
+    if files.gguf:
         _forget_quantization(model)
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
@@ -75,12 +62,11 @@ def load_model(
 
 
 def load_config(name: str) -> PretrainedConfig:
-    source = model_source(name)
-    gguf = _gguf(source).get("gguf_file")
+    files = model_files(model_source(name))
     config = (
-        deepcopy(_gguf_config(source, gguf, (Path(source) / gguf).stat().st_mtime_ns))
-        if gguf
-        else _read_config(source)
+        deepcopy(_gguf_config(files, files.weights[0].stat().st_mtime_ns))
+        if files.gguf
+        else _read_config(files)
     )
     for key, value in config.to_dict().items():
         # The trainer's log-probs must match the engine's, so the model must be deterministic.
@@ -99,18 +85,16 @@ def model_body(model: PreTrainedModel) -> Any:
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     source = model_source(name)
+    files, folder = model_files(source), Path(source)
     missing = ModelError(
         f"{source} has no tokenizer; add the model's tokenizer files (tokenizer.json, "
         "tokenizer_config.json)"
     )
-    if (
-        Path(source).is_dir()
-        and not _gguf(source)
-        and not any(any(Path(source).glob(name)) for name in TOKENIZERS)
-    ):
+    has_files = files.gguf or any(any(folder.glob(pattern)) for pattern in TOKENIZERS)
+    if files.is_local and not has_files:
         raise missing
     tokenizer: PreTrainedTokenizerBase = _load(
-        source, lambda: AutoTokenizer.from_pretrained(source, **_gguf(source))
+        files, lambda: AutoTokenizer.from_pretrained(files.name, **files.options)
     )
     if tokenizer.get_vocab().keys() <= set(
         tokenizer.all_special_tokens
@@ -125,19 +109,21 @@ def load_generation_config(name: str) -> GenerationConfig:
     """Load the generation config, or derive it from the model's config. It lists the end tokens."""
     source = model_source(name)
     try:
-        return GenerationConfig.from_pretrained(source)
+        if not Path(source).is_file():  # files next to a GGUF file may belong to another model
+            return GenerationConfig.from_pretrained(source)
     except (OSError, ValueError):
-        return GenerationConfig.from_model_config(load_config(source))
+        pass
+    return GenerationConfig.from_model_config(load_config(source))
 
 
 def model_fingerprint(name: str) -> str:
     """Return a hash of the config and of the size and sampled bytes of every weight file."""
     source = model_source(name)
     digest = hashlib.sha256(load_config(source).to_json_string().encode())
-    folder = Path(source)
-    if not folder.is_dir():
+    files = model_files(source)
+    if not files.is_local:
         digest.update(str(getattr(load_config(source), "_commit_hash", "")).encode())
-    for file in sorted(f for pattern in WEIGHTS for f in folder.glob(pattern)):
+    for file in files.weights:
         size = file.stat().st_size
         digest.update(f"{file.name}/{size}".encode())
         with file.open("rb") as data:
@@ -147,44 +133,17 @@ def model_fingerprint(name: str) -> str:
     return digest.hexdigest()
 
 
-def _checked(folder: Path) -> Path:
-    if not folder.is_dir():
-        raise ModelError(f"model = {str(folder)!r} is a file; expected the directory that holds it")
-    weights = [f for pattern in WEIGHTS for f in folder.glob(pattern)]
-    if not weights:
-        raise ModelError(
-            f"model directory {folder} has no weights (looked for {', '.join(WEIGHTS)})"
-        )
-    gguf = [f.name for f in weights if f.suffix == ".gguf"]
-    if (folder / "config.json").exists():
-        return folder
-    if len(gguf) != 1:
-        raise ModelError(
-            f"model directory {folder} has no config.json"
-            + (f" and {len(gguf)} GGUF files; keep one" if gguf else "")
-        )
-    return folder
-
-
-def _gguf(source: str) -> dict[str, str]:
-    """Return the extra argument that transformers needs for a directory with a GGUF file."""
-    folder = Path(source)
-    if not folder.is_dir() or (folder / "config.json").exists():
-        return {}
-    return {"gguf_file": next(folder.glob("*.gguf")).name}
-
-
-def _read_config(source: str) -> PretrainedConfig:
+def _read_config(files: ModelFiles) -> PretrainedConfig:
     config: PretrainedConfig = _load(
-        source, lambda: AutoConfig.from_pretrained(source, **_gguf(source))
+        files, lambda: AutoConfig.from_pretrained(files.name, **files.options)
     )
     return config
 
 
 @lru_cache(maxsize=4)
-def _gguf_config(source: str, name: str, changed_ns: int) -> PretrainedConfig:
+def _gguf_config(files: ModelFiles, changed_ns: int) -> PretrainedConfig:
     """Cache the config: transformers reads the whole vocabulary for it, which takes seconds."""
-    return _read_config(source)
+    return _read_config(files)
 
 
 def _forget_quantization(model: PreTrainedModel) -> None:
@@ -199,18 +158,19 @@ def _forget_quantization(model: PreTrainedModel) -> None:
             delattr(owner, name)
 
 
-def _load(source: str, load: Callable[[], Any]) -> Any:
+def _load(files: ModelFiles, load: Callable[[], Any]) -> Any:
     try:
-        with no_progress_bars() if Path(source).is_dir() else nullcontext():
+        with no_progress_bars() if files.is_local else nullcontext():
             return load()
     except Exception as e:  # transformers, the hub and file formats raise dozens of types
         reason = next(
             (line.strip() for line in str(e).splitlines() if line.strip()), type(e).__name__
         )
-        if Path(source).is_dir():
-            raise ModelError(f"cannot load the model in {source}: {reason}") from e
+        if files.is_local:
+            where = Path(files.name, files.gguf or "")
+            raise ModelError(f"cannot load the model in {where}: {reason}") from e
         raise ModelError(
-            f"cannot get model {source!r} from the Hugging Face hub: {reason} "
+            f"cannot get model {files.name!r} from the Hugging Face hub: {reason} "
             "Without network, use a local directory."
         ) from e
 

@@ -100,7 +100,7 @@ def test_check_rejects_model_that_is_not_a_reward_model(model_dir: str, tmp_path
         check_reward_model(random_model(tmp_path / "causal"))
     with pytest.raises(ModelError, match="has 3 labels; expected one"):
         check_reward_model(random_reward_model(tmp_path / "three", labels=3))
-    with pytest.raises(ModelError, match="no such directory"):
+    with pytest.raises(ModelError, match="no such file or directory"):
         check_reward_model("./nowhere")
     AutoModelForSequenceClassification.from_pretrained(model_dir).save_pretrained(
         tmp_path / "no_tokenizer"

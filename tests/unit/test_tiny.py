@@ -120,7 +120,7 @@ def test_unknown_task_is_rejected() -> None:
 def test_load_model_names_what_is_missing(
     quick: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ModelError, match=r"model = './nowhere': no such directory"):
+    with pytest.raises(ModelError, match=r"model = './nowhere': no such file or directory"):
         load_model("./nowhere")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelError, match="has no weights"):
@@ -159,3 +159,39 @@ def test_fingerprint_changes_with_weights(quick: Path) -> None:
     data[-1] ^= 1
     (folder / "model.safetensors").write_bytes(data)
     assert before != model_fingerprint(str(folder))
+
+
+def test_tiny_model_is_cached_in_temporary_directory_when_home_is_not_writable(
+    quick: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "home").write_text("a file, so that nothing can be created in it")
+    (tmp_path / "tmp").mkdir()
+    for name in ("PACELINE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(tiny.tempfile, "tempdir", str(tmp_path / "tmp"))
+    folder = resolve_model("tiny")
+    assert Path(folder).parent.parent == tmp_path / "tmp"
+    assert load_model(folder).config.model_type == "qwen2"
+    assert "cannot be written (Not a directory)" in caplog.text
+    assert "PACELINE_CACHE" in caplog.text
+    caplog.clear()
+    assert resolve_model("tiny") == folder and not caplog.text
+
+
+def test_tiny_model_names_variable_when_no_directory_is_writable(
+    quick: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(tiny.tempfile, "tempdir", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match=r"cannot be written to .*; set PACELINE_CACHE"):
+        resolve_model("tiny")
+
+
+def test_cache_folder_follows_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PACELINE_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert tiny.cache_folder() == Path("/x/paceline")
+    monkeypatch.setenv("PACELINE_CACHE", "/y")
+    assert tiny.cache_folder() == Path("/y")

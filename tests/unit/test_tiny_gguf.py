@@ -1,4 +1,4 @@
-"""Models in GGUF format: a directory with one GGUF file."""
+"""Models in GGUF format: a GGUF file, or a directory with one."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,9 +7,15 @@ import pytest
 import torch
 
 from paceline.data import tiny
+from paceline.data.tiny import resolve_model
 from paceline.errors import ModelError
 from paceline.model import loading
-from paceline.model.loading import load_model, load_tokenizer, model_fingerprint
+from paceline.model.loading import (
+    load_generation_config,
+    load_model,
+    load_tokenizer,
+    model_fingerprint,
+)
 from paceline.training.settings import TrainSettings
 from paceline.training.single import SingleDevice
 
@@ -91,8 +97,22 @@ def test_gguf_file_gives_same_model(
         torch.testing.assert_close(load_model(str(tmp_path))(ids).logits, model(ids).logits)
 
 
-def test_load_model_rejects_two_gguf_files(tmp_path: Path) -> None:
-    for name in ("a.gguf", "b.gguf"):
-        (tmp_path / name).write_bytes(b"GGUF")
-    with pytest.raises(ModelError, match="2 GGUF files; keep one"):
+def test_gguf_file_is_selected_by_path_when_directory_has_several(tmp_path: Path) -> None:
+    tokenizer = tiny.make_tokenizer()
+    models = {
+        name: tiny.make_model(replace(tiny.Recipe("sort:5"), max_steps=1, seed=seed), tokenizer)
+        for seed, name in enumerate(("a.gguf", "b [q4].gguf"))
+    }
+    for name, model in models.items():
+        write(tmp_path / name, model, tokenizer)
+    with pytest.raises(ModelError, match=r"2 GGUF files; select one: model=.*\.gguf"):
         load_model(str(tmp_path))
+    ids = torch.tensor([tokenizer("sort 31=").input_ids])
+    for name, model in models.items():
+        source = resolve_model(str(tmp_path / name))
+        with torch.no_grad():
+            torch.testing.assert_close(load_model(source)(ids).logits, model(ids).logits)
+        assert load_tokenizer(source).decode(ids[0, 1:].tolist()) == "sort 31="
+        assert load_generation_config(source).eos_token_id == 2
+    first, second = (model_fingerprint(str(tmp_path / name)) for name in models)
+    assert first != second
