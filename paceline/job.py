@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from paceline.background import Background
 from paceline.config import RunConfig, check_trainable
+from paceline.early_checks import check_early
 from paceline.loop import Metrics, Observer
 from paceline.rollout.engine import EngineStats
 from paceline.types import Group, Role
@@ -74,6 +75,7 @@ class Job:
         """Start the run. `watch` is called with every step."""
         config = self.config
         check_trainable(config)
+        self._check_early(trains=True)
         _quiet_libraries()
         with ExitStack() as stack:
             terminal = _terminal(config) if display is True else display or None
@@ -113,11 +115,16 @@ class Job:
         self, samples: int = 1, progress: Callable[[int, int], None] | None = None
     ) -> Background[dict[str, Any]]:
         """Start the evaluation. `progress(groups done, all groups)` is called after each group."""
+        self._check_early(trains=False)
         _quiet_libraries()
         from paceline.evaluation import evaluate, for_evaluation
 
         config = for_evaluation(self.config, samples)
         return Background(evaluate(config, progress, self.reward, self.environment, self.rows))
+
+    def _check_early(self, trains: bool) -> None:
+        has_rows, has_reward = self.rows is not None, self.reward is not None
+        check_early(self.config, trains=trains, has_rows=has_rows, has_reward=has_reward)
 
 
 class _Observers:

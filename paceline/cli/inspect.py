@@ -22,10 +22,14 @@ def plan(
 ) -> None:
     """Show which devices each role gets and whether it fits into memory. Starts no workers."""
     from paceline.config import check_trainable, load_config
+    from paceline.early_checks import check_early
 
     try:
         config = load_config(recipe, settings or ())
         check_trainable(config)
+        # A plan needs neither prompts nor a reward, but what the settings name must exist.
+        no_rows, no_reward = config.data.path is None, config.reward.function is None
+        check_early(config, has_rows=no_rows, has_reward=no_reward)
         log_to_console()
         with console.status("loading torch and transformers …"):
             from paceline.observe.plan import plan_table

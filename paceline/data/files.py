@@ -4,6 +4,7 @@ A row that cannot be read is reported with its file and number, never dropped si
 """
 
 import csv
+import difflib
 import glob
 import gzip
 import io
@@ -13,6 +14,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,6 +22,8 @@ from paceline.errors import DataError
 
 JSON, CSV, ARROW = (".jsonl", ".ndjson", ".json"), (".csv", ".tsv"), (".parquet", ".arrow")
 READABLE = (*JSON, *CSV, *ARROW)
+FIRST_ROWS = 100
+LARGE_ARRAY = 16 << 20  # bytes; a larger JSON array takes more than a moment to parse
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,7 @@ def find_files(patterns: tuple[str, ...]) -> list[Path]:
         if not matches:
             raise DataError(
                 f"no data file at {pattern!r} (relative paths start at {Path.cwd()}); "
-                "check data.path"
+                + (_similar(plain) or "check data.path")
             )
         for match in matches:
             for file in _saved_dataset(match) if match.is_dir() else [match]:
@@ -55,8 +59,18 @@ def find_files(patterns: tuple[str, ...]) -> list[Path]:
     return list(files)
 
 
-def read_files(files: list[Path]) -> Iterator[ParsedRow]:
-    """Yield all rows. A file is labeled by its name, or by its path if two names are equal."""
+def _similar(file: Path) -> str:
+    near = [other.name for other in file.parent.glob("*") if _extension(other) in READABLE]
+    # The common extension alone makes names somewhat similar.
+    close = difflib.get_close_matches(file.name, near, n=1, cutoff=0.75)
+    return f"did you mean {str(file.with_name(close[0]))!r}?" if close else ""
+
+
+def read_files(files: list[Path], batch_rows: int = 1 << 16) -> Iterator[ParsedRow]:
+    """Yield all rows. A file is labeled by its name, or by its path if two names are equal.
+
+    `batch_rows`: rows of Parquet that are decoded together.
+    """
     names = Counter(file.name for file in files)
     for file in files:
         label = file.name if names[file.name] == 1 else str(file)
@@ -64,7 +78,7 @@ def read_files(files: list[Path]) -> Iterator[ParsedRow]:
             if file.stat().st_size == 0:
                 raise DataError(f"{file} is empty; expected at least one row")
             is_arrow = _extension(file) in ARROW
-            yield from _read_arrow(file, label) if is_arrow else _read_text(file, label)
+            yield from _read_arrow(file, label, batch_rows) if is_arrow else _read_text(file, label)
         except OSError as e:
             raise DataError(f"cannot read {file}: {e.strerror or e}") from e
         except (EOFError, zlib.error) as e:
@@ -74,6 +88,13 @@ def read_files(files: list[Path]) -> Iterator[ParsedRow]:
 def is_data_file(file: Path) -> bool:
     """Return whether the name is that of a readable file."""
     return _extension(file) in READABLE
+
+
+def first_rows(file: Path) -> list[ParsedRow]:
+    """Return some rows from the start of a file, quickly; none if that needs the whole file."""
+    if _extension(file) == ".json" and file.stat().st_size > LARGE_ARRAY:
+        return []
+    return list(islice(read_files([file], FIRST_ROWS), FIRST_ROWS))
 
 
 def _extension(file: Path) -> str:
@@ -174,7 +195,7 @@ def _read_csv(content: IO[bytes], file: Path, label: str) -> Iterator[ParsedRow]
         raise DataError(f"{file} is not a readable CSV file (after row {number}): {e}") from e
 
 
-def _read_arrow(file: Path, label: str) -> Iterator[ParsedRow]:
+def _read_arrow(file: Path, label: str, batch_rows: int) -> Iterator[ParsedRow]:
     try:
         import pyarrow
         import pyarrow.ipc
@@ -187,7 +208,7 @@ def _read_arrow(file: Path, label: str) -> Iterator[ParsedRow]:
     number = 0
     try:
         if _extension(file) == ".parquet":
-            batches = pyarrow.parquet.ParquetFile(file).iter_batches()
+            batches = pyarrow.parquet.ParquetFile(file).iter_batches(batch_rows)
         else:
             batches = pyarrow.ipc.open_stream(pyarrow.memory_map(str(file)))
         for batch in batches:

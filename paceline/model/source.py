@@ -39,15 +39,15 @@ class ModelFiles:
         return sorted(file for pattern in WEIGHTS for file in folder.glob(pattern))
 
 
-def model_source(name: str) -> str:
+def model_source(name: str, setting: str = "model") -> str:
     """Check a local directory or GGUF file, or accept a Hugging Face model ID as it is."""
     path = Path(name).expanduser()
     if path.exists():
-        return str(_checked(path))
+        return str(_checked(path, setting))
     is_path = name.startswith(("/", ".", "~", "runs/")) or name.endswith(("/", ".gguf"))
     if is_path or name.count("/") != 1:
         raise ModelError(
-            f"model = {name!r}: no such file or directory (looked from {Path.cwd()})"
+            f"{setting} = {name!r}: no such file or directory (looked from {Path.cwd()})"
             f"{_similar(path)}; {EXPECTED}"
         )
     return name
@@ -63,12 +63,12 @@ def model_files(source: str) -> ModelFiles:
     return ModelFiles(source, next(path.glob("*.gguf")).name)
 
 
-def _checked(path: Path) -> Path:
+def _checked(path: Path, setting: str) -> Path:
     if path.is_file():
         if path.suffix.lower() == ".gguf":
             return path
         raise ModelError(
-            f"model = {str(path)!r} is a file; {EXPECTED}. The directory of this file is "
+            f"{setting} = {str(path)!r} is a file; {EXPECTED}. The directory of this file is "
             f"{str(path.parent)!r}"
         )
     weights = [file for pattern in WEIGHTS for file in path.glob(pattern)]

@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("translate",),
     ("config",),
     ("workers",),
-    ("inputs", "control", "synchronizer"),
+    ("inputs", "control", "synchronizer", "early_checks"),
     ("generation", "loop", "run_dir", "script"),
     ("observe",),
     ("run", "evaluation"),
@@ -50,7 +50,7 @@ LEAVES = {
 }
 HEAVY = {"torch", "transformers"}
 WITHOUT_TORCH = ("paceline.cli", "paceline.config", "paceline.control", "paceline.loop")
-WITHOUT_TORCH += ("paceline.observe.display", "paceline.observe.samples")
+WITHOUT_TORCH += ("paceline.observe.display", "paceline.observe.samples", "paceline.early_checks")
 
 
 def modules(root: Path) -> dict[str, ast.Module]:

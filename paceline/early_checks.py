@@ -1,0 +1,199 @@
+"""Checks of names and paths in the settings that take milliseconds, before torch is imported.
+
+A typo is reported at once. What these checks accept is checked completely when it is loaded.
+"""
+
+import ast
+import difflib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from paceline.config import RunConfig
+from paceline.data.files import find_files, first_rows
+from paceline.data.prompts import DataSettings
+from paceline.data.rows import check_columns
+from paceline.data.tasks import get_task
+from paceline.errors import CheckpointError, ConfigError, DataError
+from paceline.model.hub import check_hub_model
+from paceline.model.source import model_source
+from paceline.plugins import Plugin
+from paceline.rollout.vllm_settings import check_vllm
+
+
+def check_early(
+    config: RunConfig, *, trains: bool = True, has_rows: bool = False, has_reward: bool = False
+) -> None:
+    """Raise PacelineError if a file, column, function or package that the settings name is missing.
+
+    `has_rows` and `has_reward`: the program gives the prompts or the reward function itself.
+    """
+    _check_model(config)
+    if not has_rows:
+        _check_data(config.data)
+    if not has_reward:
+        _check_reward(config)
+    for setting, code in (
+        ("rollout.environment", config.rollout.environment),
+        ("data.curriculum", config.data.curriculum),
+        *_plugins(config),
+    ):
+        if code is not None:
+            check_code(setting, str(code))
+    if config.rollout.engine == "vllm":
+        check_vllm()
+    if trains:
+        _check_packages(config)
+        _check_run_dir(Path(config.run_dir))
+
+
+def _plugins(settings: BaseModel, prefix: str = "") -> Iterator[tuple[str, Plugin]]:
+    """Yield every setting that names user code."""
+    for name, value in settings:
+        if isinstance(value, BaseModel):
+            yield from _plugins(value, f"{prefix}{name}.")
+        for item in value if isinstance(value, tuple) else (value,):
+            if isinstance(item, Plugin):
+                yield f"{prefix}{name}", item
+
+
+def _check_model(config: RunConfig) -> None:
+    name, _, task = config.model.partition(":")
+    if name == "tiny" and task:
+        get_task(task)
+    for setting, model in (("model", config.model), ("reward.model", config.reward.model)):
+        if model is not None and (name != "tiny" or setting != "model"):
+            check_hub_model(model_source(model, setting), setting)
+
+
+def _check_data(data: DataSettings) -> None:
+    if data.task is None and data.path is None and data.source is None:
+        raise ConfigError(
+            "there are no prompts: set data.task (for example 'sort:5') "
+            "or data.path (for example 'prompts.jsonl')"
+        )
+    if data.path is None:
+        return
+    files = find_files((data.path,) if isinstance(data.path, str) else data.path)
+    if data.on_bad_row == "fail":  # otherwise the first rows may be bad and others good
+        _check_columns(data, files[0])
+
+
+def _check_columns(data: DataSettings, file: Path) -> None:
+    rows = [read.row for read in first_rows(file)]
+    check_columns(rows, str(file), data.prompt_key)
+    columns = {name: None for row in rows for name in row}
+    name = data.answer_key
+    if name and columns and not {name, name.partition(".")[0]} & columns.keys():
+        close = difflib.get_close_matches(name, columns, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise DataError(
+            f"data.answer_key = {name!r}: no such column in {file}; "
+            f"columns found: {', '.join(columns)}{hint}"
+        )
+
+
+def _check_reward(config: RunConfig) -> None:
+    reward = config.reward
+    if reward.function is None and reward.model is None and config.data.task is None:
+        raise ConfigError(
+            "prompts from data.path need a reward: set reward.function to 'file.py:function', "
+            "'module:function' or a verifier (for example 'last_number'), or set reward.model"
+        )
+    function = reward.function or ()
+    for name in (function,) if isinstance(function, str) else function:
+        check_code("reward.function", name)
+
+
+def check_code(setting: str, spec: str) -> None:
+    """Raise ConfigError if "file.py:name" or "module:name" names nothing. Imports no user code.
+
+    Names without a colon are built in or registered by packages; other checks know them.
+    """
+    origin, colon, name = spec.rpartition(":")
+    if not colon:
+        return
+    try:
+        file = _source_file(origin)
+        if file is None:
+            return
+        names = set(_defined_names(ast.parse(file.read_bytes(), str(file))))
+    except SyntaxError as error:
+        raise ConfigError(
+            f"{setting} = {spec!r}: {error.filename}, line {error.lineno}: {error.msg}"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{setting} = {spec!r}: {error}") from None
+    wanted = name.partition(".")[0]
+    if wanted not in names and not {"*", "__getattr__"} & names:
+        public = sorted(name for name in names if not name.startswith("_"))
+        close = difflib.get_close_matches(wanted, public, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"it defines {', '.join(public)}"
+        raise ConfigError(f"{setting} = {spec!r}: no {wanted!r} in {file}; {hint}")
+
+
+def _source_file(origin: str) -> Path | None:
+    """Return the file of a module, or None if that is known only by importing a package."""
+    if origin.endswith(".py"):
+        file = Path(origin).expanduser()
+        if not file.is_file():
+            raise ValueError(
+                f"no file {str(file)!r} (relative paths start at {Path.cwd()}){_similar(file)}"
+            )
+        return file
+    package, _, rest = origin.partition(".")
+    if package in sys.modules:
+        return None
+    found = importlib.util.find_spec(package)
+    if found is None:
+        path = ", ".join(entry or str(Path.cwd()) for entry in sys.path)
+        raise ValueError(f"no module {package!r}; searched {path}")
+    is_file = not rest and found.origin is not None and found.origin.endswith(".py")
+    return Path(str(found.origin)) if is_file else None
+
+
+def _similar(file: Path) -> str:
+    near = [other.name for other in file.parent.glob("*.py")]
+    close = difflib.get_close_matches(file.name, near, n=1)
+    return f"; did you mean {str(file.with_name(close[0]))!r}?" if close else ""
+
+
+def _defined_names(body: ast.AST) -> Iterator[str]:
+    """Yield the names that the top level of a module defines, also in `if`, `try` and `with`."""
+    for node in ast.iter_child_nodes(body):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        else:
+            yield from _defined_names(node)
+
+
+def _check_packages(config: RunConfig) -> None:
+    needed = (
+        ("cluster = 'ray'", config.cluster == "ray", "ray", "ray"),
+        ("train.backend = 'megatron'", config.train.backend == "megatron", "megatron", "megatron"),
+        ("train.lora", config.train.lora is not None, "peft", "lora"),
+    )
+    for setting, used, package, extra in needed:
+        if used and importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"{setting}: the package {package} is not installed; "
+                f"run pip install 'paceline[{extra}]'"
+            )
+
+
+def _check_run_dir(folder: Path) -> None:
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    problem = "is not a directory" if not existing.is_dir() else "is not writable"
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise CheckpointError(
+            f"run_dir = {folder} cannot be used: {existing} {problem}; "
+            "expected a writable directory"
+        )

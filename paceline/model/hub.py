@@ -1,0 +1,35 @@
+"""Question to the Hugging Face hub: does this model exist?"""
+
+from pathlib import Path
+
+from paceline.errors import ModelError
+
+TIMEOUT_S = 3.0
+
+
+def check_hub_model(name: str, setting: str = "model") -> None:
+    """Raise ModelError if the hub has no such model. Local files and cached models need no hub.
+
+    An unreachable hub is not an error here: loading the model tries again for longer.
+    """
+    if Path(name).expanduser().exists():
+        return
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
+
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    try:
+        HfApi().model_info(name, timeout=TIMEOUT_S)
+    except RepositoryNotFoundError:
+        raise ModelError(
+            f"{setting} = {name!r}: the Hugging Face hub has no such model; check the spelling, or "
+            "run `hf auth login` if the model is private"
+        ) from None
+    except OfflineModeIsEnabled:
+        raise ModelError(
+            f"{setting} = {name!r} is not in the cache of Hugging Face models, and HF_HUB_OFFLINE "
+            "forbids to download it; use a cached model or a local directory"
+        ) from None
+    except Exception:  # no connection, a proxy, a mirror without this function
+        return

@@ -1,0 +1,224 @@
+"""Early checks: a wrong name in the settings is reported in a second, without importing torch."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from paceline.config import load_config
+from paceline.early_checks import check_code, check_early
+from paceline.errors import CheckpointError, ConfigError, DataError, ModelError, PacelineError
+
+CODE = """
+from os.path import join as joined
+import json
+if True:
+    async def score(completion, row): ...
+first, (second, third) = 1, (2, 3)
+class Agent:
+    def hidden(self):
+        inner = 1
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in a directory with prompts, a reward function and a model."""
+    row = {"question": "1 + 1", "solution": {"value": "2"}}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    (tmp_path / "prompts.csv").write_text("question,solution\n1 + 1,2\n")
+    (tmp_path / "code.py").write_text(CODE)
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    (tmp_path / "models" / "good").mkdir(parents=True)
+    (tmp_path / "models" / "good" / "model.safetensors").touch()
+    (tmp_path / "models" / "good" / "config.json").touch()
+    (tmp_path / "models" / "empty" / "actor").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # unreachable
+    return tmp_path
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    """Serve a hub without models; return its address."""
+
+    class Empty(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Empty) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+RECIPE = """
+model = "models/good"
+data = {path = "prompts.jsonl", prompt_key = "question", answer_key = "solution.value"}
+reward.function = "code.py:score"
+rollout.environment = "code.py:Agent"
+"""
+
+
+def check(*overrides: str, trains: bool = True) -> None:
+    check_early(load_config("recipe.toml", overrides), trains=trains)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model=tiny",
+        "model=tiny:sort:5",
+        "model=owner/name",
+        "data.path=prompts.*",
+        'data.path=["prompts.csv", "prompts.jsonl"]',
+        "data.task=sort:5",
+        "reward.function=exact",
+        "reward.model=owner/name",
+        "rollout.environment=json.decoder:JSONDecoder",
+        "data.curriculum=adaptive",
+        "run_dir=a/new/directory",
+    ],
+)
+def test_check_accepts_what_exists(override: str) -> None:
+    check()
+    check(override)
+
+
+@pytest.mark.parametrize(
+    ("override", "error", "message"),
+    [
+        ("data.path=promts.jsonl", DataError, "no data file.*; did you mean 'prompts.jsonl'"),
+        ("data.path=nowhere/*.jsonl", DataError, "no data file.*; check data.path"),
+        ("data.path=code.py", DataError, "cannot read .py"),
+        ("data.prompt_key=qestion", DataError, "no column 'qestion' .*data.prompt_key=question"),
+        ("data.answer_key=solutio.value", DataError, "no such column .*: question, solution"),
+        ("algorithm.loss=code.py:los", ConfigError, "algorithm.loss = .*no 'los' in code.py"),
+        ("data.source=code.py:rows", ConfigError, "data.source = .*no 'rows' in code.py"),
+        ("track=code.py:Snk", ConfigError, "track = .*no 'Snk' in code.py"),
+        ("model=./models/god", ModelError, "no such file or directory.*did you mean 'models/good'"),
+        ("model=runs/default", ModelError, "no such file or directory"),
+        ("model=models/empty", ModelError, "no weights .*; did you mean model=models/empty/actor"),
+        ("model=prompts.csv", ModelError, "model = 'prompts.csv' is a file; expected"),
+        ("model=q4.gguf", ModelError, "no such file or directory"),
+        ("model=tiny:srot", ConfigError, "did you mean 'sort'"),
+        ("reward.model=./nowhere", ModelError, "reward.model = './nowhere': no such file"),
+        ("reward.function=cod.py:score", ConfigError, "no file 'cod.py' .*did you mean 'code.py'"),
+        ("reward.function=code.py:scores", ConfigError, "no 'scores' in code.py; .*'score'"),
+        ("reward.function=code.py:inner", ConfigError, "no 'inner' in code.py; it defines Agent"),
+        ("reward.function=broken.py:f", ConfigError, "broken.py, line 1: "),
+        ("rollout.environment=nowhere:Agent", ConfigError, "no module 'nowhere'; searched"),
+        ("data.curriculum=code.py:Agnt", ConfigError, "data.curriculum = .*did you mean 'Agent'"),
+        ("run_dir=code.py/run", CheckpointError, "code.py is not a directory"),
+    ],
+)
+def test_check_names_what_does_not_exist(
+    override: str, error: type[PacelineError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        check(override)
+
+
+def test_check_requires_prompts_and_reward() -> None:
+    with pytest.raises(ConfigError, match="there are no prompts"):
+        check_early(load_config())
+    only_data = load_config(overrides=["data.path=prompts.csv", "data.prompt_key=question"])
+    with pytest.raises(ConfigError, match=r"prompts from data\.path need a reward"):
+        check_early(only_data)
+    check_early(only_data, has_reward=True)
+    check_early(load_config(), has_rows=True, has_reward=True)
+
+
+def test_check_leaves_columns_to_full_check_when_bad_rows_are_skipped() -> None:
+    check("data.prompt_key=other", "data.on_bad_row=skip")
+
+
+@pytest.mark.parametrize(
+    ("override", "package"),
+    [("cluster=ray", "ray"), ("train.backend=megatron", "megatron"), ("train.lora.rank=4", "peft")],
+)
+def test_check_names_missing_package(
+    override: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=f"package {package} is not installed; run pip install"):
+        check(override)
+    check(override, trains=False)
+
+
+@pytest.mark.parametrize("name", ["joined", "json.loads", "score", "first", "third", "Agent.run"])
+def test_check_code_finds_every_kind_of_definition(name: str) -> None:
+    check_code("reward.function", f"code.py:{name}")
+
+
+def test_check_accepts_functions_of_program() -> None:
+    check_early(load_config("recipe.toml", values={"algorithm.loss": check, "track": [print]}))
+
+
+def test_check_code_imports_nothing(folder: Path) -> None:
+    (folder / "effects.py").write_text("raise SystemExit\nfrom os import *\n")
+    check_code("reward.function", "effects.py:anything")
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "plan"])
+def test_command_reports_typo_within_one_second_and_without_torch(
+    command: str, folder: Path
+) -> None:
+    program = (
+        "import sys, atexit\n"
+        "atexit.register(lambda: print({'torch', 'transformers', 'pyarrow'} & {*sys.modules}))\n"
+        "from paceline.cli import app\napp()"
+    )
+    arguments = [command, "recipe.toml", "data.path=nope.jsonl"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert result.returncode == 3 and "no data file at 'nope.jsonl'" in result.stderr
+    assert result.stdout == "set()\n"
+    # CPU time, because other processes of the machine slow down the clock on the wall.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({}, "the Hugging Face hub has no such model"),
+        ({"HF_HUB_OFFLINE": "1"}, "is not in the cache of Hugging Face models"),
+    ],
+)
+def test_command_reports_unknown_hub_model(
+    environment: dict[str, str], message: str, hub: str, folder: Path
+) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "paceline", "plan", "recipe.toml", "model=owner/nowhere"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(folder / "hf"), **environment},
+    )
+    assert result.returncode == 4 and message in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize("function", ["train", "evaluate"])
+def test_program_reports_typo_without_torch(function: str, folder: Path) -> None:
+    (folder / "program.py").write_text(
+        f"import sys, paceline\ntry:\n    paceline.{function}(data='nope.jsonl', reward='exact')\n"
+        "except paceline.PacelineError as error:\n    print(error, 'torch' in sys.modules)\n"
+    )
+    result = subprocess.run([sys.executable, "program.py"], capture_output=True, text=True)
+    assert "no data file at 'nope.jsonl'" in result.stdout, result.stderr
+    assert result.stdout.endswith("False\n")
