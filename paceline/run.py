@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -141,7 +142,8 @@ class _Run:
         stop: asyncio.Event | None,
     ) -> dict[str, Any]:
         config, start, fleet = self._config, self._start, self._fleet
-        samples = Samples(self._run_dir, config.save_samples, start.step)
+        decode = partial(self._inputs.tokenizer.decode, skip_special_tokens=True)
+        samples = Samples(self._run_dir, config.save_samples, start.step, decode)
         # The ledger is truncated to the checkpoint only now: a start that fails changes nothing.
         ledger = Ledger(self._run_dir / "ledger.jsonl", start.ledger)
         stack.callback(ledger.close)

@@ -5,7 +5,7 @@ or repetitive. `paceline samples` prints this file.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,15 @@ NAME = "samples.jsonl"
 
 
 class Samples:
-    """Writer of the first `groups` groups of each step, one per line."""
+    """Writer of the first `groups` groups of each step, one per line.
 
-    def __init__(self, run_dir: Path, groups: int, first_step: int) -> None:
-        self._groups = groups
+    `decode` turns the tokens of a conversation into text.
+    """
+
+    def __init__(
+        self, run_dir: Path, groups: int, first_step: int, decode: Callable[[list[int]], str]
+    ) -> None:
+        self._groups, self._decode = groups, decode
         path = run_dir / NAME
         temporary = path.with_suffix(".tmp")
         # Steps after the checkpoint are trained again.
@@ -35,7 +40,8 @@ class Samples:
 
     def step_done(self, step: int, groups: Sequence[Group]) -> None:
         for group in groups[: self._groups]:
-            self._file.write(json.dumps(_row(step, group), ensure_ascii=False) + "\n")
+            row = _row(step, group, self._decode)
+            self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -66,7 +72,7 @@ def samples_panel(row: dict[str, Any]) -> Panel:
         truncated = ", truncated" if sample["finish"] == "length" else ""
         heading = f"\nreward {sample['reward']:g}{details}, {sample['tokens']} tokens{truncated}"
         parts.append(Text(heading, style="cyan"))
-        parts.append(Text(_printable(sample["text"])))
+        parts += _turns(sample) or [Text(_printable(sample["text"]))]
     return Panel(
         Lines(*parts),
         title=f"step {row['step']}: {row['uid']}, staleness {row['staleness']}",
@@ -74,12 +80,23 @@ def samples_panel(row: dict[str, Any]) -> Panel:
     )
 
 
+def _turns(sample: dict[str, Any]) -> list[Text]:
+    """Return the conversation of a sample with several turns, in order."""
+    parts = []
+    for number, turn in enumerate(sample.get("turns", ()), 1):
+        if turn["prompt"]:
+            parts.append(Text(f"environment: {_printable(turn['prompt'])}", style="dim"))
+        reward = f" (reward {turn['reward']:g})" if turn["reward"] else ""
+        parts.append(Text(f"turn {number}{reward}: {_printable(turn['text'])}"))
+    return parts
+
+
 def _printable(text: str) -> str:
     """Replace control characters: a model's text must not control the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text.strip())
 
 
-def _row(step: int, group: Group) -> dict[str, Any]:
+def _row(step: int, group: Group, decode: Callable[[list[int]], str]) -> dict[str, Any]:
     return {
         "step": step,
         "seq": group.seq,
@@ -87,19 +104,35 @@ def _row(step: int, group: Group) -> dict[str, Any]:
         # Step n is trained from version n - 1.
         "staleness": step - 1 - group.version_min,
         "prompt": group.prompt.text,
-        "completions": [_completion(trajectory) for trajectory in group.trajectories],
+        "completions": [
+            _completion(trajectory, group.prompt.tokens, decode)
+            for trajectory in group.trajectories
+        ],
     }
 
 
-def _completion(trajectory: Trajectory) -> dict[str, Any]:
-    last = trajectory.turns[-1].completion
-    return {
+def _completion(
+    trajectory: Trajectory, prompt: tuple[int, ...], decode: Callable[[list[int]], str]
+) -> dict[str, Any]:
+    turns = trajectory.turns
+    found: dict[str, Any] = {
         "reward": trajectory.total_reward,
         "details": dict(trajectory.details),
         "tokens": trajectory.num_tokens,
-        "finish": last.finish.value,
+        "finish": turns[-1].completion.finish.value,
         "text": trajectory.text,
     }
+    if len(turns) > 1:
+        found["turns"] = [
+            {
+                # The prompt of the first turn is the prompt of the group, unless it was changed.
+                "prompt": "" if turn.prompt == prompt else decode(list(turn.prompt)),
+                "text": decode(turn.completion.tokens.tolist()),
+                "reward": turn.reward,
+            }
+            for turn in turns
+        ]
+    return found
 
 
 def _lines(path: Path) -> Iterator[tuple[str, int]]:

@@ -16,7 +16,7 @@ from paceline.rollout.engine import EngineStats
 
 
 def recorder(folder: Path, length: int = 0, step: int = 0) -> Recorder:
-    return Recorder(folder, length, Samples(folder, 0, step))
+    return Recorder(folder, length, Samples(folder, 0, step, str))
 
 
 def metrics(step: int, **more: float) -> dict[str, float]:
@@ -116,7 +116,7 @@ def test_recorder_passes_final_stats_to_display(tmp_path: Path) -> None:
         def engines_polled(self, engines: Sequence[EngineStats], queue_utilization: float) -> None:
             seen.append((sum(engine.tokens for engine in engines), queue_utilization))
 
-    found = Recorder(tmp_path, 0, Samples(tmp_path, 0, 0), Observer())
+    found = Recorder(tmp_path, 0, Samples(tmp_path, 0, 0, str), Observer())
     found.engines_polled([EngineStats(1, 0, 0, 5, 1.0, False)], 0.5)
     found.record_final_stats([EngineStats(1, 0, 0, 9, 1.0, False)])
     assert seen == [(5, 0.5), (9, 0.5)] and summary(found)["queue_utilization"] == 0.5

@@ -33,8 +33,32 @@ def group(
     return Group(seq, Prompt(f"row:{seq}", (1,), f"question {seq}", {}), trajectories, 0.0, 0.0)
 
 
+def open_samples(folder: Path, groups: int = 1, first_step: int = 0) -> Samples:
+    return Samples(folder, groups, first_step, lambda tokens: "".join(map(chr, tokens)))
+
+
+def tokens(text: str) -> Completion:
+    size = len(text)
+    ids = np.array([ord(c) for c in text], np.int32)
+    return Completion(ids, np.zeros(size, np.float32), np.zeros(size, np.int32), Finish.STOP)
+
+
+def conversation() -> Group:
+    """Return a group with a trajectory of three turns, the last of which has a reward."""
+    said = [("Q", "ask \x1b[2J", 0.0), ("tool: 4", "again", 0.0), ("tool: 5", "it is 5", 0.5)]
+    turns = tuple(Turn(tuple(map(ord, p)), tokens(text), reward) for p, text, reward in said)
+    prompt = Prompt("row:0", (ord("Q"),), "Q", {})
+    return Group(0, prompt, (Trajectory(turns, "it is 5", reward=1.0),), 0.0, 0.0)
+
+
+def shown(folder: Path) -> str:
+    console = Console(width=60, record=True, file=(folder / "screen").open("w"))
+    console.print(samples_panel(read_samples(folder)[0]))
+    return console.export_text()
+
+
 def write(folder: Path, first_step: int, steps: range, groups: int = 1) -> None:
-    samples = Samples(folder, groups, first_step)
+    samples = open_samples(folder, groups, first_step)
     for step in steps:
         samples.step_done(
             step, [group(2 * step, version=step - 1), group(2 * step + 1, version=step - 3)]
@@ -73,7 +97,7 @@ def test_resumed_run_saves_each_step_once_when_last_line_is_incomplete(tmp_path:
 
 def test_samples_preserve_any_text(tmp_path: Path) -> None:
     text = "two\nlines\r\n\u2028 and \u0085 \x1b[31m [bold]marks[/] 日本語 🙂 \ud800"
-    samples = Samples(tmp_path, 1, 0)
+    samples = open_samples(tmp_path)
     samples.step_done(1, [group(0, texts=(text,))])
     samples.close()
     (row,) = read_samples(tmp_path)
@@ -81,18 +105,40 @@ def test_samples_preserve_any_text(tmp_path: Path) -> None:
 
 
 def test_panel_shows_best_completion_first_and_marks_truncated(tmp_path: Path) -> None:
-    samples = Samples(tmp_path, 1, 0)
+    samples = open_samples(tmp_path)
     samples.step_done(1, [group(0, texts=("fine [b]\x1b[2J", "poor"), finish=Finish.LENGTH)])
     samples.close()
-    console = Console(width=60, record=True, file=(tmp_path / "screen").open("w"))
-    console.print(samples_panel(read_samples(tmp_path)[0]))
-    shown = console.export_text()
+    text = shown(tmp_path)
     assert (
-        shown.index("reward 2, format 0.5, 3 tokens, truncated")
-        < shown.index("fine [b]·[2J")
-        < shown.index("reward 1")
-        < shown.index("poor")
+        text.index("reward 2, format 0.5, 3 tokens, truncated")
+        < text.index("fine [b]·[2J")
+        < text.index("reward 1")
+        < text.index("poor")
     )
+
+
+def test_panel_shows_every_turn_of_conversation_in_order(tmp_path: Path) -> None:
+    samples = open_samples(tmp_path)
+    samples.step_done(1, [conversation()])
+    samples.close()
+    (sample,) = read_samples(tmp_path)[0]["completions"]
+    assert sample["reward"] == 1.5 and sample["text"] == "it is 5"
+    assert sample["turns"] == [
+        {"prompt": "", "text": "ask \x1b[2J", "reward": 0.0},
+        {"prompt": "tool: 4", "text": "again", "reward": 0.0},
+        {"prompt": "tool: 5", "text": "it is 5", "reward": 0.5},
+    ]
+    lines = [line.strip("│ ") for line in shown(tmp_path).splitlines()]
+    assert lines[1:-1] == [
+        "Q",
+        "",
+        "reward 1.5, 20 tokens",
+        "turn 1: ask ·[2J",
+        "environment: tool: 4",
+        "turn 2: again",
+        "environment: tool: 5",
+        "turn 3 (reward 0.5): it is 5",
+    ]
 
 
 def test_read_samples_fails_when_file_or_step_is_missing(tmp_path: Path) -> None:
