@@ -30,7 +30,7 @@ from paceline.types import Group
 SPARKS = "▁▂▃▄▅▆▇█"
 STATUS_INTERVAL_S = 30.0  # maximum time without a line, where there is no live panel
 TRUNCATION_WARNING_FRACTION = 0.5  # of the completions of a step
-RATE_WINDOW_S = 5.0  # minimum time over which rates are computed
+RATE_WINDOW_S = 5.0  # rates are means over the shortest number of steps that take this long
 
 
 class Display:
@@ -48,10 +48,11 @@ class Display:
         self._sample = ""
         self._queue_utilization = 0.0
         self._generated = 0  # tokens, by all engines
-        # Busy seconds of rollout and train, and tokens trained on, since the start.
-        self._totals = {"rollout": 0.0, "train": 0.0, "tokens": 0.0}
+        # Busy seconds of train, and tokens trained on, since the start. Later also the busy seconds
+        # of the engines ("rollout") and their age at that time ("age"), as last reported.
+        self._totals = {"train": 0.0, "tokens": 0.0}
         self._started = self._last_line = time.perf_counter()
-        self._window = (self._started, dict(self._totals))
+        self._window = deque([(self._started, dict(self._totals))])  # totals at the ends of steps
         self._rates: dict[str, float] = {}
         self._progress = Progress(
             TextColumn("step"),
@@ -102,14 +103,22 @@ class Display:
                 f"step {step:4d}  reward {metrics['reward/mean']:.3f}"
                 f"  staleness {metrics['staleness/mean']:.1f} (max {metrics['staleness/max']:.0f})"
                 f"  queue {self._queue_utilization:.0%}  rollout busy {self._busy('rollout')}"
-                f"  train busy {self._busy('train')}  {self._rates['tokens']:,.0f} tokens/s"
+                f"  train busy {self._busy('train')}  {self._tokens_per_s} tokens/s"
                 f"  remaining {timedelta(seconds=remaining)}{self._truncation_warning('  ')}"
             )
 
     def engines_polled(self, engines: Sequence[EngineStats], queue_utilization: float) -> None:
         self._queue_utilization = queue_utilization
         self._generated = sum(e.tokens for e in engines)
-        self._totals["rollout"] = sum(e.busy_s for e in engines) / max(1, len(engines))
+        if engines:
+            report = {
+                "rollout": sum(e.busy_s for e in engines) / len(engines),
+                "age": sum(e.age_s for e in engines) / len(engines),
+            }
+            if "age" not in self._totals:
+                for _, totals in self._window:  # there is no earlier report to compare with
+                    totals.update(report)
+            self._totals |= report
         if not self._live and time.perf_counter() - self._last_line > STATUS_INTERVAL_S:
             self._print(
                 f"still running: {self._generated:,} tokens generated, "
@@ -123,15 +132,25 @@ class Display:
     def _update_rates(self) -> None:
         """Compute rates over whole steps, because alternating phases look idle or busy in shorter
         windows."""
-        (start, before), now = self._window, time.perf_counter()
-        if start == self._started or now - start >= RATE_WINDOW_S:
-            # The busy time of a new engine starts at 0, so a difference can be negative.
-            self._rates = {
-                name: max(0.0, value - before[name]) / max(1e-9, now - start)
-                for name, value in self._totals.items()
-            }
-        if now - start >= RATE_WINDOW_S:
-            self._window = (now, dict(self._totals))
+        now = time.perf_counter()
+        while len(self._window) > 1 and now - self._window[1][0] >= RATE_WINDOW_S:
+            self._window.popleft()
+        start, before = self._window[0]
+        # The last report of the engines may be older than this step, and so may be the one before
+        # the window: the rate is that between the two.
+        age_s = self._totals.get("age", 0.0) - before.get("age", 0.0)
+        seconds = {"train": now - start, "tokens": now - start, "rollout": age_s}
+        if len(self._window) == 1 and not self._max_staleness:
+            # The first report was before the step, and with max_staleness = 0 the engines have been
+            # idle since the last one.
+            seconds["rollout"] = now - start
+        # The busy time of a new engine starts at 0, so a difference can be negative.
+        self._rates = {
+            name: max(0.0, self._totals[name] - before[name]) / time_s
+            for name, time_s in seconds.items()
+            if name in self._totals and name in before and time_s > 0
+        }
+        self._window.append((now, dict(self._totals)))
 
     def _truncation_warning(self, prefix: str) -> str:
         """Return a warning if most completions are truncated and rewards score unfinished text."""
@@ -141,7 +160,11 @@ class Display:
         return f"{prefix}{fraction:.0%} of completions truncated at rollout.max_response_length"
 
     def _busy(self, name: str) -> str:
-        return f"{min(1.0, self._rates[name]):.0%}"
+        return f"{min(1.0, self._rates[name]):.0%}" if name in self._rates else "unknown"
+
+    @property
+    def _tokens_per_s(self) -> str:
+        return f"{self._rates.get('tokens', 0.0):,.0f}"
 
     def _panel(self) -> Panel:
         m = self._metrics
@@ -156,9 +179,9 @@ class Display:
             "staleness": f"mean {m['staleness/mean']:.2f}   "
             f"max {m['staleness/max']:.0f} of {self._max_staleness} allowed",
             "queue": f"{_gauge(self._queue_utilization)} {self._queue_utilization:.0%} full",
-            "rollout": f"{_gauge(self._rates['rollout'])} {self._busy('rollout')} busy   "
-            f"{self._rates['tokens']:,.0f} tokens/s trained",
-            "train": f"{_gauge(self._rates['train'])} {self._busy('train')} busy   "
+            "rollout": f"{_gauge(self._rates.get('rollout', 0.0))} {self._busy('rollout')} busy   "
+            f"{self._tokens_per_s} tokens/s trained",
+            "train": f"{_gauge(self._rates.get('train', 0.0))} {self._busy('train')} busy   "
             f"lr {m.get('train/lr', 0):.1e}",
         }
         for name, text in rows.items():

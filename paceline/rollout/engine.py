@@ -21,6 +21,7 @@ class EngineStats:
     paused: bool
     slots: int = 1  # maximum number of sequences decoded concurrently
     kv_used: float = 0.0  # fraction of the KV cache in use
+    age_s: float = 0.0  # seconds since start, at the time of this report
 
 
 class RolloutEngine(Protocol):

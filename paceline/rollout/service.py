@@ -1,5 +1,6 @@
 """Part of a worker that generates: runs an engine step by step between calls of the controller."""
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -58,7 +59,7 @@ class RolloutService:
         self._engine = engine
         self._trainer_weights = trainer_weights
         self._paused = False
-        self._busy = BusyClock()
+        self._busy, self._started = BusyClock(), time.perf_counter()
         self._finished: Finished = []  # by a call; sent with the next unit of work
 
     def work(self) -> Finished | None:
@@ -112,4 +113,5 @@ class RolloutService:
             self._paused,
             engine.slots,
             engine.kv_used,
+            time.perf_counter() - self._started,
         )

@@ -41,10 +41,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return ticking
 
 
-def stats(tokens: int, busy_s: float) -> list[EngineStats]:
-    return [
-        EngineStats(tokens=tokens, busy_s=busy_s, running=0, waiting=0, version=0, paused=False)
-    ]
+def stats(tokens: int, busy_s: float, age_s: float = 0.0) -> list[EngineStats]:
+    return [EngineStats(0, 0, 0, tokens, busy_s, paused=False, age_s=age_s)]
+
+
+def busy(line: str) -> str:
+    """Return what a line says about the engines."""
+    return line.split("rollout busy ")[1].split("  ")[0]
 
 
 def make_display(
@@ -57,10 +60,11 @@ def make_display(
 
 
 def test_line_has_rates_of_whole_steps_and_remaining_time(clock: Clock) -> None:
-    shown, written = make_display()
+    shown, written = make_display(max_staleness=0)
     with shown:
+        shown.engines_polled(stats(0, 0.0), 0.0)
         clock.now += 4
-        shown.engines_polled(stats(500, 4.0), 0.5)  # idle while the trainer trains
+        shown.engines_polled(stats(500, 4.0, age_s=4.0), 0.5)  # idle while the trainer trains
         clock.now += 6
         shown.step_done(1, METRICS, [GROUP])
     first, line = written.getvalue().splitlines()
@@ -68,6 +72,35 @@ def test_line_has_rates_of_whole_steps_and_remaining_time(clock: Clock) -> None:
     assert line.endswith(
         "queue 50%  rollout busy 40%  train busy 60%  50 tokens/s  remaining 0:16:30"
     )
+
+
+def test_every_line_has_rates_of_latest_steps(clock: Clock) -> None:
+    shown, written = make_display(max_staleness=0)
+    for step in range(1, 41):
+        clock.now += 1
+        shown.engines_polled(stats(step, min(step, 20) * 0.5, age_s=step), 0.0)
+        shown.step_done(step, METRICS | {"time/train_s": 0.01 * step}, [GROUP])
+    lines = written.getvalue().splitlines()
+    assert [line.split("train busy ")[1].split("  ")[0] for line in lines] == (
+        ["1%", "2%", "2%", "8%", "18%", "28%", "38%"]  # steps 1, 2, 3, 10, 20, 30, 40
+    )
+    assert [busy(line) for line in lines[-3:]] == ["50%", "0%", "0%"]
+
+
+def test_line_has_rate_between_reports_when_last_one_is_older_than_step(clock: Clock) -> None:
+    shown, written = make_display(max_staleness=2)
+    clock.now += 0.5
+    shown.step_done(1, METRICS, [GROUP])
+    shown.engines_polled(stats(0, 0.0, age_s=30.0), 0.0)  # reported at the start
+    clock.now += 0.4
+    shown.step_done(2, METRICS, [GROUP])
+    shown.engines_polled(stats(90, 0.9, age_s=31.0), 0.0)
+    clock.now += 0.9
+    shown.step_done(3, METRICS, [GROUP])
+    clock.now += 4
+    shown.step_done(10, METRICS, [GROUP])  # five seconds after the first steps
+    said = [busy(line) for line in written.getvalue().splitlines()]
+    assert said == ["unknown", "unknown", "90%", "90%"]
 
 
 def test_line_warns_when_most_completions_are_truncated(clock: Clock) -> None:
