@@ -23,6 +23,7 @@ from paceline.model.support import FAST, check_generates, is_fast
 from paceline.plugins import PluginError
 from paceline.reward.model import check_reward_model
 from paceline.rollout.vllm_settings import check_vllm
+from paceline.workers.hardware import check_bfloat16
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ def load_inputs(config: RunConfig, rows: Iterable[Mapping[str, Any]] | None = No
     }
     if config.rollout.engine == "vllm":
         check_vllm()
+    check_bfloat16(config)
     check_model(config, model_path, source)
     if config.reward.model:
         check_reward_model(config.reward.model)

@@ -1,6 +1,7 @@
 """The commands that run a model: `train` and `evaluate`."""
 
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -99,8 +100,12 @@ def evaluate(
     try:
         config = load_config(recipe, settings or ())
         log_to_console()
-        with console.status("loading torch and transformers …") as status:
+        with console.status("loading torch and transformers …") as status, ExitStack() as stack:
             from paceline.job import Job
+            from paceline.observe.terminal import DeviceLines
+
+            if not as_json:
+                stack.enter_context(DeviceLines(console))
 
             def show_progress(done: int, total: int) -> None:
                 status.update(f"{done} of {total} prompts completed …")

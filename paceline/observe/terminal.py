@@ -1,11 +1,32 @@
 """The console during a run: what is being loaded, then the display, then the summary."""
 
+import logging
 from typing import Any
 
 from rich.console import Console
 
 from paceline.config import RunConfig
 from paceline.observe.display import Display, print_summary
+from paceline.workers import hardware
+
+
+class DeviceLines(logging.Handler):
+    """Handler that shows which devices a run uses, as workers/hardware.py logs them."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.INFO)
+        self._console, self._logger = console, logging.getLogger(hardware.__name__)
+
+    def __enter__(self) -> None:
+        self._logger.setLevel(logging.INFO)
+        self._logger.addHandler(self)
+
+    def __exit__(self, *_: object) -> None:
+        self._logger.removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno == logging.INFO:  # warnings are shown with all others
+            self._console.print(record.getMessage(), markup=False, highlight=False, soft_wrap=True)
 
 
 class Terminal:
@@ -14,13 +35,16 @@ class Terminal:
     def __init__(self, config: RunConfig, console: Console | None = None) -> None:
         self._config, self._console = config, console or Console()
         self._status = self._console.status("loading torch and transformers …")
+        self._devices = DeviceLines(self._console)
         self._display: Display | None = None
 
     def __enter__(self) -> "Terminal":
         self._status.start()
+        self._devices.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._devices.__exit__(None, None, None)
         self._status.stop()
         if self._display:
             self._display.__exit__(None, None, None)

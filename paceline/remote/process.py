@@ -8,6 +8,7 @@ import contextlib
 import os
 import queue
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -21,6 +22,14 @@ from typing import Any
 
 from paceline.remote.group import Rank, WorkerGroup, start_rank
 from paceline.remote.worker import Build
+
+# What a signal says about its cause, and what to try.
+CAUSES = {
+    signal.SIGILL: "the CPU rejected an instruction; if train.dtype = 'bfloat16', use float32, or "
+    "set the environment variable ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16",
+    signal.SIGFPE: "an arithmetic error in native code; try train.dtype=float32",
+    signal.SIGSEGV: "a crash in native code, of torch or another library",
+}
 
 
 class ProcessWorker(Rank):
@@ -100,13 +109,7 @@ class ProcessWorker(Rank):
         self._outbox.put(ForkingPickler.dumps(message))
 
     def _exit_details(self) -> str:
-        code = self.process.returncode
-        how = (
-            f" (killed by signal {-code})"
-            if code is not None and code < 0
-            else f" (exit code {code})"
-        )
-        return how + self.last_lines()
+        return f" ({describe_exit(self.process.returncode)}){self.last_lines()}"
 
     async def close(self) -> None:
         self._closing = True
@@ -152,6 +155,18 @@ def process_group(
         for rank in range(ranks)
     ]
     return WorkerGroup(name, workers, first_only, lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def describe_exit(code: int | None) -> str:
+    """Return how a process ended, and what that means if it was a signal."""
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    try:
+        name = signal.Signals(-code)
+    except ValueError:  # a real-time signal
+        return f"killed by signal {-code}"
+    cause = f": {CAUSES[name]}" if name in CAUSES else ""
+    return f"killed by signal {-code}, {name.name}{cause}"
 
 
 def visible_gpu(index: int) -> str:

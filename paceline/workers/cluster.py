@@ -22,6 +22,7 @@ class Node:
     memory: int = 0  # bytes; 0: unknown
     gpu_memory: int = 0  # bytes of each GPU
     cores: tuple[int, ...] = ()  # that workers can be pinned to; empty: no pinning
+    gpu_name: str = ""  # of its GPUs, if known
 
     @property
     def devices(self) -> "tuple[Device, ...]":

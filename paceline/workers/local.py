@@ -77,13 +77,19 @@ def this_machine() -> Node:
     cores = available_cores()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     gpus, gpu_memory = _count_gpus()
-    return Node("local", len(cores), gpus, memory, gpu_memory, tuple(cores))
+    return Node("local", len(cores), gpus, memory, gpu_memory, tuple(cores), _gpu_name())
 
 
 def available_cores() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
+
+
+def _gpu_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.device_count() else ""
 
 
 def _count_gpus() -> tuple[int, int]:

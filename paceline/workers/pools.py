@@ -17,6 +17,7 @@ from paceline.remote.worker import Worker
 from paceline.types import Role
 from paceline.workers.cluster import Cluster, Device, Node, PlannedWorker
 from paceline.workers.devices import Placement
+from paceline.workers.hardware import report_devices
 
 TRAINED_ROLES = {Role.ACTOR, Role.CRITIC, Role.REF}  # held by all ranks of a group
 START_TIMEOUT_S = 300.0  # importing torch from a slow disk takes minutes
@@ -114,7 +115,9 @@ async def open_workers(
     """Start all workers of a run. The stack closes them."""
     cluster = await open_cluster(config, model_path, log_folder)
     stack.push_async_callback(cluster.close)
-    plans = plan_workers(config, cluster.nodes(), roles)
+    nodes = cluster.nodes()
+    plans = plan_workers(config, nodes, roles)
+    report_devices(config, nodes, plans)
     workers = await start_workers(cluster, plans)
     stack.push_async_callback(close_workers, workers)
     return cluster, plans, workers

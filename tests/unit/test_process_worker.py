@@ -1,6 +1,7 @@
 """Worker process: it is declared dead if its reply cannot be unpickled."""
 
 import asyncio
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import WorkerDied
-from paceline.remote.process import ProcessWorker
+from paceline.remote.process import ProcessWorker, describe_exit
 from tests.processes import children
 
 
@@ -45,3 +46,28 @@ def test_worker_dies_with_reason_when_reply_cannot_be_unpickled(tmp_path: Path) 
 
     asyncio.run(scenario())
     assert not children()
+
+
+def test_worker_names_remedy_when_cpu_rejects_instruction(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        worker = ProcessWorker("odd", build, (), cores=[], threads=1, log_path=tmp_path / "log")
+        try:
+            async with asyncio.timeout(30):
+                await worker.ready()
+                worker.process.send_signal(signal.SIGILL)
+                with pytest.raises(
+                    WorkerDied,
+                    match=r"worker 'odd' died \(killed by signal 4, SIGILL: .*use float32, or set "
+                    r"the environment variable ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16\)",
+                ):
+                    await worker.died
+        finally:
+            await worker.close()
+
+    asyncio.run(scenario())
+
+
+def test_exit_is_described_for_codes_and_signals() -> None:
+    assert describe_exit(3) == "exit code 3"
+    assert describe_exit(-9) == "killed by signal 9, SIGKILL"
+    assert describe_exit(-50) == "killed by signal 50"

@@ -1,0 +1,123 @@
+"""The devices that a run uses, in words, and devices that it cannot use."""
+
+import functools
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.config import RunConfig
+from paceline.errors import ConfigError
+from paceline.workers.cluster import Device, Node, PlannedWorker
+
+log = logging.getLogger(__name__)
+
+PROBE = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
+PROBE_TIMEOUT_S = 60.0
+
+
+def report_devices(
+    config: RunConfig, nodes: Sequence[Node], plans: Sequence[PlannedWorker]
+) -> None:
+    """Log which devices the workers use, and warn about a GPU that torch cannot use."""
+    log.info("%s", describe_devices(config, nodes, plans))
+    if config.cluster == "local" and (problem := unusable_gpu()):
+        log.warning("%s", problem)
+
+
+def describe_devices(
+    config: RunConfig, nodes: Sequence[Node], plans: Sequence[PlannedWorker]
+) -> str:
+    """Return one line: the devices of each role, the dtype and the engine."""
+    devices: dict[str, list[Device]] = {}
+    for plan in plans:
+        devices.setdefault(" and ".join(role.value for role in plan.roles), []).extend(plan.devices)
+    by_name = {node.name: node for node in nodes}
+    threads = plans[0].threads
+    parts = [f"{roles} on {_where(own, by_name, threads)}" for roles, own in devices.items()]
+    return f"{'; '.join(parts)}; {config.train.dtype}, {config.rollout.engine} engine"
+
+
+def _where(devices: Sequence[Device], nodes: dict[str, Node], threads: int) -> str:
+    where = []
+    for name in dict.fromkeys(device.node for device in devices):
+        node, indexes = nodes[name], [d.index for d in devices if d.node == name]
+        if node.gpus:
+            numbers = ", ".join(map(str, sorted(set(indexes))))
+            kind = f" ({node.gpu_name})" if node.gpu_name else ""
+            text = f"GPU{'s' if ',' in numbers else ''} {numbers}{kind}"
+        else:
+            processes = f"{len(indexes)} processes, " if len(indexes) > 1 else ""
+            each = " each" if processes else ""
+            text = f"CPU ({processes}{threads} thread{'s' if threads > 1 else ''}{each})"
+        where.append(f"{text} of {name[:8]}" if len(nodes) > 1 else text)
+    return ", ".join(where)
+
+
+def unusable_gpu() -> str:
+    """Return a warning if there is an NVIDIA GPU that torch cannot use."""
+    import torch
+
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if torch.cuda.device_count() or hidden or not _has_nvidia_gpu():
+        return ""
+    if torch.version.cuda is None:
+        why, what = "it was built without CUDA", "install a CUDA build of torch"
+    else:
+        why = f"no driver for CUDA {torch.version.cuda} was found"
+        what = "check nvidia-smi, and the GPU options of the container if this is one"
+    return (
+        f"this machine has an NVIDIA GPU, but torch {torch.__version__} cannot use it ({why}): "
+        f"the run uses the CPU. To use the GPU, {what}"
+    )
+
+
+def _has_nvidia_gpu() -> bool:
+    if any(Path("/proc/driver/nvidia/gpus").glob("*")) or any(Path("/dev").glob("nvidia[0-9]*")):
+        return True
+    for vendor in Path("/sys/bus/pci/devices").glob("*/vendor"):
+        try:
+            kind = vendor.with_name("class").read_text()
+            if vendor.read_text().strip() == "0x10de" and kind.startswith("0x03"):
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def check_bfloat16(config: RunConfig) -> None:
+    """Raise ConfigError if bfloat16 matmuls would kill a process on this CPU.
+
+    Some virtual machines report AMX and trap on it. Only another process can try that.
+    """
+    import torch
+
+    if config.train.dtype != "bfloat16" or config.cluster != "local" or torch.cuda.is_available():
+        return
+    if _reports_amx() and not os.environ.get("ONEDNN_MAX_CPU_ISA") and _bfloat16_crashes():
+        raise ConfigError(
+            "train.dtype = 'bfloat16': this CPU reports AMX instructions but traps on them "
+            "(SIGILL), which would end the run; use train.dtype=float32, or set the environment "
+            "variable ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16"
+        )
+
+
+def _reports_amx() -> bool:
+    try:
+        return "amx_bf16" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
+@functools.cache
+def _bfloat16_crashes() -> bool:
+    try:
+        probe = subprocess.run(
+            [sys.executable, "-c", PROBE], capture_output=True, timeout=PROBE_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return probe.returncode == -signal.SIGILL
