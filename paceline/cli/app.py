@@ -9,6 +9,7 @@ from rich.markup import escape
 
 from paceline import __version__
 from paceline.errors import PacelineError
+from paceline.observe.console import RunConsole
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -16,7 +17,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-console = Console()
+console = RunConsole()
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(

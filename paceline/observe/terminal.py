@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 
 from paceline.config import RunConfig
+from paceline.observe.console import RunConsole
 from paceline.observe.display import Display, print_summary
 from paceline.workers import hardware
 
@@ -33,7 +34,7 @@ class Terminal:
     """What `paceline train` and `paceline.train` show."""
 
     def __init__(self, config: RunConfig, console: Console | None = None) -> None:
-        self._config, self._console = config, console or Console()
+        self._config, self._console = config, console or RunConsole()
         self._status = self._console.status("loading torch and transformers …")
         self._devices = DeviceLines(self._console)
         self._display: Display | None = None

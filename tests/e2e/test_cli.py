@@ -90,6 +90,26 @@ def test_train_writes_summary_metrics_ledger_samples_and_checkpoint(
     assert shown.output.count("reward ") == 2
 
 
+def test_train_shows_devices_at_start(recipe: Path, tmp_path: Path) -> None:
+    result = paceline(recipe, "steps=1")
+    line = next(line for line in result.output.splitlines() if " on " in line)
+    assert re.fullmatch(r"actor and rollout on (CPU|GPU) .*; float32, native engine", line)
+    assert line in (tmp_path / "run" / "logs" / "main.log").read_text()
+
+
+def test_train_continues_when_reader_of_output_is_gone(recipe: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "paceline", "train", str(recipe)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert process.returncode == 0 and not errors, errors
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
+    assert "nobody reads the output" in (tmp_path / "run" / "logs" / "main.log").read_text()
+
+
 def test_train_reports_finished_run_when_all_steps_are_done(recipe: Path) -> None:
     assert paceline(recipe).exit_code == 0
     again = paceline(recipe)

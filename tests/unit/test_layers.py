@@ -45,7 +45,8 @@ LEAVES = {
     "peft": {"training.lora"},
     "pyarrow": {"data.files"},
     "datasets": {"data.hub"},
-    "rich": {"cli", "observe.display", "observe.plan", "observe.samples"} | {"observe.terminal"},
+    "rich": {"cli", "observe.display", "observe.plan", "observe.samples"}
+    | {"observe.console", "observe.terminal"},
     "typer": {"cli"},
 }
 HEAVY = {"torch", "transformers"}

@@ -1,0 +1,17 @@
+"""The console of a run, which outlives the program that reads its output."""
+
+import logging
+from contextlib import suppress
+
+from rich.console import Console
+
+log = logging.getLogger(__name__)
+
+
+class RunConsole(Console):
+    """A console that prints no more once nobody reads it, as in `paceline train ... | head`."""
+
+    def on_broken_pipe(self) -> None:
+        with suppress(SystemExit):
+            super().on_broken_pipe()
+        log.warning("nobody reads the output any more; the run continues without it")
