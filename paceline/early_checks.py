@@ -3,16 +3,15 @@
 A typo is reported at once. What these checks accept is checked completely when it is loaded.
 """
 
-import ast
 import difflib
 import importlib.util
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import BaseModel
 
+from paceline.code_search import CodeNotFound, find_code
 from paceline.config import RunConfig
 from paceline.data.files import find_files, first_rows
 from paceline.data.prompts import DataSettings
@@ -22,6 +21,7 @@ from paceline.errors import CheckpointError, ConfigError, DataError
 from paceline.model.hub import check_hub_model
 from paceline.model.source import model_source
 from paceline.plugins import Plugin
+from paceline.reward.reward import check_reward
 from paceline.rollout.vllm_settings import check_vllm
 
 
@@ -104,75 +104,19 @@ def _check_reward(config: RunConfig) -> None:
             "prompts from data.path need a reward: set reward.function to 'file.py:function', "
             "'module:function' or a verifier (for example 'last_number'), or set reward.model"
         )
-    function = reward.function or ()
-    for name in (function,) if isinstance(function, str) else function:
-        check_code("reward.function", name)
+    check_reward(reward)
 
 
 def check_code(setting: str, spec: str) -> None:
     """Raise ConfigError if "file.py:name" or "module:name" names nothing. Imports no user code.
 
-    Names without a colon are built in or registered by packages; other checks know them.
+    Names without a colon are built in or entry points, which are checked where they are declared.
     """
-    origin, colon, name = spec.rpartition(":")
-    if not colon:
-        return
     try:
-        file = _source_file(origin)
-        if file is None:
-            return
-        names = set(_defined_names(ast.parse(file.read_bytes(), str(file))))
-    except SyntaxError as error:
-        raise ConfigError(
-            f"{setting} = {spec!r}: {error.filename}, line {error.lineno}: {error.msg}"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{setting} = {spec!r}: {error}") from None
-    wanted = name.partition(".")[0]
-    if wanted not in names and not {"*", "__getattr__"} & names:
-        public = sorted(name for name in names if not name.startswith("_"))
-        close = difflib.get_close_matches(wanted, public, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"it defines {', '.join(public)}"
-        raise ConfigError(f"{setting} = {spec!r}: no {wanted!r} in {file}; {hint}")
-
-
-def _source_file(origin: str) -> Path | None:
-    """Return the file of a module, or None if that is known only by importing a package."""
-    if origin.endswith(".py"):
-        file = Path(origin).expanduser()
-        if not file.is_file():
-            raise ValueError(
-                f"no file {str(file)!r} (relative paths start at {Path.cwd()}){_similar(file)}"
-            )
-        return file
-    package, _, rest = origin.partition(".")
-    if package in sys.modules:
-        return None
-    found = importlib.util.find_spec(package)
-    if found is None:
-        path = ", ".join(entry or str(Path.cwd()) for entry in sys.path)
-        raise ValueError(f"no module {package!r}; searched {path}")
-    is_file = not rest and found.origin is not None and found.origin.endswith(".py")
-    return Path(str(found.origin)) if is_file else None
-
-
-def _similar(file: Path) -> str:
-    near = [other.name for other in file.parent.glob("*.py")]
-    close = difflib.get_close_matches(file.name, near, n=1)
-    return f"; did you mean {str(file.with_name(close[0]))!r}?" if close else ""
-
-
-def _defined_names(body: ast.AST) -> Iterator[str]:
-    """Yield the names that the top level of a module defines, also in `if`, `try` and `with`."""
-    for node in ast.iter_child_nodes(body):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        else:
-            yield from _defined_names(node)
+        if ":" in spec:
+            find_code(spec)
+    except CodeNotFound as problem:
+        raise ConfigError(f"{setting} = {spec!r}: {problem}") from None
 
 
 def _check_packages(config: RunConfig) -> None:

@@ -13,15 +13,12 @@ from pathlib import Path
 import pytest
 
 from paceline.config import load_config
-from paceline.early_checks import check_code, check_early
+from paceline.early_checks import check_early
 from paceline.errors import CheckpointError, ConfigError, DataError, ModelError, PacelineError
 
 CODE = """
-from os.path import join as joined
-import json
 if True:
     async def score(completion, row): ...
-first, (second, third) = 1, (2, 3)
 class Agent:
     def hidden(self):
         inner = 1
@@ -118,8 +115,12 @@ def test_check_accepts_what_exists(override: str) -> None:
         ("reward.model=./nowhere", ModelError, "reward.model = './nowhere': no such file"),
         ("reward.function=cod.py:score", ConfigError, "no file 'cod.py' .*did you mean 'code.py'"),
         ("reward.function=code.py:scores", ConfigError, "no 'scores' in code.py; .*'score'"),
-        ("reward.function=code.py:inner", ConfigError, "no 'inner' in code.py; it defines Agent"),
-        ("reward.function=broken.py:f", ConfigError, "broken.py, line 1: "),
+        (
+            "reward.function=code.py:inner",
+            ConfigError,
+            "no 'inner' in code.py; it defines score, Agent",
+        ),
+        ("reward.function=broken.py:f", ConfigError, r"SyntaxError: .* \(broken.py:1\)"),
         ("rollout.environment=nowhere:Agent", ConfigError, "no module 'nowhere'; searched"),
         ("data.curriculum=code.py:Agnt", ConfigError, "data.curriculum = .*did you mean 'Agent'"),
         ("run_dir=code.py/run", CheckpointError, "code.py is not a directory"),
@@ -159,18 +160,10 @@ def test_check_names_missing_package(
     check(override, trains=False)
 
 
-@pytest.mark.parametrize("name", ["joined", "json.loads", "score", "first", "third", "Agent.run"])
-def test_check_code_finds_every_kind_of_definition(name: str) -> None:
-    check_code("reward.function", f"code.py:{name}")
-
-
 def test_check_accepts_functions_of_program() -> None:
-    check_early(load_config("recipe.toml", values={"algorithm.loss": check, "track": [print]}))
-
-
-def test_check_code_imports_nothing(folder: Path) -> None:
-    (folder / "effects.py").write_text("raise SystemExit\nfrom os import *\n")
-    check_code("reward.function", "effects.py:anything")
+    check_early(
+        load_config("recipe.toml", values={"algorithm.loss": lambda ratio: ratio, "track": [print]})
+    )
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate", "plan"])
