@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("run", "evaluation"),
     ("job",),
     ("api",),
-    ("cli",),
+    ("cli", "trl"),
     ("__main__",),
 )
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}

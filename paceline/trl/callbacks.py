@@ -1,0 +1,48 @@
+"""Callbacks of transformers (`TrainerCallback`) during a run."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from paceline.errors import ConfigError
+from paceline.trl.config import GRPOConfig
+from paceline.trl.history import TrainerState
+
+FIRED = ("on_init_end", "on_train_begin", "on_step_end", "on_log", "on_train_end")
+BASE = "transformers.trainer_callback"  # where the methods that do nothing are defined
+
+
+class Callbacks:
+    """Callbacks, called with TRL's arguments: args, state, control and keywords."""
+
+    def __init__(self, callbacks: Sequence[Any], args: GRPOConfig, state: TrainerState) -> None:
+        """Raise ConfigError for a callback that waits for an event that never comes."""
+        self._args, self._state = args, state
+        self._callbacks = [one() if isinstance(one, type) else one for one in callbacks]
+        self._control = SimpleNamespace(
+            should_training_stop=False,
+            should_epoch_stop=False,
+            should_save=False,
+            should_evaluate=False,
+            should_log=False,
+        )
+        for one in self._callbacks:
+            for event in (name for name in dir(one) if name.startswith("on_")):
+                if event not in FIRED and getattr(one, event).__module__ != BASE:
+                    raise ConfigError(
+                        f"callbacks: {type(one).__name__} implements {event}, which Paceline does "
+                        f"not call; it calls {', '.join(FIRED)}"
+                    )
+        self.fire("on_init_end")
+
+    @property
+    def stop_requested(self) -> bool:
+        return bool(self._control.should_training_stop)
+
+    def fire(self, event: str, **more: Any) -> None:
+        if event == "on_train_begin":
+            self._control.should_training_stop = False
+        for one in self._callbacks:
+            method = getattr(one, event, None)
+            if method is not None:
+                method(self._args, self._state, self._control, **more)

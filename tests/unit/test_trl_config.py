@@ -1,0 +1,47 @@
+"""GRPOConfig: which fields exist, and which values are rejected."""
+
+import subprocess
+import sys
+
+import pytest
+
+from paceline.errors import ConfigError
+from paceline.trl import GRPOConfig
+from paceline.trl.config import ACCEPTED, DEFAULTS, REJECTED, TRANSLATED
+
+
+def test_field_is_in_one_table_only() -> None:
+    assert len(DEFAULTS) == len(TRANSLATED) + len(ACCEPTED) + len(REJECTED)
+
+
+def test_config_has_defaults_of_trl() -> None:
+    config = GRPOConfig("out")
+    assert config.output_dir == "out"
+    assert (config.learning_rate, config.beta, config.loss_type) == (1e-6, 0.0, "dapo")
+    assert (config.num_generations, config.max_completion_length) == (8, 512)
+
+
+def test_config_rejects_unknown_field_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match="no field 'num_generation'; did you mean 'num_gener"):
+        GRPOConfig("out", num_generation=4)
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_rejected_field_is_named_when_its_value_is_not_the_default(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"GRPOConfig: {name} = 'other' cannot be honored"):
+        GRPOConfig("out", **{name: "other"})
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_rejected_field_is_accepted_when_its_value_is_the_default(name: str) -> None:
+    GRPOConfig("out", **{name: REJECTED[name][0]})
+
+
+def test_config_shows_only_what_differs_from_defaults() -> None:
+    assert repr(GRPOConfig("out", beta=0.1)) == "GRPOConfig(output_dir='out', beta=0.1)"
+
+
+def test_import_loads_neither_torch_nor_trl() -> None:
+    program = "import sys, paceline.trl; print({'torch', 'transformers', 'trl'} & {*sys.modules})"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.stdout == "set()\n", result.stderr

@@ -1,0 +1,202 @@
+"""Reward functions written for TRL: their arguments, weights, None, errors and time limit."""
+
+import asyncio
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.errors import ConfigError, RewardError
+from paceline.trl.reward import ColumnReward, name_functions, weights_of
+from paceline.trl.rewards import (
+    accuracy_reward,
+    get_soft_overlong_punishment,
+    think_format_reward,
+)
+from paceline.types import Completion, Finish, Prompt, Score, Trajectory, Turn
+
+CHAT = [{"role": "user", "content": "What is 1 + 1?"}]
+
+
+def trajectory(text: str) -> Trajectory:
+    tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+    zeros = np.zeros(len(tokens), np.float32)
+    completion = Completion(tokens, zeros, np.zeros(len(tokens), np.int32), Finish.STOP)
+    return Trajectory((Turn((1,), completion),), text)
+
+
+def score(
+    *functions: Callable[..., Any],
+    prompt: Any = "say",
+    texts: tuple[str, ...] = ("a", "bb"),
+    weights: list[float] | None = None,
+    timeout_s: float = 5.0,
+    extras: dict[str, Any] | None = None,
+    **columns: Any,
+) -> list[Score]:
+    named = name_functions(functions)
+    chosen = weights_of(weights, len(functions))
+    reward = ColumnReward(named, chosen, timeout_s, extras or {})
+    row = {"prompt": prompt, **columns}
+    scored = reward.score(Prompt("row:1", (1,), "", row), [trajectory(text) for text in texts])
+    return list(asyncio.run(scored))
+
+
+def totals(scores: list[Score]) -> list[float]:
+    return [score["reward"] for score in scores if not isinstance(score, float)]
+
+
+def test_function_gets_columns_as_lists() -> None:
+    def check(
+        prompts: list[str],
+        completions: list[str],
+        completion_ids: list[list[int]],
+        answer: list[int],
+        **kwargs: Any,
+    ) -> list[float]:
+        assert prompts == ["say", "say"]
+        assert completions == ["a", "bb"]
+        assert completion_ids == [[97], [98, 98]]
+        assert answer == [3, 3]
+        assert "prompt" not in kwargs
+        return [0.0, 1.0]
+
+    assert totals(score(check, answer=3)) == [0.0, 1.0]
+
+
+def test_conversational_prompt_gives_completions_as_messages() -> None:
+    def check(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
+        assert prompts == [CHAT, CHAT]
+        assert completions[1] == [{"role": "assistant", "content": "bb"}]
+        return [1.0, 1.0]
+
+    assert totals(score(check, prompt=CHAT)) == [1.0, 1.0]
+
+
+def test_function_gets_trainer_state_when_it_accepts_it() -> None:
+    def with_state(completions: list[str], trainer_state: str) -> list[float]:
+        return [float(trainer_state == "state") for _ in completions]
+
+    def without(completions: list[str]) -> list[float]:
+        return [0.0 for _ in completions]
+
+    assert totals(score(with_state, without, extras={"trainer_state": "state"})) == [1.0, 1.0]
+
+
+def test_rewards_are_summed_with_weights() -> None:
+    def one(completions: list[str], **kwargs: Any) -> list[float]:
+        return [1.0, 2.0]
+
+    async def two(completions: list[str], **kwargs: Any) -> list[float]:
+        await asyncio.sleep(0)
+        return [10.0, 20.0]
+
+    assert score(one, two, weights=[1.0, 0.5]) == [
+        {"reward": 6.0, "one": 1.0, "two": 10.0},
+        {"reward": 12.0, "one": 2.0, "two": 20.0},
+    ]
+
+
+def test_function_is_left_out_where_it_returns_none() -> None:
+    def some(completions: list[str], **kwargs: Any) -> list[float | None]:
+        return [None, 2.0]
+
+    def all_of_them(completions: list[str], **kwargs: Any) -> list[float]:
+        return [1.0, 1.0]
+
+    assert score(some, all_of_them)[0] == {"reward": 1.0, "all_of_them": 1.0}
+
+
+def test_completion_without_any_reward_gets_the_mean_of_its_group() -> None:
+    def some(completions: list[str], **kwargs: Any) -> list[float | None]:
+        return [None, 2.0, 4.0]
+
+    assert totals(score(some, texts=("a", "b", "c"))) == [3.0, 2.0, 4.0]
+
+
+def test_async_functions_run_concurrently() -> None:
+    both = asyncio.Barrier(2)
+
+    async def first(completions: list[str], **kwargs: Any) -> list[float]:
+        await both.wait()
+        return [1.0, 1.0]
+
+    async def second(completions: list[str], **kwargs: Any) -> list[float]:
+        await both.wait()
+        return [1.0, 1.0]
+
+    assert totals(score(first, second)) == [2.0, 2.0]
+
+
+def test_async_callable_object_is_awaited() -> None:
+    class Judge:
+        async def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+            return [1.0, 0.0]
+
+    assert score(Judge())[0] == {"reward": 1.0, "Judge": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("result", "problem"),
+    [
+        ([1.0], "returned 1 rewards for 2 completions"),
+        (["a", "b"], "expected a list of numbers or None"),
+        ([float("nan"), 1.0], "returned nan; expected a finite number"),
+        (None, "expected a list of numbers or None"),
+    ],
+)
+def test_wrong_result_is_an_error_with_the_name_of_the_function(result: Any, problem: str) -> None:
+    def wrong(completions: list[str], **kwargs: Any) -> Any:
+        return result
+
+    with pytest.raises(RewardError, match=f"'wrong', prompt 'row:1': .*{problem}"):
+        score(wrong)
+
+
+def test_exception_of_function_is_a_reward_error() -> None:
+    def broken(completions: list[str], **kwargs: Any) -> list[float]:
+        raise KeyError("answer")
+
+    with pytest.raises(RewardError, match="'broken', prompt 'row:1': raised KeyError"):
+        score(broken)
+
+
+def test_function_that_hangs_is_a_reward_error() -> None:
+    async def stuck(completions: list[str], **kwargs: Any) -> list[float]:
+        await asyncio.Event().wait()
+        return []
+
+    with pytest.raises(RewardError, match=r"no result within 0.05 s \(reward.timeout_s\)"):
+        score(stuck, timeout_s=0.05)
+
+
+def test_functions_of_one_name_keep_separate_metrics() -> None:
+    def reward(completions: list[str], **kwargs: Any) -> list[float]:
+        return [1.0, 1.0]
+
+    names = list(name_functions([reward, functools.partial(len), reward, len]))
+    assert names == ["reward_0", "len", "reward_2", "len_3"]
+
+
+def test_weights_are_rejected_when_their_number_is_wrong() -> None:
+    with pytest.raises(ConfigError, match="reward_weights has 1 entries and reward_funcs 2"):
+        weights_of([1.0], 2)
+
+
+def test_accuracy_reward_compares_boxed_results() -> None:
+    answers = [[{"role": "assistant", "content": text}] for text in (r"so \boxed{1/2}", "1/2")]
+    solutions = [r"$\frac{1}{2}$", r"$\frac{1}{2}$"]
+    assert accuracy_reward(answers, solutions, other=[1, 2]) == [1.0, 0.0]
+
+
+def test_think_format_reward_wants_one_thought() -> None:
+    texts = ("<think>a</think>b", "b", "<think><think>a</think>b")
+    answers = [[{"role": "assistant", "content": text}] for text in texts]
+    assert think_format_reward(answers) == [1.0, 0.0, 0.0]
+
+
+def test_soft_overlong_punishment_falls_over_the_last_tokens() -> None:
+    penalty = get_soft_overlong_punishment(max_completion_len=10, soft_punish_cache=4)
+    assert penalty([[0] * count for count in (6, 8, 10, 11)]) == [0.0, -0.5, -1.0, -1.0]

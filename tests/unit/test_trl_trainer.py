@@ -1,0 +1,191 @@
+"""GRPOTrainer: models and datasets as objects, resuming, callbacks, evaluation, rejections."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import ConfigError
+from paceline.trl import GRPOConfig, GRPOTrainer
+from tests.models import random_model, random_reward_model
+
+ROWS = [{"prompt": f"Count to {n}:", "answer": n} for n in range(6)]
+
+
+def variety(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    return [float(len(set(ids)) + min(ids) / 100) for ids in completion_ids]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    return random_model(tmp_path / "model")
+
+
+def make_trainer(tmp_path: Path, model: Any, **more: Any) -> GRPOTrainer:
+    """Return a trainer; arguments that are not the trainer's are those of its configuration."""
+    names = ("reward_funcs", "train_dataset", "eval_dataset", "callbacks", "processing_class")
+    names += ("peft_config",)
+    chosen = {name: more.pop(name) for name in names if name in more}
+    fields = {"max_steps": 2, "max_completion_length": 6, "logging_steps": 1, "disable_tqdm": True}
+    args = GRPOConfig(str(tmp_path / "out"), **fields | more)
+    given = {"reward_funcs": variety, "train_dataset": ROWS} | chosen
+    return GRPOTrainer(model, args=args, **given)
+
+
+def test_log_has_the_names_of_trl(tmp_path: Path, model: str) -> None:
+    trainer = make_trainer(tmp_path, model)
+    output = trainer.train()
+    assert output.global_step == 2
+    assert output.metrics["train_loss"] == output.training_loss
+    names = {"step", "epoch", "loss", "grad_norm", "learning_rate", "reward", "reward_std"}
+    names |= {"entropy", "frac_reward_zero_std", "step_time", "clip_ratio/region_mean"}
+    names |= {"rewards/variety/mean", "rewards/variety/std"}
+    names |= {f"completions/{name}_length" for name in ("mean", "min", "max", "mean_terminated")}
+    assert names <= trainer.state.log_history[0].keys()
+
+
+def test_step_counts_optimizer_updates(tmp_path: Path, model: str) -> None:
+    trainer = make_trainer(tmp_path, model, max_steps=4, steps_per_generation=2)
+    assert trainer.train().global_step == 4
+    assert [entry["step"] for entry in trainer.state.log_history] == [2, 4, 4]
+
+
+def test_loaded_model_is_trained(tmp_path: Path, model: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    trainer = make_trainer(
+        tmp_path, loaded, processing_class=tokenizer, learning_rate=1e-3, bf16=False
+    )
+    trainer.train()
+    before, after = loaded.state_dict(), trainer.model.state_dict()
+    assert any(not before[name].equal(after[name]) for name in before)
+
+
+def test_dataset_without_length_is_read_as_far_as_needed(tmp_path: Path, model: str) -> None:
+    def endless() -> Any:
+        while True:
+            yield from ROWS
+
+    assert make_trainer(tmp_path, model, train_dataset=endless()).train().global_step == 2
+
+
+def test_train_starts_over_unless_it_resumes(tmp_path: Path, model: str) -> None:
+    make_trainer(tmp_path, model).train()
+    resumed = make_trainer(tmp_path, model, max_steps=3, lr_scheduler_type="constant")
+    with pytest.raises(Exception, match="lr_schedule"):
+        resumed.train(resume_from_checkpoint=True)
+    again = make_trainer(tmp_path, model, max_steps=3)
+    again.train(resume_from_checkpoint=True)
+    assert [entry["step"] for entry in again.state.log_history] == [3, 3]
+    fresh = make_trainer(tmp_path, model)
+    fresh.train()
+    assert [entry["step"] for entry in fresh.state.log_history] == [1, 2, 2]
+
+
+def test_resume_is_rejected_when_there_is_no_checkpoint(tmp_path: Path, model: str) -> None:
+    with pytest.raises(ConfigError, match="no checkpoint in"):
+        make_trainer(tmp_path, model).train(resume_from_checkpoint=True)
+
+
+def test_callback_stops_the_run(tmp_path: Path, model: str) -> None:
+    events: list[str] = []
+
+    class Stop:
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            events.append("begin")
+
+        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            events.append(f"log {kwargs['logs']['step']}")
+            control.should_training_stop = True
+
+    trainer = make_trainer(tmp_path, model, max_steps=500, callbacks=[Stop()])
+    assert trainer.train().global_step < 500
+    assert events[:2] == ["begin", "log 1"]
+
+
+def test_callback_is_rejected_when_its_event_never_comes(tmp_path: Path, model: str) -> None:
+    class Saves:
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
+
+    with pytest.raises(ConfigError, match="Saves implements on_save, which Paceline does not call"):
+        make_trainer(tmp_path, model, callbacks=[Saves()])
+
+
+def test_evaluate_scores_the_trained_model(tmp_path: Path, model: str) -> None:
+    trainer = make_trainer(tmp_path, model, eval_dataset=ROWS[:2], num_generations_eval=2)
+    trainer.train()
+    metrics = trainer.evaluate()
+    assert metrics["eval_reward"] == metrics["eval_rewards/variety/mean"] > 0
+
+
+def test_reward_model_scores(tmp_path: Path, model: str) -> None:
+    scorer = random_reward_model(tmp_path / "scorer")
+    trainer = make_trainer(tmp_path, model, reward_funcs=scorer)
+    trainer.train()
+    assert "reward" in trainer.state.log_history[0]
+
+
+def test_reward_model_scores_together_with_function(tmp_path: Path, model: str) -> None:
+    scorer = random_reward_model(tmp_path / "scorer")
+    trainer = make_trainer(tmp_path, model, reward_funcs=[scorer, variety])
+    trainer.train()
+    entry = trainer.state.log_history[0]
+    parts = entry["rewards/scorer/mean"] + entry["rewards/variety/mean"]
+    assert entry["reward"] == pytest.approx(parts, abs=1e-4)
+
+
+def test_peft_config_trains_adapters(tmp_path: Path, model: str) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"])
+    trainer = make_trainer(tmp_path, model, peft_config=config)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_peft_config_is_rejected_when_it_has_dropout(tmp_path: Path, model: str) -> None:
+    peft = pytest.importorskip("peft")
+    with pytest.raises(ConfigError, match=r"lora_dropout = 0.1 cannot be honored"):
+        make_trainer(tmp_path, model, peft_config=peft.LoraConfig(lora_dropout=0.1))
+
+
+def test_tokenizer_of_another_model_is_rejected(tmp_path: Path, model: str) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = "other"
+    with pytest.raises(ConfigError, match="processing_class has another chat template"):
+        make_trainer(tmp_path, model, processing_class=tokenizer).train()
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("optimizers", (object(), None)),
+        ("quantization_config", object()),
+        ("tools", [print]),
+        ("rollout_func", print),
+        ("environment_factory", print),
+        ("reward_processing_classes", [object()]),
+    ],
+)
+def test_argument_without_counterpart_is_rejected_by_name(argument: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"GRPOTrainer: {argument} cannot be honored"):
+        GRPOTrainer("model", variety, **{argument: value})
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [([], "no rows"), ([{"question": "?"}], "no column 'prompt', but question")],
+)
+def test_dataset_without_prompts_is_rejected(tmp_path: Path, rows: Any, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        make_trainer(tmp_path, "model", train_dataset=rows).train()
+
+
+def test_several_processes_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="WORLD_SIZE is above 1"):
+        make_trainer(tmp_path, "model")
