@@ -57,7 +57,7 @@ test-vllm: .venv-vllm/.ready  ## vLLM on CPUs: contract suite and whole runs, a 
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest $(ARGS) \
 		tests/contract/test_rollout_engine.py tests/vllm
 
-test-bench: .venv-trl/.ready  ## loss and advantage formulas against TRL: about a minute
+test-bench: .venv-trl/.ready  ## formulas, fields and one script against TRL: about three minutes
 	OMP_NUM_THREADS=1 .venv-trl/bin/python -m pytest $(ARGS) tests/bench
 
 lint: $(READY)  ## ruff and mypy
@@ -96,7 +96,7 @@ $(VENV)/.plots: $(READY)
 
 .venv-trl/.ready: benchmarks/install_trl.sh
 	PYTHON=$(PYTHON) bash benchmarks/install_trl.sh
-	.venv-trl/bin/$(PIP_INSTALL) pytest pytest-timeout pydantic typer rich
+	.venv-trl/bin/$(PIP_INSTALL) pytest pytest-timeout pydantic typer rich cloudpickle psutil
 	@touch $@
 
 .venv-vllm/.ready: benchmarks/install_vllm.sh

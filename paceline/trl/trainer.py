@@ -126,7 +126,7 @@ class GRPOTrainer:
             raise ConfigError(
                 "evaluate() needs one eval_dataset; pass it to GRPOTrainer or to evaluate()"
             )
-        args, rows = self.args, _rows(dataset, None)
+        args, rows = self.args, dataset_rows(dataset)
         settings = self._settings(translate.plan(args, len(rows)), rows)
         settings["model"] = str(self._checkpoint or settings["model"])
         found = paceline.evaluate(
@@ -238,7 +238,7 @@ class GRPOTrainer:
                 )
             plan = translate.plan(self.args, 1)
             limit = plan.steps * plan.groups
-        rows = _rows(self.train_dataset, limit)
+        rows = dataset_rows(self.train_dataset, limit)
         return rows, translate.plan(self.args, len(rows))
 
     def _settings(self, plan: translate.Plan, rows: Sequence[Row]) -> dict[str, Any]:
@@ -271,7 +271,7 @@ class GRPOTrainer:
         (self._output_dir / name).write_text(json.dumps(dict(values), indent=2))
 
 
-def _rows(dataset: Iterable[Row], limit: int | None) -> list[dict[str, Any]]:
+def dataset_rows(dataset: Iterable[Row], limit: int | None = None) -> list[dict[str, Any]]:
     rows = [dict(row) for row in islice(dataset, limit)]
     if not rows:
         raise ConfigError("the dataset has no rows")

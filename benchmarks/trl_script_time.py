@@ -1,0 +1,117 @@
+"""Time of the same GRPO script under TRL and under Paceline, on CPU.
+
+    python benchmarks/trl_script_time.py [--quick] [--threads 2] [--python .venv-trl/bin/python]
+
+Both run benchmarks/trl_script.py in the environment that benchmarks/install_trl.sh makes, with the
+same model, data, reward functions and arguments; only the import differs. Runs are interleaved. The
+result is the median over the rounds of the seconds in `trainer.train()`, which for Paceline include
+starting its workers, and of the seconds of the whole script, imports included.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.models import bench_model  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "trl_script.json"
+SCRIPT = ROOT / "benchmarks" / "trl_script.py"
+NAMES = {"trl": "TRL GRPOTrainer", "paceline.trl": "paceline.trl"}
+Run = dict[str, Any]
+
+
+def run_script(python: Path, library: str, model: str, threads: int, steps: int) -> Run:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        begun = time.perf_counter()
+        done = subprocess.run(
+            [str(python), str(SCRIPT), library, model, f"{folder}/out", str(steps)],
+            capture_output=True,
+            text=True,
+            env=environment,
+        )
+        seconds = time.perf_counter() - begun
+    if done.returncode:
+        sys.exit(f"{library} exited with code {done.returncode}:\n{done.stderr[-2000:]}")
+    run: Run = json.loads(done.stdout.splitlines()[-1])
+    return run | {"script_seconds": seconds}
+
+
+def summarize(runs: dict[str, list[Run]], threads: int) -> dict[str, Any]:
+    found = {
+        NAMES[library]: {
+            "train_s": statistics.median(run["seconds"] for run in done),
+            "script_s": statistics.median(run["script_seconds"] for run in done),
+            "reward_first": statistics.median(run["reward"][0] for run in done),
+            "reward_last": statistics.median(run["reward"][-1] for run in done),
+            "rounds_train_s": [round(run["seconds"], 2) for run in done],
+        }
+        for library, done in runs.items()
+    }
+    trl, ours = (found[name] for name in NAMES.values())
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "date": time.strftime("%Y-%m-%d"),
+        "work": "40 updates on 32 completions of up to 24 tokens; 0.8M-parameter Qwen2 shape",
+        "machine": f"{os.cpu_count()} cores, {threads} threads, {platform.machine()}, "
+        f"load at the end {os.getloadavg()[0]:.1f}",
+        "contenders": found,
+        "train_time_ratio": trl["train_s"] / ours["train_s"],
+        "script_time_ratio": trl["script_s"] / ours["script_s"],
+    }
+
+
+def show(report: dict[str, Any]) -> None:
+    print(f"\n{report['work']}\n{'':18}{'train s':>9}{'script s':>10}{'reward first, last':>21}")
+    for name, row in report["contenders"].items():
+        rewards = f"{row['reward_first']:.2f}, {row['reward_last']:.2f}"
+        print(f"{name:18}{row['train_s']:9.1f}{row['script_s']:10.1f}{rewards:>21}")
+    ratio = f"{report['train_time_ratio']:.2f}x{report['script_time_ratio']:9.2f}x"
+    print(f"{'TRL / Paceline':18}{ratio:>19}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="one short round, nothing written")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--python", type=Path, default=ROOT / ".venv-trl" / "bin" / "python")
+    options = parser.parse_args()
+    if not options.python.exists():
+        sys.exit(
+            f"--python = {options.python}: no such file; "
+            "run benchmarks/install_trl.sh, or pass another path"
+        )
+    runs: dict[str, list[Run]] = {library: [] for library in NAMES}
+    steps = 10 if options.quick else 40
+    with tempfile.TemporaryDirectory() as folder:
+        model = bench_model(Path(folder))
+        for _ in range(1 if options.quick else 3):
+            for library, done in runs.items():
+                done.append(run_script(options.python, library, model, options.threads, steps))
+    report = summarize(runs, options.threads)
+    show(report)
+    if not options.quick:
+        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
