@@ -4,8 +4,8 @@
     python benchmarks/trl_script.py paceline.trl MODEL OUTPUT_DIR
 
 The first argument is the only difference: the module that GRPOConfig and GRPOTrainer come from. A
-model learns to write digits. The last line of the output is JSON: the reward of each log entry, and
-the seconds that `trainer.train()` took.
+model learns to write digits. The last line of the output is JSON: the reward of each log entry, the
+seconds of `trainer.train()`, and those of an update, logged after the first entry.
 """
 
 import importlib
@@ -23,38 +23,35 @@ def digits(completions: list[str], **kwargs: Any) -> list[float]:
     return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
 
 
-def ends(completion_ids: list[list[int]], limit: list[int], **kwargs: Any) -> list[float]:
-    """Prefer completions that end before the limit of their row, a column of the dataset."""
-    pairs = zip(completion_ids, limit, strict=True)
-    return [float(len(ids) < most) for ids, most in pairs]
+def long(completion_ids: list[list[int]], limit: list[int], **kwargs: Any) -> list[float]:
+    """Prefer long completions; the limit is a column of the dataset."""
+    return [len(ids) / most for ids, most in zip(completion_ids, limit, strict=True)]
 
 
 def main(library: str, model: str, output_dir: str, steps: int = STEPS) -> None:
     trl = importlib.import_module(library)
     numbers = random.Random(0)
     rows = [
-        {"prompt": "say " + "".join(numbers.choices("0123456789", k=7)), "limit": 24}
+        {"prompt": "say " + "".join(numbers.choices("0123456789", k=7)), "limit": 64}
         for _ in range(256)
     ]
     args = trl.GRPOConfig(
         output_dir=output_dir,
         max_steps=steps,
-        per_device_train_batch_size=16,
         gradient_accumulation_steps=2,
         num_generations=8,
-        max_completion_length=24,
+        max_completion_length=64,
         learning_rate=3e-3,
         reward_weights=[1.0, 0.1],
         logging_steps=5,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        bf16=False,
         use_cpu=True,
     )
     trainer = trl.GRPOTrainer(
         model=model,
-        reward_funcs=[digits, ends],
+        reward_funcs=[digits, long],
         args=args,
         train_dataset=dataset(rows),
     )
@@ -67,6 +64,7 @@ def main(library: str, model: str, output_dir: str, steps: int = STEPS) -> None:
         "reward": [entry["reward"] for entry in entries],
         "digits": [entry["rewards/digits/mean"] for entry in entries],
         "length": [entry["completions/mean_length"] for entry in entries],
+        "step_s": [entry["step_time"] for entry in entries[1:]],
         "steps": trainer.state.global_step,
     }
     print("\n" + json.dumps(result))

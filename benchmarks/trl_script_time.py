@@ -4,8 +4,8 @@
 
 Both run benchmarks/trl_script.py in the environment that benchmarks/install_trl.sh makes, with the
 same model, data, reward functions and arguments; only the import differs. Runs are interleaved. The
-result is the median over the rounds of the seconds in `trainer.train()`, which for Paceline include
-starting its workers, and of the seconds of the whole script, imports included.
+results are medians over the rounds: the seconds of the whole script, imports included, the seconds
+in `trainer.train()`, which for Paceline include importing torch, and the seconds of an update.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from benchmarks.models import bench_model  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results" / "trl_script.json"
 SCRIPT = ROOT / "benchmarks" / "trl_script.py"
 NAMES = {"trl": "TRL GRPOTrainer", "paceline.trl": "paceline.trl"}
+TIMES = {"script_s": "script s", "train_s": "train s", "step_s": "update s"}
 Run = dict[str, Any]
 
 
@@ -54,14 +55,15 @@ def run_script(python: Path, library: str, model: str, threads: int, steps: int)
     return run | {"script_seconds": seconds}
 
 
-def summarize(runs: dict[str, list[Run]], threads: int) -> dict[str, Any]:
+def summarize(runs: dict[str, list[Run]], threads: int, steps: int) -> dict[str, Any]:
     found = {
         NAMES[library]: {
-            "train_s": statistics.median(run["seconds"] for run in done),
             "script_s": statistics.median(run["script_seconds"] for run in done),
+            "train_s": statistics.median(run["seconds"] for run in done),
+            "step_s": statistics.median(statistics.median(run["step_s"]) for run in done),
             "reward_first": statistics.median(run["reward"][0] for run in done),
             "reward_last": statistics.median(run["reward"][-1] for run in done),
-            "rounds_train_s": [round(run["seconds"], 2) for run in done],
+            "rounds_script_s": [round(run["script_seconds"], 2) for run in done],
         }
         for library, done in runs.items()
     }
@@ -69,22 +71,21 @@ def summarize(runs: dict[str, list[Run]], threads: int) -> dict[str, Any]:
     return {
         "command": " ".join(["python", *sys.argv]),
         "date": time.strftime("%Y-%m-%d"),
-        "work": "40 updates on 32 completions of up to 24 tokens; 0.8M-parameter Qwen2 shape",
+        "work": f"{steps} updates on 64 completions of up to 32 tokens; 0.8M-parameter Qwen2 shape",
         "machine": f"{os.cpu_count()} cores, {threads} threads, {platform.machine()}, "
         f"load at the end {os.getloadavg()[0]:.1f}",
         "contenders": found,
-        "train_time_ratio": trl["train_s"] / ours["train_s"],
-        "script_time_ratio": trl["script_s"] / ours["script_s"],
+        "ratios": {name: trl[name] / ours[name] for name in TIMES},
     }
 
 
 def show(report: dict[str, Any]) -> None:
-    print(f"\n{report['work']}\n{'':18}{'train s':>9}{'script s':>10}{'reward first, last':>21}")
+    heads = "".join(f"{head:>10}" for head in TIMES.values())
+    print(f"\n{report['work']}\n{'':18}{heads}{'reward first, last':>21}")
     for name, row in report["contenders"].items():
         rewards = f"{row['reward_first']:.2f}, {row['reward_last']:.2f}"
-        print(f"{name:18}{row['train_s']:9.1f}{row['script_s']:10.1f}{rewards:>21}")
-    ratio = f"{report['train_time_ratio']:.2f}x{report['script_time_ratio']:9.2f}x"
-    print(f"{'TRL / Paceline':18}{ratio:>19}")
+        print(f"{name:18}" + "".join(f"{row[time]:10.2f}" for time in TIMES) + f"{rewards:>21}")
+    print(f"{'TRL / Paceline':18}" + "".join(f"{r:9.2f}x" for r in report["ratios"].values()))
 
 
 def main() -> None:
@@ -101,13 +102,13 @@ def main() -> None:
             "run benchmarks/install_trl.sh, or pass another path"
         )
     runs: dict[str, list[Run]] = {library: [] for library in NAMES}
-    steps = 10 if options.quick else 40
+    steps = 15 if options.quick else 100
     with tempfile.TemporaryDirectory() as folder:
         model = bench_model(Path(folder))
         for _ in range(1 if options.quick else 3):
             for library, done in runs.items():
                 done.append(run_script(options.python, library, model, options.threads, steps))
-    report = summarize(runs, options.threads)
+    report = summarize(runs, options.threads, steps)
     show(report)
     if not options.quick:
         RESULTS.write_text(json.dumps(report, indent=1) + "\n")

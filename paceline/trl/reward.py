@@ -5,10 +5,13 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.data.chat import conversation
 from paceline.errors import ConfigError, RewardError
+from paceline.reward.function import function_name, is_async
+from paceline.reward.threads import CallableReward
 from paceline.types import Prompt, Score, Trajectory
 
 if TYPE_CHECKING:
@@ -22,8 +25,9 @@ OWN = ("prompt", "completion", "completion_ids")  # columns that are not passed 
 class ColumnReward:
     """Reward functions that score the completions of a prompt together.
 
-    A function that is not async runs in a thread, one call at a time, because functions written for
-    TRL do not expect to be called concurrently. Async functions run in the event loop.
+    Functions run as other functions of the program do (`reward/threads.py`). Those that are not
+    async are called one at a time, because functions written for TRL do not expect to be called
+    concurrently.
     """
 
     def __init__(
@@ -37,35 +41,42 @@ class ColumnReward:
         self._functions, self._weights = functions, weights
         self._timeout_s, self._extras = timeout_s, extras
         self._accepted = {name: _accepted(function) for name, function in functions.items()}
-        self._thread = asyncio.Lock()
+        self._async_names = ", ".join(name for name, f in functions.items() if is_async(f))
+        self._runners: dict[str, CallableReward] = {}
+        self._one_at_a_time = asyncio.Lock()
 
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> Sequence[Score]:
-        given = arguments(prompt.row, trajectories) | self._extras
+        given = {**arguments(prompt.row, trajectories), **self._extras}
         results = await asyncio.gather(
-            *(self._call(name, prompt, given, len(trajectories)) for name in self._functions)
+            *(self._call(name, prompt, trajectories, given) for name in self._functions)
         )
         return self._sum(prompt, list(zip(*results, strict=True)))
 
     async def _call(
-        self, name: str, prompt: Prompt, given: Mapping[str, Any], count: int
+        self,
+        name: str,
+        prompt: Prompt,
+        trajectories: Sequence[Trajectory],
+        given: Mapping[str, Any],
     ) -> list[float | None]:
         function, accepted = self._functions[name], self._accepted[name]
         chosen = {key: value for key, value in given.items() if not accepted or key in accepted}
-        where = f"reward function {name!r}, prompt {prompt.uid!r}"
-        try:
-            if is_async(function):
-                async with asyncio.timeout(self._timeout_s):
-                    values = await function(**chosen)
-            else:
-                async with self._thread, asyncio.timeout(self._timeout_s):
-                    values = await asyncio.to_thread(function, **chosen)
-        except TimeoutError as error:
-            raise RewardError(
-                f"{where}: no result within {self._timeout_s:g} s (reward.timeout_s)"
-            ) from error
-        except Exception as error:
-            raise RewardError(f"{where}: raised {type(error).__name__}: {error}") from error
-        return _numbers(values, count, where)
+        returned: list[Any] = []  # the last is the result; a call may be repeated
+        row = {"function": function, "arguments": chosen, "returned": returned}
+        call = replace(prompt, row=row)
+        if is_async(function):
+            await self._runner(self._async_names).score(call, trajectories[:1])
+        else:
+            async with self._one_at_a_time:
+                await self._runner(name).score(call, trajectories[:1])
+        return _numbers(returned[-1], len(trajectories), name, prompt)
+
+    def _runner(self, name: str) -> CallableReward:
+        """Return what calls a function; all async ones share a runner, and so an event loop."""
+        if name not in self._runners:
+            kind = _AsyncCall if name == self._async_names else _Call
+            self._runners[name] = CallableReward(kind(name), self._timeout_s)
+        return self._runners[name]
 
     def _sum(self, prompt: Prompt, rows: Sequence[Sequence[float | None]]) -> list[Score]:
         """Return the weighted sum of each completion, over the functions that apply to it."""
@@ -93,7 +104,25 @@ class ColumnReward:
         ]
 
     async def close(self) -> None:
-        return
+        for runner in self._runners.values():
+            await runner.close()
+
+
+class _Call:
+    """A function of columns as a function of (completion, row), which stores what it returns."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, _completion: str, row: Mapping[str, Any]) -> float:
+        row["returned"].append(row["function"](**row["arguments"]))
+        return 0.0
+
+
+class _AsyncCall(_Call):
+    async def __call__(self, _completion: str, row: Mapping[str, Any]) -> float:  # type: ignore[override]
+        row["returned"].append(await row["function"](**row["arguments"]))
+        return 0.0
 
 
 class RewardModelFunction:
@@ -132,8 +161,7 @@ def name_functions(functions: Sequence[Callable[..., Any]]) -> dict[str, Callabl
     """Return the functions by the names of their metrics, which differ from each other."""
     named: dict[str, Callable[..., Any]] = {}
     for number, function in enumerate(functions):
-        plain = getattr(function, "func", function)  # of functools.partial
-        name = getattr(plain, "__name__", type(plain).__name__)
+        name = function_name(function)
         # "reward" is the name of the sum.
         named[name if name not in {*named, "reward"} else f"{name}_{number}"] = function
     return named
@@ -149,12 +177,6 @@ def weights_of(weights: Sequence[float] | None, count: int) -> list[float]:
     return found
 
 
-def is_async(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004 - an object with `async def __call__`
-    )
-
-
 def _accepted(function: Callable[..., Any]) -> set[str] | None:
     """Return the names of the arguments that a function accepts; None: all."""
     try:
@@ -166,7 +188,8 @@ def _accepted(function: Callable[..., Any]) -> set[str] | None:
     return {parameter.name for parameter in parameters}
 
 
-def _numbers(values: Any, count: int, where: str) -> list[float | None]:
+def _numbers(values: Any, count: int, name: str, prompt: Prompt) -> list[float | None]:
+    where = f"reward {name!r}, prompt {prompt.uid!r}"
     try:
         found = [None if value is None else float(value) for value in values]
     except (TypeError, ValueError):

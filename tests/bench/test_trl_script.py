@@ -13,6 +13,7 @@ from benchmarks.models import bench_model
 
 ROOT = Path(__file__).parents[2]
 LIBRARIES = ("trl", "paceline.trl")
+STEPS = "30"
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,13 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     model = bench_model(folder / "model")
     found = {}
     for library in LIBRARIES:
-        script = [str(ROOT / "benchmarks" / "trl_script.py"), library, model, str(folder / library)]
+        script = [
+            str(ROOT / "benchmarks" / "trl_script.py"),
+            library,
+            model,
+            str(folder / library),
+            STEPS,
+        ]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
         result = subprocess.run(
             [sys.executable, *script], capture_output=True, text=True, env=environment

@@ -40,8 +40,15 @@ def score(
     chosen = weights_of(weights, len(functions))
     reward = ColumnReward(named, chosen, timeout_s, extras or {})
     row = {"prompt": prompt, **columns}
-    scored = reward.score(Prompt("row:1", (1,), "", row), [trajectory(text) for text in texts])
-    return list(asyncio.run(scored))
+    prompt_of_row = Prompt("row:1", (1,), "", row)
+
+    async def scored() -> list[Score]:
+        try:
+            return list(await reward.score(prompt_of_row, [trajectory(text) for text in texts]))
+        finally:
+            await reward.close()
+
+    return asyncio.run(scored())
 
 
 def totals(scores: list[Score]) -> list[float]:
@@ -168,7 +175,7 @@ def test_function_that_hangs_is_a_reward_error() -> None:
         await asyncio.Event().wait()
         return []
 
-    with pytest.raises(RewardError, match=r"no result within 0.05 s \(reward.timeout_s\)"):
+    with pytest.raises(RewardError, match=r"no reply within 0.05 s \(reward.timeout_s\)"):
         score(stuck, timeout_s=0.05)
 
 
