@@ -20,7 +20,7 @@ from paceline.errors import CheckpointError
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-SCHEMA = 1
+SCHEMA = 2
 
 
 async def save_checkpoint(

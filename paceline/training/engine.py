@@ -52,7 +52,7 @@ class TrainEngine(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write weights and optimizer state in the format of `training_state.py`.
+        """Write weights and optimizer state to a checkpoint, as `training_state.py` describes.
 
         The caller makes the directory appear atomically.
         """

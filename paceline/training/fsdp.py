@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 
 from paceline.algo.loss import LossFn, TokenOutputs
 from paceline.errors import ConfigError, ModelError
+from paceline.model.hub_names import HubFormat, TensorFormat, persistent_buffers
 from paceline.model.loading import ROUNDED, default_device, load_model, model_body
 from paceline.model.packing import (
     MicroBatch,
@@ -37,7 +38,7 @@ from paceline.model.packing import (
     trained_lengths,
 )
 from paceline.model.shape import model_shape
-from paceline.remote.group import is_first_rank
+from paceline.model.tensor_file import Region, TensorFiles
 from paceline.training.decoder import LayerPasses
 from paceline.training.fused import can_fuse
 from paceline.training.memory import COLUMNS, ROWS
@@ -48,11 +49,12 @@ from paceline.training.row_assignment import assign_passes
 from paceline.training.settings import TrainSettings
 from paceline.training.sharded_decoder import ShardedDecoder
 from paceline.training.training_state import (
-    MODEL_FILE,
-    Region,
     full_tensor,
+    layout_of,
     load_training,
-    save_training,
+    role_of,
+    save_optimizer,
+    write_model,
 )
 from paceline.types import Batch, FloatArray
 
@@ -75,6 +77,7 @@ class Fsdp(EngineWithHead):
         self._settings, self._head = settings, head
         self._device = default_device()
         self._mesh = _mesh(self._device, settings.tensor_parallel)
+        hub = HubFormat(model) if head == "policy" else None
         # PackedModel checks the model, so it must be created before sharding.
         self._packed = PackedModel(model, settings, temperature, head)
         self._packed.fused = self._fused(model, temperature or 1.0) if head == "policy" else None
@@ -85,6 +88,10 @@ class Fsdp(EngineWithHead):
         # The optimizer gets this rank's slices as plain tensors, because its fused kernel does not
         # support DTensors of different meshes.
         self._slices = {name: nn.Parameter(_local(p)) for name, p in self._parameters.items()}
+        buffers = persistent_buffers(model)
+        self._tensors: dict[str, Tensor] = {**self._parameters, **buffers}
+        self._local_tensors: dict[str, Tensor] = {**self._slices, **buffers}
+        self._form = hub or TensorFormat(self._tensors)
         self._optimizer = adamw(self._slices, settings)
         self._host_offload = HostOffload()
         if self._packed.fused is not None:
@@ -232,9 +239,10 @@ class Fsdp(EngineWithHead):
             key: self._sharded(key.partition(":")[2], tensor) if tensor.ndim else tensor
             for key, tensor in state.items()
         }
-        save_training(folder, MODEL_FILE, self._parameters, sharded)
-        if is_first_rank():
-            self._packed.model.config.save_pretrained(folder)
+        layout, tensors = layout_of(self._tensors), map(full_tensor, self._tensors.values())
+        config = self._packed.model.config
+        write_model(folder / role_of(self._head), self._form, config, layout, tensors)
+        save_optimizer(folder, self._head, sharded)
 
     def _sharded(self, name: str, tensor: Tensor) -> Tensor:
         """Return this rank's slice of optimizer state as a DTensor, sharded like its parameter."""
@@ -244,14 +252,15 @@ class Fsdp(EngineWithHead):
         )
 
     def load(self, folder: Path) -> None:
-        shapes = {name: tuple(p.shape) for name, p in self._parameters.items()}
         load_training(
             folder,
-            MODEL_FILE,
+            self._head,
+            TensorFiles.of_model(folder / role_of(self._head)),
+            self._form,
+            self._local_tensors,
             self._slices,
             self._optimizer,
-            shapes,
-            lambda name: _region(self._parameters[name]),
+            lambda name: _region(self._parameters[name]) if name in self._parameters else (),
         )
         for parameter in self._parameters.values():
             parameter.grad = None

@@ -16,14 +16,23 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from paceline.errors import ConfigError, ModelError
+from paceline.model.hub_names import TensorFormat, stored_tensors
 from paceline.model.loading import default_device, load_model, model_body
+from paceline.model.tensor_file import TensorFiles, write_tensors
+from paceline.training.optimizer import optimizer_state
 from paceline.training.settings import LoraSettings, TrainSettings
 from paceline.training.single import SingleDevice
-from paceline.training.training_state import MODEL_FILE, write_tensors
+from paceline.training.training_state import (
+    layout_of,
+    load_training,
+    role_of,
+    save_optimizer,
+    write_model,
+)
 
 ADAPTER = "default"  # PEFT's name for a layer's only adapter
 # A subdirectory: transformers would load a directory with an adapter_config.json as an adapter.
-FOLDER = "adapter"
+FOLDER, WEIGHTS, CONFIG = "adapter", "adapter_model.safetensors", "adapter_config.json"
 
 
 class LoraDevice(SingleDevice):
@@ -32,8 +41,6 @@ class LoraDevice(SingleDevice):
     A checkpoint holds the adapters in PEFT format (`adapter/`), from which a run resumes, and the
     merged model for all other uses.
     """
-
-    trained_file = f"{FOLDER}/adapter_model.safetensors"
 
     def __init__(
         self,
@@ -78,19 +85,27 @@ class LoraDevice(SingleDevice):
                 layer.enable_adapters(True)
 
     def save(self, folder: Path) -> None:
-        super().save(folder)
-        (folder / FOLDER / "adapter_config.json").write_text(
-            json.dumps(self._config, indent=1, sort_keys=True)
-        )
-        merged = MergedWeights(self._model)
-        # named_parameters lists tied weights once.
+        to, merged = folder / role_of(self._head), MergedWeights(self._model)
         base = {
-            _base_name(name): p
-            for name, p in self._model.named_parameters()
+            _base_name(name): tensor
+            for name, tensor in stored_tensors(self._model).items()
             if ".lora_" not in name
         }
-        layout = [(name, tuple(p.shape), p.dtype) for name, p in base.items()]
-        write_tensors(folder / MODEL_FILE, layout, (merged[name] for name in base))
+        layout = layout_of(base)
+        write_model(to, self._form, self._model.config, layout, (merged[name] for name in base))
+        adapter = to / FOLDER
+        trained = (p.detach() for p in self._parameters.values())
+        write_tensors(adapter / WEIGHTS, layout_of(self._parameters), trained)
+        (adapter / CONFIG).write_text(json.dumps(self._config, indent=1, sort_keys=True))
+        save_optimizer(folder, self._head, optimizer_state(self._optimizer, self._parameters))
+
+    def load(self, folder: Path) -> None:
+        files = TensorFiles([folder / role_of(self._head) / FOLDER / WEIGHTS])
+        form = TensorFormat(self._parameters)
+        load_training(
+            folder, self._head, files, form, self._parameters, self._parameters, self._optimizer
+        )
+        self._loaded()
 
     def _trained_parameters(self) -> dict[str, nn.Parameter]:
         """Return the adapters' parameters by the names that PEFT writes."""

@@ -18,8 +18,10 @@ from transformers import PreTrainedModel
 
 from paceline.algo.loss import LossFn, LossTerms, TokenData, TokenOutputs
 from paceline.model.engine_weights import engine_weights
+from paceline.model.hub_names import HubFormat, TensorFormat, persistent_buffers
 from paceline.model.loading import ROUNDED, default_device, load_model, model_body
 from paceline.model.packing import MicroBatch, grouped_micro_batches, micro_batches
+from paceline.model.tensor_file import TensorFiles
 from paceline.model.weights import EngineWeights
 from paceline.training.colocated import ColocatedEngine
 from paceline.training.fused import fused_policy
@@ -29,7 +31,13 @@ from paceline.training.optimizer import adamw, clip_gradients, optimizer_state
 from paceline.training.out_of_memory import explain_out_of_memory
 from paceline.training.packed import EngineWithHead, Head, LossAccumulator, PackedModel, token_data
 from paceline.training.settings import TrainSettings
-from paceline.training.training_state import MODEL_FILE, load_training, save_training
+from paceline.training.training_state import (
+    layout_of,
+    load_training,
+    role_of,
+    save_optimizer,
+    write_model,
+)
 from paceline.types import Batch, FloatArray
 
 log = logging.getLogger(__name__)
@@ -41,8 +49,6 @@ THREAD_PARAMETERS = 2**26
 class SingleDevice(EngineWithHead):
     """A TrainEngine. Head "policy" is the model's output layer; "value" adds a value head."""
 
-    trained_file = MODEL_FILE  # file of a checkpoint that holds the trained weights
-
     def __init__(
         self,
         model: PreTrainedModel,
@@ -51,10 +57,13 @@ class SingleDevice(EngineWithHead):
         head: Head = "policy",
     ) -> None:
         self._settings, self._head = settings, head
+        hub = HubFormat(model) if head == "policy" else None
         self._packed = PackedModel(model, settings, temperature, head)
         self._model: PreTrainedModel = model
         self._device = next(model.parameters()).device
         self._parameters = self._trained_parameters() | self._packed.value_parameters()
+        self._tensors = {**self._parameters, **persistent_buffers(model)}
+        self._form = hub or TensorFormat(self._tensors)
         self._optimizer = adamw(self._parameters, settings)
         self._fused = (
             fused_policy(model, self._parameters, settings, temperature)
@@ -196,17 +205,26 @@ class SingleDevice(EngineWithHead):
             yield name, tensor.detach()
 
     def save(self, folder: Path) -> None:
-        save_training(
-            folder,
-            self.trained_file,
-            self._parameters,
-            optimizer_state(self._optimizer, self._parameters),
-        )
-        self._model.config.save_pretrained(folder)
+        layout, tensors = layout_of(self._tensors), self._tensors.values()
+        to = folder / role_of(self._head)
+        write_model(to, self._form, self._model.config, layout, (t.detach() for t in tensors))
+        save_optimizer(folder, self._head, optimizer_state(self._optimizer, self._parameters))
 
     def load(self, folder: Path) -> None:
-        shapes = {name: tuple(p.shape) for name, p in self._parameters.items()}
-        load_training(folder, self.trained_file, self._parameters, self._optimizer, shapes)
+        files = TensorFiles.of_model(folder / role_of(self._head))
+        load_training(
+            folder,
+            self._head,
+            files,
+            self._form,
+            self._tensors,
+            self._parameters,
+            self._optimizer,
+        )
+        self._loaded()
+
+    def _loaded(self) -> None:
+        """Update what depends on the parameters after a load."""
         self._optimizer.zero_grad()
         if self._fused is not None:
             self._fused.weights_changed()

@@ -112,12 +112,11 @@ class Trainer:
 
     async def save(self, folder: Path) -> None:
         for role, worker in self._workers():
-            (folder / role).mkdir()
-            await worker.call(role, "save", str(folder / role))
+            await worker.call(role, "save", str(folder))
 
     async def load(self, folder: Path) -> None:
         for role, worker in self._workers():
-            await worker.call(role, "load", str(folder / role))
+            await worker.call(role, "load", str(folder))
 
     def _workers(self) -> list[tuple[Role, Worker]]:
         return [(Role.ACTOR, self._actor)] + ([(Role.CRITIC, self._critic)] if self._critic else [])

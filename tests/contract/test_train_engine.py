@@ -234,7 +234,7 @@ def test_optimizer_step_clips_gradient_before_update(build: EngineFactory, tmp_p
     engine.save(tmp_path)
     moments = [
         tensor
-        for key, tensor in load_file(tmp_path / "optimizer.safetensors").items()
+        for key, tensor in load_file(tmp_path / "training/actor/optimizer.safetensors").items()
         if key.startswith("exp_avg:")
     ]
     assert math.sqrt(sum(float(m.square().sum()) for m in moments)) == pytest.approx(
@@ -316,14 +316,19 @@ def test_loaded_engine_continues_training_bit_for_bit(
     assert same_bits(weights_of(engine), weights_of(resumed))
     read = TrainEngine.logprobs if head == "policy" else TrainEngine.values
     assert (getattr(engine, read.__name__)(batch) == getattr(resumed, read.__name__)(batch)).all()
-    assert {path.suffix for path in (tmp_path / "saved").iterdir()} == {".safetensors", ".json"}
+    role = "actor" if head == "policy" else "critic"
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")} == {
+        f"saved/{role}/config.json",
+        f"saved/{role}/model.safetensors",
+        f"saved/training/{role}/optimizer.safetensors",
+    }
 
 
 def test_saved_policy_loads_with_transformers(build: EngineFactory, tmp_path: Path) -> None:
     engine = build(tiny("qwen2-tied"), TrainSettings(), temperature=TEMPERATURE)
     batch = random_batch()
     engine.save(tmp_path)
-    opened = Qwen2ForCausalLM.from_pretrained(tmp_path)
+    opened = Qwen2ForCausalLM.from_pretrained(tmp_path / "actor")
     with torch.no_grad():
         expected, _ = plain_logprobs(opened, batch)
     assert np.abs(engine.logprobs(batch)[batch.mask] - expected.numpy()).max() < 1e-5
@@ -337,8 +342,8 @@ def test_load_changes_nothing_when_checkpoint_is_unusable(
     before = weights_of(engine)
     with pytest.raises(CheckpointError, match="another model"):
         engine.load(tmp_path / "llama")
-    (tmp_path / "truncated").mkdir()
-    (tmp_path / "truncated" / "model.safetensors").write_bytes(b"half a file")
+    (tmp_path / "truncated" / "actor").mkdir(parents=True)
+    (tmp_path / "truncated" / "actor" / "model.safetensors").write_bytes(b"half a file")
     with pytest.raises(CheckpointError, match="truncated"):
         engine.load(tmp_path / "truncated")
     with pytest.raises(CheckpointError, match="missing"):

@@ -140,10 +140,10 @@ def test_trainer_matches_transformers_and_updates_shared_engine(name: str, tmp_p
     plain.load_state_dict(model.state_dict())
     compare(plain)
     assert [c.tokens.tolist() for c in after] == [greedy(plain, prompt) for prompt in PROMPTS]
-    trainer.save(tmp_path)  # transformers loads it, although hub checkpoints use other names
+    trainer.save(tmp_path)
     compare(
         AutoModelForCausalLM.from_pretrained(
-            tmp_path, attn_implementation="eager", dtype=torch.float32
+            tmp_path / "actor", attn_implementation="eager", dtype=torch.float32
         )
     )
 

@@ -160,13 +160,15 @@ def test_checkpoint_contains_merged_model_and_peft_adapter(
     engine, batch = trained(), random_batch(seed=9)
     engine.save(tmp_path)
     assert same_bits(
-        dict(AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()), weights_of(engine)
+        dict(AutoModelForCausalLM.from_pretrained(tmp_path / "actor").state_dict()),
+        weights_of(engine),
     )
-    adapted = peft.PeftModel.from_pretrained(tiny("qwen2-tied"), tmp_path / "adapter")
+    adapter = tmp_path / "actor" / "adapter"
+    adapted = peft.PeftModel.from_pretrained(tiny("qwen2-tied"), adapter)
     with torch.no_grad():
         found, _ = plain_logprobs(adapted, batch)
     assert np.abs(found.numpy() - engine.logprobs(batch)[batch.mask]).max() < 1e-5
-    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == 4
+    assert json.loads((adapter / "adapter_config.json").read_text())["r"] == 4
 
 
 def test_adapters_depend_on_seed_and_not_on_global_rng() -> None:

@@ -31,6 +31,7 @@ from transformers import PretrainedConfig
 
 from paceline.algo.loss import LossFn, TokenOutputs
 from paceline.errors import ConfigError
+from paceline.model.hub_names import HubFormat, TensorFormat
 from paceline.model.loading import default_device, load_config, load_model
 from paceline.model.packing import MicroBatch, RowLayout, micro_batch, trained_lengths
 from paceline.model.tensor_file import TensorFiles
@@ -42,10 +43,11 @@ from paceline.training.packed import EngineWithHead, Head, LossAccumulator, toke
 from paceline.training.row_assignment import assign_passes
 from paceline.training.settings import TrainSettings
 from paceline.training.training_state import (
-    MODEL_FILE,
-    OPTIMIZER_FILE,
     check_same_model,
-    write_tensors,
+    optimizer_file,
+    role_of,
+    write_gathered,
+    write_model,
 )
 from paceline.types import Batch, FloatArray
 
@@ -85,6 +87,11 @@ class Megatron(EngineWithHead):
         self._shards = Shards(self._model, config, head)
         self._shards.load(weights, prefix="" if head == "policy" else "model.")
         self._model.to(self._device)
+        self._form = (
+            HubFormat.of_config(config)
+            if head == "policy"
+            else TensorFormat(dict.fromkeys(self._shards.shapes(), torch.empty(0)))
+        )
         self._tied = head == "policy" and config.tie_word_embeddings
         self._pipeline = pipeline
         self._host_offload, self._steps = HostOffload(), 0
@@ -253,8 +260,10 @@ class Megatron(EngineWithHead):
 
     def save(self, folder: Path) -> None:
         shapes = self._shards.shapes()
-        write_tensors(
-            folder / MODEL_FILE,
+        write_model(
+            folder / role_of(self._head),
+            self._form,
+            self._config,
             [(name, shape, torch.float32) for name, shape in shapes.items()],
             self._tensors(),
         )
@@ -263,13 +272,11 @@ class Megatron(EngineWithHead):
             for key in STATE
             for name, shape in shapes.items()
         ]
-        write_tensors(
-            folder / OPTIMIZER_FILE,
+        write_gathered(
+            optimizer_file(folder, self._head),
             state if self._steps else [],
             self._state() if self._steps else iter(()),
         )
-        if dist.get_rank() == 0:
-            self._config.save_pretrained(folder)
 
     def _tensors(self, read: Read = lambda parameter: parameter.detach()) -> Iterator[Tensor]:
         return (tensor for _, tensor in self._shards.gather(read))
@@ -300,16 +307,17 @@ class Megatron(EngineWithHead):
         return optimizer.param_groups[group]["params"][index], slice(where.start, where.end)
 
     def load(self, folder: Path) -> None:
-        weights, state = TensorFiles([folder / MODEL_FILE]), TensorFiles([folder / OPTIMIZER_FILE])
+        weights = TensorFiles.of_model(folder / role_of(self._head))
+        state = TensorFiles([optimizer_file(folder, self._head)])
         shapes = self._shards.shapes()
-        check_same_model(folder / MODEL_FILE, shapes, weights.shapes())
+        check_same_model(weights.path, shapes, weights.shapes())
         expected = {
             f"{key}:{name}": shape if key in MOMENTS else ()
             for key in STATE
             for name, shape in shapes.items()
         }
         if len(state):
-            check_same_model(folder / OPTIMIZER_FILE, expected, state.shapes())
+            check_same_model(state.path, expected, state.shapes())
         ddp, optimizer = self._train_parts()
         self._shards.load(weights)
         optimizer.state.clear()
