@@ -6,6 +6,7 @@ Large dependencies are imported where they are used, so `paceline --help` does n
 # The order of these imports is the order of the commands in --help.
 # isort: off
 from paceline.cli import train
+from paceline.cli import export
 from paceline.cli import translate
 from paceline.cli import inspect
 from paceline.cli import jobs
@@ -13,4 +14,4 @@ from paceline.cli import jobs
 
 from paceline.cli.app import app
 
-__all__ = ["app", "inspect", "jobs", "train", "translate"]
+__all__ = ["app", "export", "inspect", "jobs", "train", "translate"]

@@ -146,6 +146,16 @@ def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name in state}
 
 
+def float32_parts(config: PretrainedConfig, dtype: torch.dtype) -> tuple[str, ...]:
+    """Return patterns of the tensors that transformers keeps in float32 in a model of `dtype`."""
+    model, names = empty_model(config), set[str]()
+    if dtype != torch.float32:
+        names |= set(model._keep_in_fp32_modules_strict or ())
+    if dtype == torch.float16:
+        names |= set(model._keep_in_fp32_modules or ())
+    return tuple(sorted(name.replace("*", ".*") for name in names))
+
+
 def _layer(name: str) -> str:
     """Return the part of a tensor's name up to the first number."""
     found = re.match(r".*?\.\d+\.", name)

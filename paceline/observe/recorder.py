@@ -67,6 +67,11 @@ class Recorder:
         os.fsync(self._file.fileno())
         return os.fstat(self._file.fileno()).st_size
 
+    @property
+    def reward(self) -> float | None:
+        """Mean reward of the last step."""
+        return self._rewards[-1] if self._rewards else None
+
     def step_done(self, step: int, metrics: Metrics, groups: Sequence[Group]) -> None:
         self._file.write(
             json.dumps({"step": step} | {name: _short(value) for name, value in metrics.items()})

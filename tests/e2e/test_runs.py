@@ -51,8 +51,10 @@ def run(model: str, folder: Path, *settings: str) -> dict[str, Any]:
 
 def weights(folder: Path, step: int, role: str = "actor") -> str:
     """Return a digest of all files the role saved: weights and optimizer state."""
-    files = sorted((folder / "checkpoints" / f"step_{step:08d}" / role).rglob("*.safetensors"))
-    assert files
+    checkpoint = folder / "checkpoints" / f"step_{step:08d}"
+    folders = (checkpoint / role, checkpoint / "training" / role)
+    files = [file for where in folders for file in sorted(where.rglob("*.safetensors"))]
+    assert len(files) >= 2
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

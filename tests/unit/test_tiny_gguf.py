@@ -94,7 +94,9 @@ def test_gguf_file_gives_same_model(
     # The model can be trained, and is saved in the format of transformers.
     SingleDevice(loaded, TrainSettings()).save(tmp_path)
     with torch.no_grad():
-        torch.testing.assert_close(load_model(str(tmp_path / "actor"))(ids).logits, model(ids).logits)
+        torch.testing.assert_close(
+            load_model(str(tmp_path / "actor"))(ids).logits, model(ids).logits
+        )
 
 
 def test_gguf_file_is_selected_by_path_when_directory_has_several(tmp_path: Path) -> None:
