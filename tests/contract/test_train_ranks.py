@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from paceline.algo.loss import ValueLoss
 from paceline.algo.settings import AlgorithmSettings
@@ -26,6 +26,7 @@ from paceline.training.memory import memory_estimate
 from paceline.training.settings import TrainSettings
 from paceline.training.single import SingleDevice
 from paceline.types import Batch, Request, Sampling
+from tests.architectures import tiny_architecture
 from tests.contract.test_train_engine import (
     LOSS,
     TEMPERATURE,
@@ -254,6 +255,26 @@ def test_checkpoint_continues_with_same_losses_on_other_ranks(
     other = make(after)
     other.load(tmp_path)
     assert train(other, range(2, 4)) == pytest.approx(expected, abs=1e-5)
+
+
+def test_checkpoint_of_experts_moves_between_ranks_and_transformers(
+    groups: Groups, tmp_path: Path
+) -> None:
+    """The experts of a layer are one sharded tensor in memory and many in the files."""
+    engine = groups["2"](tiny_architecture("deepseek_v3"), SETTINGS)
+    engine.forward_backward(random_batch(), LOSS)
+    engine.optimizer_step(1e-3)
+    engine.save(tmp_path / "ranks")
+    expected = weights_of(engine)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "ranks" / "actor")
+    assert same_bits(dict(opened.state_dict()), expected)
+    single = SingleDevice(tiny_architecture("deepseek_v3", seed=1), SETTINGS)
+    single.load(tmp_path / "ranks")
+    assert same_bits(weights_of(single), expected)
+    single.save(tmp_path / "single")
+    other = groups["2"](tiny_architecture("deepseek_v3", seed=2), SETTINGS)
+    other.load(tmp_path / "single")
+    assert same_bits(weights_of(other), expected)
 
 
 def test_bfloat16_on_ranks_approximates_single_device(groups: Groups) -> None:
