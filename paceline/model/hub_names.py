@@ -93,15 +93,13 @@ class HubFormat(TensorFormat):
         """Read class, configuration and loading history of a model before it is changed."""
         with torch.device("meta"):
             self._model: PreTrainedModel = type(model)(deepcopy(model.config))
-        # Without a history, the default conversion of the architecture applies.
-        self._model._weight_conversions = getattr(model, "_weight_conversions", None)
+        # None is the default conversion of the architecture. The history of quantized files would
+        # quantize the trained weights again.
+        history = getattr(model, "_weight_conversions", None)
+        self._model._weight_conversions = None if _is_quantized(model.config) else history
         tensors = stored_tensors(self._model)
         super().__init__(tensors)
-        try:
-            stored = self._convert(tensors)
-        except (NotImplementedError, ValueError):  # loaded from quantized files
-            self._model._weight_conversions = None
-            stored = self._convert(tensors)
+        stored = self._convert(tensors)
         names = {id(tensor): name for name, tensor in tensors.items()}
         self._renamed = {names[id(t)]: key for key, t in stored.items() if id(t) in names}
         moved = {name: t for name, t in tensors.items() if name not in self._renamed}
@@ -122,6 +120,8 @@ class HubFormat(TensorFormat):
         config = deepcopy(config)
         config.architectures = [type(self._model).__name__]
         config.dtype = "float32"
+        if _is_quantized(config):
+            del config.quantization_config
         config.save_pretrained(folder)
 
     def _convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -154,6 +154,10 @@ def float32_parts(config: PretrainedConfig, dtype: torch.dtype) -> tuple[str, ..
     if dtype == torch.float16:
         names |= set(model._keep_in_fp32_modules or ())
     return tuple(sorted(name.replace("*", ".*") for name in names))
+
+
+def _is_quantized(config: PretrainedConfig) -> bool:
+    return getattr(config, "quantization_config", None) is not None
 
 
 def _layer(name: str) -> str:

@@ -110,7 +110,7 @@ def test_engine_serves_merged_lora_weights_only_after_weight_sync(
             assert matches_greedy(await generate("start"), base)
             for step in range(5):
                 await actor.call(Role.ACTOR, "update", batch(), step)
-            await actor.call(Role.ACTOR, "save", str(tmp_path / "actor"))
+            await actor.call(Role.ACTOR, "save", str(tmp_path))
             merged = AutoModelForCausalLM.from_pretrained(tmp_path / "actor").eval()
             stale = await generate("not synced")
             assert matches_greedy(stale, base) and not matches_greedy(stale, merged)

@@ -2,12 +2,15 @@
 
 import copy
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, Gemma3Config, Glm4MoeConfig, PreTrainedModel
+from transformers.core_model_loading import WeightConverter
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from paceline.model.hub_names import HubFormat, persistent_buffers, stored_tensors
 from paceline.model.loading import load_model
@@ -110,7 +113,7 @@ def test_format_converts_one_layer_at_a_time() -> None:
     tensors, stored = stored_tensors(model), []
     form = HubFormat(model)
 
-    def arriving():
+    def arriving() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors.items():
             if ".layers.1." in name and "mlp" in name:
                 assert any(".layers.0.mlp.experts.3." in name for name in stored)
@@ -127,6 +130,16 @@ def test_format_keeps_names_of_files_that_have_those_in_memory(tmp_path: Path) -
     opened = load_model(str(tmp_path))
     stored = HubFormat(opened).stored_shapes()
     assert stored == {name: tuple(t.shape) for name, t in stored_tensors(opened).items()}
+
+
+def test_format_writes_plain_weights_of_model_from_quantized_files(tmp_path: Path) -> None:
+    model = tiny_architecture("qwen3_moe")
+    model._weight_conversions = [WeightConverter("a", "b", [Fp8Dequantize(None)])]
+    model.config.quantization_config = {"quant_method": "fp8"}
+    form = HubFormat(model)
+    form.write_config(model.config, tmp_path)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    assert form.stored_shapes() == HubFormat(tiny_architecture("qwen3_moe")).stored_shapes()
 
 
 def test_shards_have_index_and_at_most_the_given_size(tmp_path: Path) -> None:
