@@ -36,8 +36,8 @@ def export(
 ) -> None:
     """Write a trained model as a directory that transformers, vLLM and SGLang load."""
     try:
-        with console.status("loading torch and transformers …"):
-            from paceline.training.export import export_model
+        from paceline.training.export import export_model
+
         with console.status("exporting …"):
             done = export_model(
                 run,

@@ -20,6 +20,9 @@ from paceline.errors import CheckpointError
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+# A subdirectory of the actor's: transformers would load a directory with an adapter_config.json as
+# an adapter.
+ADAPTER = "adapter"
 SCHEMA = 2
 
 

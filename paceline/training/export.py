@@ -1,30 +1,28 @@
 """Export of a trained model from a checkpoint to a directory of its own.
 
 A checkpoint's `actor/` already has the format of Hugging Face. An export can have another dtype and
-other shards; weights are converted one tensor at a time.
+other shards. torch is imported only once everything else is known to be valid.
 """
 
 import json
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from paceline import __version__
 from paceline.errors import CheckpointError, ConfigError
-from paceline.model.hub_names import float32_parts
-from paceline.model.loading import load_config
-from paceline.model.tensor_file import INDEX_FILE, TensorFiles, write_shards, write_tensors
-from paceline.training.checkpoint import MANIFEST, latest_checkpoint, read_state, verify_checkpoint
-from paceline.training.lora import CONFIG, FOLDER, WEIGHTS
+from paceline.training.checkpoint import (
+    ADAPTER,
+    MANIFEST,
+    latest_checkpoint,
+    read_state,
+    verify_checkpoint,
+)
 from paceline.types import Role
 
 MARK = "paceline.json"  # identifies an export, which may be replaced by another
-DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
+DTYPES = ("float32", "bfloat16", "float16")
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -55,21 +53,21 @@ def export_model(
         raise ConfigError(f"dtype = {dtype!r} is unknown; expected one of {', '.join(DTYPES)}")
     checkpoint = find_checkpoint(source, step)
     actor = checkpoint / Role.ACTOR
-    if adapter and not (actor / FOLDER).is_dir():
+    if adapter and not (actor / ADAPTER).is_dir():
         raise CheckpointError(
             f"{checkpoint} has no adapter: the run did not set train.lora. Export the whole model "
             "instead (without --adapter)"
         )
-    to = to or _default_folder(checkpoint, adapter)
+    to = to.expanduser().resolve() if to else _default_folder(checkpoint, adapter)
     _check_target(to, force)
     temporary = to.with_name(f".{to.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
         if adapter:
-            _write_adapter(actor, temporary, DTYPES[dtype])
+            _write_adapter(actor, temporary, dtype)
         else:
-            _write_model(actor, temporary, DTYPES[dtype], limit)
+            _write_model(actor, temporary, dtype, limit)
         number = int(read_state(checkpoint)["step"])
         mark = {"paceline": __version__, "step": number, "dtype": dtype}
         (temporary / MARK).write_text(json.dumps(mark, indent=1) + "\n")
@@ -143,58 +141,26 @@ def _check_target(to: Path, force: bool) -> None:
         )
 
 
-def _write_model(actor: Path, to: Path, dtype: torch.dtype, limit: int) -> None:
-    files, wide = TensorFiles.of_model(actor), float32_parts(load_config(str(actor)), dtype)
-    _copy_files(actor, to)
-    config = json.loads((actor / "config.json").read_text())
-    (to / "config.json").write_text(json.dumps(_with_dtype(config, dtype), indent=2) + "\n")
-    _write(files, dtype, wide, lambda layout, tensors: write_shards(to, layout, tensors, limit))
+def _write_model(actor: Path, to: Path, dtype: str, limit: int) -> None:
+    from paceline.model.recast import recast_model
+
+    recast_model(actor, to, dtype, limit)
+    written = {path.name for path in (*to.iterdir(), *actor.glob("model*.safetensors*"))}
+    for path in actor.iterdir():  # tokenizer, generation config and model card
+        if path.is_file() and path.name not in written:
+            shutil.copy2(path, to / path.name)
 
 
-def _write_adapter(actor: Path, to: Path, dtype: torch.dtype) -> None:
-    folder = actor / FOLDER
-    shutil.copy2(folder / CONFIG, to / CONFIG)
+def _write_adapter(actor: Path, to: Path, dtype: str) -> None:
+    from paceline.model.recast import recast_file
+
+    for path in (actor / ADAPTER).iterdir():
+        if path.suffix == ".safetensors":
+            recast_file(path, to / path.name, dtype)
+        else:
+            shutil.copy2(path, to / path.name)
     card = actor / "README.md"
     if card.exists():
         text = card.read_text(encoding="utf-8")
         text = text.replace("library_name: transformers", "library_name: peft")
         (to / card.name).write_text(text.replace(", merged into the weights", ""), encoding="utf-8")
-    files = TensorFiles([folder / WEIGHTS])
-    _write(files, dtype, (), lambda layout, tensors: write_tensors(to / WEIGHTS, layout, tensors))
-
-
-def _write(
-    files: TensorFiles, dtype: torch.dtype, wide: tuple[str, ...], write: Callable[..., None]
-) -> None:
-    layout = [
-        (name, shape, _dtype_of(name, found, dtype, wide)) for name, shape, found in files.layout()
-    ]
-    write(layout, (files[name].to(target) for name, _, target in layout))
-
-
-def _dtype_of(
-    name: str, found: torch.dtype, dtype: torch.dtype, wide: tuple[str, ...]
-) -> torch.dtype:
-    if not found.is_floating_point:
-        return found
-    return torch.float32 if any(re.search(part, name) for part in wide) else dtype
-
-
-def _copy_files(actor: Path, to: Path) -> None:
-    """Copy tokenizer, generation config and model card."""
-    written = {INDEX_FILE, "config.json", *(path.name for path in actor.glob("*.safetensors"))}
-    for path in actor.iterdir():
-        if path.is_file() and path.name not in written:
-            shutil.copy2(path, to / path.name)
-
-
-def _with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Set the dtype in a configuration and in those nested in it."""
-    return {
-        key: _with_dtype(value, dtype)
-        if isinstance(value, dict)
-        else str(dtype).removeprefix("torch.")
-        if key == "dtype"
-        else value
-        for key, value in config.items()
-    }

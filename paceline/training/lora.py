@@ -19,6 +19,7 @@ from paceline.errors import ConfigError, ModelError
 from paceline.model.hub_names import TensorFormat, stored_tensors
 from paceline.model.loading import default_device, load_model, model_body
 from paceline.model.tensor_file import TensorFiles, write_tensors
+from paceline.training.checkpoint import ADAPTER
 from paceline.training.optimizer import optimizer_state
 from paceline.training.settings import LoraSettings, TrainSettings
 from paceline.training.single import SingleDevice
@@ -30,9 +31,8 @@ from paceline.training.training_state import (
     write_model,
 )
 
-ADAPTER = "default"  # PEFT's name for a layer's only adapter
-# A subdirectory: transformers would load a directory with an adapter_config.json as an adapter.
-FOLDER, WEIGHTS, CONFIG = "adapter", "adapter_model.safetensors", "adapter_config.json"
+NAME = "default"  # PEFT's name for a layer's only adapter
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 class LoraDevice(SingleDevice):
@@ -93,14 +93,14 @@ class LoraDevice(SingleDevice):
         }
         layout = layout_of(base)
         write_model(to, self._form, self._model.config, layout, (merged[name] for name in base))
-        adapter = to / FOLDER
+        adapter = to / ADAPTER
         trained = (p.detach() for p in self._parameters.values())
         write_tensors(adapter / WEIGHTS, layout_of(self._parameters), trained)
         (adapter / CONFIG).write_text(json.dumps(self._config, indent=1, sort_keys=True))
         save_optimizer(folder, self._head, optimizer_state(self._optimizer, self._parameters))
 
     def load(self, folder: Path) -> None:
-        files = TensorFiles([folder / role_of(self._head) / FOLDER / WEIGHTS])
+        files = TensorFiles([folder / role_of(self._head) / ADAPTER / WEIGHTS])
         form = TensorFormat(self._parameters)
         load_training(
             folder, self._head, files, form, self._parameters, self._parameters, self._optimizer
@@ -111,8 +111,7 @@ class LoraDevice(SingleDevice):
         """Return the adapters' parameters by the names that PEFT writes."""
         trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         return {
-            f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": p
-            for name, p in trained.items()
+            f"base_model.model.{name.replace(f'.{NAME}.', '.')}": p for name, p in trained.items()
         }
 
 
@@ -133,11 +132,11 @@ class MergedWeights(Mapping[str, Tensor]):
         if layer is None:
             return weight
         if weight.ndim != 2:  # one tensor holds the weights of all experts
-            return weight + layer.get_delta_weight(ADAPTER).detach()
-        a, b = layer.lora_A[ADAPTER].weight.detach(), layer.lora_B[ADAPTER].weight.detach()
+            return weight + layer.get_delta_weight(NAME).detach()
+        a, b = layer.lora_A[NAME].weight.detach(), layer.lora_B[NAME].weight.detach()
         if layer.fan_in_fan_out:  # the weight is stored as [in, out]
             a, b = b.t(), a.t()
-        return torch.addmm(weight, b, a, alpha=layer.scaling[ADAPTER])
+        return torch.addmm(weight, b, a, alpha=layer.scaling[NAME])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._base)
