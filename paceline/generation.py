@@ -9,6 +9,7 @@ from pathlib import Path
 from paceline.config import RunConfig
 from paceline.data.chat import stop_token_ids
 from paceline.inputs import Inputs
+from paceline.remote.group import ranks_of
 from paceline.remote.worker import Worker
 from paceline.reward.model import ModelReward
 from paceline.reward.reward import (
@@ -93,7 +94,7 @@ def _fleet(
         return EngineClient(await start_worker(cluster, plan))
 
     return Fleet(
-        [EngineClient(worker) for worker in workers],
+        [EngineClient(rank) for worker in workers for rank in ranks_of(worker)],
         pool=pool,
         shared={plan.name for plan in plans if plan.roles != (Role.ROLLOUT,)},
         launch=None if config.placement.shared(Role.ACTOR, Role.ROLLOUT) else launch,

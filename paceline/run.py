@@ -40,7 +40,7 @@ from paceline.run_dir import (
 )
 from paceline.suspend import ignore_suspended_time
 from paceline.sync.connect import connect
-from paceline.sync.transport import InPlace
+from paceline.sync.transport import Gather, InPlace
 from paceline.sync.weights import WeightTransport
 from paceline.synchronizer import ParameterSynchronizer
 from paceline.training.checkpoint import read_state, save_checkpoint
@@ -193,9 +193,11 @@ class _Run:
 
     async def _transport(self) -> WeightTransport:
         config = self._config
+        actor, engines = self._workers[Role.ACTOR][0], self._workers[Role.ROLLOUT]
         if config.in_place:
             return InPlace()
-        actor, engines = self._workers[Role.ACTOR][0], self._workers[Role.ROLLOUT]
+        if actor in engines:
+            return Gather(actor)
         one_machine = config.cluster == "local"
         return await connect(config.sync.transport, one_machine, actor, engines, config.train.dtype)
 

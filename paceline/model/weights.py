@@ -5,7 +5,7 @@ Nothing is derived from the weights ahead of time, so an in-place update leaves 
 place updates the engine too.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -171,10 +171,14 @@ def load_by_name(
 ) -> None:
     """Copy new values into all of `named`, or into none and raise SyncError if a name is wrong.
 
+    Of an iterator, one tensor is held at a time, and an error is known only at its end.
     `also`: names that may be present and are ignored, such as the second name of a tied weight.
     Tensors in `optional` are copied if they are present. Of a mapping, one tensor is held at a
     time.
     """
+    if isinstance(tensors, Iterator):
+        _stream_by_name(named, tensors, also, optional or {})
+        return
     incoming = tensors if isinstance(tensors, Mapping) else dict(tensors)
     targets = named | {
         name: tensor for name, tensor in (optional or {}).items() if name in incoming
@@ -188,6 +192,23 @@ def load_by_name(
             return
         for name, target in targets.items():
             target.copy_(incoming[name])
+
+
+def _stream_by_name(
+    named: Mapping[str, Tensor],
+    tensors: Iterable[tuple[str, Tensor]],
+    also: AbstractSet[str],
+    optional: Mapping[str, Tensor],
+) -> None:
+    """Copy values as they arrive, so that one tensor is held at a time."""
+    arrived: dict[str, tuple[int, ...]] = {}
+    with torch.no_grad():
+        for name, tensor in tensors:
+            arrived[name] = tuple(tensor.shape)
+            target = named.get(name, optional.get(name))
+            if target is not None and target.shape == tensor.shape:
+                target.copy_(tensor)
+    check_weights(arrived, {name: tuple(t.shape) for name, t in named.items()}, {*also, *optional})
 
 
 def check_weights(

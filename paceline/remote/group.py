@@ -143,6 +143,11 @@ class WorkerGroup(Worker):
             rank.send(message)
 
 
+def ranks_of(worker: Worker) -> Sequence[Worker]:
+    """Return the ranks of a group, or the worker itself."""
+    return worker.ranks if isinstance(worker, WorkerGroup) else [worker]
+
+
 def start_rank(
     rank: int, count: int, store: str, build: Build, args: tuple[Any, ...]
 ) -> Mapping[str, Any]:

@@ -1,7 +1,7 @@
 """Part of a worker that generates: runs an engine step by step between calls of the controller."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from paceline.types import Completion, Request
 
 Finished = list[tuple[str, Completion]]
 TrainerWeights = Callable[[], AbstractContextManager[Mapping[str, Tensor]]]
+GatheredWeights = Callable[[], AbstractContextManager[Iterator[tuple[str, Tensor]]]]
 
 
 class SteppedEngine(Protocol):
@@ -51,13 +52,16 @@ class RolloutService:
     """The engine. `weight_target` is the part that the weight transport talks to."""
 
     def __init__(
-        self, engine: SteppedEngine, trainer_weights: TrainerWeights | None = None
+        self,
+        engine: SteppedEngine,
+        trainer_weights: TrainerWeights | None = None,
+        gather: GatheredWeights | None = None,
     ) -> None:
         """`trainer_weights`: where to copy from if the trainer is in the same worker, but its
-        parameters are not the engine's."""
+        parameters are not the engine's. `gather`: the same if the trainer is a group of ranks."""
         self.weight_target = WeightTarget()
         self._engine = engine
-        self._trainer_weights = trainer_weights
+        self._trainer_weights, self._gather = trainer_weights, gather
         self._paused = False
         self._busy, self._started = BusyClock(), time.perf_counter()
         self._finished: Finished = []  # by a call; sent with the next unit of work
@@ -101,6 +105,12 @@ class RolloutService:
             with self._trainer_weights() as tensors:
                 self._engine.load(tensors, weights.version)
         return None
+
+    def gather_weights(self, version: int) -> None:
+        """Load the weights of the trainer, of which this worker is a rank. All ranks call it."""
+        assert self._gather is not None, "the trainer is in the same group of ranks"
+        with self._gather() as tensors:
+            self._engine.load(tensors, version)
 
     def stats(self) -> EngineStats:
         engine = self._engine

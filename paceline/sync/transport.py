@@ -18,6 +18,7 @@ from paceline.remote.message import Deferred
 from paceline.remote.worker import Worker
 from paceline.sync.block import Layout, Tensors, layout_of
 from paceline.sync.weights import Weights
+from paceline.types import Role
 
 SOURCE, TARGET = "weight_source", "weight_target"  # names of the two parts in their workers
 
@@ -121,6 +122,20 @@ class InPlace:
 
     async def attach(self, engine: Worker) -> None:
         """Do nothing: the engine has the weights already."""
+
+
+class Gather:
+    """Engines in the ranks of the trainer: all ranks gather each tensor and copy it."""
+
+    def __init__(self, trainer: Worker) -> None:
+        self._trainer = trainer
+
+    async def publish(self, version: int) -> Weights:
+        await self._trainer.call(Role.ROLLOUT, "gather_weights", version)
+        return Weights(version)
+
+    async def attach(self, engine: Worker) -> None:
+        """Do nothing: an engine in a rank of the trainer neither joins later nor recovers."""
 
 
 async def publish(trainer: Worker, version: int) -> Weights:

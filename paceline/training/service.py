@@ -131,6 +131,15 @@ class ActorService(_Trained):
         return {f"train/{name}": value for name, value in metrics.items()} | memory
 
     @contextmanager
+    def gathering(self) -> Iterator[Iterator[tuple[str, Tensor]]]:
+        """Provide the weights to the engine of each rank, one full tensor at a time.
+
+        All ranks must consume them together, because each tensor is gathered from all.
+        """
+        with self._on_device.for_sync():
+            yield self._engine.export_weights()
+
+    @contextmanager
     def copying(
         self, weights: Callable[[], Mapping[str, Tensor]]
     ) -> Iterator[Mapping[str, Tensor]]:

@@ -2,8 +2,8 @@
 
 If actor and rollout share a worker, the engine's weights are the trainer's parameters. With LoRA,
 vLLM or placement.overlap the engine has a copy. With LoRA, the reference model is the actor without
-its adapters. In a group of ranks, the engine or a reward model runs on rank 0 and gets the weights
-through shared memory, as in a separate worker.
+its adapters. In a group of ranks, every rank has an engine with a copy of the weights, which all
+ranks gather together; a reward model runs on rank 0.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ from paceline.training.single import SingleDevice
 from paceline.types import Role
 
 # Parts of a group of ranks that exist on rank 0 alone.
-FIRST_RANK_ONLY = frozenset({Role.ROLLOUT, Role.REWARD, TARGET})
+FIRST_RANK_ONLY = frozenset({Role.REWARD})
 
 
 def build_parts(
@@ -43,7 +43,7 @@ def build_parts(
     parts: dict[str, Any] = {}
     actor: ActorService | None = None
     engine: TrainEngine | None = None
-    generates = Role.ROLLOUT in roles and is_first_rank()
+    generates = Role.ROLLOUT in roles
     phases = Phases() if generates and Role.ACTOR in roles and not concurrent else None
     if Role.ACTOR in roles:
         actor, engine = _actor(config, model_path, phases)
@@ -99,10 +99,15 @@ def _rollout(
     trainer = engine if isinstance(engine, SingleDevice) else None
     if config.rollout.engine == "vllm":
         return _vllm(config, model_path, actor, trainer)
-    return _native(config, model_path, trainer)
+    return _native(config, model_path, actor, trainer)
 
 
-def _native(config: RunConfig, model_path: str, trainer: SingleDevice | None) -> RolloutService:
+def _native(
+    config: RunConfig,
+    model_path: str,
+    actor: ActorService | None,
+    trainer: SingleDevice | None,
+) -> RolloutService:
     overlap = config.placement.overlap
     longest = config.data.max_prompt_length + config.rollout.max_response_length
     weights = trainer.rollout_weights(longest, copy=overlap) if trainer else None
@@ -120,8 +125,10 @@ def _native(config: RunConfig, model_path: str, trainer: SingleDevice | None) ->
         kv_memory_fraction=config.rollout.kv_memory_fraction,
         brief=overlap,
     )
-    if trainer is None:
+    if actor is None:
         return RolloutService(engine)
+    if trainer is None:
+        return RolloutService(engine, gather=actor.gathering)
     release = engine.sleep if config.train.offload else engine.wait_idle
     trainer.colocated.append(
         ColocatedEngine(
@@ -151,8 +158,10 @@ def _vllm(
         kv_memory_fraction=config.rollout.kv_memory_fraction,
         sleeps=config.train.offload and actor is not None,
     )
-    if actor is None or trainer is None:
+    if actor is None:
         return RolloutService(engine)
+    if trainer is None:
+        return RolloutService(engine, gather=actor.gathering)
     release = engine.sleep if config.train.offload else None
     trainer.colocated.append(ColocatedEngine("vLLM", engine.held_bytes, release))
     return RolloutService(engine, lambda: actor.copying(trainer.named_weights))
