@@ -324,6 +324,7 @@ class Loop:
             "queue/dropped": float(self._queue.counts.dropped),
             "rollout/failed_groups": float(self._failed),
             "fleet/engines": float(len(self._fleet.in_rotation)),
+            "fleet/completions_min": float(min(self._fleet.take_completions(), default=0)),
             "fleet/replaced": float(self._fleet.replaced),
             "fleet/fenced_messages": float(self._fleet.fenced_messages),
             "reward/uniform_group_fraction": sum(_all_equal(group) for group in groups)

@@ -81,6 +81,7 @@ class Fleet:
         ]
         # Names in use, including those of workers that are starting.
         self._names = {member.name for member in self._members}
+        self._counted: dict[int, int] = {}  # completions by member, when they were last taken
         self._lost: list[EngineClient] = []  # incarnations that were declared dead
         self._closing: set[asyncio.Task[None]] = set()
         self._pending_calls: set[asyncio.Future[None]] = set()  # of pause() and resume()
@@ -107,6 +108,12 @@ class Fleet:
 
     def stats(self) -> list[EngineStats]:
         return [member.stats for member in self._members if member.stats]
+
+    def take_completions(self) -> list[int]:
+        """Return the completions that each engine in rotation finished since the last call."""
+        counts = {id(member): member.completions for member in self.in_rotation}
+        before, self._counted = self._counted, counts
+        return [count - before.get(member, 0) for member, count in counts.items()]
 
     def unavailable_engines(self) -> list[str]:
         """Describe each engine that takes no new prompts."""

@@ -46,6 +46,7 @@ class SteppedEngine(Protocol):
         self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int
     ) -> None: ...
     def set_version(self, version: int) -> None: ...
+    def release(self) -> None: ...
 
 
 class RolloutService:
@@ -62,13 +63,14 @@ class RolloutService:
         self.weight_target = WeightTarget()
         self._engine = engine
         self._trainer_weights, self._gather = trainer_weights, gather
-        self._paused = False
+        self._paused = self._released = False
         self._busy, self._started = BusyClock(), time.perf_counter()
         self._finished: Finished = []  # by a call; sent with the next unit of work
 
     def work(self) -> Finished | None:
         finished, self._finished = self._finished, []
-        if self._paused or not self.weight_target.intact or not self._engine.has_work:
+        blocked = self._paused or self._released or not self.weight_target.intact
+        if blocked or not self._engine.has_work:
             return finished or None
         with self._busy:
             return finished + self._engine.step()
@@ -111,6 +113,13 @@ class RolloutService:
         assert self._gather is not None, "the trainer is in the same group of ranks"
         with self._gather() as tensors:
             self._engine.load(tensors, version)
+        self._released = False
+
+    def release(self) -> None:
+        """Free the engine's memory until `gather_weights`. Unfinished completions wait."""
+        if not self._released:
+            self._released = True
+            self._engine.release()
 
     def stats(self) -> EngineStats:
         engine = self._engine

@@ -297,6 +297,9 @@ class VllmEngine:
             self._engine.wake_up([part])
             self._asleep.remove(part)
 
+    def release(self) -> None:
+        self.sleep()
+
     def held_bytes(self) -> int:
         """Return the device memory of weights and KV cache."""
         return sum(size for part, size in self._bytes.items() if part not in self._asleep)

@@ -1,9 +1,12 @@
-"""Peak memory of each phase of a worker that alternates between generation, training and sync.
+"""The phases of a worker that alternates between generation, training and sync: their peak memory,
+and the engine's release of the device.
 
 On a GPU this is the memory in use by all processes when the phase ends: allocators keep what they
 had until it is released between phases. On a CPU it is the peak of this process since the phase
 began (on Linux; elsewhere since its start).
 """
+
+from collections.abc import Callable
 
 from paceline.remote.peak import take_peak_memory
 
@@ -12,6 +15,8 @@ START, GENERATE, TRAIN, SYNC = "start", "generate", "train", "sync"
 
 class Phases:
     def __init__(self) -> None:
+        # Called when a train step begins: the engine releases its memory until the next sync.
+        self.release_engine: Callable[[], None] = lambda: None
         self._now = START
         self._peaks: dict[str, int] = {}
 

@@ -42,6 +42,14 @@ class DeviceTimeShare:
             torch.cuda.empty_cache()  # the rollout engine may use another allocator
 
     @contextmanager
+    def for_step(self) -> Iterator[None]:
+        """Hold the device for a part of a train step, which ends with a sync."""
+        if self._phases:
+            self._phases.release_engine()
+        with self:
+            yield
+
+    @contextmanager
     def for_sync(self) -> Iterator[None]:
         """Hold the device while the rollout engine copies weights."""
         self._phase = SYNC
@@ -86,11 +94,11 @@ class CriticService(_Trained):
         self._critic = critic
 
     def values(self, batch: Batch) -> FloatArray:
-        with self._on_device:
+        with self._on_device.for_step():
             return self._critic.values(batch)
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
-        with self._on_device:
+        with self._on_device.for_step():
             metrics = self._critic.update(batch, step)
         metrics |= self._on_device.metrics()
         return {f"critic/{name}": value for name, value in metrics.items()}
@@ -110,7 +118,7 @@ class RefService:
         self._on_device = DeviceTimeShare(engine, offload, phases)
 
     def logprobs(self, batch: Batch) -> FloatArray:
-        with self._on_device, self._as_reference():
+        with self._on_device.for_step(), self._as_reference():
             return self._engine.logprobs(batch)
 
 
@@ -124,7 +132,7 @@ class ActorService(_Trained):
 
     def update(self, batch: Batch, step: int, kl_coef: float | None = None) -> dict[str, float]:
         busy = BusyClock()
-        with busy, self._on_device:
+        with busy, self._on_device.for_step():
             metrics = self._actor.update(batch, step, kl_coef)
         metrics |= self._on_device.metrics() | {"busy_s": busy.seconds}
         memory = self._phases.metrics() if self._phases else {}

@@ -56,6 +56,8 @@ def build_parts(
         parts[Role.REWARD] = _reward(config)
     if generates:
         rollout = _rollout(config, model_path, actor, engine)
+        if phases and config.train.offload and not isinstance(engine, SingleDevice):
+            phases.release_engine = rollout.release
         parts |= {Role.ROLLOUT: rollout, TARGET: rollout.weight_target}
     return parts
 
@@ -115,7 +117,8 @@ def _native(
     copies = trainer is not None and (weights is None or overlap)
     if weights is None:
         model = load_model(model_path, config.train.dtype).to(default_device())
-        weights = engine_weights(model, share=True, max_length=longest)
+        # In a rank of the trainer, the memory is released: a file mapped into memory cannot be.
+        weights = engine_weights(model, share=actor is None, max_length=longest)
     engine = NativeEngine(
         load_config(model_path),
         weights,

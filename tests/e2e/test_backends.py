@@ -20,6 +20,7 @@ from tests.e2e.test_runs import SEPARATE, config, run
 from tests.models import random_model
 from tests.processes import children
 
+TO_COMPARE = ["train.learning_rate=1e-4", "save_samples=100", "save_every=1", "keep_checkpoints=9"]
 FSDP = ["train.backend=fsdp", "placement.train_ranks=2"]
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -39,26 +40,54 @@ def max_diff(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
+def texts(folder: Path) -> list[str]:
+    """Return all completions that the run saved."""
+    rows = map(json.loads, (folder / "samples.jsonl").read_text().splitlines())
+    return [completion["text"] for row in rows for completion in row["completions"]]
+
+
 def steps_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_two_ranks_train_like_one_device_and_resume_there(model: str, tmp_path: Path) -> None:
-    run(model, tmp_path / "single", "steps=2", "train.learning_rate=1e-4")
-    run(model, tmp_path / "ranks", "steps=2", "train.learning_rate=1e-4", *FSDP)
-    one, two = steps_of(tmp_path / "single"), steps_of(tmp_path / "ranks")
+@pytest.fixture(scope="module")
+def single(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train four steps on one device."""
+    folder = tmp_path_factory.mktemp("single")
+    run(model, folder, "steps=4", *TO_COMPARE)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [[], ["train.tensor_parallel=2"], ["train.offload=true"]],
+    ids=["data parallel", "tensor parallel", "offload"],
+)
+def test_two_ranks_generate_and_train_like_one_device(
+    model: str, single: Path, tmp_path: Path, settings: list[str]
+) -> None:
+    run(model, tmp_path, "steps=3", *TO_COMPARE, *FSDP, *settings)
+    one, two = steps_of(single), steps_of(tmp_path)
+    for row in two:
+        assert row["fleet/engines"] == 2 and row["fleet/completions_min"] > 0
+        assert row["train/logprob_diff_max"] < 1e-4, "engine and trainer have different weights"
     for name in ("reward/mean", "train/loss", "train/grad_norm"):
-        assert [row[name] for row in two] == pytest.approx([row[name] for row in one], abs=1e-5)
-    assert (
-        max_diff(actor_weights(tmp_path / "single", 2), actor_weights(tmp_path / "ranks", 2)) < 1e-5
-    )
-    diffs = [row["train/logprob_diff_max"] for row in two]
-    assert max(diffs) < 1e-4, "engine and trainer have different weights"
-    run(model, tmp_path / "single", "steps=3", "train.learning_rate=1e-4")
+        assert [row[name] for row in two] == pytest.approx([row[name] for row in one[:3]], abs=1e-5)
+    assert max_diff(actor_weights(single, 3), actor_weights(tmp_path, 3)) < 1e-5
+    assert texts(tmp_path) == texts(single)[: len(texts(tmp_path))]
     # resume the checkpoint of two ranks on one device
-    run(model, tmp_path / "ranks", "steps=3", "train.learning_rate=1e-4")
-    one, two = steps_of(tmp_path / "single"), steps_of(tmp_path / "ranks")
-    assert two[2]["train/loss"] == pytest.approx(one[2]["train/loss"], abs=1e-5)
+    run(model, tmp_path, "steps=4", *TO_COMPARE)
+    assert steps_of(tmp_path)[3]["train/loss"] == pytest.approx(one[3]["train/loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("offload", ["true", "false"])
+def test_unfinished_completions_survive_train_steps_in_shared_pool(
+    model: str, tmp_path: Path, offload: str
+) -> None:
+    freedom = ["schedule.max_staleness=2", "schedule.on_sync=swap", f"train.offload={offload}"]
+    summary = run(model, tmp_path, "steps=4", *freedom, *FSDP)
+    assert summary["steps"] == 4 and summary["staleness_max"] > 0
+    assert all(row.get("train/logprob_diff_max", 0.0) < 1e-4 for row in steps_of(tmp_path))
 
 
 def test_async_recipe_trains_on_two_ranks_within_staleness_bound(
@@ -98,19 +127,24 @@ def test_actor_critic_and_reference_train_in_separate_pools(model: str, tmp_path
     )
 
 
-def test_run_fails_and_names_rank_when_rank_is_killed(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("placement", "pool", "rank"), [(SEPARATE, "train", 1), ([], "main", 0), ([], "main", 1)]
+)
+def test_run_fails_and_names_rank_when_rank_is_killed(
+    model: str, tmp_path: Path, placement: list[str], pool: str, rank: int
+) -> None:
     killed_s: list[float] = []
 
     class Killer:
         def step_done(self, step: int, *_: object) -> None:
             if step == 1:
-                log = str((tmp_path / "logs" / "train.1.log").resolve())
-                rank = next(
+                log = str((tmp_path / "logs" / f"{pool}.{rank}.log").resolve())
+                process = next(
                     p
                     for p in psutil.Process().children()
                     if os.path.realpath(f"/proc/{p.pid}/fd/1") == log
                 )
-                os.kill(rank.pid, signal.SIGKILL)
+                os.kill(process.pid, signal.SIGKILL)
                 killed_s.append(time.monotonic())
 
         def engines_polled(self, *_: object) -> None:
@@ -120,12 +154,12 @@ def test_run_fails_and_names_rank_when_rank_is_killed(model: str, tmp_path: Path
         model,
         tmp_path,
         "steps=1000",
-        *SEPARATE,
+        *placement,
         *FSDP,
         "schedule.max_staleness=2",
         "schedule.on_sync=swap",
     )
-    with pytest.raises(WorkerDied, match=r"worker 'train rank 1' died .killed by signal 9"):
+    with pytest.raises(WorkerDied, match=rf"worker '{pool} rank {rank}' died .killed by signal 9"):
         asyncio.run(asyncio.wait_for(train(chosen, lambda _: Killer()), 60))
     assert time.monotonic() - killed_s[0] < 30
     assert not children()

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from paceline.errors import RolloutError
+from paceline.model.releasable import ReleasableMemory
 from paceline.model.shape import position_limit
 from paceline.model.weights import EngineWeights
 from paceline.rollout.native.backend import Backend, Burst, PrefillChunk, choose_backend
@@ -82,7 +83,7 @@ class NativeEngine:
         brief: limit bursts to about 2 ms, because a weight sync waits for the burst in flight.
         """
         max_length = min(max_length, position_limit(config) or max_length)
-        self._weights = weights
+        self._weights, self._memory = weights, ReleasableMemory(weights.named.values())
         self._backend = backend or choose_backend(
             config, weights, slots, max_length, kv_memory_fraction, brief
         )
@@ -209,6 +210,7 @@ class NativeEngine:
         Running sequences continue on the KV cache they have.
         """
         with self._backend.changing_weights():
+            self._memory.restore()
             self._weights.load(tensors)
         self._version = version
         self._epoch += 1
@@ -231,6 +233,15 @@ class NativeEngine:
             self._preempt()
         self._backend.sleep()
         self._asleep = True
+
+    def release(self) -> None:
+        """Free the KV cache and the weights, which must be the engine's own, until `load`."""
+        self.sleep()
+        self._memory.release()
+
+    def held_bytes(self) -> int:
+        """Return the bytes of the weights and of the KV cache."""
+        return self._memory.held_bytes + self.cache_bytes()
 
     def cache_bytes(self) -> int:
         return 0 if self._asleep else self._backend.cache_bytes()
