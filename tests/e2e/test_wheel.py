@@ -1,6 +1,8 @@
 """The wheel, installed outside of the repository: it has every file that a run needs."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -9,6 +11,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 import paceline
 from tests.models import random_model
@@ -107,3 +111,73 @@ def test_installed_command_trains_two_steps(environment: Path, tmp_path: Path) -
     recipe.write_text(RECIPE.format(model=random_model(tmp_path / "model")))
     output(environment / "bin" / "paceline", "train", recipe, cwd=tmp_path)
     assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == 2
+
+
+SMALL = {
+    "groups_per_step": 2,
+    "group_size": 2,
+    "rollout.max_response_length": 4,
+    "placement.threads": 1,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Create a folder of a user: a model and prompts."""
+    random_model(tmp_path / "model")
+    rows = [json.dumps({"prompt": f"say {number}", "answer": str(number)}) for number in range(8)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
+    return tmp_path
+
+
+def first_program(document: Path, start: str) -> str:
+    """Return the first Python block of a document that starts with these words."""
+    found = re.search(rf"```python\n({start}.*?)```", document.read_text(), re.DOTALL)
+    assert found
+    return found[1]
+
+
+def test_readme_program_runs_with_wheel(environment: Path, folder: Path) -> None:
+    program = first_program(ROOT / "README.md", "import paceline")
+    program = program.replace("Qwen/Qwen2.5-0.5B-Instruct", "./model")
+    program = program.replace("steps=200", f"steps=2, **{SMALL}")
+    (folder / "program.py").write_text(program)
+    shown = output(environment / "bin" / "python", "program.py", cwd=folder)
+    assert shown.strip().endswith("runs/default/checkpoints/step_00000002/actor")
+
+
+def test_trl_quick_start_runs_with_wheel_and_changed_import(
+    environment: Path, folder: Path
+) -> None:
+    """The program of docs/trl.md, with a dataset of this machine in place of the hub's."""
+    program = first_program(ROOT / "docs" / "trl.md", "from datasets")
+    program = program.replace("from datasets import load_dataset\n", "")
+    chats = [[{"role": "user", "content": f"What is {n} + 1?"}] for n in range(8)]
+    rows = [{"prompt": chat, "solution": f"${n}$"} for n, chat in enumerate(chats, 1)]
+    program, count = re.subn(r"load_dataset\(.*?\)", repr(rows), program)
+    assert count == 1
+    config = "args=GRPOConfig(max_steps=1, max_completion_length=4, bf16=False)"
+    program = program.replace('"Qwen/Qwen2-0.5B-Instruct"', f'"./model", {config}')
+    (folder / "program.py").write_text(program)
+    output(environment / "bin" / "python", "program.py", cwd=folder)
+    assert (folder / "my-model" / "model.safetensors").exists()
+
+
+def test_custom_loss_of_15_lines_trains_with_wheel(environment: Path, folder: Path) -> None:
+    source = (ROOT / "examples" / "custom_loss.py").read_text()
+    assert len(source.splitlines()) <= 15
+    (folder / "my_loss.py").write_text(source)
+    settings = [f"{name}={value}" for name, value in SMALL.items()]
+    command = [environment / "bin" / "paceline", "train", "hybrid", "model=./model", "steps=2"]
+    output(*command, *settings, "algorithm.loss=my_loss.py:clip", cwd=folder)
+    assert (folder / "runs" / "hybrid" / "summary.json").exists()
+
+
+def test_export_with_wheel_is_loaded_by_transformers(environment: Path, folder: Path) -> None:
+    settings = [f"{name}={value}" for name, value in SMALL.items()]
+    command = environment / "bin" / "paceline"
+    output(command, "train", "hybrid", "model=./model", "steps=1", *settings, cwd=folder)
+    output(command, "export", "runs/hybrid", "--dtype", "bfloat16", "--to", "trained", cwd=folder)
+    model = AutoModelForCausalLM.from_pretrained(folder / "trained", dtype="auto")
+    assert model.dtype == torch.bfloat16
+    assert "Paceline" in (folder / "trained" / "README.md").read_text()
