@@ -22,11 +22,12 @@ class CodeNotFound(Exception):
 def find_code(spec: str) -> None:
     """Raise CodeNotFound if "file.py:name" or "module:name" names nothing.
 
-    Modules that are imported already are not searched: loading the code takes no time.
+    Code that shows only when a package is imported is not searched.
     """
     origin, _, name = spec.rpartition(":")
     name = name.partition(".")[0]
-    if origin in sys.modules:  # also the module of a function that the program gives, as a lambda
+    given = origin == "__main__" or "<" in spec  # a function of the program, such as "<lambda>"
+    if given or hasattr(sys.modules.get(origin), name):
         return
     file = Path(origin).expanduser() if origin.endswith(".py") else _module_file(origin)
     if file is None:
