@@ -71,7 +71,7 @@ def summarize(runs: dict[str, list[Run]], threads: int, steps: int) -> dict[str,
     return {
         "command": " ".join(["python", *sys.argv]),
         "date": time.strftime("%Y-%m-%d"),
-        "work": f"{steps} updates on 64 completions of up to 32 tokens; 0.8M-parameter Qwen2 shape",
+        "work": f"{steps} updates on 32 completions of up to 64 tokens; 0.8M-parameter Qwen2 shape",
         "machine": f"{os.cpu_count()} cores, {threads} threads, {platform.machine()}, "
         f"load at the end {os.getloadavg()[0]:.1f}",
         "contenders": found,
