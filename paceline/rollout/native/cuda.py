@@ -237,7 +237,8 @@ class CudaBackend:
     @contextmanager
     def _changing_weights(self) -> Iterator[None]:
         self._wait_for_caller()
-        with self._on_stream():
+        # Not in inference mode: the weights may come from a train engine that gathers them.
+        with torch.cuda.stream(self.stream), torch.no_grad():
             yield
         # The caller must not change the source tensors before they have been read.
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
