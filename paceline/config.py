@@ -150,20 +150,28 @@ class RunConfig(Settings):
                 f"train.pipeline_parallel = {parts}: a model needs that many ranks; "
                 f"set train_ranks to a multiple of {parts}"
             )
-        shared = self.placement.shared(Role.ACTOR, Role.ROLLOUT)
-        if (
-            self.rollout.engine == "vllm"
-            and shared
-            and (backend != "single" or self.placement.overlap)
+        size = self.rollout.tensor_parallel
+        if self.placement.shared(Role.ACTOR, Role.ROLLOUT):
+            if self.rollout.engine == "vllm" and self.placement.overlap:
+                raise ValueError(
+                    "rollout.engine = 'vllm' in the trainer's pool contradicts placement.overlap = "
+                    "true: vLLM can only alternate with a trainer; give rollout a separate pool"
+                )
+            if size > 1 and (backend == "single" or (ranks and ranks % size)):
+                raise ValueError(
+                    f"rollout.tensor_parallel = {size} in the trainer's pool contradicts "
+                    f"train.backend = {backend!r} with placement.train_ranks = {ranks}: the ranks "
+                    f"of the trainer are divided into engines of {size}; set train.backend = "
+                    f"'fsdp' and train_ranks to a multiple of {size}, or give rollout a separate "
+                    "pool"
+                )
+        elif size > 1 and any(
+            self.placement.shared(Role.ROLLOUT, role) for role in (Role.CRITIC, Role.REF)
         ):
-            other = (
-                "placement.overlap = true"
-                if backend == "single"
-                else f"train.backend = {backend!r}"
-            )
             raise ValueError(
-                f"rollout.engine = 'vllm' in the trainer's pool contradicts {other}: vLLM can only "
-                "alternate with a trainer in one process; give rollout a separate pool"
+                f"rollout.tensor_parallel = {size} contradicts placement.rollout = "
+                f"{self.placement.rollout!r} with critic or reference model but without the actor; "
+                "give rollout a separate pool"
             )
         return self
 
@@ -237,7 +245,7 @@ MAY_CHANGE = {
     *("placement.train_ranks", "placement.rollout_workers", "placement.threads"),
     "placement.min_gpus",
     *("rollout.slots", "rollout.kv_memory_fraction", "rollout.generation_timeout"),
-    *("rollout.max_failed_groups", "reward.timeout_s", "reward.workers"),
+    *("rollout.tensor_parallel", "rollout.max_failed_groups", "reward.timeout_s", "reward.workers"),
 }
 # Settings that exclude each other: one on the command line replaces the others in the recipe.
 ALTERNATIVES = (("data.task", "data.path", "data.source"), ("reward.function", "reward.model"))

@@ -24,6 +24,7 @@ from paceline.rollout.environment import Environment
 from paceline.rollout.fleet import Fleet
 from paceline.rollout.rollouter import Rollouter
 from paceline.types import Role, Sampling
+from paceline.workers.build import first_rank_only
 from paceline.workers.cluster import Cluster, PlannedWorker
 from paceline.workers.pools import open_workers, start_worker
 
@@ -86,15 +87,22 @@ def _fleet(
     """Make the fleet. Engines in a separate worker can be replaced, and more can join them."""
     by_name = {plan.name: plan for plan in plans}
     pool = config.placement.pool(Role.ROLLOUT)
+    ranks = config.rollout.tensor_parallel if config.rollout.tensor_parallel > 1 else 0
+
+    def leaders(worker: Worker) -> Sequence[Worker]:
+        """Return the workers to call: a whole engine, or the first rank of each in a trainer."""
+        if Role.ROLLOUT in first_rank_only(by_name[worker.name].roles):
+            return [worker]
+        return ranks_of(worker)[:: config.rollout.tensor_parallel]
 
     async def launch(name: str) -> EngineClient:
         plan = by_name.get(name) or PlannedWorker(
-            name, (Role.ROLLOUT,), threads=plans[0].threads, pool=pool
+            name, (Role.ROLLOUT,), ranks, plans[0].threads, pool=pool
         )
         return EngineClient(await start_worker(cluster, plan))
 
     return Fleet(
-        [EngineClient(rank) for worker in workers for rank in ranks_of(worker)],
+        [EngineClient(leader) for worker in workers for leader in leaders(worker)],
         pool=pool,
         shared={plan.name for plan in plans if plan.roles != (Role.ROLLOUT,)},
         launch=None if config.placement.shared(Role.ACTOR, Role.ROLLOUT) else launch,

@@ -25,6 +25,8 @@ SIOCGIFADDR = 0x8915  # Linux: the address of a network interface
 LAST_BYTES = 1 << 14  # of a log, to find its last lines
 GRACE_S = 5.0  # for the other ranks to reply to a call that failed on one
 
+_address = "127.0.0.1"  # where the other ranks of its group reach this process
+
 
 class Rank(Worker):
     """A worker in a separate process: it can be killed, and its output is in a log file."""
@@ -127,6 +129,11 @@ class WorkerGroup(Worker):
         if isinstance(error, WorkerDied):
             self._fail(error)
 
+    def fence(self, error: WorkerDied) -> None:
+        super().fence(error)
+        for rank in self.ranks:  # they have the pending calls
+            rank.fence(error)
+
     def _fail(self, error: WorkerDied) -> None:
         if self._closing or self.died.done():
             return
@@ -155,6 +162,7 @@ def start_rank(
 
     `store` is a file:// of this machine or tcp://host:port.
     """
+    global _address
     import torch
     import torch.distributed as dist
 
@@ -168,6 +176,7 @@ def start_rank(
     else:
         assert url.hostname and url.port
         use_interface(url.hostname)
+        _address = _own_address(url.hostname)
         listening = (
             int(url.query.removeprefix("fd=")) if url.query else None
         )  # the socket of rank 0
@@ -176,8 +185,15 @@ def start_rank(
             url.hostname, url.port, count, listening is not None, master_listen_fd=listening
         )
         dist.init_process_group(backend, store=meeting, rank=rank, world_size=count)
-    atexit.register(dist.destroy_process_group)
+    atexit.register(_leave_group)
     return build(*args)
+
+
+def _leave_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():  # a library may have left it already
+        dist.destroy_process_group()
 
 
 def use_interface(host: str) -> None:
@@ -187,9 +203,8 @@ def use_interface(host: str) -> None:
     """
     if sys.platform != "linux":
         return
+    address = _own_address(host)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 1))
-        address = probe.getsockname()[0]
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode())
             with contextlib.suppress(OSError):  # an interface without an address
@@ -198,6 +213,18 @@ def use_interface(host: str) -> None:
                     == address
                 ):
                     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def address_in_group() -> str:
+    """Return the address where the other ranks of its group reach this process."""
+    return _address
+
+
+def _own_address(host: str) -> str:
+    """Return the address of this machine in the network that leads to `host`."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))
+        return str(probe.getsockname()[0])
 
 
 def is_first_rank() -> bool:

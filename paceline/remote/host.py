@@ -66,7 +66,7 @@ def serve(channel: Channel, parts: Mapping[str, Any]) -> None:
     between calls: it does one unit of work and returns what it produced, or None if it is idle.
     """
     workers = {role: part for role, part in parts.items() if hasattr(part, "work")}
-    busy = False
+    busy = True  # a part may have work before the first call
     open_calls: list[tuple[Call, Deferred]] = []
     while True:
         if channel.poll(0 if busy else POLL_INTERVAL_S if open_calls else None):

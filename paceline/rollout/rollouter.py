@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from pydantic import AliasChoices, Field
+from pydantic import AliasChoices, Field, model_validator
 
 from paceline.errors import RewardError, RolloutError, first_error
 from paceline.reward.reward import Reward
@@ -35,6 +35,8 @@ class RolloutSettings(Settings):
     engine: Literal["native", "vllm"] = "native"
     """Rollout engine: the built-in one, or vLLM (requires the extra "vllm")."""
     vllm: VllmSettings = VllmSettings()
+    tensor_parallel: int = Field(1, ge=1)
+    """Number of devices that an engine splits the model across. More than 1 requires vLLM."""
     max_response_length: int = Field(
         64, ge=1, validation_alias=AliasChoices("max_response_length", "max_new_tokens")
     )
@@ -64,6 +66,15 @@ class RolloutSettings(Settings):
     tokens. Default: one prompt, one completion."""
     max_failed_groups: int = Field(0, ge=0)
     """Number of groups that may fail before the run ends. A failed group is not trained on."""
+
+    @model_validator(mode="after")
+    def _native_is_one_device(self) -> "RolloutSettings":
+        if self.engine == "native" and self.tensor_parallel > 1:
+            raise ValueError(
+                f"rollout.tensor_parallel = {self.tensor_parallel} contradicts rollout.engine = "
+                "'native', which is for models that fit one device; set rollout.engine = 'vllm'"
+            )
+        return self
 
 
 class Rollouter:

@@ -20,21 +20,23 @@ def expected_weights(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
 
 def kv_bytes(
     config: PretrainedConfig,
-    weights: dict[str, tuple[int, ...]],
+    weights: int,
     dtype: str,
     slots: int,
     max_length: int,
     fraction: float,
+    tensor_parallel: int = 1,
 ) -> int:
-    """Return the KV cache size for all slots, at most `fraction` of what the weights leave free."""
+    """Return the KV cache size of a rank for all slots.
+
+    It is at most `fraction` of what the `weights` (bytes of the rank) leave free.
+    """
     item = getattr(torch, dtype).itemsize
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = head_dim(config)
+    heads, size = max(1, heads // tensor_parallel), head_dim(config)
     blocks = slots * -(-max_length // BLOCK) + 2  # vLLM reserves one
     useful = blocks * BLOCK * 2 * config.num_hidden_layers * heads * size * item
-    return max(
-        MIN_BYTES, min(useful, int((_free_memory() - weight_bytes(weights, dtype)) * fraction))
-    )
+    return max(MIN_BYTES, min(useful, int((_free_memory() - weights) * fraction)))
 
 
 def weight_bytes(weights: dict[str, tuple[int, ...]], dtype: str) -> int:

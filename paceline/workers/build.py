@@ -19,6 +19,7 @@ from paceline.remote.group import is_first_rank
 from paceline.reward.model import RewardModel
 from paceline.rollout.native.engine import NativeEngine
 from paceline.rollout.service import RolloutService
+from paceline.rollout.tensor_parallel import Follower, InOrder, Team
 from paceline.sync.transport import SOURCE, TARGET
 from paceline.training.actor import Actor
 from paceline.training.backends import open_actor, open_engine
@@ -31,8 +32,15 @@ from paceline.training.service import ActorService, CriticService, RefService
 from paceline.training.single import SingleDevice
 from paceline.types import Role
 
-# Parts of a group of ranks that exist on rank 0 alone.
-FIRST_RANK_ONLY = frozenset({Role.REWARD})
+# Parts that the controller calls on all ranks of a group at once.
+EVERY_RANK = {Role.ACTOR, Role.CRITIC, Role.REF, SOURCE}
+
+
+def first_rank_only(roles: Sequence[Role]) -> frozenset[str]:
+    """Return the parts of a group of ranks that rank 0 alone has, or answers for."""
+    trains = {Role.ACTOR, Role.CRITIC, Role.REF} & set(roles)
+    engine = set() if trains else {Role.ROLLOUT, TARGET}
+    return frozenset({Role.REWARD, *engine})
 
 
 def build_parts(
@@ -55,10 +63,17 @@ def build_parts(
     if Role.REWARD in roles and is_first_rank():
         parts[Role.REWARD] = _reward(config)
     if generates:
-        rollout = _rollout(config, model_path, actor, engine)
+        size = config.rollout.tensor_parallel
+        team = Team(size) if size > 1 else None
+        rollout = _rollout(config, model_path, actor, engine, team)
         if phases and config.train.offload and not isinstance(engine, SingleDevice):
             phases.release_engine = rollout.release
-        parts |= {Role.ROLLOUT: rollout, TARGET: rollout.weight_target}
+        if team:
+            before = rollout.await_call if isinstance(rollout, Follower) else team.post_call
+            parts |= {name: InOrder(parts[name], before) for name in EVERY_RANK & parts.keys()}
+        parts[Role.ROLLOUT] = rollout
+        if isinstance(rollout, RolloutService):
+            parts[TARGET] = rollout.weight_target
     return parts
 
 
@@ -96,11 +111,12 @@ def _rollout(
     model_path: str,
     actor: ActorService | None,
     engine: TrainEngine | None,
-) -> RolloutService:
+    team: Team | None,
+) -> RolloutService | Follower:
     """Open the engine, which shares weights with a single-device trainer in the same worker."""
     trainer = engine if isinstance(engine, SingleDevice) else None
     if config.rollout.engine == "vllm":
-        return _vllm(config, model_path, actor, trainer)
+        return _vllm(config, model_path, actor, trainer, team)
     return _native(config, model_path, actor, trainer)
 
 
@@ -147,24 +163,28 @@ def _vllm(
     model_path: str,
     actor: ActorService | None,
     trainer: SingleDevice | None,
-) -> RolloutService:
+    team: Team | None,
+) -> RolloutService | Follower:
     """Open vLLM, which has its own weight format: it copies the weights in the same worker too."""
     from paceline.rollout.vllm import VllmEngine
+    from paceline.rollout.vllm_rank import VllmRank
 
-    engine = VllmEngine(
-        model_path,
-        config.rollout.vllm,
-        dtype=config.train.dtype,
-        slots=config.slots,
-        max_length=config.data.max_prompt_length + config.rollout.max_response_length,
-        decode=load_tokenizer(model_path).decode if config.rollout.stop else None,
-        kv_memory_fraction=config.rollout.kv_memory_fraction,
-        sleeps=config.train.offload and actor is not None,
-    )
-    if actor is None:
-        return RolloutService(engine)
-    if trainer is None:
-        return RolloutService(engine, gather=actor.gathering)
+    options: dict[str, Any] = {
+        "settings": config.rollout.vllm,
+        "dtype": config.train.dtype,
+        "slots": config.slots,
+        "max_length": config.data.max_prompt_length + config.rollout.max_response_length,
+        "kv_memory_fraction": config.rollout.kv_memory_fraction,
+        "sleeps": config.train.offload and actor is not None,
+        "team": team,
+    }
+    gather = actor.gathering if actor else None
+    if team and not team.leads:
+        return Follower(VllmRank(model_path, **options), team, gather)
+    decode = load_tokenizer(model_path).decode if config.rollout.stop else None
+    engine = VllmEngine(model_path, **options, decode=decode)
+    if actor is None or trainer is None:
+        return RolloutService(engine, gather=team.ordered(gather) if team and gather else gather)
     release = engine.sleep if config.train.offload else None
     trainer.colocated.append(ColocatedEngine("vLLM", engine.held_bytes, release))
     return RolloutService(engine, lambda: actor.copying(trainer.named_weights))

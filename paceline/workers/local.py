@@ -11,7 +11,7 @@ from paceline.remote.process import ProcessWorker, process_group
 from paceline.remote.thread import ThreadWorker
 from paceline.remote.worker import Worker
 from paceline.types import Role
-from paceline.workers.build import FIRST_RANK_ONLY, build_parts
+from paceline.workers.build import build_parts, first_rank_only
 from paceline.workers.cluster import Node, PlannedWorker
 
 
@@ -39,7 +39,7 @@ class LocalCluster:
                 log_folder=self._logs,
                 cores=plan.cores,
                 gpus=self.gpus(plan),
-                first_only=FIRST_RANK_ONLY,
+                first_only=first_rank_only(plan.roles),
             )
         if plan.alone:
             return ThreadWorker(

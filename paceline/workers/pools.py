@@ -90,11 +90,10 @@ def training_roles(config: RunConfig) -> list[Role]:
 
 
 def _ranks(config: RunConfig, roles: Sequence[Role]) -> int:
-    return (
-        config.placement.train_ranks
-        if config.train.backend != "single" and TRAINED_ROLES & set(roles)
-        else 0
-    )
+    if config.train.backend != "single" and TRAINED_ROLES & set(roles):
+        return config.placement.train_ranks
+    engine = config.rollout.tensor_parallel if Role.ROLLOUT in roles else 1
+    return engine if engine > 1 else 0
 
 
 def _threads(config: RunConfig, nodes: Sequence[Node], devices: Sequence[Sequence[Device]]) -> int:

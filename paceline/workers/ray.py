@@ -26,7 +26,7 @@ from paceline.errors import ConfigError, PacelineError, WorkerDied
 from paceline.remote.group import Rank, WorkerGroup, start_rank
 from paceline.remote.mailbox import PULL_S
 from paceline.remote.worker import Build, Worker
-from paceline.workers.build import FIRST_RANK_ONLY, build_parts
+from paceline.workers.build import build_parts, first_rank_only
 from paceline.workers.cluster import Node, PlannedWorker
 from paceline.workers.local import available_cores
 from paceline.workers.ray_host import RayHost, smallest_gpu
@@ -247,7 +247,7 @@ class RayCluster:
         for rank, worker in enumerate(ranks):
             store = f"tcp://{host}:{port}" + (f"?fd={descriptor}" if rank == 0 else "")
             worker.begin(start_rank, (rank, plan.ranks, store, build_parts, args))
-        return WorkerGroup(plan.name, ranks, FIRST_RANK_ONLY)
+        return WorkerGroup(plan.name, ranks, first_rank_only(plan.roles))
 
     def _worker(self, plan: PlannedWorker, rank: int, name: str, log_name: str) -> RayWorker:
         """Start on the reserved device; a late worker on the node with the fewest workers."""

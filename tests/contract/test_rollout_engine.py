@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from paceline.config import load_config
 from paceline.data.tiny import make_tokenizer
 from paceline.errors import RolloutError, SyncError
-from paceline.remote.process import ProcessWorker
+from paceline.remote.process import ProcessWorker, process_group
 from paceline.remote.thread import ThreadWorker
 from paceline.remote.worker import Worker
 from paceline.rollout.client import EngineClient
@@ -28,14 +28,14 @@ from paceline.sync.weights import Weights
 from paceline.training.lora import LoraDevice
 from paceline.training.settings import LoraSettings, TrainSettings
 from paceline.types import Completion, Finish, OnSync, Request, Role, Sampling
-from paceline.workers.build import build_parts
+from paceline.workers.build import build_parts, first_rank_only
 from tests.models import random_model, random_other_model
 from tests.processes import children
 
 PROMPT = (5, 9, 13, 2, 7)
 # In the environment with vLLM (make test-vllm) only vLLM is tested.
 ENGINES = (
-    ["vllm in a process"]
+    ["vllm in a process", "vllm on two ranks"]
     if find_spec("vllm")
     else ["native on a thread", "native in a process", "native through a module"]
 )
@@ -81,9 +81,21 @@ async def rig(kind: str, directory: str, tmp_path: Path) -> AsyncIterator[Rig]:
         "rollout.vllm.eager=true",
         'rollout.stop=["unused"]',
     ]
+    if kind == "vllm on two ranks":
+        settings.append("rollout.tensor_parallel=2")
     args = ((Role.ROLLOUT,), load_config(None, settings), directory, 1)
     worker: Worker
-    if kind in ("native on a thread", "native through a module"):
+    if kind == "vllm on two ranks":
+        worker = process_group(
+            "rollout",
+            build_parts,
+            args,
+            ranks=2,
+            threads=1,
+            log_folder=tmp_path,
+            first_only=first_rank_only([Role.ROLLOUT]),
+        )
+    elif kind in ("native on a thread", "native through a module"):
         worker = ThreadWorker("rollout", build_parts, args)
     else:
         worker = ProcessWorker(

@@ -48,7 +48,25 @@ def test_check_vllm_names_extra_when_not_installed(monkeypatch: pytest.MonkeyPat
         check_vllm()
 
 
-@pytest.mark.parametrize("setting", ["train.backend=fsdp", "placement.overlap=true"])
-def test_config_rejects_vllm_in_pool_of_ranks_or_with_overlap(setting: str) -> None:
-    with pytest.raises(ConfigError, match="give rollout a separate pool"):
-        load_config(None, ["rollout.engine=vllm", setting])
+RANKS = ["train.backend=fsdp", "placement.train_ranks=3"]
+SEPARATE = ["placement.rollout=rollout", "placement.ref=rollout", "algorithm.kl_coef=0.1"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["placement.overlap=true"],
+        ["rollout.tensor_parallel=2"],
+        ["rollout.tensor_parallel=2", *RANKS],
+        ["rollout.tensor_parallel=2", *SEPARATE],
+    ],
+    ids=["overlap", "one process", "odd ranks", "reference model"],
+)
+def test_config_rejects_vllm_in_pool_that_cannot_hold_it(settings: list[str]) -> None:
+    with pytest.raises(ConfigError, match="a separate pool"):
+        load_config(None, ["rollout.engine=vllm", *settings])
+
+
+def test_config_names_engine_when_native_is_split() -> None:
+    with pytest.raises(ConfigError, match=r"one device; set rollout\.engine = 'vllm'"):
+        load_config(None, ["rollout.tensor_parallel=2"])

@@ -68,10 +68,12 @@ def check_ledger(summary: dict[str, Any], steps: int, max_staleness: int) -> Non
     assert ledger["issued"] == ledger["trained"] + ledger["outstanding"]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_fully_async_run_balances_ledger_and_engine_agrees_with_trainer(
-    model: str, tmp_path: Path
+    ranks: int, model: str, tmp_path: Path
 ) -> None:
-    summary = asyncio.run(train(config(model, tmp_path, "steps=10", *SEPARATE)))
+    settings = ["steps=10", f"rollout.tensor_parallel={ranks}", *SEPARATE]
+    summary = asyncio.run(train(config(model, tmp_path, *settings)))
     check_ledger(summary, 10, 2)
     fresh = [row for row in rows(tmp_path) if "train/logprob_diff_max" in row]
     assert fresh and all(
@@ -97,13 +99,28 @@ def test_hybrid_run_alternates_phases_and_reports_their_memory(
     assert all(row["train/weights_changed"] == 1 for row in rows(tmp_path))
 
 
-def test_run_replaces_killed_engine_or_fails_with_its_name(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [1, 2])
+def test_hybrid_run_generates_on_all_ranks_of_trainer(
+    size: int, model: str, tmp_path: Path
+) -> None:
+    ranks = ["train.backend=fsdp", "placement.train_ranks=2", f"rollout.tensor_parallel={size}"]
+    summary = asyncio.run(train(config(model, tmp_path, "steps=3", "train.offload=true", *ranks)))
+    check_ledger(summary, 3, 0)
+    for row in rows(tmp_path):
+        assert row["fleet/engines"] == 2 / size and row["fleet/completions_min"] > 0
+        assert row["train/logprob_diff_max"] < 1e-3, "the engine did not have the trainer's weights"
+
+
+@pytest.mark.parametrize(("ranks", "log_name"), [(1, "rollout.log"), (2, "rollout.1.log")])
+def test_run_replaces_killed_engine_or_fails_with_its_name(
+    ranks: int, log_name: str, model: str, tmp_path: Path
+) -> None:
     killed: list[float] = []
 
     class Killer:
         def step_done(self, step: int, *_: object) -> None:
             if step == 2:
-                log = str((tmp_path / "logs" / "rollout.log").resolve())
+                log = str((tmp_path / "logs" / log_name).resolve())
                 engine = next(
                     p
                     for p in psutil.Process().children()
@@ -117,8 +134,9 @@ def test_run_replaces_killed_engine_or_fails_with_its_name(model: str, tmp_path:
 
     try:
         # The collective transport must reach both the old and the new engine.
-        chosen = config(model, tmp_path, "steps=6", "sync.transport=collective", *SEPARATE)
-        summary = asyncio.run(asyncio.wait_for(train(chosen, lambda _: Killer()), 120))
+        settings = ["steps=6", "sync.transport=collective", f"rollout.tensor_parallel={ranks}"]
+        chosen = config(model, tmp_path, *settings, *SEPARATE)
+        summary = asyncio.run(asyncio.wait_for(train(chosen, lambda _: Killer()), 300))
         assert summary["steps"] == 6 and summary["ledger"]["trained"] == 24, (
             "after recovery, every prompt must be trained once"
         )
@@ -135,6 +153,18 @@ def test_run_fails_within_one_step_when_engine_has_wrong_tensor(
         MismatchError, match=r"step 3: engine and trainer do not have the same weights"
     ):
         asyncio.run(train(config(model, tmp_path, "steps=6", "train.offload=true")))
+    assert len(rows(tmp_path)) == 2
+
+
+def test_run_fails_within_one_step_when_one_rank_has_wrong_shard(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.workers.local.build_parts", faults.build_with_a_wrong_shard)
+    settings = ["steps=6", "rollout.tensor_parallel=2", "placement.actor=train"]
+    with pytest.raises(
+        MismatchError, match=r"step 3: engine and trainer do not have the same weights"
+    ):
+        asyncio.run(train(config(model, tmp_path, *settings, "placement.rollout=rollout")))
     assert len(rows(tmp_path)) == 2
 
 
