@@ -23,7 +23,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.connection import Client, Connection, Listener
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -67,7 +67,8 @@ class Team:
         self.device = default_device()
         groups = [dist.new_group(list(range(n, n + size))) for n in range(0, world, size)]
         self._group = groups[rank // size]
-        key, addresses = secrets.token_bytes(32), cast(list[Any], [None] * world)
+        key = secrets.token_bytes(32)
+        addresses: list[Any] = [None] * world
         if self.leads:
             listener = Listener((address_in_group(), 0), backlog=size, authkey=key)
             dist.all_gather_object(addresses, (listener.address, key))
@@ -279,7 +280,7 @@ def _file_of(named: Mapping[str, Tensor]) -> tuple[str, int, Places] | None:
     if len(storages) > 1 or storage.device.type != "cpu" or storage.filename is None:
         return None
     places = {
-        name: (tensor.storage_offset() * tensor.itemsize, tensor.shape, tensor.dtype)
+        name: (int(tensor.storage_offset()) * tensor.itemsize, tensor.shape, tensor.dtype)
         for name, tensor in named.items()
     }
     return storage.filename, storage.nbytes(), places

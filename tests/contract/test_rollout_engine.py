@@ -82,7 +82,7 @@ async def rig(kind: str, directory: str, tmp_path: Path) -> AsyncIterator[Rig]:
         'rollout.stop=["unused"]',
     ]
     if kind == "vllm on two ranks":
-        settings.append("rollout.tensor_parallel=2")
+        settings += ["rollout.tensor_parallel=2", "placement.rollout=rollout"]
     args = ((Role.ROLLOUT,), load_config(None, settings), directory, 1)
     worker: Worker
     if kind == "vllm on two ranks":
