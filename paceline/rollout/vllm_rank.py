@@ -29,6 +29,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
@@ -182,6 +183,9 @@ class VllmRank:
         if in_group:
             # Before the process leaves the group; vLLM's own finalizer would come too late.
             atexit.register(self._engine.engine_core.shutdown)
+        if team:
+            # Nobody uses this queue, and a killed rank may leave its shared memory behind.
+            get_tp_group().mq_broadcaster = None
 
     def add(
         self, request_id: str, prompt: Sequence[int], salt: str, params: SamplingParams
