@@ -19,9 +19,9 @@ from unittest import mock
 
 from paceline import generation
 from paceline.config import load_config
-from paceline.remote.group import ranks_of
 from paceline.remote.worker import Worker
 from paceline.run import train
+from paceline.workers.engines import engine_workers
 
 RESULTS = Path(__file__).parent / "results" / "hybrid_ranks.json"
 SETTINGS = [
@@ -35,8 +35,8 @@ SETTINGS = [
 ]
 
 
-def first_rank(worker: Worker) -> Sequence[Worker]:
-    return ranks_of(worker)[:1]
+def first_engine(*arguments: Any) -> Sequence[Worker]:
+    return engine_workers(*arguments)[:1]
 
 
 def measure(ranks: int, steps: int) -> dict[str, float]:
@@ -45,8 +45,8 @@ def measure(ranks: int, steps: int) -> dict[str, float]:
         config = load_config(
             "recipes/fsdp_hybrid.toml", [f"steps={steps}", f"run_dir={folder}", *SETTINGS]
         )
-        chosen = first_rank if ranks == 1 else ranks_of
-        with mock.patch.object(generation, "ranks_of", chosen):
+        chosen = first_engine if ranks == 1 else engine_workers
+        with mock.patch.object(generation, "engine_workers", chosen):
             asyncio.run(train(config))
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
         rows: list[dict[str, Any]] = [json.loads(line) for line in lines][1:]  # warm-up

@@ -9,7 +9,6 @@ from pathlib import Path
 from paceline.config import RunConfig
 from paceline.data.chat import stop_token_ids
 from paceline.inputs import Inputs
-from paceline.remote.group import ranks_of
 from paceline.remote.worker import Worker
 from paceline.reward.model import ModelReward
 from paceline.reward.reward import (
@@ -24,8 +23,8 @@ from paceline.rollout.environment import Environment
 from paceline.rollout.fleet import Fleet
 from paceline.rollout.rollouter import Rollouter
 from paceline.types import Role, Sampling
-from paceline.workers.build import first_rank_only
 from paceline.workers.cluster import Cluster, PlannedWorker
+from paceline.workers.engines import engine_workers
 from paceline.workers.pools import open_workers, start_worker
 
 log = logging.getLogger(__name__)
@@ -89,12 +88,6 @@ def _fleet(
     pool = config.placement.pool(Role.ROLLOUT)
     ranks = config.rollout.tensor_parallel if config.rollout.tensor_parallel > 1 else 0
 
-    def leaders(worker: Worker) -> Sequence[Worker]:
-        """Return the workers to call: a whole engine, or the first rank of each in a trainer."""
-        if Role.ROLLOUT in first_rank_only(by_name[worker.name].roles):
-            return [worker]
-        return ranks_of(worker)[:: config.rollout.tensor_parallel]
-
     async def launch(name: str) -> EngineClient:
         plan = by_name.get(name) or PlannedWorker(
             name, (Role.ROLLOUT,), ranks, plans[0].threads, pool=pool
@@ -102,7 +95,7 @@ def _fleet(
         return EngineClient(await start_worker(cluster, plan))
 
     return Fleet(
-        [EngineClient(leader) for worker in workers for leader in leaders(worker)],
+        [EngineClient(worker) for worker in engine_workers(config, plans, workers)],
         pool=pool,
         shared={plan.name for plan in plans if plan.roles != (Role.ROLLOUT,)},
         launch=None if config.placement.shared(Role.ACTOR, Role.ROLLOUT) else launch,

@@ -39,15 +39,13 @@ from paceline.run_dir import (
     move_aside,
 )
 from paceline.suspend import ignore_suspended_time
-from paceline.sync.connect import connect
-from paceline.sync.transport import Gather, InPlace
-from paceline.sync.weights import WeightTransport
 from paceline.synchronizer import ParameterSynchronizer
 from paceline.training.checkpoint import read_state, save_checkpoint
 from paceline.training.trainer import Trainer
 from paceline.types import Role
 from paceline.workers.fit import plan_that_fits
 from paceline.workers.pools import training_roles, unique_workers
+from paceline.workers.transport import open_transport
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +123,7 @@ class _Run:
         if self._start.checkpoint:
             await self._restore(self._start.checkpoint)
         self._synchronizer = ParameterSynchronizer(
-            await self._transport(),
+            await open_transport(config, self._workers),
             self._fleet,
             self._rollouter,
             config.schedule.on_sync,
@@ -190,16 +188,6 @@ class _Run:
         summary["fleet"] = {"replaced": fleet.replaced, "fenced_messages": fleet.fenced_messages}
         write_json(self._run_dir / "summary.json", summary)
         return summary
-
-    async def _transport(self) -> WeightTransport:
-        config = self._config
-        actor, engines = self._workers[Role.ACTOR][0], self._workers[Role.ROLLOUT]
-        if config.in_place:
-            return InPlace()
-        if actor in engines:
-            return Gather(actor)
-        one_machine = config.cluster == "local"
-        return await connect(config.sync.transport, one_machine, actor, engines, config.train.dtype)
 
     async def _save(self, step: int, ledger: Ledger, recorder: Recorder) -> None:
         inputs, trainer = self._inputs, self._trainer

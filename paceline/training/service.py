@@ -130,6 +130,11 @@ class ActorService(_Trained):
         self._actor, self._phases = actor, phases
         self.weight_source = WeightSource(actor.engine.export_weights, self._on_device)
 
+    def logprobs(self, batch: Batch) -> FloatArray:
+        """Return log-probs under the current weights, without a train step: [T]."""
+        with self._on_device:
+            return self._actor.logprobs(batch)
+
     def update(self, batch: Batch, step: int, kl_coef: float | None = None) -> dict[str, float]:
         busy = BusyClock()
         with busy, self._on_device.for_step():
