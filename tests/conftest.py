@@ -1,9 +1,14 @@
 """Environment of every test, set before torch is imported, and the markers of directories."""
 
 import os
+import signal
 from importlib.util import find_spec
 
 import pytest
+
+# Shells start background jobs with SIGINT ignored, and processes inherit that: a program that a
+# test interrupts would go on.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # With several processes on few cores, spinning threads cost more than they give.
 os.environ["OMP_NUM_THREADS"] = "1"
