@@ -1,7 +1,5 @@
 """Opens the train engine that `train.backend` selects."""
 
-from importlib.util import find_spec
-
 from paceline.errors import ConfigError
 from paceline.training.engine import TrainEngine
 from paceline.training.lora import LoraDevice
@@ -11,11 +9,7 @@ from paceline.training.single import SingleDevice
 
 
 def check_backend(settings: TrainSettings, gpus: int) -> None:
-    """Raise ConfigError if the backend needs a package or a GPU that this machine lacks."""
-    if settings.backend == "megatron" and find_spec("megatron") is None:
-        raise ConfigError(
-            "train.backend = 'megatron' needs megatron-core: pip install 'paceline[megatron]'"
-        )
+    """Raise ConfigError if the backend needs a GPU and this machine has none."""
     if settings.backend == "megatron" and not gpus:
         raise ConfigError(
             "train.backend = 'megatron' needs a CUDA device; use 'single' or 'fsdp', with "

@@ -251,4 +251,4 @@ def test_plan_rejects_what_train_rejects(
 @pytest.mark.skipif(find_spec("megatron") is not None, reason="megatron-core is installed")
 def test_plan_rejects_megatron_when_package_is_missing(model: str) -> None:
     result = CliRunner().invoke(app, ["plan", "megatron_async", f"model={model}"])
-    assert result.exit_code == 2 and "needs megatron-core" in result.output
+    assert result.exit_code == 2 and "paceline[megatron]" in result.output
