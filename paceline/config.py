@@ -134,7 +134,7 @@ class RunConfig(Settings):
     def _ranks_are_consistent(self) -> "RunConfig":
         ranks, backend = self.placement.train_ranks, self.train.backend
         parts = self.train.tensor_parallel * self.train.pipeline_parallel
-        if ranks > 1 and backend == "single":
+        if ranks is not None and ranks > 1 and backend == "single":
             raise ValueError(
                 f"placement.train_ranks = {ranks} contradicts train.backend = 'single', which is "
                 "one process; use 'fsdp' or 'megatron'"
@@ -144,7 +144,7 @@ class RunConfig(Settings):
                 f"placement.overlap = true contradicts train.backend = {backend!r}: it is for one "
                 "device; give rollout a separate pool instead"
             )
-        if ranks % parts:
+        if ranks is not None and ranks % parts:
             raise ValueError(
                 f"placement.train_ranks = {ranks} contradicts train.tensor_parallel x "
                 f"train.pipeline_parallel = {parts}: a model needs that many ranks; "
@@ -183,8 +183,9 @@ class RunConfig(Settings):
             (Role.REF, self.algorithm.needs_reference, "set algorithm.kl_coef above 0"),
             (Role.REWARD, self.reward.model is not None, "set reward.model"),
         ):
-            pool = self.placement.pool(role)
-            if not used and pool not in (self.placement.actor, self.placement.rollout):
+            pool = getattr(self.placement, role.value)
+            known = (None, self.placement.actor, self.placement.rollout)
+            if not used and pool not in known:
                 raise ValueError(
                     f"placement.{role.value} = {pool!r} would stay empty, because this run has no "
                     f"{role.value} model; {how}, or remove the setting (if the recipe has it: "

@@ -6,6 +6,8 @@ from pydantic import Field, model_validator
 from paceline.settings import Settings
 from paceline.types import Role
 
+TRAINED_ROLES = (Role.ACTOR, Role.CRITIC, Role.REF)  # held by all ranks of a group
+
 
 class RaySettings(Settings):
     address: str = "local"
@@ -23,13 +25,15 @@ class PlacementSettings(Settings):
     ref: str | None = None
     """Pool of the frozen reference model, if the algorithm needs one. Default: the actor's pool."""
     reward: str | None = None
-    """Pool of the reward model, if there is one. Default: the actor's pool, where it does not score
-    while the actor trains."""
-    rollout_workers: int = Field(1, ge=1)
-    """Number of engines in the rollout pool."""
-    train_ranks: int = Field(1, ge=1)
+    """Pool of the reward model, if there is one. Default: the critic's pool, or the actor's if
+    there is no critic. It does not score while another role of its pool works."""
+    rollout_workers: int | None = Field(None, ge=1)
+    """Number of engines in the rollout pool. Default: as many as its GPUs hold
+    (rollout.tensor_parallel GPUs each); 1 without GPUs."""
+    train_ranks: int | None = Field(None, ge=1)
     """Number of processes in each pool that trains or has the reference model, if train.backend
-    supports several."""
+    supports several. Default: one for each GPU of the pool; without GPUs one replica of the model
+    (train.tensor_parallel x train.pipeline_parallel)."""
     threads: int = Field(0, ge=0)
     """CPU threads per worker. 0: the cores of the machine divided by the number of workers."""
     min_gpus: int = Field(0, ge=0)
@@ -56,17 +60,19 @@ class PlacementSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def _one_engine_when_shared(self) -> "PlacementSettings":
-        if self.rollout_workers > 1 and self.rollout == self.actor:
+    def _no_engine_count_when_shared(self) -> "PlacementSettings":
+        trains = next((r for r in TRAINED_ROLES if self.shared(r, Role.ROLLOUT)), None)
+        if (self.rollout_workers or 1) > 1 and trains:
             raise ValueError(
                 f"placement.rollout_workers = {self.rollout_workers} contradicts placement.rollout "
-                f"= placement.actor = {self.actor!r}: a shared pool has one engine; give rollout a "
-                f"separate pool or set rollout_workers = 1"
+                f"= placement.{trains.value} = {self.rollout!r}: in a shared pool the ranks that "
+                f"train generate; remove rollout_workers, or give rollout a separate pool"
             )
         return self
 
     def pool(self, role: Role) -> str:
-        return str(getattr(self, role.value) or self.actor)
+        chosen = getattr(self, role.value) or (self.critic if role is Role.REWARD else None)
+        return str(chosen or self.actor)
 
     def shared(self, one: Role, other: Role) -> bool:
         return self.pool(one) == self.pool(other)

@@ -1,25 +1,27 @@
 """Plans and starts workers: one per pool, more for several engines, each with its devices and
 cores.
 
-A pool that trains with several ranks is a group of processes; the engine or reward model in it runs
-on rank 0.
+A pool that trains with several ranks is a group of processes, and so is an engine with tensor
+parallelism.
 """
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config import RunConfig
 from paceline.errors import PacelineError, WorkerDied
+from paceline.placement import TRAINED_ROLES
 from paceline.remote.worker import Worker
 from paceline.types import Role
 from paceline.workers.cluster import Cluster, Device, Node, PlannedWorker
 from paceline.workers.devices import Placement
 from paceline.workers.hardware import report_devices
 
-TRAINED_ROLES = {Role.ACTOR, Role.CRITIC, Role.REF}  # held by all ranks of a group
 START_TIMEOUT_S = 300.0  # importing torch from a slow disk takes minutes
 
 
@@ -47,38 +49,90 @@ async def find_nodes(config: RunConfig) -> list[Node]:
 def plan_workers(
     config: RunConfig, nodes: Sequence[Node], roles: Sequence[Role] | None = None
 ) -> list[PlannedWorker]:
-    """Plan which worker runs where. Roles of one pool share a worker, so they alternate."""
+    """Plan which worker runs where. Roles of one pool share a worker, so they alternate.
+
+    A pool without a count gets its part of the GPUs that the counted ones leave; without GPUs, one
+    device or what a unit needs.
+    """
     pools: dict[str, list[Role]] = {}
     for role in roles or training_roles(config):
         pools.setdefault(config.placement.pool(role), []).append(role)
-    wanted = [(pool, pool, tuple(roles)) for pool, roles in pools.items()]
-    rollout_pool = config.placement.pool(Role.ROLLOUT)
-    wanted += [
-        (f"{rollout_pool}-{number}", rollout_pool, (Role.ROLLOUT,))
-        for number in range(1, config.placement.rollout_workers)
-    ]
     placement = Placement(nodes, list(pools))
-    devices = [placement.take(pool, max(1, _ranks(config, roles))) for _, pool, roles in wanted]
+    demands = {pool: _demand(config, roles) for pool, roles in pools.items()}
+    units = {pool: demand.units for pool, demand in demands.items() if demand.units is not None}
+    planned = {pool: _place(placement, pool, demands[pool], count) for pool, count in units.items()}
+    open_pools = {pool: demand.unit for pool, demand in demands.items() if pool not in units}
+    for pool, part in placement.fill(open_pools).items():
+        planned[pool] = _place(placement, pool, demands[pool], demands[pool].units_of(part))
+    workers = [
+        (
+            f"{pool}-{number}" if number else pool,
+            pool,
+            roles if number == 0 else [Role.ROLLOUT],
+            own,
+        )
+        for pool, roles in pools.items()
+        for number, own in enumerate(planned[pool])
+    ]
+    devices = [own for *_, own in workers]
     threads = _threads(config, nodes, devices)
     cores = {node.name: list(node.cores) for node in nodes}
     pinned = sum(map(len, devices)) > 1 and all(
         count * threads <= len(cores[node])
         for node, count in Counter(d.node for each in devices for d in each).items()
     )
-    alone = (
-        len(wanted) == 1 and config.rollout.engine == "native"
-    )  # vLLM changes the process it is in: not the controller's
+    # vLLM changes the process it is in: not the controller's.
+    alone = len(workers) == 1 and config.rollout.engine == "native"
     plans = []
-    for (name, pool, roles), own in zip(wanted, devices, strict=True):
+    for name, pool, own_roles, own in workers:
         taken = (
             [cores[device.node].pop(0) for device in own for _ in range(threads)] if pinned else []
         )
+        ranks = len(own) if _is_group(config, own_roles) else 0
         plans.append(
-            PlannedWorker(
-                name, roles, _ranks(config, roles), threads, tuple(taken), pool, own, alone
-            )
+            PlannedWorker(name, tuple(own_roles), ranks, threads, tuple(taken), pool, own, alone)
         )
     return plans
+
+
+@dataclass(frozen=True, slots=True)
+class _Demand:
+    """The devices that a pool asks for."""
+
+    unit: int  # devices that belong together: a replica of the model, or an engine
+    units: int | None  # None: as many as its part of the GPUs holds
+    trains: bool  # one worker with all units; otherwise one worker per unit
+    setting: str  # the one to lower if a worker does not fit
+
+    def units_of(self, devices: Sequence[Device]) -> int:
+        """Return how many units these devices hold; an engine is on one node if one is enough."""
+        nodes = Counter(device.node for device in devices)
+        near = 0 if self.trains else sum(count // self.unit for count in nodes.values())
+        return max(1, near or len(devices) // self.unit)
+
+
+def _demand(config: RunConfig, roles: Sequence[Role]) -> _Demand:
+    engine = config.rollout.tensor_parallel if Role.ROLLOUT in roles else 1
+    if not set(TRAINED_ROLES) & set(roles):
+        units = config.placement.rollout_workers if Role.ROLLOUT in roles else 1
+        return _Demand(engine, units, False, "rollout.tensor_parallel")
+    if config.train.backend == "single":
+        return _Demand(1, 1, True, "placement.train_ranks")
+    ranks = config.placement.train_ranks
+    replica = config.train.tensor_parallel * config.train.pipeline_parallel
+    if ranks is not None:
+        return _Demand(replica, ranks // replica, True, "placement.train_ranks")
+    unit = math.lcm(replica, engine)
+    return _Demand(unit, None, True, "train.tensor_parallel x train.pipeline_parallel")
+
+
+def _place(
+    placement: Placement, pool: str, demand: _Demand, units: int
+) -> list[tuple[Device, ...]]:
+    """Take the devices of each worker of a pool."""
+    workers = 1 if demand.trains else units
+    ranks = demand.unit * units // workers
+    return [placement.take(pool, ranks, demand.setting, demand.unit) for _ in range(workers)]
 
 
 def training_roles(config: RunConfig) -> list[Role]:
@@ -89,11 +143,11 @@ def training_roles(config: RunConfig) -> list[Role]:
     return used
 
 
-def _ranks(config: RunConfig, roles: Sequence[Role]) -> int:
-    if config.train.backend != "single" and TRAINED_ROLES & set(roles):
-        return config.placement.train_ranks
-    engine = config.rollout.tensor_parallel if Role.ROLLOUT in roles else 1
-    return engine if engine > 1 else 0
+def _is_group(config: RunConfig, roles: Sequence[Role]) -> bool:
+    """Return whether a worker is a group of ranks, of one rank too."""
+    if set(TRAINED_ROLES) & set(roles):
+        return config.train.backend != "single"
+    return Role.ROLLOUT in roles and config.rollout.tensor_parallel > 1
 
 
 def _threads(config: RunConfig, nodes: Sequence[Node], devices: Sequence[Sequence[Device]]) -> int:

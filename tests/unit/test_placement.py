@@ -29,6 +29,7 @@ SPLIT = [
     "placement.rollout=actor_rollout_ref_pool",
     "placement.critic=critic_pool",
 ]
+THREE_POOLS = ["placement.critic=critic", "placement.ref=ref"]
 
 
 def plan(nodes: Sequence[Node], *settings: str) -> dict[str, PlannedWorker]:
@@ -37,6 +38,17 @@ def plan(nodes: Sequence[Node], *settings: str) -> dict[str, PlannedWorker]:
 
 def where(worker: PlannedWorker) -> list[str]:
     return [str(device) for device in worker.devices]
+
+
+def spans(worker: PlannedWorker) -> str:
+    """Return the devices by node, for example a0-3 b0."""
+    found: dict[str, list[int]] = {}
+    for device in worker.devices:
+        found.setdefault(device.node, []).append(device.index)
+    return " ".join(
+        f"{node}{each[0]}-{each[-1]}" if len(each) > 1 else f"{node}{each[0]}"
+        for node, each in found.items()
+    )
 
 
 def devices(pool: ResourcePool) -> list[str]:
@@ -86,6 +98,99 @@ def test_ranks_span_nodes_only_when_one_node_is_too_small() -> None:
     assert where(far["rollout"]) == ["small:0"], "no device is free, so one is shared"
     with pytest.raises(ConfigError, match="pool 'train' needs 5 GPUs for its ranks and has 4"):
         plan(nodes, *fsdp, "placement.train_ranks=5")
+
+
+FSDP = ["train.backend=fsdp"]
+RECIPES = Path(__file__).parents[2] / "recipes"
+EIGHT, ONE, CPU = [Node("a", 64, gpus=8)], [Node("a", 8, gpus=1)], [Node("a", 8)]
+TWO = [Node("a", 64, gpus=8), Node("b", 64, gpus=8)]
+THREE = [*TWO, Node("c", 64, gpus=8)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "settings", "layout"),
+    [
+        # one pool
+        (EIGHT, [], {"main": "a0"}),
+        (EIGHT, FSDP, {"main": "a0-7"}),
+        (TWO, FSDP, {"main": "a0-7 b0-7"}),
+        (CPU, FSDP, {"main": "a0"}),
+        (CPU, [*FSDP, "train.tensor_parallel=2"], {"main": "a0-1"}),
+        ([Node("a", 8, gpus=7)], [*FSDP, "train.tensor_parallel=2"], {"main": "a0-5"}),
+        (EIGHT, [*FSDP, "placement.train_ranks=3"], {"main": "a0-2"}),
+        # a trainer and engines
+        (EIGHT, SEPARATE, {"train": "a0"} | {f"rollout-{n}": f"a{n + 1}" for n in range(7)}),
+        (
+            EIGHT,
+            [*SEPARATE, *FSDP, "placement.rollout_workers=1"],
+            {"train": "a1-7", "rollout": "a0"},
+        ),
+        (ONE, [*SEPARATE, *FSDP], {"train": "a0", "rollout": "a0"}),
+        (CPU, [*SEPARATE, *FSDP], {"train": "a0", "rollout": "a1"}),
+        (
+            EIGHT,
+            [*SEPARATE, *FSDP, "placement.train_ranks=6"],
+            {"train": "a0-5", "rollout-0": "a6", "rollout-1": "a7"},
+        ),
+        # two halves
+        (EIGHT, [*SPLIT, *FSDP], {"actor_rollout_ref_pool": "a0-3", "critic_pool": "a4-7"}),
+        (TWO, [*SPLIT, *FSDP], {"actor_rollout_ref_pool": "a0-7", "critic_pool": "b0-7"}),
+        (
+            THREE,
+            [*SPLIT, *FSDP],
+            {"actor_rollout_ref_pool": "a0-7 b0-3", "critic_pool": "b4-7 c0-7"},
+        ),
+        (CPU, [*SPLIT, *FSDP], {"actor_rollout_ref_pool": "a0", "critic_pool": "a4"}),
+        # three pools
+        (
+            EIGHT,
+            [*FSDP, "algorithm.name=ppo", "algorithm.kl_coef=0.1", *THREE_POOLS],
+            {"main": "a0-2", "critic": "a3-5", "ref": "a6-7"},
+        ),
+        (
+            THREE,
+            [*FSDP, "algorithm.name=ppo", "algorithm.kl_coef=0.1", *THREE_POOLS],
+            {"main": "a0-7", "critic": "b0-7", "ref": "c0-7"},
+        ),
+    ],
+)
+def test_pools_without_counts_use_every_device(
+    nodes: list[Node], settings: list[str], layout: dict[str, str]
+) -> None:
+    found = {name: spans(worker) for name, worker in plan(nodes, *settings).items()}
+    assert found == {name.removesuffix("-0"): place for name, place in layout.items()}
+
+
+def test_split_recipe_uses_half_of_eight_devices_for_each_pool() -> None:
+    found = plan_workers(load_config(RECIPES / "split.toml"), EIGHT)
+    assert [(worker.ranks, spans(worker)) for worker in found] == [(4, "a0-3"), (4, "a4-7")]
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        (["placement.train_ranks=9"], "set placement.train_ranks to at most 8"),
+        (["placement.train_ranks=12", "train.tensor_parallel=3"], "to at most 6"),
+        (["train.tensor_parallel=16"], "set train.tensor_parallel x .* to at most 8"),
+    ],
+)
+def test_plan_says_what_fits_when_ranks_exceed_gpus(settings: list[str], advice: str) -> None:
+    with pytest.raises(ConfigError, match=f"pool 'main' needs .* GPUs .* and has 8; .*{advice}"):
+        plan(EIGHT, *FSDP, *settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "pool"),
+    [
+        ([], "main"),
+        (["algorithm.name=ppo"], "main"),
+        (["algorithm.name=ppo", "placement.critic=critic"], "critic"),
+        (["algorithm.name=ppo", "placement.critic=critic", "placement.reward=judge"], "judge"),
+    ],
+)
+def test_reward_model_lives_with_critic_by_default(settings: list[str], pool: str) -> None:
+    found = plan(CPU, "reward.model=some/model", *settings)
+    assert [name for name, worker in found.items() if Role.REWARD in worker.roles] == [pool]
 
 
 def test_engines_share_devices_only_when_none_is_free() -> None:
