@@ -66,7 +66,7 @@ def _check_model(config: RunConfig) -> None:
     if name == "tiny" and task:
         get_task(task)
     for setting, model in (("model", config.model), ("reward.model", config.reward.model)):
-        if model is not None and (name != "tiny" or setting != "model"):
+        if model not in (None, "tiny") and (name != "tiny" or setting != "model"):
             check_hub_model(model_source(model, setting), setting)
 
 

@@ -26,7 +26,7 @@ from paceline.types import Finish, Group, Role
 
 
 def for_evaluation(config: RunConfig, samples: int) -> RunConfig:
-    """Return a configuration with the same model, data and reward, for one engine on this machine.
+    """Return a configuration with the same model, data and reward, for this machine's engines.
 
     One completion per prompt is greedy unless rollout.top_p or rollout.top_k asks for sampling.
     """
@@ -34,7 +34,7 @@ def for_evaluation(config: RunConfig, samples: int) -> RunConfig:
     temperature = 0.0 if greedy else config.rollout.temperature
     changes: dict[str, Any] = {
         "group_size": samples,
-        "groups_per_step": max(1, config.rollout.slots // samples) + 1,  # in flight at a time
+        "groups_per_step": max(1, config.rollout.slots // samples) + 1,  # in flight per engine
         "cluster": "local",
         "algorithm": AlgorithmSettings(),
         "schedule": ScheduleSettings(),
@@ -65,7 +65,8 @@ async def evaluate(
         scorer = await open_scorer(stack, config, inputs, reward)
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
         generation = await open_generation(stack, config, roles, inputs, agent, scorer, logs)
-        room = asyncio.Semaphore(config.groups_per_step)
+        engines = len(generation.workers[Role.ROLLOUT])
+        room = asyncio.Semaphore(engines * config.groups_per_step)
         groups: list[Group] = []
 
         async def one(seq: int) -> None:

@@ -11,6 +11,7 @@ from paceline.algo.custom import check_custom
 from paceline.config import SINKS, RunConfig
 from paceline.data.source import Prompts, open_source
 from paceline.data.tiny import resolve_model
+from paceline.data.tiny_reward import resolve_reward_model
 from paceline.errors import ConfigError, ModelError
 from paceline.model.loading import (
     load_config,
@@ -59,8 +60,9 @@ def load_inputs(config: RunConfig, rows: Iterable[Mapping[str, Any]] | None = No
     check_bfloat16(config)
     check_model(config, model_path, source)
     if config.reward.model:
-        check_reward_model(config.reward.model)
-        identity["reward model"] = model_fingerprint(config.reward.model)
+        reward_model = resolve_reward_model(config.reward.model)
+        check_reward_model(reward_model)
+        identity["reward model"] = model_fingerprint(reward_model)
     return Inputs(model_path, tokenizer, load_generation_config(model_path), source, identity)
 
 

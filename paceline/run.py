@@ -43,7 +43,7 @@ from paceline.synchronizer import ParameterSynchronizer
 from paceline.training.checkpoint import read_state, save_checkpoint
 from paceline.training.trainer import Trainer
 from paceline.types import Role
-from paceline.workers.fit import plan_that_fits
+from paceline.workers.layout import plan_that_fits
 from paceline.workers.pools import training_roles, unique_workers
 from paceline.workers.transport import open_transport
 
@@ -75,7 +75,7 @@ async def train(
     inputs = load_inputs(config, rows)
     agent = open_environment(environment or config.rollout.environment, inputs.tokenizer)
     run_dir = Path(config.run_dir)
-    for warning in (await plan_that_fits(config, inputs.model_path))[2]:
+    for warning in (await plan_that_fits(config, inputs.model_path)).warnings:
         log.warning("%s", warning)
     async with AsyncExitStack() as stack:
         stack.enter_context(explain_disk_errors(run_dir))

@@ -19,8 +19,24 @@ def plan(
     settings: Annotated[
         list[str] | None, typer.Argument(help="key=value", show_default=False)
     ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            help="Plan for a cluster that is not there: nodes x GPUs : memory of a GPU, for "
+            "example 4x8:80GB, or 8:24GB",
+            show_default=False,
+        ),
+    ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help="Plan for a model of this size instead of the recipe's: 0.5b, 1.5b, 3b, 7b, 14b, "
+            "32b or 70b",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
-    """Show which devices each role gets and whether it fits into memory. Starts no workers."""
+    """Show which devices each role gets and the memory of each phase. Starts no workers."""
     from paceline.config import check_trainable, load_config
     from paceline.early_checks import check_early
 
@@ -29,14 +45,16 @@ def plan(
         check_trainable(config)
         # A plan needs neither prompts nor a reward, but what the settings name must exist.
         no_rows, no_reward = config.data.path is None, config.reward.function is None
-        check_early(config, has_rows=no_rows, has_reward=no_reward)
+        if not devices and not shape:
+            check_early(config, has_rows=no_rows, has_reward=no_reward)
         log_to_console()
         with console.status("loading torch and transformers …"):
-            from paceline.observe.plan import plan_table
-        table, warnings = asyncio.run(plan_table(config))
+            from paceline.observe.plan import plan_tables
+        tables, warnings = asyncio.run(plan_tables(config, devices, shape))
     except PacelineError as error:
         fail(error)
-    console.print(table)
+    for table in tables:
+        console.print(table)
     for warning in warnings:
         warn(warning)
 

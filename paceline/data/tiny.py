@@ -82,13 +82,24 @@ def resolve_model(name: str, task: str | None = None, progress: Progress | None 
 def tiny_model(spec: str = DEFAULT_TASK, progress: Progress | None = None) -> Path:
     """Return the directory of the tiny model for a task; create the model if necessary."""
     recipe = Recipe(get_task(spec).spec)
+
+    def build(folder: Path) -> None:
+        tokenizer = make_tokenizer()
+        tokenizer.save_pretrained(folder)
+        make_model(recipe, tokenizer, progress).save_pretrained(folder)
+
+    return cached_model(recipe.folder, build)
+
+
+def cached_model(name: str, build: Callable[[Path], None]) -> Path:
+    """Return the directory of a built-in model; create it with `build` if necessary."""
     for cache in (cache_folder(), _fallback()):
-        if os.path.exists(cache / recipe.folder):  # False if the directory cannot be read
-            return cache / recipe.folder
-    folder = writable_cache() / recipe.folder
-    log.info("creating the tiny model for task %s (cached in %s)", recipe.task, folder)
+        if os.path.exists(cache / name):  # False if the directory cannot be read
+            return cache / name
+    folder = writable_cache() / name
+    log.info("creating the built-in model %s", folder)
     try:
-        _install(folder, recipe, progress)
+        install(folder, build)
     except OSError as error:
         raise ModelError(
             f"the tiny model cannot be written to {folder}: {error.strerror or error}; "
@@ -129,16 +140,13 @@ def _fallback() -> Path:
     return Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}"
 
 
-def _install(folder: Path, recipe: Recipe, progress: Progress | None) -> None:
+def install(folder: Path, build: Callable[[Path], None]) -> None:
     """Build in a temporary directory and rename it, so that no process sees an incomplete model."""
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        tokenizer = make_tokenizer()
-        tokenizer.save_pretrained(temporary)
-        model = make_model(recipe, tokenizer, progress)
         with no_progress_bars():
-            model.save_pretrained(temporary)
+            build(temporary)
         with suppress(OSError):  # another process was faster and made the same model
             temporary.rename(folder)
     finally:

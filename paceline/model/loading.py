@@ -62,7 +62,10 @@ def load_model(
 
 
 def load_config(name: str) -> PretrainedConfig:
-    files = model_files(model_source(name))
+    """Load the configuration; a directory needs no weights for it."""
+    folder = Path(name).expanduser()
+    has_config = (folder / "config.json").is_file()
+    files = model_files(str(folder) if has_config else model_source(name))
     config = (
         deepcopy(_gguf_config(files, files.weights[0].stat().st_mtime_ns))
         if files.gguf

@@ -38,7 +38,8 @@ class RewardSettings(Settings):
     """Weight of each function in the sum. Default: 1 each."""
     model: str | None = None
     """Reward model to use instead of a function: local directory or Hugging Face model ID of a
-    sequence-classification model with one label."""
+    sequence-classification model with one label, or "tiny": a built-in one with random weights, to
+    try a placement."""
     timeout_s: float = Field(default=10.0, gt=0)
     """Seconds a custom function may take to score one completion. On timeout the group fails, and
     the process or thread of the function is replaced."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from paceline.config import RunConfig
+from paceline.data.tiny_reward import resolve_reward_model
 from paceline.model.engine_weights import engine_weights
 from paceline.model.loading import default_device, load_config, load_model, load_tokenizer
 from paceline.remote.group import is_first_rank
@@ -103,7 +104,8 @@ def _ref(
 
 def _reward(config: RunConfig) -> Any:
     assert config.reward.model, "planned only if there is one"
-    return RewardModel(config.reward.model, config.train.dtype, config.train.micro_batch_tokens)
+    name = resolve_reward_model(config.reward.model)
+    return RewardModel(name, config.train.dtype, config.train.micro_batch_tokens)
 
 
 def _rollout(

@@ -4,10 +4,12 @@ A device is a GPU. On nodes without GPUs a CPU slot counts as a device, so that 
 be tried anywhere.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from paceline.errors import ConfigError
 from paceline.remote.worker import Worker
 from paceline.types import Role
 
@@ -52,6 +54,18 @@ class PlannedWorker:
     @property
     def processes(self) -> int:
         return max(1, self.ranks)
+
+
+def parse_nodes(text: str) -> list[Node]:
+    """Return the nodes of a cluster that is not there: "4x8:80GB", or "8:80GB" for one node."""
+    found = re.fullmatch(r"(?:(\d+)x)?(\d+):(\d+(?:\.\d+)?) ?GB", text.strip(), re.IGNORECASE)
+    if not found or not int(found[1] or 1) or not int(found[2]):
+        raise ConfigError(
+            f"devices {text!r}: expected nodes x GPUs : memory of a GPU, for example 4x8:80GB, or "
+            "8:24GB for one node"
+        )
+    gpus, memory = int(found[2]), int(float(found[3]) * (1 << 30))
+    return [Node(f"node{i}", 0, gpus, gpu_memory=memory) for i in range(int(found[1] or 1))]
 
 
 class Cluster(Protocol):

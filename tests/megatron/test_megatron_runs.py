@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let workers patch Megatron for the CPU when they start, and start them without a GPU."""
-    monkeypatch.setattr("paceline.workers.fit.check_backend", lambda *_: None)
+    monkeypatch.setattr("paceline.workers.layout.check_backend", lambda *_: None)
     monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent / 'workers'}:{ROOT}")
 
 

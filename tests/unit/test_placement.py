@@ -12,11 +12,13 @@ from typer.testing import CliRunner
 from paceline.cli import app
 from paceline.config import RunConfig, load_config
 from paceline.errors import ConfigError
+from paceline.model.loading import load_config as model_config
 from paceline.types import Role
 from paceline.workers import local
 from paceline.workers.cluster import Device, Node, PlannedWorker
 from paceline.workers.devices import ResourcePool, split
 from paceline.workers.fit import check_fit
+from paceline.workers.phase_memory import Models
 from paceline.workers.pools import plan_workers
 from tests.models import random_model
 from tests.processes import children
@@ -223,7 +225,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def fit(config: RunConfig, model: str, nodes: Sequence[Node]) -> list[str]:
-    return check_fit(plan_workers(config, nodes), nodes, config, model)
+    models = Models.of(config, model_config(model))
+    return check_fit(plan_workers(config, nodes), nodes, config, models)
 
 
 GPU: dict[str, Any] = {"cpus": 8, "gpus": 2, "memory": 64 * GB}
@@ -231,17 +234,17 @@ GPU: dict[str, Any] = {"cpus": 8, "gpus": 2, "memory": 64 * GB}
 
 def test_fit_fails_when_model_exceeds_memory(model: str) -> None:
     config = load_config(None, [*SEPARATE, f"model={model}"])
-    on_gpu = r"GPU a:0 has 0\.0 GB, .* need at least .* \(train 0\.0 GB\): use more"
+    on_gpu = r"GPU a:0 has 0\.0 GB, .* need at least 1\.0 GB \(train 1\.0 GB\)"
     with pytest.raises(ConfigError, match=on_gpu):
         fit(config, model, [Node("a", **GPU, gpu_memory=100_000)])
-    on_cpu = r"node a has 0\.1 GB.* at least 0\.6 GB \(train 0\.3 GB, rollout 0\.3 GB\): lower"
+    on_cpu = r"node a has 0\.1 GB.* at least 0\.6 GB \(train 0\.3 GB, rollout 0\.3 GB\)"
     with pytest.raises(ConfigError, match=on_cpu):
         fit(config, model, [Node("a", 2, memory=100 << 20)])
 
 
 def test_fit_warns_only_when_memory_is_scarce(model: str) -> None:
     config = load_config(None, [*SEPARATE, f"model={model}"])
-    (warning,) = fit(config, model, [Node("a", **GPU, gpu_memory=20 << 20)])
+    (warning,) = fit(config, model, [Node("a", **GPU, gpu_memory=(1 << 30) + (20 << 20))])
     assert "micro_batch_tokens" in warning
     assert fit(config, model, [Node("a", **GPU, gpu_memory=80 * GB)]) == []
     assert fit(config, model, [Node("a", 2, memory=0)]) == [], "0: the size is unknown"

@@ -9,12 +9,13 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, DebertaV2Config
 
 from paceline.config import load_config
+from paceline.data.tiny_reward import resolve_reward_model
 from paceline.errors import ConfigError, ModelError, RewardError
 from paceline.remote.thread import ThreadWorker
 from paceline.reward.model import ModelReward, RewardModel, check_reward_model
 from paceline.types import Prompt, Role, Trajectory
 from paceline.workers.cluster import PlannedWorker
-from paceline.workers.fit import needs
+from paceline.workers.phase_memory import Models, WorkerMemory
 from tests.models import random_model, random_reward_model
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -182,7 +183,7 @@ def test_config_rejects_reward_function_together_with_reward_model() -> None:
         load_config(None, ["data.task=copy:3", "reward.function=exact", "reward.model=m"])
 
 
-def test_needs_estimates_reward_model_of_encoder_architecture(tmp_path: Path) -> None:
+def test_estimate_covers_reward_model_of_encoder_architecture(tmp_path: Path) -> None:
     shape = DebertaV2Config(
         hidden_size=32,
         num_hidden_layers=2,
@@ -194,5 +195,14 @@ def test_needs_estimates_reward_model_of_encoder_architecture(tmp_path: Path) ->
     model = AutoModelForSequenceClassification.from_config(shape)
     model.save_pretrained(tmp_path)
     config = load_config(None, [f"reward.model={tmp_path}"])
-    found = needs(PlannedWorker("reward", (Role.REWARD,)), config, str(tmp_path))
-    assert found[Role.REWARD].fixed == 4 * sum(p.numel() for p in model.parameters())
+    models = Models.of(config, shape)
+    found = WorkerMemory(PlannedWorker("reward", (Role.REWARD,)), config, models).peak()
+    assert found.fixed == 4 * sum(p.numel() for p in model.parameters())
+
+
+def test_tiny_reward_model_scores_completions_differently(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    name = resolve_reward_model("tiny")
+    assert resolve_reward_model("tiny") == name, "it is created once"
+    scores = RewardModel(name, "float32", 4096).score("sort 3 1 2=", MESSAGES, COMPLETIONS)
+    assert len({round(score, 1) for score in scores}) > 2

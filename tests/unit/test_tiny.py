@@ -86,7 +86,8 @@ def _make(cache: str, done: "multiprocessing.Queue[str]") -> None:
     tiny.os.environ["PACELINE_CACHE"] = cache
     recipe = replace(tiny.Recipe("sort:5"), **SHORT)
     folder = tiny.cache_folder() / recipe.folder
-    tiny._install(folder, recipe, None)
+    model = tiny.make_model(recipe, tiny.make_tokenizer())
+    tiny.install(folder, lambda temporary: model.save_pretrained(temporary))
     done.put(model_fingerprint(str(folder)))
 
 
