@@ -1,9 +1,10 @@
 """What the terminal shows during `paceline train`: a live panel, or plain lines where output is
 not a terminal; at the end a table with the run summary."""
 
+import re
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -223,6 +224,7 @@ def print_summary(console: Console, summary: dict[str, Any], run_dir: str) -> No
         "busy: rollout, train": f"{summary['rollout_busy_fraction']:.0%}, "
         f"{summary['train_busy_fraction']:.0%}",
         "peak memory": f"{summary['memory_peak_bytes'] / 2**30:.2f} GiB",
+        **_memory_rows(summary.get("memory_phases", {})),
         "ledger": f"{ledger['issued']} issued = {ledger['trained']} trained + {dropped} dropped "
         f"+ {ledger['outstanding']} unfinished",
     }
@@ -232,6 +234,16 @@ def print_summary(console: Console, summary: dict[str, Any], run_dir: str) -> No
     for name, value in rows.items():
         table.add_row(name, value)
     console.print(table)
+
+
+def _memory_rows(phases: Mapping[str, int]) -> dict[str, str]:
+    """Return a row per rank with its peak in each phase, if ranks generate and train in turn."""
+    ranks: dict[str, list[str]] = {}
+    for name, size in phases.items():
+        if match := re.fullmatch(r"rank_(\d+)_(generate|train|sync)", name):
+            shown = f"{match[2]} {size / 2**30:.2f}"
+            ranks.setdefault(f"memory of rank {match[1]}, GiB", []).append(shown)
+    return {name: ", ".join(sorted(parts)) for name, parts in sorted(ranks.items())}
 
 
 def workers_table(rows: Sequence[dict[str, Any]]) -> Table:

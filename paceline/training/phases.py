@@ -7,6 +7,7 @@ began (on Linux; elsewhere since its start).
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from paceline.remote.peak import take_peak_memory
 
@@ -26,9 +27,30 @@ class Phases:
         self._now = phase
 
     def metrics(self) -> dict[str, float]:
-        """Return the peak bytes of the phases that ended since the last call."""
+        """Return the peak bytes of the phases that ended since the last call.
+
+        In a group, all ranks must call it: the result has the highest peak and each rank's.
+        """
         peaks, self._peaks = self._peaks, {}
-        return {f"memory/{phase}_bytes": float(peak) for phase, peak in peaks.items()}
+        ranks = _from_all_ranks(peaks)
+        found: dict[str, float] = {}
+        for number, rank in enumerate(ranks):
+            for phase, peak in rank.items():
+                name = f"memory/{phase}_bytes"
+                found[name] = max(found.get(name, 0.0), float(peak))
+                if len(ranks) > 1:
+                    found[f"memory/rank_{number}_{phase}_bytes"] = float(peak)
+        return found
+
+
+def _from_all_ranks(peaks: dict[str, int]) -> list[dict[str, int]]:
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        return [peaks]
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, peaks)
+    return ranks
 
 
 def _peak() -> int:

@@ -138,3 +138,17 @@ def test_panel_fits_terminal_and_escapes_text_of_model(width: int, clock: Clock)
     lines = written.getvalue().splitlines()
     assert max(map(len, lines)) == min(width, 88) and "\x1b" not in written.getvalue()
     assert "a [b] prompt" in written.getvalue() and "runs/[x]" in lines[0]
+
+
+def test_summary_shows_memory_of_each_rank_and_phase() -> None:
+    ledger = {"issued": 2, "trained": 2, "outstanding": 0, "dropped": {}}
+    rates = ("steps", "steps_per_s", "samples_per_s", "tokens_per_s", "staleness_mean")
+    rates += ("mean_sample_age_s", "sync_latency_s", "rollout_busy_fraction", "reward_first")
+    rates += ("train_busy_fraction", "reward_last", "staleness_max", "memory_peak_bytes")
+    phases = {"generate": 3 << 30, "rank_0_generate": 3 << 30, "rank_1_generate": 1 << 30}
+    phases["rank_1_train"] = 2 << 30
+    summary: dict[str, Any] = {**dict.fromkeys(rates, 1), "ledger": ledger, "memory_phases": phases}
+    console = Console(file=io.StringIO(), width=100)
+    display.print_summary(console, summary, "runs/x")
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "memory of rank 0, GiB" in text and "generate 1.00, train 2.00" in text
