@@ -44,7 +44,7 @@ def test_description_names_devices_of_every_role() -> None:
         "bfloat16, native engine"
     )
     assert described(CLUSTER, *separate, *sharded) == (
-        "actor on GPUs 0, 1 of first-ma; rollout on GPU 0 of second-m; bfloat16, native engine"
+        "actor on GPUs 0, 1 of first-ma; rollout on GPUs 0, 1 of second-m; bfloat16, native engine"
     )
 
 
