@@ -8,7 +8,7 @@ parallelism.
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,31 +49,11 @@ async def find_nodes(config: RunConfig) -> list[Node]:
 def plan_workers(
     config: RunConfig, nodes: Sequence[Node], roles: Sequence[Role] | None = None
 ) -> list[PlannedWorker]:
-    """Plan which worker runs where. Roles of one pool share a worker, so they alternate.
-
-    A pool without a count gets its part of the GPUs that the counted ones leave; without GPUs, one
-    device or what a unit needs.
-    """
+    """Plan which worker runs where. Roles of one pool share a worker, so they alternate."""
     pools: dict[str, list[Role]] = {}
     for role in roles or training_roles(config):
         pools.setdefault(config.placement.pool(role), []).append(role)
-    placement = Placement(nodes, list(pools))
-    demands = {pool: _demand(config, roles) for pool, roles in pools.items()}
-    units = {pool: demand.units for pool, demand in demands.items() if demand.units is not None}
-    planned = {pool: _place(placement, pool, demands[pool], count) for pool, count in units.items()}
-    open_pools = {pool: demand.unit for pool, demand in demands.items() if pool not in units}
-    for pool, part in placement.fill(open_pools).items():
-        planned[pool] = _place(placement, pool, demands[pool], demands[pool].units_of(part))
-    workers = [
-        (
-            f"{pool}-{number}" if number else pool,
-            pool,
-            roles if number == 0 else [Role.ROLLOUT],
-            own,
-        )
-        for pool, roles in pools.items()
-        for number, own in enumerate(planned[pool])
-    ]
+    workers = _assign(config, nodes, pools)
     devices = [own for *_, own in workers]
     threads = _threads(config, nodes, devices)
     cores = {node.name: list(node.cores) for node in nodes}
@@ -111,6 +91,28 @@ class _Demand:
         return max(1, near or len(devices) // self.unit)
 
 
+def _assign(
+    config: RunConfig, nodes: Sequence[Node], pools: Mapping[str, Sequence[Role]]
+) -> list[tuple[str, str, Sequence[Role], tuple[Device, ...]]]:
+    """Return name, pool, roles and devices of each worker.
+
+    A pool without a count gets its part of the GPUs that the counted ones leave; without GPUs, one
+    unit.
+    """
+    placement = Placement(nodes, list(pools))
+    demands = {pool: _demand(config, roles) for pool, roles in pools.items()}
+    counted = {pool: demand.units for pool, demand in demands.items() if demand.units is not None}
+    taken = {pool: _take(placement, pool, demands[pool], units) for pool, units in counted.items()}
+    others = {pool: demand.unit for pool, demand in demands.items() if pool not in counted}
+    for pool, part in placement.fill(others).items():
+        taken[pool] = _take(placement, pool, demands[pool], demands[pool].units_of(part))
+    return [
+        (f"{pool}-{number}", pool, [Role.ROLLOUT], own) if number else (pool, pool, roles, own)
+        for pool, roles in pools.items()
+        for number, own in enumerate(taken[pool])
+    ]
+
+
 def _demand(config: RunConfig, roles: Sequence[Role]) -> _Demand:
     engine = config.rollout.tensor_parallel if Role.ROLLOUT in roles else 1
     if not set(TRAINED_ROLES) & set(roles):
@@ -126,9 +128,7 @@ def _demand(config: RunConfig, roles: Sequence[Role]) -> _Demand:
     return _Demand(unit, None, True, "train.tensor_parallel x train.pipeline_parallel")
 
 
-def _place(
-    placement: Placement, pool: str, demand: _Demand, units: int
-) -> list[tuple[Device, ...]]:
+def _take(placement: Placement, pool: str, demand: _Demand, units: int) -> list[tuple[Device, ...]]:
     """Take the devices of each worker of a pool."""
     workers = 1 if demand.trains else units
     ranks = demand.unit * units // workers

@@ -22,6 +22,7 @@ from paceline.workers.pools import plan_workers
 GB = 1 << 30
 BF16 = "train.dtype=bfloat16"
 FSDP = ["train.backend=fsdp", BF16]
+ALTERNATING = ["train.gradient_checkpointing=true", "train.offload=true", "rollout.engine=vllm"]
 SEPARATE = ["placement.actor=train", "placement.rollout=rollout"]
 
 
@@ -128,6 +129,7 @@ def test_engine_rank_holds_its_part_of_weights() -> None:
         ("7b", "8:80GB", [*FSDP, "train.gradient_checkpointing=true"]),
         ("7b", "8:80GB", [*FSDP, *SEPARATE, "train.gradient_checkpointing=true"]),
         ("32b", "2x8:141GB", [*FSDP, "train.gradient_checkpointing=true", "train.offload=true"]),
+        ("70b", "4x8:80GB", [*FSDP, *ALTERNATING, "rollout.tensor_parallel=8"]),
     ],
 )
 def test_layout_fits_as_asked(shape: str, devices: str, settings: list[str]) -> None:
