@@ -86,13 +86,18 @@ def placement(source: Source) -> dict[str, Any]:
         separate = True
     backend = _backend(source, train)
     found |= {"train.backend": backend} if backend else {}
-    found |= {"placement.train_ranks": train} if train else {}
-    found |= {"placement.rollout_workers": serve} if serve else {}
+    engine = _engine(source)
+    size = int(source.number(f"{ROLLOUT}tensor_model_parallel_size") or 1)
+    size = size if engine == "vllm" else 1
+    found |= {"rollout.engine": engine} if engine else {}
+    found |= {"rollout.tensor_parallel": size} if size > 1 else {}
+    if train and "placement.critic" not in found:  # two pools share the GPUs otherwise
+        found["placement.train_ranks"] = train
+    found |= {"placement.rollout_workers": max(1, serve // size)} if serve else {}
     found |= {"placement.min_gpus": (train or 0) + (serve or 0)} if train or serve else {}
     if max(source.number("trainer.nnodes"), source.number("rollout.nnodes")) > 1:
         found |= {"cluster": "ray", "ray.address": "auto"}
-    engine = _engine(source, separate, backend or source.base("train.backend", "single"))
-    return found | ({"rollout.engine": engine} if engine else {})
+    return found
 
 
 def _gpus(source: Source, section: str) -> int | None:
@@ -127,17 +132,10 @@ def _backend(source: Source, ranks: int | None) -> str | None:
     return "single" if backend == "fsdp" and ranks in (0, 1) else backend
 
 
-def _engine(source: Source, separate: bool, backend: str) -> str | None:
+def _engine(source: Source) -> str | None:
     engine, name = source.get(f"{ROLLOUT}name"), f"{ROLLOUT}name"
     if engine is None:
         return None
-    if engine == "vllm" and not separate and backend != "single":
-        source.note(
-            name,
-            "the native engine generates: vLLM cannot share a pool with several train ranks; to "
-            "use it, set placement.rollout to a separate pool",
-        )
-        return "native"
     if engine != "vllm":
         source.note(name, "the native engine generates instead (rollout.engine)")
     return "vllm" if engine == "vllm" else "native"

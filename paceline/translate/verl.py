@@ -185,8 +185,9 @@ TABLE: dict[str, Entry] = {
     f"{ROLLOUT}val_kwargs.*": EVALUATE,
     **{
         f"{ROLLOUT}{name}_parallel_size": PARALLEL
-        for name in ("tensor_model", "data", "expert", "pipeline_model", "expert_tensor")
+        for name in ("data", "expert", "pipeline_model", "expert_tensor")
     },
+    f"{ROLLOUT}tensor_model_parallel_size": Part(groups.placement),
     f"{ROLLOUT}*": UNNEEDED,
     "actor_rollout_ref.ref.*": AS_ACTOR,
     "actor_rollout_ref.hybrid_engine": Part(groups.placement),

@@ -247,12 +247,15 @@ def test_fully_async_step_trains_required_mini_batches() -> None:
     )
 
 
-def test_vllm_is_replaced_when_it_would_share_pool_with_ranks() -> None:
-    name = f"{ROLLOUT}name"
-    shared = translate({name: "vllm", "trainer.n_gpus_per_node": 8}, {})
-    assert shared.settings["rollout.engine"] == "native" and name in shared.notes
-    separate = {name: "vllm", "trainer.n_gpus_per_node": 8, "rollout.n_gpus_per_node": 8}
-    assert settings(separate)["rollout.engine"] == "vllm"
+def test_gpus_of_rollout_are_divided_by_tensor_parallel_size() -> None:
+    values = {f"{ROLLOUT}name": "vllm", f"{ROLLOUT}tensor_model_parallel_size": 2}
+    found = settings(values | {"trainer.n_gpus_per_node": 8, "rollout.n_gpus_per_node": 8})
+    assert (found["rollout.tensor_parallel"], found["placement.rollout_workers"]) == (2, 4)
+
+
+def test_split_program_leaves_division_of_gpus_to_plan() -> None:
+    found = settings({"program": "main_ppo_split", "trainer.n_gpus_per_node": 8})
+    assert found["placement.critic"] == "critic_pool" and "placement.train_ranks" not in found
 
 
 def test_defaults_of_verl_are_added_to_complete_configuration_only() -> None:
