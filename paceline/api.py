@@ -8,9 +8,11 @@ import os
 import queue
 import re
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from paceline.background import SIGNAL_INTERVAL_S
 from paceline.config import RunConfig, load_config
 from paceline.data.files import is_data_file
 from paceline.data.tasks import TASKS
@@ -127,7 +129,7 @@ class Steps:
 
     def __next__(self) -> Step:
         try:
-            step = None if self._ended else self._arrived.get()
+            step = None if self._ended else self._next_step()
         except BaseException:  # Ctrl-C
             self._run.cancel()
             raise
@@ -136,6 +138,11 @@ class Steps:
             self._run.result()  # raises the error that ended the run
             raise StopIteration
         return step
+
+    def _next_step(self) -> Step | None:
+        while True:
+            with suppress(queue.Empty):
+                return self._arrived.get(timeout=SIGNAL_INTERVAL_S)
 
     def __aiter__(self) -> AsyncIterator[Step]:
         return self

@@ -15,6 +15,9 @@ from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+# A signal that another thread receives does not wake the main thread, which handles it. So no wait
+# is longer than this.
+SIGNAL_INTERVAL_S = 0.2
 
 
 class Background(Generic[T]):
@@ -33,7 +36,8 @@ class Background(Generic[T]):
     def result(self) -> T:
         """Wait for the result and return it. Ctrl-C cancels the coroutine and waits for its end."""
         try:
-            concurrent.futures.wait([self._future])
+            while not self._future.done():
+                concurrent.futures.wait([self._future], SIGNAL_INTERVAL_S)
         except BaseException:
             self.cancel()
             raise
@@ -66,11 +70,15 @@ class Background(Generic[T]):
         """Cancel the coroutine and wait until it has cleaned up."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._task.cancel)
-        self._thread.join()
+        self._join()
 
     def finish(self) -> None:
         """Wait if the coroutine returns soon; cancel it otherwise."""
-        self._thread.join() if self._ending else self.cancel()
+        self._join() if self._ending else self.cancel()
+
+    def _join(self) -> None:
+        while self._thread.is_alive():
+            self._thread.join(SIGNAL_INTERVAL_S)
 
     def _run(self) -> None:
         try:

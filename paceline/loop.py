@@ -183,7 +183,7 @@ class Loop:
 
     async def _train(self) -> None:
         clock = asyncio.get_running_loop().time
-        while self.step < self._settings.steps:
+        while self.step < self._settings.steps and not self._stopping:
             begun = clock()
             groups = await self._take()
             if groups is None:
@@ -220,7 +220,8 @@ class Loop:
             self._ledger.flush()
             if self._settings.save_every and self.step % self._settings.save_every == 0:
                 await self._checkpoint()
-        await self._checkpoint()
+        if not self._stopping:
+            await self._checkpoint()
 
     async def _checkpoint(self) -> None:
         if self.step > self._saved_step:
@@ -232,7 +233,7 @@ class Loop:
         """Take the oldest groups in order of admission, which bounds staleness; None: stop."""
         count = self._settings.groups_per_step
         self._taking = True
-        while not self._stop_requested:
+        while not self._stop_requested and not self._stopping:
             wanted = self._admission.oldest(count)
             groups: list[Group] | None = None
             if len(wanted) == count:
