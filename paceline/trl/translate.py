@@ -224,11 +224,21 @@ def _optimizer(args: GRPOConfig, plan: Plan) -> dict[str, Any]:
         "train.weight_decay": args.weight_decay,
         "train.betas": (args.adam_beta1, args.adam_beta2),
         "train.max_grad_norm": args.max_grad_norm or NO_BOUND,
-        "train.dtype": "float32" if args.bf16 is False else "bfloat16",
+        "train.dtype": _dtype(args),
     }
     if args.gradient_checkpointing is not None:
         found["train.gradient_checkpointing"] = args.gradient_checkpointing
     return found
+
+
+def _dtype(args: GRPOConfig) -> str:
+    """Return TRL's default, bfloat16, on a GPU; on most CPUs it is slower than float32."""
+    if args.bf16 is not None:
+        return "bfloat16" if args.bf16 else "float32"
+    import torch
+
+    on_gpu = torch.cuda.is_available() and not args.use_cpu
+    return "bfloat16" if on_gpu else "float32"
 
 
 SCHEDULES = {

@@ -60,8 +60,12 @@ def single(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "settings",
-    [[], ["train.tensor_parallel=2"], ["train.offload=true"]],
-    ids=["data parallel", "tensor parallel", "offload"],
+    [
+        [],
+        ["train.offload=true"],
+        pytest.param(["train.tensor_parallel=2"], marks=pytest.mark.slow),
+    ],
+    ids=["data parallel", "offload", "tensor parallel"],
 )
 def test_two_ranks_generate_and_train_like_one_device(
     model: str, single: Path, tmp_path: Path, settings: list[str]
@@ -80,7 +84,7 @@ def test_two_ranks_generate_and_train_like_one_device(
     assert steps_of(tmp_path)[3]["train/loss"] == pytest.approx(one[3]["train/loss"], abs=1e-5)
 
 
-@pytest.mark.parametrize("offload", ["true", "false"])
+@pytest.mark.parametrize("offload", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_unfinished_completions_survive_train_steps_in_shared_pool(
     model: str, tmp_path: Path, offload: str
 ) -> None:
@@ -128,7 +132,12 @@ def test_actor_critic_and_reference_train_in_separate_pools(model: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("placement", "pool", "rank"), [(SEPARATE, "train", 1), ([], "main", 0), ([], "main", 1)]
+    ("placement", "pool", "rank"),
+    [
+        (SEPARATE, "train", 1),
+        pytest.param([], "main", 0, marks=pytest.mark.slow),
+        ([], "main", 1),
+    ],
 )
 def test_run_fails_and_names_rank_when_rank_is_killed(
     model: str, tmp_path: Path, placement: list[str], pool: str, rank: int

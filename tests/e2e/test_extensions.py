@@ -18,7 +18,7 @@ from tests.processes import children
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FSDP = ["train.backend=fsdp", "placement.train_ranks=2"]
 PLACES = {"in the engine's process": [], "in a process": SEPARATE, "on two ranks": FSDP}
-OTHER_PLACES = ("in a process", "on two ranks")
+OTHER_PLACES = ("in a process", pytest.param("on two ranks", marks=pytest.mark.slow))
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,13 @@ PLACEMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", PLACEMENTS)
+QUICK = {"hybrid", "separate", "ranks"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PLACEMENTS],
+)
 def test_every_verb_answers_in_every_placement(name: str, tmp_path: Path) -> None:
     model = random_model(tmp_path / "model")
     reward = f"reward.model={random_reward_model(tmp_path / 'reward')}"

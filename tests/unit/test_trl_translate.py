@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 from paceline.config import RunConfig, load_config
 from paceline.errors import ConfigError
@@ -124,7 +125,10 @@ def test_schedule_is_counted_in_train_steps() -> None:
     assert config.train.lr_schedule == "linear"
 
 
-@pytest.mark.parametrize(("bf16", "dtype"), [(None, "bfloat16"), (False, "float32")])
+@pytest.mark.parametrize(
+    ("bf16", "dtype"),
+    [(None, "bfloat16" if torch.cuda.is_available() else "float32"), (False, "float32")],
+)
 def test_bf16_selects_dtype(bf16: bool | None, dtype: str) -> None:
     assert translated(bf16=bf16).train.dtype == dtype
 
