@@ -9,13 +9,13 @@ suspended processes.
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import pickle
 import secrets
 import signal
 import socket
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -297,11 +297,16 @@ async def find_ray_nodes(address: str) -> list[Node]:
 
 
 async def _join(address: str) -> None:
-    """Connect, and keep our SIGTERM handler: Ray's would end the run without cleanup."""
-    before = signal.getsignal(signal.SIGTERM)
+    """Connect, and keep our SIGTERM handler: Ray's would end the run without cleanup.
+
+    This thread need not be the main thread, so the handler is set by the C function.
+    """
+    get, put = ctypes.pythonapi.PyOS_getsig, ctypes.pythonapi.PyOS_setsig
+    get.argtypes, get.restype = [ctypes.c_int], ctypes.c_void_p
+    put.argtypes, put.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    before = get(signal.SIGTERM)
     await asyncio.to_thread(connect, address)
-    if threading.current_thread() is threading.main_thread() and before is not None:
-        signal.signal(signal.SIGTERM, before)
+    put(signal.SIGTERM, before)
 
 
 def connect(address: str) -> None:
