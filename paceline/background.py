@@ -1,4 +1,4 @@
-"""A coroutine on a thread with an event loop of its own.
+"""A coroutine on a separate thread with its event loop.
 
 The public functions run this way, so that they work in a script, in a notebook whose event loop is
 already running, and from a thread, and so that blocking code of the caller cannot delay a run.

@@ -1,6 +1,6 @@
 """A run that a program or the command line asks for, on its way from configuration to result.
 
-Waits for: the run, which has an event loop on a thread of its own (background.py).
+Waits for: the run, which has a separate thread with an event loop (background.py).
 """
 
 import asyncio

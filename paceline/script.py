@@ -121,7 +121,7 @@ class Workers:
     async def _generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling | None = None, seed: int = 0
     ) -> list[Completion]:
-        """Generate one completion per prompt. Each has a seed of its own, from `seed` on."""
+        """Generate one completion per prompt. Their seeds are `seed`, `seed` + 1 and so on."""
         chosen = sampling or self._sampling
         requests = [
             Request(f"script.{next(self._numbers)}", tuple(map(int, prompt)), seed + n, chosen)

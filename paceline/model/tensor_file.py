@@ -101,7 +101,7 @@ def write_shards(
 ) -> None:
     """Write the weights of a model: one file, or shards of at most `max_bytes` with an index.
 
-    A tensor that is larger than `max_bytes` is a shard of its own.
+    A tensor that is larger than `max_bytes` is a separate shard.
     """
     shards = _split(layout, max_bytes)
     names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]

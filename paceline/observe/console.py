@@ -9,9 +9,9 @@ log = logging.getLogger(__name__)
 
 
 class RunConsole(Console):
-    """A console that prints no more once nobody reads it, as in `paceline train ... | head`."""
+    """A console that stops printing when its reader exits, as in `paceline train ... | head`."""
 
     def on_broken_pipe(self) -> None:
         with suppress(SystemExit):
             super().on_broken_pipe()
-        log.warning("nobody reads the output any more; the run continues without it")
+        log.warning("the reader of the output has exited; the run continues without it")

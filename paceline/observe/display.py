@@ -237,7 +237,7 @@ def print_summary(console: Console, summary: dict[str, Any], run_dir: str) -> No
 
 
 def _memory_rows(phases: Mapping[str, int]) -> dict[str, str]:
-    """Return a row per rank with its peak in each phase, if ranks generate and train in turn."""
+    """Return a row per rank with its peak in each phase, if ranks alternate between phases."""
     ranks: dict[str, list[str]] = {}
     for name, size in phases.items():
         if match := re.fullmatch(r"rank_(\d+)_(generate|train|sync)", name):

@@ -7,7 +7,7 @@ a channel per follower before it performs it, and a follower performs what it re
 Total order: the leader is one thread and a channel is first in, first out, so all ranks perform the
 same operations in the same order, and the n-th collective operation of one rank meets the n-th of
 the others. The leader waits for a follower only inside an operation that it has posted. A follower
-that receives it waits for nothing else, so nobody waits forever.
+that receives it waits for nothing else, so no rank waits forever.
 
 In the ranks of a trainer there are also calls of the controller to the whole group: they reach the
 inbox of every rank in the same order, but independently of the channel. `InOrder` puts them in the

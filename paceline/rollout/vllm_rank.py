@@ -184,7 +184,7 @@ class VllmRank:
             # Before the process leaves the group; vLLM's own finalizer would come too late.
             atexit.register(self._engine.engine_core.shutdown)
         if team:
-            # Nobody uses this queue, and a killed rank may leave its shared memory behind.
+            # This queue is not used, and a killed rank may leave its shared memory behind.
             get_tp_group().mq_broadcaster = None
 
     def add(

@@ -1,4 +1,4 @@
-"""Export of a trained model from a checkpoint to a directory of its own.
+"""Export of a trained model from a checkpoint to a separate directory.
 
 A checkpoint's `actor/` already has the format of Hugging Face. An export can have another dtype and
 other shards. torch is imported only once everything else is known to be valid.

@@ -45,7 +45,7 @@ class Missing:
 
 
 Entry = Same | Part | Ignored | Missing
-OFF: tuple[Any, ...] = (None, False, "", "null", "???", [], {})  # besides an entry's own values
+OFF: tuple[Any, ...] = (None, False, "", "null", "???", [], {})  # in addition to an entry's values
 MEMORY = Ignored("memory and speed only; nearest: train.micro_batch_tokens")
 ALWAYS = Ignored("Paceline always does this")
 UNNEEDED = Ignored("Paceline has no use for it")

@@ -67,7 +67,7 @@ def _check_tokenizer(model: str, tokenizer: Any) -> None:
 
 
 def longest_prompt(tokenizer: "PreTrainedTokenizerBase", rows: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of tokens of the longest prompt. TRL has no limit of its own."""
+    """Return the number of tokens of the longest prompt. TRL itself has no limit."""
     from paceline.data.chat import render
 
     longest = 1

@@ -192,7 +192,7 @@ class WorkerMemory:
 
     @property
     def _copies_in_process(self) -> bool:
-        """Whether the native engine has a copy beside a trainer of one process; it stays."""
+        """Whether the native engine has a copy next to a single-process trainer; it stays."""
         config = self._config
         return config.in_place and config.rollout.engine == "native" and not config.shares_weights
 

@@ -220,6 +220,7 @@ def test_control_c_ends_program_and_its_processes(small: dict[str, Any], tmp_pat
 def test_python_c_trains(small: dict[str, Any], tmp_path: Path) -> None:
     program = f"import paceline; paceline.train(data='copy:3', steps=1, **{small!r})"
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, timeout=120)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1
 
 
 def run_program(program: str, folder: Path) -> "subprocess.CompletedProcess[str]":
