@@ -1,0 +1,89 @@
+"""The real loop in virtual time: pausing, resuming and stopping it."""
+
+import asyncio
+
+import pytest
+
+from paceline.errors import RolloutError
+from paceline.types import OnSync
+from tests.fakes import World
+from tests.torture.test_loop import MODES, staleness_in_data
+from tests.virtual import run_virtual
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_pause_stops_generation_until_resume(mode: str) -> None:
+    async def scenario() -> World:
+        world = World(schedule=MODES[mode], steps=8)
+        run = asyncio.create_task(world.build().run())
+        await asyncio.sleep(3)
+        assert await world.rollouter.pause_rollout() is True
+        assert await world.rollouter.pause_rollout() is True
+        issued, tokens = world.ledger.issued, world.engines[0].tokens
+        await asyncio.sleep(500)
+        assert (world.ledger.issued, world.engines[0].tokens) == (issued, tokens), (
+            "something was generated while paused"
+        )
+        assert not run.done()
+        if world.schedule.on_sync is not OnSync.SWAP:
+            assert not world.engines[0].running
+        assert await world.rollouter.resume_rollout() is True
+        assert await world.rollouter.resume_rollout() is True
+        await run
+        return world
+
+    world = run_virtual(scenario())
+    assert max(staleness_in_data(world)) <= world.schedule.max_staleness
+    assert [g.seq for g in world.observer.groups] == list(range(8 * 3))
+
+
+def test_generation_timeout_excludes_paused_time() -> None:
+    async def scenario() -> World:
+        world = World(schedule=MODES["async swap"], generation_timeout=300)
+        run = asyncio.create_task(world.build().run())
+        await asyncio.sleep(2)
+        await world.rollouter.pause_rollout()
+        await asyncio.sleep(10_000)
+        await world.rollouter.resume_rollout()
+        await run
+        return world
+
+    world = run_virtual(scenario())
+    assert len(world.observer.groups) == world.steps * world.groups_per_step
+    assert not world.ledger.dropped
+
+
+def test_deadlines_stay_when_resumed_while_draining() -> None:
+    async def scenario() -> None:
+        world = World(schedule=MODES["one step off"], generation_timeout=300)
+        run = asyncio.create_task(world.build().run())
+        await asyncio.sleep(2)
+        pausing = asyncio.create_task(world.rollouter.pause_rollout())
+        await asyncio.sleep(0)
+        assert not pausing.done(), "running generations should still drain"
+        await world.rollouter.resume_rollout()
+        assert await pausing is True
+        world.engines[0].freeze()
+        await run
+
+    with pytest.raises(RolloutError, match=r"took longer than rollout\.generation_timeout = 300 s"):
+        run_virtual(scenario())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("after_s", [0.0, 0.5, 5.0, 20.0, 40.0])
+def test_stop_ends_run_after_current_step_with_checkpoint(mode: str, after_s: float) -> None:
+    async def scenario() -> World:
+        world = World(schedule=MODES[mode], steps=1000)
+        loop = world.build()
+        run = asyncio.create_task(loop.run())
+        await asyncio.sleep(after_s)
+        step = loop.step
+        loop.stop()
+        await run
+        assert loop.step <= step + 1, "a new step was started"
+        assert world.saves == ([loop.step] if loop.step else [])
+        return world
+
+    world = run_virtual(scenario())
+    assert len(world.observer.groups) == 3 * len(world.observer.rows)
