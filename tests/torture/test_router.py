@@ -1,0 +1,74 @@
+"""The real loop in virtual time: which engine gets a prompt, and when a second one helps."""
+
+import asyncio
+
+from paceline.types import Completion, Request
+from tests.fakes import FakeEngine, World
+from tests.torture.test_fleet import play
+from tests.torture.test_loop import MODES
+
+
+def test_late_completion_is_hedged_on_second_engine() -> None:
+    async def script(world: World) -> None:
+        await asyncio.sleep(3)
+        world.engines[0].freeze()  # for less than the heartbeat timeout
+        await asyncio.sleep(15)
+        assert any(request_id.endswith("+") for request_id in world.engines[1].seen)
+        world.engines[0].thaw()
+
+    world = World(
+        schedule=MODES["async swap"],
+        num_engines=2,
+        elastic=True,
+        steps=20,
+        hedge_after_s=5.0,
+        heartbeat_timeout_s=60,
+    )
+    play(world, script)
+    assert [group.seq for group in world.observer.groups] == list(range(20 * 3))
+    assert not world.ledger.dropped
+    assert world.fleet.replaced == 0
+
+
+def test_prompts_go_to_least_loaded_engine_and_groups_stay_together() -> None:
+    async def script(world: World) -> None:
+        await asyncio.sleep(0.001)
+        assert [member.load for member in world.fleet] == [4 * 4, 4 * 4]
+        engine_of = {
+            request_id.split(".")[0]: number
+            for number, engine in enumerate(world.engines)
+            for request_id in engine.running
+        }
+        assert [engine_of[str(seq)] for seq in range(8)] == [0, 1] * 4
+        assert all(len(engine.running) == 16 for engine in world.engines)
+
+    play(
+        World(schedule=MODES["one step off"], num_engines=2, groups_per_step=4, group_size=4),
+        script,
+    )
+
+
+def test_prompts_wait_without_timeout_when_engine_slots_are_full() -> None:
+    loads: list[int] = []
+
+    class Slotted(FakeEngine):
+        async def _produce(self, request: Request) -> Completion:
+            loads.append(len(self.running))
+            return await super()._produce(request)
+
+    world = World(
+        schedule=MODES["async swap"],
+        elastic=True,
+        steps=2,
+        groups_per_step=100,
+        group_size=4,
+        make_engine=Slotted,
+    )
+    world.slots, world.generation_timeout = 8, 200.0
+    play(world, lambda _: asyncio.sleep(0))
+    assert max(loads) < 2 * 8 + 4, "at most twice the slots, plus the rest of a group"
+    assert [group.seq for group in world.observer.groups] == list(range(2 * 100))
+    assert not world.ledger.dropped
+    assert max(group.finished_s - group.started_s for group in world.observer.groups) > 200, (
+        "some groups must wait for longer than the generation timeout"
+    )
