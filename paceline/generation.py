@@ -22,7 +22,7 @@ from paceline.rollout.client import EngineClient
 from paceline.rollout.environment import Environment
 from paceline.rollout.fleet import Fleet
 from paceline.rollout.rollouter import Rollouter
-from paceline.types import Role, Sampling
+from paceline.types import Role
 from paceline.workers.cluster import Cluster, PlannedWorker
 from paceline.workers.engines import engine_workers
 from paceline.workers.pools import open_workers, start_worker
@@ -116,19 +116,11 @@ def _rollouter(
             "neither the model nor its tokenizer defines an end-of-sequence token: "
             "every completion runs to rollout.max_response_length"
         )
-    sampling = Sampling(
-        max_new_tokens=settings.max_response_length,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        stop_token_ids=ends,
-        stop=settings.stop,
-    )
     return Rollouter(
         fleet,
         environment,
         reward,
-        sampling,
+        settings.sampling(ends),
         group_size=config.group_size,
         min_group_size=settings.min_group_size,
         greedy_baseline=config.algorithm.needs_greedy_baseline,

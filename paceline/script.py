@@ -142,15 +142,7 @@ class Workers:
         config = self._config
         model_path = resolve_model(config.model, config.data.task)
         ends = stop_token_ids(load_tokenizer(model_path), load_generation_config(model_path))
-        rollout = config.rollout
-        self._sampling = Sampling(
-            rollout.max_response_length,
-            rollout.temperature,
-            rollout.top_p,
-            rollout.top_k,
-            ends,
-            rollout.stop,
-        )
+        self._sampling = config.rollout.sampling(ends)
         self._cluster = await open_cluster(config, model_path, self._logs)
         plans = plan_workers(config, self._cluster.nodes())
         self._workers = await start_workers(self._cluster, plans)

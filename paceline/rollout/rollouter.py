@@ -67,6 +67,17 @@ class RolloutSettings(Settings):
     max_failed_groups: int = Field(0, ge=0)
     """Number of groups that may fail before the run ends. A failed group is not trained on."""
 
+    def sampling(self, stop_token_ids: tuple[int, ...]) -> Sampling:
+        """Return how to sample completions that end at one of these tokens."""
+        return Sampling(
+            max_new_tokens=self.max_response_length,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop_token_ids=stop_token_ids,
+            stop=self.stop,
+        )
+
     @model_validator(mode="after")
     def _native_is_one_device(self) -> "RolloutSettings":
         if self.engine == "native" and self.tensor_parallel > 1:
