@@ -22,12 +22,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 import paceline.run
+from paceline import generation
 from paceline.config import load_config
 from paceline.reward.reward import Reward, open_reward
 from paceline.types import Prompt, Trajectory
@@ -100,7 +102,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     seeds, steps = (range(1), 15) if options.quick else (range(5), 45)
-    paceline.run.open_reward = open_slow_reward  # type: ignore[assignment]
+    mock.patch.object(generation, "open_reward", open_slow_reward).start()
     curves: dict[str, list[list[tuple[float, float]]]] = {case: [] for case in CASES}
     with tempfile.TemporaryDirectory() as scratch:
         for seed in seeds:

@@ -22,6 +22,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -29,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 import paceline.run
+from paceline import generation
 from paceline.config import RunConfig, load_config
 from paceline.rollout.client import EngineClient
 from paceline.types import Completion, Request
@@ -119,7 +121,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     repeats, steps, warm_up = (1, 8, 3) if options.quick else (options.repeats, 24, 6)
-    paceline.run.EngineClient = ForcedLengths  # type: ignore[misc]
+    mock.patch.object(generation, "EngineClient", ForcedLengths).start()
     # a random model earns no reward, which the run would report as a warning
     logging.getLogger("paceline").setLevel(logging.ERROR)
     runs: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}

@@ -16,9 +16,11 @@ from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import paceline.run
 from benchmarks.suite.watcher import Pause, Watcher
+from paceline import generation
 from paceline.config import RunConfig, load_config
 from paceline.errors import PacelineError, first_error
 from paceline.loop import Metrics
@@ -139,7 +141,8 @@ def main() -> int:
     if not spec["recipe"]:
         # a model with random weights earns no reward, which the health checks would report
         logging.getLogger("paceline.observe.health").setLevel(logging.ERROR)
-        paceline.run.EngineClient = forced_lengths(spec["median"], spec["cap"])  # type: ignore[attr-defined]
+        client = forced_lengths(spec["median"], spec["cap"])
+        mock.patch.object(generation, "EngineClient", client).start()
     watcher = Watcher()
     try:
         config = load_config(
