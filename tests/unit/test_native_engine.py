@@ -117,6 +117,19 @@ def same(a: Completion, b: Completion) -> None:
     np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["qwen2 tied", "one kv head"])
+def test_logprobs_equal_transformers_when_few_of_many_rows_are_long(name: str) -> None:
+    module = build(name)
+    wanted = [
+        Request(f"{n}", (5, 6, n), n, Sampling(200 if n % 20 == 0 else 12)) for n in range(60)
+    ]
+    wanted += [Request(f"late {n}", (7, n), n, Sampling(12)) for n in range(60)]
+    engine = engine_of(module, slots=60, max_length=224)
+    done = run(engine, wanted)
+    for request in wanted:
+        check_logprobs(module, request, done[request.id])
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_logprobs_equal_transformers(name: str) -> None:
     module = build(name)

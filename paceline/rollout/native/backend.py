@@ -208,9 +208,7 @@ class SimpleBackend(StepByStep):
     def decode(self, slots: Slots, steps: int) -> CompletedBurst:
         n = len(slots.live)
         positions = slots.position[:n]
-        logits = self._model.decode(
-            self._tensor(slots.last[:n]), self._tensor(positions), int(positions.max())
-        )
+        logits = self._model.decode(self._tensor(slots.last[:n]), positions)
         keys = row_keys(slots.seed[:n], positions + 1)
         tokens, logprobs = sample(
             logits, keys, slots.temperature[:n], slots.top_k[:n], slots.top_p[:n]

@@ -6,8 +6,10 @@ matrices of the slots are evenly spaced in memory, so attention over the first n
 batched matmul without a copy. Live slots are dense at the front, so slices replace gathers.
 """
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -15,6 +17,8 @@ from paceline.model.shape import head_dim
 from paceline.model.weights import DecoderWeights, Layer
 
 WINDOW = 16  # attention spans a multiple of this many positions
+LONG_ROW = 3  # cost of a position of a row that attends by itself, compared with the other rows
+MIN_SAVING = 4096  # positions; less does not pay for the additional operations
 
 
 class Decoder:
@@ -63,22 +67,17 @@ class Decoder:
         self._views = (0, 0), []
 
     @torch.inference_mode()
-    def decode(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
+    def decode(self, tokens: Tensor, at: NDArray[np.int64]) -> Tensor:
         """Return the logits [n, vocabulary] that follow `tokens` [n].
 
-        The tokens are at `positions` of the sequences in slots 0..n-1; `longest` is the highest.
+        The tokens are at the positions `at` of the sequences in slots 0..n-1.
         """
-        n = len(tokens)
-        window = min(-(-(longest + 1) // WINDOW) * WINDOW, self.max_length)
-        each = positions.unsqueeze(1)
-        # [n * kv heads, 1, window]: 0 where a key is visible
-        mask = (
-            torch.where(self.columns[:window] > each, -torch.inf, 0.0)
-            .to(self.kv.dtype)
-            .repeat_interleave(self.kv_heads, 0)
-            .unsqueeze(1)
-        )
-        places = (self.rows[:n] + each).view(-1)
+        n, positions = len(tokens), torch.from_numpy(at).to(tokens.device)
+        window, longest = self._windows(at)
+        long = positions.new_tensor(np.flatnonzero(at >= window)) if longest > window else None
+        mask = self._mask(positions, window)
+        long_mask = None if long is None else self._mask(positions[long], longest)
+        places = (self.rows[:n] + positions.unsqueeze(1)).view(-1)
         cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
         x = self.weights.embedding.index_select(0, tokens)
         for layer, kv, (keys, values) in zip(
@@ -86,11 +85,14 @@ class Decoder:
         ):
             q, new = self._project(layer, x, cos, sin)
             kv.view(-1, self.head_dim).index_copy_(0, places, new.reshape(-1, self.head_dim))
-            scores = torch.baddbmm(
-                mask, q.reshape(n * self.kv_heads, -1, self.head_dim), keys, alpha=self.scale
-            )
-            attended = torch.bmm(torch.softmax(scores, -1), values)
-            layer.out.add_to(x, attended.view(n, -1))
+            q = q.reshape(n * self.kv_heads, -1, self.head_dim)
+            attended = self._attend(q, keys, values, mask).view(n, -1)
+            if long is not None and long_mask is not None:
+                few = kv[long, :, :, :longest].flatten(0, 1)
+                q = q.view(n, -1)[long].view(len(few), -1, self.head_dim)
+                again = self._attend(q, few[:, 0].transpose(1, 2), few[:, 1], long_mask)
+                attended[long] = again.view(len(long), -1)
+            layer.out.add_to(x, attended)
             self._mlp(layer, x)
         return torch.mm(self._norm(x, self.weights.norm), self.weights.head.t())
 
@@ -128,6 +130,37 @@ class Decoder:
         self.kv[:, target : target + count, :, :, :length] = self.kv[
             :, source : source + 1, :, :, :length
         ]
+
+    def _windows(self, at: NDArray[np.int64]) -> tuple[int, int]:
+        """Return how many positions all rows attend to, and how many the rows beyond those.
+
+        A few long sequences would otherwise make attention as slow for all the short ones. Their
+        keys and values are copied for it, so they count several times.
+        """
+        n = len(at)
+        longest = min(-(-(int(at.max()) + 1) // WINDOW) * WINDOW, self.max_length)
+        if n * longest < MIN_SAVING:
+            return longest, longest
+        ends = np.sort(np.minimum(-(-(at + 1) // WINDOW) * WINDOW, self.max_length))
+        # the cost of the window of each row: a window for all, and the rows after it again
+        costs = n * ends + LONG_ROW * longest * (n - np.searchsorted(ends, ends, "right"))
+        best = int(costs.argmin())
+        if n * longest - int(costs[best]) < MIN_SAVING:
+            return longest, longest
+        return int(ends[best]), longest
+
+    def _mask(self, positions: Tensor, window: int) -> Tensor:
+        """Return [n * kv heads, 1, window]: 0 where a key is visible."""
+        return (
+            torch.where(self.columns[:window] > positions.unsqueeze(1), -torch.inf, 0.0)
+            .to(self.kv.dtype)
+            .repeat_interleave(self.kv_heads, 0)
+            .unsqueeze(1)
+        )
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        scores = torch.baddbmm(mask, q, keys, alpha=self.scale)
+        return torch.bmm(torch.softmax(scores, -1), values)
 
     def _keys_values(self, n: int, window: int) -> list[tuple[Tensor, Tensor]]:
         """Return views of the keys [n * kv heads, head_dim, window] and values of each layer.
