@@ -2,16 +2,18 @@
 
 A host runs in a separate process or on a thread of the controller; the loop is the same. Everything
 in it happens one after the other, so roles of one pool alternate, and weights change only between
-decode steps.
+decode steps. Parts that are concurrent have a loop of their own, on a second thread.
 """
 
 import atexit
 import contextlib
+import gc
 import logging
 import os
 import queue
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -20,11 +22,15 @@ from typing import Any, Protocol
 
 from paceline.remote.message import Call, Deferred, Event, Reply, portable
 from paceline.remote.parent import end_with_parent
+from paceline.remote.parts import Parts, concurrent_parts
 from paceline.remote.peak import peak_memory
 
 log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.002  # of deferred replies
+# A worker's thread takes the interpreter lock between any two operations; with the default interval
+# of 5 ms it would wait for the other threads of its process.
+SWITCH_S = 2e-4
 
 
 class Channel(Protocol):
@@ -57,6 +63,54 @@ class ThreadChannel:
 
     def send(self, message: Any) -> None:
         self.outbox.put(message)
+
+
+class Lane(ThreadChannel):
+    """The channel of one of several threads that share the connection to the controller."""
+
+    def __init__(self, channel: Channel, sending: threading.Lock) -> None:
+        super().__init__()
+        self._channel, self._sending = channel, sending
+
+    def send(self, message: Any) -> None:
+        with self._sending:
+            self._channel.send(message)
+
+
+def serve_parts(channel: Channel, parts: Mapping[str, Any]) -> None:
+    """Serve all parts, on two threads if some are concurrent. The first error ends it."""
+    concurrent = concurrent_parts(parts)
+    if not concurrent:
+        return serve(channel, parts)
+    sys.setswitchinterval(SWITCH_S)
+    sending = threading.Lock()
+    first, second = Lane(channel, sending), Lane(channel, sending)
+    ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def route() -> None:
+        while (call := channel.recv()) is not None:
+            (second if call.part in concurrent else first).inbox.put(call)
+        for lane in (first, second):
+            lane.inbox.put(None)
+
+    def run(work: Callable[[], None]) -> None:
+        try:
+            work()
+            ends.put(None)
+        except BaseException as error:
+            ends.put(error)
+
+    works = {
+        "first": partial(serve, first, {k: v for k, v in parts.items() if k not in concurrent}),
+        "second": partial(serve, second, {k: v for k, v in parts.items() if k in concurrent}),
+        "router": route,
+    }
+    for name, work in works.items():
+        label = f"{threading.current_thread().name}-{name}"
+        threading.Thread(target=run, args=(work,), name=label, daemon=True).start()
+    for _ in works:
+        if (error := ends.get()) is not None:
+            raise error
 
 
 def serve(channel: Channel, parts: Mapping[str, Any]) -> None:
@@ -134,8 +188,9 @@ def build_and_serve(channel: Channel) -> None:
     except Exception as error:
         log.exception("the worker failed to start")
         return channel.send(Reply(0, error=portable(error)))
+    gc.freeze()  # collections then skip what the libraries hold, which takes tenths of a second
     channel.send(Reply(0))
-    serve(channel, {**parts, "host": ProcessStats()})
+    serve_parts(channel, Parts({**parts, "host": ProcessStats()}, concurrent_parts(parts)))
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ its adapters. In a group of ranks, every rank has an engine with a copy of the w
 ranks gather together; a reward model runs on rank 0.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,6 +17,7 @@ from paceline.data.tiny_reward import resolve_reward_model
 from paceline.model.engine_weights import engine_weights
 from paceline.model.loading import default_device, load_config, load_model, load_tokenizer
 from paceline.remote.group import is_first_rank
+from paceline.remote.parts import Parts
 from paceline.reward.model import RewardModel
 from paceline.rollout.native.engine import NativeEngine
 from paceline.rollout.service import RolloutService
@@ -44,9 +45,7 @@ def first_rank_only(roles: Sequence[Role]) -> frozenset[str]:
     return frozenset({Role.REWARD, *engine})
 
 
-def build_parts(
-    roles: Sequence[Role], config: RunConfig, model_path: str, threads: int
-) -> Mapping[str, Any]:
+def build_parts(roles: Sequence[Role], config: RunConfig, model_path: str, threads: int) -> Parts:
     concurrent = config.placement.overlap and {Role.ACTOR, Role.ROLLOUT} <= set(roles)
     torch.set_num_threads(max(1, threads // 2) if concurrent else threads)
     parts: dict[str, Any] = {}
@@ -75,7 +74,7 @@ def build_parts(
         parts[Role.ROLLOUT] = rollout
         if isinstance(rollout, RolloutService):
             parts[TARGET] = rollout.weight_target
-    return parts
+    return Parts(parts, {Role.ROLLOUT} if concurrent else ())
 
 
 def _actor(

@@ -1,5 +1,5 @@
 """This machine as a cluster: each pool is a process with its own cores, or a thread if it is the
-only one."""
+only one and has no GPU."""
 
 import os
 from collections import Counter
@@ -10,7 +10,6 @@ from paceline.config import RunConfig
 from paceline.remote.process import ProcessWorker, process_group
 from paceline.remote.thread import ThreadWorker
 from paceline.remote.worker import Worker
-from paceline.types import Role
 from paceline.workers.build import build_parts, first_rank_only
 from paceline.workers.cluster import Node, PlannedWorker
 
@@ -41,13 +40,10 @@ class LocalCluster:
                 gpus=self.gpus(plan),
                 first_only=first_rank_only(plan.roles),
             )
-        if plan.alone:
-            return ThreadWorker(
-                plan.name,
-                build_parts,
-                args,
-                {Role.ROLLOUT} if self._config.placement.overlap else (),
-            )
+        gpus = self.gpus(plan)
+        if plan.alone and not gpus:
+            return ThreadWorker(plan.name, build_parts, args)
+        # Beside a GPU, the controller would hold the interpreter lock while the GPU waits for work.
         return ProcessWorker(
             plan.name,
             build_parts,
@@ -55,7 +51,7 @@ class LocalCluster:
             cores=list(plan.cores),
             threads=plan.threads,
             log_path=self._logs / f"{plan.name}.log",
-            gpu=next(iter(self.gpus(plan)), None),
+            gpu=next(iter(gpus), None),
         )
 
     def gpus(self, plan: PlannedWorker) -> list[int]:

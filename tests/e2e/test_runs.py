@@ -19,6 +19,7 @@ from paceline.config import RunConfig, load_config
 from paceline.errors import CheckpointError, WorkerDied
 from paceline.run import train
 from paceline.run_dir import lock_run_dir
+from paceline.workers.local import LocalCluster
 from tests.models import random_model
 from tests.processes import children
 
@@ -59,17 +60,19 @@ def weights(folder: Path, step: int, role: str = "actor") -> str:
 
 
 def test_staleness_0_equals_hybrid_sync_bit_for_bit_in_every_placement(
-    model: str, tmp_path: Path
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(model, tmp_path / "hybrid", "steps=20")
     run(model, tmp_path / "separate", "steps=20", *SEPARATE)
     run(model, tmp_path / "overlap", "steps=20", "placement.overlap=true")
     run(model, tmp_path / "other_seed", "steps=20", "seed=1")
-    assert (
-        weights(tmp_path / "hybrid", 20)
-        == weights(tmp_path / "separate", 20)
-        == weights(tmp_path / "overlap", 20)
-    )
+    # with a GPU, the worker of a single pool is a process
+    monkeypatch.setattr(LocalCluster, "gpus", lambda *_: [0])
+    run(model, tmp_path / "process", "steps=20")
+    run(model, tmp_path / "overlap_process", "steps=20", "placement.overlap=true")
+    assert (tmp_path / "process" / "logs" / "main.log").exists()
+    placements = ("hybrid", "separate", "overlap", "process", "overlap_process")
+    assert len({weights(tmp_path / placement, 20) for placement in placements}) == 1
     assert weights(tmp_path / "hybrid", 20) != weights(tmp_path / "other_seed", 20)
 
 

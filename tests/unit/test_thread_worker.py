@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import WorkerDied
+from paceline.remote.parts import Parts
 from paceline.remote.process import ProcessWorker
 from paceline.remote.thread import ThreadWorker
 
@@ -64,7 +65,7 @@ def with_worker(
     scenario: Callable[[ThreadWorker], Coroutine[Any, Any, None]],
 ) -> None:
     async def main() -> None:
-        worker = ThreadWorker("main", build, (), concurrent={"rollout"})
+        worker = ThreadWorker("main", lambda: Parts(build(), {"rollout"}), ())
         await worker.ready()
         try:
             await asyncio.wait_for(scenario(worker), 20)
@@ -81,7 +82,7 @@ def test_concurrent_role_works_while_other_role_waits() -> None:
         waiting = worker.start_call("actor", "wait")
         assert await worker.call("rollout", "open") == "main-second"
         assert await waiting == "opened"
-        assert await worker.call("actor", "open") == "main"
+        assert await worker.call("actor", "open") == "main-first"
 
     with_worker(lambda: {"actor": gate, "rollout": gate}, scenario)
 
@@ -118,6 +119,49 @@ def test_error_keeps_its_message_when_it_cannot_be_unpickled(works: bool, tmp_pa
                 with pytest.raises(RuntimeError, match=message):
                     await worker.ready()
                     await worker.call("actor", "fail")
+        finally:
+            await worker.close()
+
+    asyncio.run(scenario())
+
+
+def build_gates() -> Parts:
+    gate = Gate()
+    return Parts({"actor": gate, "rollout": gate}, {"rollout"})
+
+
+def build_broken() -> Parts:
+    return Parts({"actor": Gate(), "rollout": Broken()}, {"rollout"})
+
+
+def test_concurrent_role_of_process_works_while_other_role_waits(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        worker = ProcessWorker(
+            "one", build_gates, (), cores=[], threads=1, log_path=tmp_path / "log"
+        )
+        try:
+            async with asyncio.timeout(30):
+                await worker.ready()
+                waiting = worker.start_call("actor", "wait")
+                assert (await worker.call("rollout", "open")).endswith("second")
+                assert await waiting == "opened"
+        finally:
+            await worker.close()
+
+    asyncio.run(scenario())
+
+
+def test_process_dies_when_concurrent_role_fails(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        worker = ProcessWorker(
+            "one", build_broken, (), cores=[], threads=1, log_path=tmp_path / "log"
+        )
+        try:
+            async with asyncio.timeout(30):
+                await worker.ready()
+                await worker.call("rollout", "begin")
+                with pytest.raises(WorkerDied, match="a bug"):
+                    await worker.died
         finally:
             await worker.close()
 
