@@ -5,8 +5,10 @@ embedding to the sampled token. Bursts of steps run ahead of the host, which rea
 through pinned memory.
 
 A graph is captured once for each of a few batch sizes, on first use; its rows beyond the live ones
-are idle on page 0. All work is queued on one stream, so a page or a row may be given to another
-sequence while the last burst that uses it still runs.
+are idle on page 0. Small prefills are graphs too, with padding that goes to page 0, because the
+host would need longer to start their kernels than the GPU to run them. All work is queued on one
+stream, so a page or a row may be given to another sequence while the last burst that uses it still
+runs.
 """
 
 from collections.abc import Iterator
@@ -32,6 +34,9 @@ from paceline.rollout.native.slots import Sequence, Slots
 # after a sequence has ended.
 MAX_STEPS = 8
 FORWARD_TOKENS = 8192  # maximum tokens per prefill pass, to bound its memory
+# Numbers of tokens with a CUDA graph for prefill, and the tokens per sequence that it has room for.
+PREFILL_SIZES = (128, 256, 512, 1024, 2048, 4096)
+SEQUENCE_TOKENS = 16
 # Batch sizes with a CUDA graph; larger ones are multiples of 128.
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 
@@ -73,7 +78,10 @@ class CudaBackend:
             self.state = torch.zeros(len(State), slots, dtype=torch.int32, device=self.device)
             self.out = torch.zeros(MAX_STEPS, 2, slots, dtype=torch.int32, device=self.device)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        # by number of tokens, each with its input
+        self._prefills: dict[int, tuple[Tensor, torch.cuda.CUDAGraph]] = {}
         self.wake()
+        self._capture_all()
 
     def wake(self) -> None:
         most = self.slots * self.forward.pages_each + 1
@@ -109,6 +117,7 @@ class CudaBackend:
     def sleep(self) -> None:
         self.stream.synchronize()
         self._graphs.clear()
+        self._prefills.clear()
         del self.cache, self._pool
         torch.cuda.empty_cache()
 
@@ -262,6 +271,20 @@ class CudaBackend:
         for _ in range(steps):
             graph.replay()
 
+    def _capture_all(self) -> None:
+        """Capture every graph that sampling without top-k and top-p needs, before the first step.
+
+        Compiling kernels would otherwise make single steps several times as long. After `sleep`,
+        graphs are captured on use.
+        """
+        with self._on_stream():
+            for size in sorted({self._size(rows) for rows in range(1, self.slots + 1)}):
+                self._graphs[size, False] = self._capture(size, False)
+            most = self.slots * (self.max_length - 1)
+            for size in PREFILL_SIZES:
+                if size // 2 < most:
+                    self._prefill_graph(size)
+
     def _capture(self, size: int, truncated: bool) -> torch.cuda.CUDAGraph:
         state = self.state.clone()
         # Compiles the kernels; it writes only to places that the captured step overwrites.
@@ -286,8 +309,12 @@ class CudaBackend:
         return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
 
     def _prefill(self, batch: list[PrefillChunk]) -> None:
-        rows = [chunk.sequence.context[chunk.start : chunk.stop] for chunk in batch]
-        tokens = np.array([token for row in rows for token in row], np.int32)
+        tokens = np.concatenate(
+            [
+                np.array(chunk.sequence.context[chunk.start : chunk.stop], np.int32)
+                for chunk in batch
+            ]
+        )
         positions = np.concatenate(
             [np.arange(chunk.start, chunk.stop, dtype=np.int32) for chunk in batch]
         )
@@ -303,8 +330,49 @@ class CudaBackend:
                 tiles.append((index, offset, count, start))
                 offset += count
         flat_tiles = np.array(tiles, np.int32).ravel()
-        arrays = (tokens, positions, places.astype(np.int32), flat_tiles, table.ravel())
-        flat = self._upload(np.concatenate(arrays)).split([len(array) for array in arrays])
+        work = [tokens, positions, places.astype(np.int32), flat_tiles, table.ravel()]
+        size = next((size for size in PREFILL_SIZES if size >= len(tokens)), None)
+        if size is None or len(batch) > size // SEQUENCE_TOKENS:
+            self._prefill_tensors(self._upload(np.concatenate(work)), [len(part) for part in work])
+        else:
+            self._replay_prefill(size, work)
+
+    def _prefill_tensors(self, flat: Tensor, lengths: list[int]) -> None:
+        tokens, positions, places, tiles, table = flat.split(lengths)
         self.forward.prefill(
-            self.cache, flat[0], flat[1], flat[2], flat[3].view(-1, 4), flat[4].view(len(batch), -1)
+            self.cache,
+            tokens,
+            positions,
+            places,
+            tiles.view(-1, 4),
+            table.view(-1, self.forward.pages_each),
         )
+
+    def _replay_prefill(self, size: int, work: list[NDArray[np.int32]]) -> None:
+        """Prefill with the graph of this size, whose input is the work with padding."""
+        lengths = self._prefill_lengths(size)
+        padded = np.zeros(sum(lengths), np.int32)
+        for part, start in zip(work, np.cumsum([0, *lengths[:-1]]), strict=True):
+            padded[start : start + len(part)] = part
+        flat, graph = self._prefill_graph(size)
+        flat.copy_(self._upload(padded))
+        graph.replay()
+
+    def _prefill_graph(self, size: int) -> tuple[Tensor, torch.cuda.CUDAGraph]:
+        """Return the graph of this size and its input. Padding alone writes to page 0 only."""
+        if size not in self._prefills:
+            lengths = self._prefill_lengths(size)
+            flat = torch.zeros(sum(lengths), dtype=torch.int32, device=self.device)
+            self._prefill_tensors(flat, lengths)  # compiles the kernels
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"
+            ):
+                self._prefill_tensors(flat, lengths)
+            self._prefills[size] = flat, graph
+        return self._prefills[size]
+
+    def _prefill_lengths(self, size: int) -> list[int]:
+        """Return the lengths of the parts of a prefill's input: see `Forward.prefill`."""
+        most = size // SEQUENCE_TOKENS  # sequences
+        return [size, size, size, 4 * (size // PAGE + most), most * self.forward.pages_each]

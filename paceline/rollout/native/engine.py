@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -56,8 +57,21 @@ class InFlightBurst:
 
     burst: Burst
     steps: int
-    sequences: list[Running]  # by row
+    arrivals: NDArray[np.int64]  # of the sequence in each row
     version: int
+
+    def still_in(self, slots: Slots) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the rows whose sequences are part of the burst, and their columns in it."""
+        now = slots.arrival[: len(slots.live)]
+        if np.array_equal(now, self.arrivals):
+            rows = np.arange(len(now))
+            return rows, rows
+        # some sequences have ended, are new or moved to other rows
+        order = np.argsort(self.arrivals)
+        places = np.searchsorted(self.arrivals, now, sorter=order)
+        columns = order[np.minimum(places, len(order) - 1)]
+        rows = np.flatnonzero(self.arrivals[columns] == now)
+        return rows, columns[rows]
 
 
 class NativeEngine:
@@ -84,11 +98,13 @@ class NativeEngine:
         """
         max_length = min(max_length, position_limit(config) or max_length)
         self._weights, self._memory = weights, ReleasableMemory(weights.named.values())
+        self._vocabulary = weights.vocabulary
         self._backend = backend or choose_backend(
             config, weights, slots, max_length, kv_memory_fraction, brief
         )
         self._slots = Slots(slots, max_length)
         self._decode = decode
+        self._ids: set[str] = set()  # of all requests that have not been returned
         self._waiting: OrderedDict[str, Running] = OrderedDict()
         self._prefilling: list[PendingPrefill] = []
         self._in_flight: deque[InFlightBurst] = deque()
@@ -135,15 +151,12 @@ class NativeEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue all requests, or none: raise RolloutError if one of them cannot be served."""
-        taken = {running.request.id for running in self._slots.live}
-        taken.update(
-            running.request.id for pending in self._prefilling for running in pending.sequences
-        )
-        taken |= self._waiting.keys() | self._ended.keys()
-        limits = self._slots.max_length, self._weights.vocabulary, self._decode is not None
+        limits = self._slots.max_length, self._vocabulary, self._decode is not None
+        new = set[str]()
         for request in requests:
-            check_request(request, request.id in taken, *limits)
-            taken.add(request.id)
+            check_request(request, request.id in self._ids or request.id in new, *limits)
+            new.add(request.id)
+        self._ids |= new
         for request in requests:
             running = Running.of(request)
             finish = already_ended(request, self._slots.max_length, self._decode)
@@ -161,7 +174,7 @@ class NativeEngine:
         started = self._start(finished)
         if self._in_flight and (not started or len(self._in_flight) > self._backend.ahead):
             finished += self._collect()
-        return finished
+        return self._returned(finished)
 
     def abort(self, ids: Sequence[str]) -> Finished:
         """Abort these requests and return their partial completions; ignore unknown IDs."""
@@ -179,7 +192,7 @@ class NativeEngine:
             for row, running in enumerate(self._slots.live)
             if running.request.id in wanted
         }
-        return finished + self._release(rows)
+        return self._returned(finished + self._release(rows))
 
     def interrupt(self) -> Finished:
         """Remove all requests and return their partial completions, which can be resumed."""
@@ -192,7 +205,8 @@ class NativeEngine:
         ]
         self._ended.clear()
         self._waiting.clear()
-        return finished + self._release(dict.fromkeys(range(self.running), Finish.INTERRUPT))
+        rows = dict.fromkeys(range(self.running), Finish.INTERRUPT)
+        return self._returned(finished + self._release(rows))
 
     def wait_idle(self) -> None:
         """Wait for the bursts in flight, so that nothing reads the weights.
@@ -325,7 +339,8 @@ class NativeEngine:
             steps = self._backend.steps(n)
             if self._backend.grow(slots, np.minimum(now + steps, limit)):
                 burst = self._backend.decode(slots, steps)
-                self._in_flight.append(InFlightBurst(burst, steps, list(slots.live), self._version))
+                arrivals = slots.arrival[:n].copy()
+                self._in_flight.append(InFlightBurst(burst, steps, arrivals, self._version))
                 slots.ahead[:n] += steps
                 return True
             if self._in_flight:
@@ -337,14 +352,7 @@ class NativeEngine:
     def _collect(self) -> Finished:
         """Read the tokens of the oldest burst in flight."""
         oldest, slots = self._in_flight.popleft(), self._slots
-        if oldest.sequences == slots.live:
-            rows = columns = np.arange(len(slots.live))
-        else:  # some sequences have ended or moved to other rows
-            column = {id(running): index for index, running in enumerate(oldest.sequences)}
-            rows = np.array(
-                [row for row, running in enumerate(slots.live) if id(running) in column], np.int64
-            )
-            columns = np.array([column[id(slots.live[row])] for row in rows], np.int64)
+        rows, columns = oldest.still_in(slots)
         slots.ahead[rows] -= oldest.steps
         going = slots.position[rows] < slots.limit[rows]
         rows, columns = rows[going], columns[going]
@@ -360,9 +368,14 @@ class NativeEngine:
             self._tokens_sampled += len(rows)
             if stopped := slots.ended(rows, self._decode):
                 ended |= stopped
-                going = ~np.isin(rows, list(stopped))
-                rows, columns = rows[going], columns[going]
+                going = np.ones(slots.count, bool)
+                going[list(stopped)] = False
+                rows, columns = rows[going[rows]], columns[going[rows]]
         return self._release(ended)
+
+    def _returned(self, finished: Finished) -> Finished:
+        self._ids.difference_update(id for id, _ in finished)
+        return finished
 
     def _release(self, rows: dict[int, Finish]) -> Finished:
         slots = self._slots

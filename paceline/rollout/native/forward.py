@@ -102,11 +102,13 @@ class Forward:
     ) -> None:
         """Fill the cache with the concatenated tokens of several sequences.
 
-        `places` are their places in the cache, `tiles` the work list of attention.
+        `places` are their places in the cache, `tiles` the work list of attention. Tokens without a
+        tile are padding.
         """
 
         def attend(qkv: Tensor, kv: Tensor) -> Tensor:
-            attended = torch.empty(
+            # zeros: padding must stay finite
+            attended = torch.zeros(
                 len(qkv), self.heads * self.dim, device=qkv.device, dtype=qkv.dtype
             )
             kernels.attend_prefill[(len(tiles), self.heads)](

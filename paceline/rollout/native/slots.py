@@ -47,6 +47,7 @@ class Slots:
     def __init__(self, count: int, max_length: int) -> None:
         self.count, self.max_length = count, max_length
         self.live: list[Sequence] = []
+        self.arrival = np.zeros(count, np.int64)  # of the row's sequence
         self.position = np.zeros(count, np.int64)  # position of the last token
         self.ahead = np.zeros(count, np.int64)  # tokens in flight, not read yet
         self.limit = np.zeros(count, np.int64)  # highest allowed position
@@ -64,6 +65,7 @@ class Slots:
         row, request = len(self.live), sequence.request
         sampling = request.sampling
         self.live.append(sequence)
+        self.arrival[row] = sequence.arrival
         self.position[row] = len(sequence.context) - 1
         self.ahead[row] = 0
         self.last[row] = sequence.context[-1]
@@ -133,8 +135,8 @@ class Slots:
         targets = sorted(row for row in gone if row < kept)
         sources = [row for row in range(kept, len(self.live)) if row not in gone]
         by_row = (
-            self.position, self.ahead, self.limit, self.seed, self.temperature, self.top_k,
-            self.top_p, self.stops, self.last,
+            self.arrival, self.position, self.ahead, self.limit, self.seed, self.temperature,
+            self.top_k, self.top_p, self.stops, self.last,
         )  # fmt: skip
         for array in by_row:
             array[targets] = array[sources]
