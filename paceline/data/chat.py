@@ -1,6 +1,7 @@
 """Chat templates: messages to text, checks of messages, and the tokens that end a completion."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -79,6 +80,22 @@ def stop_token_ids(
     if eos is not None:
         ids |= {eos} if isinstance(eos, int) else set(eos)
     return tuple(sorted(ids))
+
+
+def text_decoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[list[int]], str]:
+    """Return a function that turns tokens into text without special tokens.
+
+    The tokenizer's own `decode` inspects every token in Python, so the library below it is called
+    directly where the result is the same. Spaces of BPE tokenizers are never cleaned up, because
+    that would change the text.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    if getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode:
+        below = tokenizer.backend_tokenizer
+        if not tokenizer.clean_up_tokenization_spaces or type(below.model).__name__ == "BPE":
+            return partial(below.decode, skip_special_tokens=True)
+    return partial(tokenizer.decode, skip_special_tokens=True)
 
 
 def message_problem(prompt: Any) -> str | None:

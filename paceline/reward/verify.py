@@ -24,6 +24,9 @@ _FRACTION = re.compile(
 _GROUPED = re.compile(rf"[-+{_MINUS}]?(?:(?:\d+|\d{{1,3}}(?:,\d{{3}})+)(?:\.\d+)?|\.\d+)")
 _NUMBER = re.compile(rf"(?:(?<!\d)[-+{_MINUS}])?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 
+_DIGIT = re.compile(r"\d")
+_NUMBER_CHARACTERS = re.compile(rf"[-+{_MINUS}$\d,.]*")
+
 
 def exact(completion: str, row: Mapping[str, Any]) -> float:
     """Compare the whole completion with the reference answer, ignoring surrounding spaces."""
@@ -91,11 +94,15 @@ def _result(row: Mapping[str, Any]) -> str:
 
 
 def _last_number(text: str) -> Decimal | None:
-    last = None
-    for match in _NUMBER.finditer(text):
-        last = match[0]
-    if last is None:
+    # Most of a completion is not its last number, so the search begins at the end.
+    backwards = text[::-1]
+    digit = _DIGIT.search(backwards)
+    if digit is None:
         return None
+    around = _NUMBER_CHARACTERS.match(backwards, digit.start())
+    assert around is not None, "it matches at least the digit"
+    *_, match = _NUMBER.finditer(around[0][::-1])
+    last = match[0]
     return Decimal(last.replace(_MINUS, "-").translate({ord(","): None, ord("$"): None}))
 
 

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Protocol
 
-from paceline.data.chat import stop_token_ids
+from paceline.data.chat import stop_token_ids, text_decoder
 from paceline.errors import ConfigError, PacelineError, RolloutError
 from paceline.plugins import PluginError, find_callable
 from paceline.types import Completion, Prompt, Trajectory, Turn
@@ -102,10 +102,11 @@ def open_environment(
     """Create the agent loop from "file.py:Class" or a callable; without one, a single turn."""
     if chosen is None:
         ends = stop_token_ids(tokenizer)  # some tokenizers do not mark all of them as special
+        decode = text_decoder(tokenizer)
 
         def text(tokens: list[int]) -> str:
             tokens = tokens[:-1] if tokens[-1] in ends else tokens
-            return str(tokenizer.decode(tokens, skip_special_tokens=True))
+            return decode(tokens)
 
         return SingleTurn(text)
     name = chosen if isinstance(chosen, str) else getattr(chosen, "__qualname__", repr(chosen))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
-from paceline.data.chat import stop_token_ids
+from paceline.data.chat import stop_token_ids, text_decoder
 from paceline.data.prompts import DataSettings, PromptSource
 from paceline.data.tiny import make_tokenizer
 from paceline.errors import ConfigError, DataError
@@ -104,3 +104,13 @@ def test_stop_tokens_combine_eos_end_of_turn_and_generation_config() -> None:
     assert stop_token_ids(make_tokenizer()) == (2,)
     assert stop_token_ids(tokenizer) == (2, end)
     assert stop_token_ids(tokenizer, GenerationConfig(eos_token_id=[7, 2])) == (2, 7, end)
+
+
+@pytest.mark.parametrize("cleans", [False, True])
+def test_text_decoder_equals_decode_without_special_tokens(cleans: bool) -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.clean_up_tokenization_spaces = cleans
+    tokens = tokenizer.encode("<bos><|im_start|>a , b<|im_end|>")
+    expected = tokenizer.decode(tokens, skip_special_tokens=True)
+    assert text_decoder(tokenizer)(tokens) == expected
+    assert "im_start" not in expected
