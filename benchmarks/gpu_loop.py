@@ -20,10 +20,11 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -33,11 +34,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import paceline.run  # noqa: E402
+from paceline import generation  # noqa: E402
 from paceline.config import load_config  # noqa: E402
 from paceline.data.tiny import make_tokenizer  # noqa: E402
 from paceline.reward import verify  # noqa: E402
-from paceline.rollout.native.engine import NativeEngine  # noqa: E402
-from paceline.types import Request  # noqa: E402
+from paceline.rollout.client import EngineClient  # noqa: E402
+from paceline.types import Completion, Request  # noqa: E402
 
 PROMPT, NEW, LONGEST = 128, 512, 2048
 MEDIAN, SIGMA = 400, math.log(8) / 2.3263  # the 99th percentile is 8 times the median
@@ -112,44 +114,16 @@ def forced_length(request_id: str) -> int:
     return min(LONGEST, max(1, round(length)))
 
 
-def force_lengths(long_tail: bool, longest: int) -> None:
-    """Make every engine generate completions of predetermined length."""
-    plain = NativeEngine.__dict__.get("plain_submit", NativeEngine.submit)
+def forcing_client(long_tail: bool, longest: int) -> type[EngineClient]:
+    """Return an engine client whose completions have predetermined lengths."""
 
-    def submit(engine: NativeEngine, requests: Sequence[Request]) -> None:
-        lengths = [
-            min(longest, forced_length(request.id)) if long_tail else longest
-            for request in requests
-        ]
-        plain(
-            engine,
-            [
-                replace(
-                    r, sampling=replace(r.sampling, max_new_tokens=n, stop_token_ids=(), stop=())
-                )
-                for r, n in zip(requests, lengths, strict=True)
-            ],
-        )
+    class ForcedLengths(EngineClient):
+        async def generate(self, request: Request) -> Completion:
+            length = min(longest, forced_length(request.id)) if long_tail else longest
+            sampling = replace(request.sampling, max_new_tokens=length, stop_token_ids=(), stop=())
+            return await super().generate(replace(request, sampling=sampling))
 
-    NativeEngine.plain_submit, NativeEngine.submit = plain, submit  # type: ignore[attr-defined, method-assign]
-
-
-def time_loads() -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
-    """Record when an engine gets new weights and when its next decode step can read them."""
-    plain = NativeEngine.__dict__.get("plain_load", NativeEngine.load)
-    times: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    def load(engine: NativeEngine, *args: Any) -> None:
-        if not torch.cuda.is_available():
-            return plain(engine, *args)
-        requested, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        requested.record(torch.cuda.Stream())  # an empty stream, so the event is immediate
-        plain(engine, *args)
-        done.record(engine._backend.stream)  # type: ignore[attr-defined]
-        times.append((requested, done))
-
-    NativeEngine.plain_load, NativeEngine.load = plain, load  # type: ignore[attr-defined, method-assign]
-    return times
+    return ForcedLengths
 
 
 def varied(completion: str, row: Mapping[str, Any]) -> float:
@@ -177,9 +151,9 @@ def measure(
         *extra,
     ]
     config = load_config(None, overrides)
-    force_lengths(load == "long tail", config.rollout.max_response_length)
-    loads = time_loads()
-    asyncio.run(paceline.run.train(config))
+    client = forcing_client(load == "long tail", config.rollout.max_response_length)
+    with mock.patch.object(generation, "EngineClient", client):
+        asyncio.run(paceline.run.train(config))
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     warm_up = max(1, steps // 3)
     times = [
@@ -188,7 +162,6 @@ def measure(
     # with a staleness bound, long and short steps alternate: measure whole cycles
     times = times[len(times) % CYCLE :]
     steady = rows[-len(times) :]
-    live = [requested.elapsed_time(done) for requested, done in loads[-len(times) :]]
     tokens = statistics.mean(row["rollout/tokens"] for row in steady)
     seconds = sum(times) / len(times)
     return {
@@ -202,13 +175,8 @@ def measure(
         "wait_s": round(statistics.median(row["time/wait_s"] for row in steady), 3),
         "sync_ms": round(1e3 * statistics.median(row["time/sync_s"] for row in steady), 2),
         "sync_max_ms": round(1e3 * max(row["time/sync_s"] for row in steady), 2),
-        "live_ms": round(statistics.median(live), 2) if live else None,
-        "live_max_ms": round(max(live), 2) if live else None,
         "staleness_max": max(row["staleness/max"] for row in steady),
         "seconds": [round(t, 3) for t in times],
-        "memory_GiB": round(torch.cuda.max_memory_allocated() / 2**30, 1)
-        if torch.cuda.is_available()
-        else None,
         "logprob_diff_mean": steady[-1].get(
             "mismatch/logprob_diff_mean", steady[-1].get("train/logprob_diff_mean")
         ),
@@ -255,9 +223,6 @@ def main() -> None:
                 )
                 results["runs"].append(run)
                 print(json.dumps(run), flush=True)
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
-                    torch.cuda.reset_peak_memory_stats()
     by = {(run["mode"], run["load"]): run["step_s"] for run in results["runs"]}
     results["async_times_hybrid"] = {
         load: round(by["hybrid", load] / by["async", load], 2) for load in LOADS
