@@ -117,6 +117,7 @@ class Loop:
         self._stopping = False
         self._stop_requested = False
         self._saved_step = 0
+        self._save_s = 0.0  # of the checkpoint after the last step
         self._taking = False  # the train task waits for groups
         self._queue.on_drop = self._dropped
         if not (admission.changed is rollouter.changed is self._changed):
@@ -215,7 +216,9 @@ class Loop:
                 "time/wait_s": taken - begun,
                 "time/train_s": trained - taken,
                 "time/sync_s": synced - trained,
+                "time/save_s": self._save_s,
             }
+            self._save_s = 0.0
             self._observer.step_done(self.step, metrics, groups)
             self._ledger.flush()
             if self._settings.save_every and self.step % self._settings.save_every == 0:
@@ -226,8 +229,10 @@ class Loop:
     async def _checkpoint(self) -> None:
         if self.step > self._saved_step:
             self.waiting_for["train"] = f"the checkpoint of step {self.step}"
+            begun = asyncio.get_running_loop().time()
             await self._save(self.step)
             self._saved_step = self.step
+            self._save_s = asyncio.get_running_loop().time() - begun
 
     async def _take(self) -> list[Group] | None:
         """Take the oldest groups in order of admission, which bounds staleness; None: stop."""

@@ -16,6 +16,7 @@ import numpy as np
 from paceline.loop import Metrics, Observer
 from paceline.observe.samples import Samples
 from paceline.observe.sinks import Sinks
+from paceline.observe.slow_steps import SlowSteps
 from paceline.rollout.engine import EngineStats
 from paceline.types import Group
 
@@ -55,6 +56,7 @@ class Recorder:
             self._rewards = array("d", (json.loads(line)["reward/mean"] for line in lines))
         self._earlier_steps = len(self._rewards)
         self._sums: Counter[str] = Counter()  # of SUMMED
+        self._slow = SlowSteps()
         self._maxima: dict[str, float] = {}  # of staleness and memory
         self._polls, self._queue_sum, self._queue_last = 0, 0.0, 0.0
         self._file = path.open("a", encoding="utf-8")
@@ -83,6 +85,7 @@ class Recorder:
         for name, value in metrics.items():
             if name == "staleness/max" or name.startswith("memory/"):
                 self._maxima[name] = max(self._maxima.get(name, 0.0), value)
+        self._slow.check(step, metrics)
         self._samples.step_done(step, groups)
         self._sinks.put(step, metrics)
         if self._display:
@@ -137,6 +140,8 @@ class Recorder:
             "queue_utilization": queue_utilization,
             "rollout_busy_fraction": min(1.0, rollout_busy_s / wall),
             "train_busy_fraction": min(1.0, sums["train/busy_s"] / wall),
+            # Steps of more than twice the median time, by the part that took longer.
+            "slow_steps": dict(self._slow.causes),
             "memory_peak_bytes": memory_peak_bytes,
             # The peak of each phase, if engine and trainer alternate on one device.
             "memory_phases": {
