@@ -12,6 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig
 
 from paceline.model.attention import SHORT_ROW
 from paceline.model.shape import model_shape
+from paceline.model.support import is_fast
 from paceline.training.head import CHUNK_LOGITS
 from paceline.training.settings import TrainSettings
 
@@ -83,6 +84,16 @@ def activation_bound(
     shape, tokens = model_shape(config), settings.micro_batch_tokens
     tensor, stages = settings.tensor_parallel, settings.pipeline_parallel
     hidden, query, key = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    if gpu and not critic and _is_fused(config, settings):
+        # See LayerActivations: two float32 residuals, and in bfloat16 two norms, queries, keys and
+        # values twice, the attention output, gate and up. Logits are float32, their gradient is
+        # bfloat16. Only one layer at a time has its gradients.
+        inside = 8 * hidden + 4 * (query + 2 * key) + 2 * query + 4 * shape.mlp
+        layers = shape.layers if train else 1
+        kept = layers * 4 * hidden
+        kept += inside if settings.gradient_checkpointing else layers * inside
+        logits = min(CHUNK_LOGITS["cuda"], tokens * shape.vocabulary)
+        return tokens * (kept + 8 * hidden * FLOAT + 8 * shape.mlp) + logits * (FLOAT + 2)
     # In float32: two norms of about four tensors each, and the residual twice. In the compute
     # dtype: queries, keys and values before and after rotation and unpacking, the attention output
     # twice, five MLP tensors, and on a CPU the attention scores of rows of up to SHORT_ROW tokens.
@@ -99,6 +110,13 @@ def activation_bound(
         0 if critic else 3 * min(CHUNK_LOGITS["cuda" if gpu else "cpu"], tokens * shape.vocabulary)
     )
     return tokens * (kept + 8 * hidden * FLOAT) + logits * FLOAT
+
+
+def _is_fused(config: PretrainedConfig, settings: TrainSettings) -> bool:
+    """Return whether the explicit passes of decoder.py train this model on a GPU."""
+    plain = settings.lora is None and settings.tensor_parallel == 1
+    narrow = settings.dtype == "bfloat16" and settings.backend != "megatron"
+    return plain and narrow and is_fast(config, 0)
 
 
 def parameter_shapes(

@@ -91,7 +91,8 @@ def phases(config: RunConfig, ranks: int, *roles: Role) -> dict[Phase, dict[str,
 def test_offload_leaves_only_working_role_on_device() -> None:
     config = load_config(None, [*FSDP, "algorithm.name=ppo", "train.offload=true"])
     found = phases(config, 4, Role.ACTOR, Role.CRITIC, Role.ROLLOUT)
-    assert not [name for name in found[Phase.TRAIN] if name.startswith(("critic", "engine", "KV"))]
+    (working,) = {name.split()[0] for name in found[Phase.TRAIN]}
+    assert working in (Role.ACTOR, Role.CRITIC), "neither both nor an engine"
     assert set(found[Phase.GENERATE]) == {"engine weights", "KV cache"}
     assert set(found[Phase.SYNC]) == {
         *("actor parameters", "actor optimizer", "engine weights", "largest tensor")
@@ -141,10 +142,10 @@ def test_layout_fits_as_asked(shape: str, devices: str, settings: list[str]) -> 
     ("shape", "devices", "settings", "expected"),
     [
         ("0.5b", "1:24GB", [], "train.gradient_checkpointing=true"),
-        ("7b", "8:80GB", [BF16], "train.offload=true train.backend=fsdp"),
+        ("7b", "8:80GB", [BF16], "train.backend=fsdp"),
         ("7b", "8:80GB", [*FSDP, "placement.train_ranks=1"], "placement.train_ranks=8"),
         ("70b", "4x8:80GB", [*FSDP], "rollout.engine=vllm rollout.tensor_parallel="),
-        ("70b", "4x8:80GB", [*SEPARATE, *FSDP, "placement.rollout_workers=4"], "rollout_workers="),
+        ("70b", "4x8:80GB", [*SEPARATE, *FSDP, "placement.rollout_workers=24"], "rollout_workers="),
     ],
 )
 def test_nearest_layout_fits(shape: str, devices: str, settings: list[str], expected: str) -> None:
@@ -176,7 +177,7 @@ def test_rank_of_70b_on_32_gpus_holds_documented_memory() -> None:
         "actor gradients": pytest.approx(8.2, abs=0.05),
         "actor optimizer": pytest.approx(16.4, abs=0.05),
         "actor gathered layers": pytest.approx(15.8, abs=0.05),
-        "actor activations": pytest.approx(20.0, abs=0.05),
+        "actor activations": pytest.approx(15.7, abs=0.05),
     }
 
 

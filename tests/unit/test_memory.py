@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from paceline.model.known_shapes import known_shape
 from paceline.training.memory import memory_estimate
 from paceline.training.settings import TrainSettings
 from paceline.training.single import SingleDevice
@@ -39,6 +40,26 @@ def test_activations_stay_below_estimate() -> None:
             work = partial(engine.forward_backward, batch, LOSS)
             assert _saved_bytes(model, work) < bounds[-1]
         assert bounds[1] < bounds[0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "checkpointing", "peak"),
+    [
+        ("0.5b", 32768, False, 33.7),
+        ("0.5b", 8192, False, 17.5),
+        ("0.5b", 32768, True, 14.7),
+        ("1.5b", 16384, False, 52.7),
+    ],
+)
+def test_estimate_on_gpu_is_close_to_measured_peak(
+    shape: str, tokens: int, checkpointing: bool, peak: float
+) -> None:
+    """The peaks in GiB are those of benchmarks/results/gpu_train.json."""
+    settings = TrainSettings(
+        dtype="bfloat16", micro_batch_tokens=tokens, gradient_checkpointing=checkpointing
+    )
+    estimate = sum(memory_estimate(known_shape(shape), settings, gpu=True).values()) / 2**30
+    assert peak < estimate < 1.25 * peak
 
 
 def _saved_bytes(model: PreTrainedModel, work: Callable[[], object]) -> int:
