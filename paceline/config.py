@@ -27,7 +27,14 @@ from paceline.reward.reward import RewardSettings
 from paceline.rollout.fleet import FleetSettings
 from paceline.rollout.rollouter import RolloutSettings
 from paceline.schedule import ScheduleSettings
-from paceline.settings import Settings, all_names, find_section, walk_settings
+from paceline.settings import (
+    AUTO,
+    Settings,
+    all_names,
+    find_section,
+    is_automatic,
+    walk_settings,
+)
 from paceline.sync.settings import MISMATCH_LIMITS, SyncSettings
 from paceline.training.settings import TrainSettings
 from paceline.translate.hydra import flatten, read_value
@@ -379,7 +386,7 @@ def describe_settings(under: str = "") -> list[tuple[str, str, str]]:
         words = (field.description or "").split()
         if get_origin(field.annotation) is Literal:
             words.append(f"One of {', '.join(get_args(field.annotation))}.")
-        default = _as_written(field.get_default(call_default_factory=True))
+        default = AUTO if is_automatic(field) else _as_written(field.get_default())
         found.append((name, default, " ".join(words)))
     starts = [row for row in found if row[0].startswith(under)]
     return starts or [row for row in found if under in row[0] or FOREIGN_NAMES.get(under) == row[0]]

@@ -21,8 +21,11 @@ from paceline.placement import PlacementSettings
 from paceline.reward.reward import Rewards
 from paceline.rollout.environment import MakeEnvironment, open_environment
 from paceline.schedule import ScheduleSettings
+from paceline.settings import open_settings
 from paceline.suspend import ignore_suspended_time
 from paceline.types import Finish, Group, Role
+from paceline.workers.automatic import GPU_SLOTS
+from paceline.workers.layout import choose_settings
 
 
 def for_evaluation(config: RunConfig, samples: int) -> RunConfig:
@@ -30,11 +33,12 @@ def for_evaluation(config: RunConfig, samples: int) -> RunConfig:
 
     One completion per prompt is greedy unless rollout.top_p or rollout.top_k asks for sampling.
     """
+    slots = GPU_SLOTS if "rollout.slots" in open_settings(config) else config.rollout.slots
     greedy = samples == 1 and config.rollout.top_p == 1 and config.rollout.top_k == 0
     temperature = 0.0 if greedy else config.rollout.temperature
     changes: dict[str, Any] = {
         "group_size": samples,
-        "groups_per_step": max(1, config.rollout.slots // samples) + 1,  # in flight per engine
+        "groups_per_step": max(1, slots // samples) + 1,  # in flight per engine
         "cluster": "local",
         "algorithm": AlgorithmSettings(),
         "schedule": ScheduleSettings(),
@@ -61,6 +65,7 @@ async def evaluate(
     agent = open_environment(environment or config.rollout.environment, inputs.tokenizer)
     model_scores = config.reward.model and reward is None
     roles = [Role.ROLLOUT, Role.REWARD] if model_scores else [Role.ROLLOUT]
+    config = await choose_settings(config, inputs.model_path, roles)
     async with AsyncExitStack() as stack:
         scorer = await open_scorer(stack, config, inputs, reward)
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
@@ -24,7 +24,6 @@ from paceline.model.support import FAST, check_generates, is_fast
 from paceline.plugins import PluginError
 from paceline.reward.model import check_reward_model
 from paceline.rollout.vllm_settings import check_vllm
-from paceline.workers.hardware import check_bfloat16
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +35,10 @@ class Inputs:
     generation: GenerationConfig
     source: Prompts
     identity: dict[str, Any]
+
+    def with_config(self, config: RunConfig) -> "Inputs":
+        """Return these inputs of a run whose automatic settings have been chosen."""
+        return replace(self, identity={**self.identity, "config": config.model_dump(mode="json")})
 
 
 def prepare_model(config: RunConfig, progress: Callable[[int, int], None] | None = None) -> None:
@@ -57,7 +60,6 @@ def load_inputs(config: RunConfig, rows: Iterable[Mapping[str, Any]] | None = No
     }
     if config.rollout.engine == "vllm":
         check_vllm()
-    check_bfloat16(config)
     check_model(config, model_path, source)
     if config.reward.model:
         reward_model = resolve_reward_model(config.reward.model)

@@ -3,7 +3,7 @@ work concurrently."""
 
 from pydantic import Field, model_validator
 
-from paceline.settings import Settings
+from paceline.settings import Settings, automatic
 from paceline.types import Role
 
 TRAINED_ROLES = (Role.ACTOR, Role.CRITIC, Role.REF)  # held by all ranks of a group
@@ -34,8 +34,9 @@ class PlacementSettings(Settings):
     """Number of processes in each pool that trains or has the reference model, if train.backend
     supports several. Default: one for each GPU of the pool; without GPUs one replica of the model
     (train.tensor_parallel x train.pipeline_parallel)."""
-    threads: int = Field(0, ge=0)
-    """CPU threads per worker. 0: the cores of the machine divided by the number of workers."""
+    threads: int = automatic(0, ge=0)
+    """CPU threads per process. auto or 0: the cores of the machine divided by the number of
+    processes."""
     min_gpus: int = Field(0, ge=0)
     """Number of GPUs that must be there; with fewer, the run does not start. 0: use the GPUs there
     are, or CPUs."""

@@ -38,12 +38,15 @@ from paceline.run_dir import (
     lock_run_dir,
     log_file,
     move_aside,
+    recorded_config,
 )
 from paceline.suspend import ignore_suspended_time
 from paceline.synchronizer import ParameterSynchronizer
 from paceline.training.checkpoint import read_state, save_checkpoint
 from paceline.training.trainer import Trainer
 from paceline.types import Role
+from paceline.workers.automatic import changed_choices, keep_recorded
+from paceline.workers.hardware import report_choices
 from paceline.workers.layout import plan_that_fits
 from paceline.workers.pools import training_roles, unique_workers
 from paceline.workers.transport import open_transport
@@ -76,7 +79,10 @@ async def train(
     inputs = load_inputs(config, rows)
     agent = open_environment(environment or config.rollout.environment, inputs.tokenizer)
     run_dir = Path(config.run_dir)
-    for warning in (await plan_that_fits(config, inputs.model_path)).warnings:
+    recorded = {} if fresh else recorded_config(run_dir)
+    layout = await plan_that_fits(keep_recorded(config, recorded), inputs.model_path)
+    config, inputs = layout.config, inputs.with_config(layout.config)
+    for warning in (*layout.warnings, *changed_choices(layout.choices, recorded)):
         log.warning("%s", warning)
     async with AsyncExitStack() as stack:
         stack.enter_context(explain_disk_errors(run_dir))
@@ -88,6 +94,7 @@ async def train(
         if start.step >= config.steps and (finished := finished_summary(run_dir, start.step)):
             return finished
         stack.enter_context(log_file(run_dir / "logs"))
+        report_choices(layout.choices)
         control = await stack.enter_async_context(Control(run_dir))
         write_json(run_dir / "config.json", inputs.identity["config"])
         generation = await open_generation(

@@ -68,6 +68,13 @@ def finished_summary(folder: Path, step: int) -> dict[str, Any] | None:
         return None
 
 
+def recorded_config(folder: Path) -> dict[str, Any]:
+    """Return the settings of the run that would be resumed; none if there is no checkpoint."""
+    checkpoint = latest_checkpoint(folder / "checkpoints")
+    found: dict[str, Any] = read_state(checkpoint)["config"] if checkpoint else {}
+    return found
+
+
 def find_start(config: RunConfig, identity: dict[str, Any]) -> Start:
     """Find the checkpoint to resume from; raise if its model, data or settings differ."""
     root = Path(config.run_dir) / "checkpoints"

@@ -30,6 +30,7 @@ from paceline.sync.weights import WeightTransport
 from paceline.types import Completion, Request, Role, Sampling
 from paceline.workers.cluster import Cluster
 from paceline.workers.engines import engine_workers
+from paceline.workers.layout import choose_settings
 from paceline.workers.pools import close_workers, open_cluster, plan_workers, start_workers
 from paceline.workers.transport import open_transport
 
@@ -141,6 +142,7 @@ class Workers:
     async def _start(self) -> None:
         config = self._config
         model_path = resolve_model(config.model, config.data.task)
+        config = self._config = await choose_settings(config, model_path)
         ends = stop_token_ids(load_tokenizer(model_path), load_generation_config(model_path))
         self._sampling = config.rollout.sampling(ends)
         self._cluster = await open_cluster(config, model_path, self._logs)

@@ -33,6 +33,12 @@ def is_fast(config: PretrainedConfig, max_length: int) -> bool:
     return window is None or max_length <= window
 
 
+def can_recompute(config: PretrainedConfig) -> bool:
+    """Return whether the model of transformers can recompute its activations."""
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return bool(getattr(model, "supports_gradient_checkpointing", False))
+
+
 def check_generates(config: PretrainedConfig, max_length: int) -> None:
     """Raise ModelError for a model or a sequence length that the native engine does not support."""
     kind, text = config.model_type, config.get_text_config()

@@ -47,7 +47,7 @@ async def _checked(config: RunConfig) -> Layout:
     open_environment(config.rollout.environment, inputs.tokenizer)
     layout = await plan_that_fits(config, inputs.model_path)
     async with AsyncExitStack() as stack:
-        await open_scorer(stack, config, inputs)
+        await open_scorer(stack, layout.config, inputs)
     return layout
 
 
@@ -61,7 +61,8 @@ def _warnings(layout: Layout) -> list[str]:
 
 
 def _tables(layout: Layout, real: bool) -> list[Table]:
-    return [_layout_table(layout, real), _memory_table(layout)]
+    choices = [_choices_table(layout)] if layout.choices else []
+    return [_layout_table(layout, real), _memory_table(layout), *choices]
 
 
 def size(number: int) -> str:
@@ -92,6 +93,13 @@ def _layout_table(layout: Layout, real: bool) -> Table:
         name = f"{plan.name} rank {_span([rank for rank, _ in ranks])}" if plan.ranks else plan.name
         threads = (str(plan.threads),) if real else ()
         table.add_row(place, name, ", ".join(plan.roles), *threads)
+    return table
+
+
+def _choices_table(layout: Layout) -> Table:
+    table = Table("setting", "chosen", "why", title="automatic settings")
+    for choice in layout.choices:
+        table.add_row(choice.name, choice.text, choice.why)
     return table
 
 

@@ -21,7 +21,7 @@ from paceline.reward.function import RewardFunctionError, as_score, call, functi
 from paceline.reward.lookup import builtin, check_name, locate
 from paceline.reward.pool import ProcessReward
 from paceline.reward.threads import CallableReward
-from paceline.settings import Settings
+from paceline.settings import Settings, automatic
 from paceline.suspend import ignore_suspended_time
 from paceline.types import Prompt, Score, Trajectory
 
@@ -43,8 +43,8 @@ class RewardSettings(Settings):
     timeout_s: float = Field(default=10.0, gt=0)
     """Seconds a custom function may take to score one completion. On timeout the group fails, and
     the process or thread of the function is replaced."""
-    workers: int = Field(default=1, ge=1)
-    """Number of processes that run a custom function."""
+    workers: int = automatic(1, ge=1)
+    """Number of processes that run a custom function. auto: one for every 4 cores, at most 8."""
 
     @field_validator("function", mode="before")
     @classmethod

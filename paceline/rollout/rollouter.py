@@ -23,7 +23,7 @@ from paceline.rollout.environment import Environment, Generate
 from paceline.rollout.fleet import Fleet
 from paceline.rollout.router import EngineAssignment, Router
 from paceline.rollout.vllm_settings import VllmSettings
-from paceline.settings import Settings
+from paceline.settings import Settings, automatic
 from paceline.types import Completion, Finish, Group, OnSync, Prompt, Request, Sampling, Trajectory
 
 log = logging.getLogger(__name__)
@@ -49,11 +49,12 @@ class RolloutSettings(Settings):
     """Number of most probable tokens to sample from. 0: off."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end a completion, in addition to the tokenizer's end tokens."""
-    slots: int = Field(64, ge=1)
-    """Maximum number of sequences an engine decodes concurrently."""
-    kv_memory_fraction: float = Field(0.5, gt=0, le=1)
+    slots: int = automatic(64, ge=1)
+    """Maximum number of sequences an engine decodes concurrently. auto: the completions in flight,
+    limited by the KV cache."""
+    kv_memory_fraction: float = automatic(0.5, gt=0, le=1)
     """Maximum fraction of a GPU's free memory for the KV cache. The engine never takes more than
-    `slots` sequences need."""
+    `slots` sequences need. auto: what training leaves."""
     generation_timeout: float = Field(120.0, gt=0)
     """Maximum seconds per completion, from when an engine accepts its prompt to its last token.
     Time spent paused does not count."""

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from paceline.settings import Settings
+from paceline.settings import Settings, automatic
 
 
 class LoraSettings(Settings):
@@ -47,12 +47,15 @@ class TrainSettings(Settings):
     """Decay rates of AdamW's first and second moments."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradient norm above which gradients are scaled down."""
-    micro_batch_tokens: int = Field(4096, gt=0)
-    """Maximum tokens per forward and backward pass. Affects memory and speed, not the gradient."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about one third more compute."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype of matmuls. Parameters and optimizer state stay float32."""
+    micro_batch_tokens: int = automatic(4096, gt=0)
+    """Maximum tokens per forward and backward pass. Affects memory and speed, not the gradient.
+    auto: as many as memory allows, at most 32,768."""
+    gradient_checkpointing: bool = automatic(False)
+    """Recompute activations in the backward pass: less memory, about one third more compute. auto:
+    only if memory requires it."""
+    dtype: Literal["float32", "bfloat16"] = automatic("float32")
+    """Compute dtype of matmuls. Parameters and optimizer state stay float32. auto: bfloat16 on GPUs
+    that support it."""
     lora: LoraSettings | None = None
     """LoRA settings: train only adapters of the actor (needs the extra "lora", and about 10 times
     the learning rate). Default: train all weights."""

@@ -25,6 +25,7 @@ class Node:
     gpu_memory: int = 0  # bytes of each GPU
     cores: tuple[int, ...] = ()  # that workers can be pinned to; empty: no pinning
     gpu_name: str = ""  # of its GPUs, if known
+    capability: int = 0  # major compute capability of its oldest GPU; 0: unknown
 
     @property
     def devices(self) -> "tuple[Device, ...]":

@@ -1,4 +1,4 @@
-"""The devices that a run uses, in words, and devices that it cannot use."""
+"""Devices of a run and what was chosen for them, in words; devices that it cannot use."""
 
 import functools
 import logging
@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from paceline.config import RunConfig
@@ -26,6 +26,12 @@ def report_devices(
     log.info("%s", describe_devices(config, nodes, plans))
     if config.cluster == "local" and (problem := unusable_gpu()):
         log.warning("%s", problem)
+
+
+def report_choices(choices: Iterable[object]) -> None:
+    """Log what was chosen for these devices, a line for each setting."""
+    for choice in choices:
+        log.info("auto: %s", choice)
 
 
 def describe_devices(

@@ -9,8 +9,11 @@ from paceline.config import RunConfig
 from paceline.errors import ConfigError
 from paceline.model.loading import load_config
 from paceline.training.backends import check_backend
+from paceline.types import Role
+from paceline.workers.automatic import Choice, choose
 from paceline.workers.cluster import Node, PlannedWorker
 from paceline.workers.fit import DoesNotFit, check_fit
+from paceline.workers.hardware import check_bfloat16
 from paceline.workers.nearest import nearest_layout
 from paceline.workers.phase_memory import Models
 from paceline.workers.pools import find_nodes, plan_workers
@@ -25,6 +28,7 @@ class Layout:
     nodes: Sequence[Node]
     plans: Sequence[PlannedWorker]
     scarce: Sequence[str]  # warnings about memory that may run out
+    choices: Sequence[Choice] = ()  # automatic settings, which `config` has set
 
     @property
     def warnings(self) -> list[str]:
@@ -43,7 +47,19 @@ async def plan_that_fits(config: RunConfig, model_path: str) -> Layout:
     """Plan a run on the nodes that it would use. Raise ConfigError if it cannot fit."""
     nodes = await find_nodes(config)
     _check_gpus(config, sum(node.gpus for node in nodes))
-    return plan_on(config, load_config(model_path), nodes)
+    layout = plan_on(config, load_config(model_path), nodes)
+    check_bfloat16(layout.config)
+    return layout
+
+
+async def choose_settings(
+    config: RunConfig, model_path: str, roles: Sequence[Role] | None = None
+) -> RunConfig:
+    """Set the automatic settings for workers of these roles, without a check of their memory."""
+    models = Models.of(config, load_config(model_path))
+    chosen, _ = choose(config, models, await find_nodes(config), roles)
+    check_bfloat16(chosen)
+    return chosen
 
 
 def _check_gpus(config: RunConfig, gpus: int) -> None:
@@ -61,8 +77,12 @@ def _check_gpus(config: RunConfig, gpus: int) -> None:
 
 
 def plan_on(config: RunConfig, model: PretrainedConfig, nodes: Sequence[Node]) -> Layout:
-    """Plan a run on these nodes. Raise DoesNotFit, with the nearest settings that fit."""
+    """Plan a run on these nodes, with all automatic settings set.
+
+    Raise DoesNotFit, with the nearest settings that fit.
+    """
     models = Models.of(config, model)
+    config, choices = choose(config, models, nodes)
     plans = plan_workers(config, nodes)
     try:
         scarce = check_fit(plans, nodes, config, models)
@@ -74,4 +94,4 @@ def plan_on(config: RunConfig, model: PretrainedConfig, nodes: Sequence[Node]) -
             else f"no layout of these devices fits: {TIPS}"
         )
         raise DoesNotFit(f"{error}; {advice}") from None
-    return Layout(config, models, nodes, plans, scarce)
+    return Layout(config, models, nodes, plans, scarce, choices)

@@ -73,7 +73,9 @@ def this_machine() -> Node:
     cores = available_cores()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     gpus, gpu_memory = _count_gpus()
-    return Node("local", len(cores), gpus, memory, gpu_memory, tuple(cores), _gpu_name())
+    return Node(
+        "local", len(cores), gpus, memory, gpu_memory, tuple(cores), _gpu_name(), _capability()
+    )
 
 
 def available_cores() -> list[int]:
@@ -86,6 +88,13 @@ def _gpu_name() -> str:
     import torch
 
     return torch.cuda.get_device_name(0) if torch.cuda.device_count() else ""
+
+
+def _capability() -> int:
+    import torch
+
+    found = (torch.cuda.get_device_capability(i)[0] for i in range(torch.cuda.device_count()))
+    return min(found, default=0)
 
 
 def _count_gpus() -> tuple[int, int]:

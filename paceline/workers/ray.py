@@ -29,7 +29,7 @@ from paceline.remote.worker import Build, Worker
 from paceline.workers.build import build_parts, first_rank_only
 from paceline.workers.cluster import Node, PlannedWorker
 from paceline.workers.local import available_cores
-from paceline.workers.ray_host import RayHost, smallest_gpu
+from paceline.workers.ray_host import RayHost, oldest_gpu, smallest_gpu
 
 try:
     import ray
@@ -357,10 +357,11 @@ def _nodes() -> list[Node]:
         resources = node["Resources"]
         if node["Alive"]:
             gpus, memory = int(resources.get("GPU", 0)), int(resources.get("memory", 0))
-            gpu_memory = _run_on(node["NodeID"], smallest_gpu) if gpus else 0
-            found.append(
-                Node(node["NodeID"], int(resources.get("CPU", 0)), gpus, memory, gpu_memory)
+            name, cpus = node["NodeID"], int(resources.get("CPU", 0))
+            gpu_memory, capability = (
+                (_run_on(name, what) if gpus else 0) for what in (smallest_gpu, oldest_gpu)
             )
+            found.append(Node(name, cpus, gpus, memory, gpu_memory, capability=capability))
     if not found:
         raise ConfigError("the Ray cluster has no living node")
     return found

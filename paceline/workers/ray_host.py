@@ -73,11 +73,17 @@ def _redirect_output() -> IO[bytes]:
 
 def smallest_gpu() -> int:
     """Return the memory of this machine's smallest GPU in bytes, or 0 if it is unknown."""
+    return int(_smallest("memory.total")) << 20
+
+
+def oldest_gpu() -> int:
+    """Return the lowest major compute capability of this machine's GPUs, or 0 if it is unknown."""
+    return int(_smallest("compute_cap"))
+
+
+def _smallest(field: str) -> float:
+    asked = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     try:
-        asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-        return (
-            min(int(line) for line in subprocess.check_output(asked, text=True, timeout=30).split())
-            << 20
-        )
+        return min(map(float, subprocess.check_output(asked, text=True, timeout=30).split()))
     except (OSError, subprocess.SubprocessError, ValueError):
-        return 0
+        return 0.0
