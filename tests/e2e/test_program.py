@@ -17,6 +17,7 @@ import pytest
 import paceline
 from examples import custom_program
 from examples.custom_environment import TwoTries
+from paceline.workers import automatic
 from tests.models import random_model
 
 README = Path(__file__).parents[2] / "README.md"
@@ -96,6 +97,17 @@ def test_steps_resume_stopped_run(small: dict[str, Any]) -> None:
     stopped = first.stop().summary["steps"]
     later = [step.step for step in paceline.steps(data="copy:3", steps=stopped + 2, **small)]
     assert later == [stopped + 1, stopped + 2]
+
+
+def test_run_records_automatic_settings_and_names_changed_ones(
+    small: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = paceline.train(data="copy:3", steps=1, **small)
+    recorded = json.loads((first.run_dir / "config.json").read_text())
+    assert recorded["rollout"]["slots"] == 4 and recorded["train"]["dtype"] == "float32"
+    monkeypatch.setattr(automatic, "SMALL_CPU_SLOTS", 2)  # as if the devices were smaller
+    paceline.train(data="copy:3", steps=2, **small)
+    assert "rollout.slots was 4 before the run was resumed, and is 2" in caplog.text
 
 
 def test_async_functions_leave_event_loop_free(small: dict[str, Any]) -> None:
