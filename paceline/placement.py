@@ -40,10 +40,11 @@ class PlacementSettings(Settings):
     min_gpus: int = Field(0, ge=0)
     """Number of GPUs that must be there; with fewer, the run does not start. 0: use the GPUs there
     are, or CPUs."""
-    overlap: bool = False
+    overlap: bool = automatic(False)
     """Generate during train steps if actor and rollout share a pool: on a second stream of the GPU
     (a second thread on a CPU), with a copy of the weights. If false, they alternate and share one
-    set of weights. Useful only with schedule.max_staleness > 0."""
+    set of weights. Useful only with schedule.max_staleness > 0. auto: true on a GPU if
+    it is possible, see docs/automatic.md."""
 
     @model_validator(mode="after")
     def _overlap_on_one_pool(self) -> "PlacementSettings":

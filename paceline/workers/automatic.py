@@ -16,7 +16,7 @@ from paceline.placement import TRAINED_ROLES
 from paceline.reward.lookup import builtin
 from paceline.settings import AUTO, open_settings, with_settings
 from paceline.training.memory import parameter_count
-from paceline.types import Role
+from paceline.types import OnSync, Role
 from paceline.workers.cluster import Device, Node, PlannedWorker
 from paceline.workers.fit import CONTEXT, GB, PROCESS, memory_of
 from paceline.workers.phase_memory import MemoryNeed, Models, Phase
@@ -156,6 +156,8 @@ class _Chooser:
 
     def choose(self) -> None:
         self._set("train.dtype", *self._dtype())
+        if self._can_overlap():
+            self._set("placement.overlap", True, "one GPU, faster than turns")
         self._choose_memory(*self._load())
         self._choose_processes()
 
@@ -163,6 +165,20 @@ class _Chooser:
         if name in self._open:
             self.config = with_settings(self.config, {name: value})
             self.choices.append(Choice(name, value, why))
+
+    def _can_overlap(self) -> bool:
+        """Return whether one GPU generates ahead of training and can do both at a time."""
+        config = self.config
+        return (
+            self._gpu
+            and [plan.alone and not plan.ranks for plan in self._plans] == [True]
+            and {Role.ACTOR, Role.ROLLOUT} <= set(self._plans[0].roles)
+            and config.cluster == "local"
+            and config.rollout.engine == "native"
+            and config.train.lora is None
+            and config.schedule.max_staleness > 0
+            and config.schedule.on_sync is not OnSync.DRAIN
+        )
 
     def _dtype(self) -> tuple[str, str]:
         if not self._gpu:

@@ -64,6 +64,27 @@ def test_dtype_is_bfloat16_when_gpu_supports_it(capability: int, dtype: str) -> 
 
 
 @pytest.mark.parametrize(
+    ("model", "nodes", "settings", "overlap"),
+    [
+        ("0.5b", "1:139GB", ASYNC, True),
+        (SMOL, "1:139GB", ASYNC, True),
+        ("0.5b", "1:139GB", [*ASYNC, "placement.overlap=false"], False),
+        ("0.5b", "1:139GB", [], False),
+        ("0.5b", "1:139GB", ["schedule.max_staleness=1"], False),
+        ("0.5b", "1:139GB", [*ASYNC, "rollout.engine=vllm"], False),
+        ("0.5b", "1:139GB", [*ASYNC, "train.lora.rank=8"], False),
+        ("0.5b", "1:139GB", [*ASYNC, "cluster=ray"], False),
+        ("0.5b", "2:80GB", [*ASYNC, *SEPARATE], False),
+    ],
+)
+def test_one_gpu_generates_during_training_when_it_can(
+    model: PretrainedConfig | str, nodes: str, settings: list[str], overlap: bool
+) -> None:
+    assert chosen(model, nodes, *settings)[0].placement.overlap == overlap
+    assert not chosen(model, LAPTOP, *ASYNC)[0].placement.overlap
+
+
+@pytest.mark.parametrize(
     ("model", "settings", "slots"),
     [
         (SMOL, ["groups_per_step=64", "group_size=16"], 1024),
