@@ -209,6 +209,13 @@ class RunConfig(Settings):
                 f"the trainer's parameters in place, so it has new weights after every step; set "
                 f"sync_every = 1, set placement.overlap = true, or give rollout a separate pool"
             )
+        if self.schedule.sync_every > 1 and self.releases_engines:
+            raise ValueError(
+                f"schedule.sync_every = {self.schedule.sync_every} contradicts train.offload = "
+                "true in a shared pool: the engines free their weights during every train step "
+                "and get new ones at a sync; set sync_every = 1 or offload = false, or give "
+                "rollout a separate pool"
+            )
         return self
 
     @property
@@ -219,6 +226,16 @@ class RunConfig(Settings):
     def in_place(self) -> bool:
         """Whether engine and trainer share a process, so that no weights are transferred."""
         return self.train.backend == "single" and self.placement.shared(Role.ACTOR, Role.ROLLOUT)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether engines and trainer alternate on the same devices."""
+        return self.placement.shared(Role.ACTOR, Role.ROLLOUT) and not self.placement.overlap
+
+    @property
+    def releases_engines(self) -> bool:
+        """Whether engines free their weights during a train step, until the next sync."""
+        return self.takes_turns and self.train.offload and self.train.backend != "single"
 
     @property
     def shares_weights(self) -> bool:

@@ -210,6 +210,8 @@ class Loop:
                 await self._synchronizer.sync_weights(self.step)
                 if self.step < self._settings.steps:  # otherwise no new group should start
                     self._admission.release_trained()
+            else:
+                await self._synchronizer.resume_after_update()
             synced = clock()
             metrics = self._measure(groups, batch, staleness, taken) | metrics
             metrics |= {

@@ -137,7 +137,7 @@ class _Run:
             config.schedule.on_sync,
             config.sync,
             # With max_staleness = 0 nothing is generated during a train step.
-            config.shares_weights and config.schedule.max_staleness > 0,
+            config.takes_turns and config.schedule.max_staleness > 0,
         )
         await self._synchronizer.sync_weights(self._start.step)
         gc.freeze()  # collections then skip what the libraries hold, which takes tenths of a second

@@ -34,9 +34,9 @@ class ParameterSynchronizer:
         rollouter: Rollouter,
         on_sync: OnSync,
         settings: SyncSettings | None = None,
-        shares_weights: bool = False,
+        takes_turns: bool = False,
     ) -> None:
-        """`shares_weights`: the engine reads the trainer's parameters, which each step changes."""
+        """`takes_turns`: engines and trainer alternate, so no engine generates in a train step."""
         self.version = 0  # that every engine in rotation has
         self.retried = 0
         self.seconds: list[float] = []
@@ -45,17 +45,24 @@ class ParameterSynchronizer:
         self._rollouter = rollouter
         self._on_sync = on_sync
         self._settings = settings or SyncSettings()
-        self._shares_weights = shares_weights
+        self._takes_turns = takes_turns
         self._weights: Weights | None = None  # the newest; None while they are being published
         self._published = Notifier()
 
     async def pause_before_update(self) -> None:
-        """Pause generation before a train step if the engine reads the trainer's parameters.
+        """Pause generation before a train step if engines and trainer take turns.
 
-        So every token has the version that it claims. `sync_weights` resumes generation.
+        An engine may read the trainer's parameters, or free its own until the next sync. So what
+        on_sync says happens now, and every token has the version that it claims. Generation
+        timeouts do not run meanwhile. `sync_weights` or `resume_after_update` ends the pause.
         """
-        if self._shares_weights:
+        if self._takes_turns:
             await self._rollouter.pause_rollout("sync")
+
+    async def resume_after_update(self) -> None:
+        """Resume generation after a train step without a sync."""
+        if self._takes_turns:
+            await self._rollouter.resume_rollout("sync")
 
     async def sync_weights(self, version: int) -> bool:
         """Make `version` live on all engines in rotation and return True, or raise SyncError."""

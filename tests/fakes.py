@@ -289,7 +289,7 @@ class World:
     slots: int | None = None
     score: Callable[[Prompt], list[float] | None] | None = None
     environment: Environment = field(default_factory=lambda: SingleTurn(str))
-    shares_weights: bool = False
+    takes_turns: bool = False
     guards: Sequence[tuple[str, asyncio.Future[None]]] = ()
 
     def build(self, ledger: Ledger | None = None) -> Loop:
@@ -332,7 +332,7 @@ class World:
             self.fleet,
             self.rollouter,
             self.schedule.on_sync,
-            shares_weights=self.shares_weights,
+            takes_turns=self.takes_turns,
         )
         self.saves: list[int] = []
 

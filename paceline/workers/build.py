@@ -66,7 +66,7 @@ def build_parts(roles: Sequence[Role], config: RunConfig, model_path: str, threa
         size = config.rollout.tensor_parallel
         team = Team(size) if size > 1 else None
         rollout = _rollout(config, model_path, actor, engine, team)
-        if phases and config.train.offload and not isinstance(engine, SingleDevice):
+        if phases and config.releases_engines:
             phases.release_engine = rollout.release
         if team:
             before = rollout.await_call if isinstance(rollout, Follower) else team.post_call

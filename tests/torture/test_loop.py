@@ -79,7 +79,7 @@ def test_tokens_have_correct_version_when_weights_are_shared(
 ) -> None:
     for seed in range(50):
         world = random_world(seed, MODES[mode])
-        world.make_engine, world.num_engines, world.shares_weights = SharedWeightsEngine, 1, True
+        world.make_engine, world.num_engines, world.takes_turns = SharedWeightsEngine, 1, True
         loop = world.build()
         world.engines[0].trained = world.trainer.steps  # type: ignore[attr-defined]
         run_virtual(loop.run())
@@ -106,6 +106,17 @@ def test_every_prompt_is_trained_once_within_staleness_bound(
     assert worst == schedule.max_staleness, (
         "the bound must be reached for the assertion above to mean something"
     )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_prompt_is_trained_once_when_engines_and_trainer_take_turns(mode: str) -> None:
+    for seed in range(50):
+        world = random_world(seed, MODES[mode])
+        world.takes_turns = True
+        run_virtual(world.build().run())
+        assert max(staleness_in_data(world)) <= world.schedule.max_staleness
+        seqs = [group.seq for group in world.observer.groups]
+        assert seqs == list(range(world.steps * world.groups_per_step)), f"seed {seed}"
 
 
 def test_bound_breaks_when_tickets_return_before_weights_are_live(

@@ -31,6 +31,14 @@ def test_sync_every_is_rejected_when_engine_shares_trainer_weights() -> None:
     assert "placement.rollout = placement.actor = 'main'" in str(rejected.value)
 
 
+def test_sync_every_is_rejected_when_engines_free_their_weights() -> None:
+    ranks = ["train.backend=fsdp", "train.offload=true"]
+    with pytest.raises(ConfigError, match=r"sync_every = 2 contradicts train.offload = true"):
+        load_config(None, [*TWO_STEPS, *ranks])
+    load_config(None, [*TWO_STEPS, *ranks, "placement.rollout=other"])
+    load_config(None, [*TWO_STEPS, "train.backend=fsdp"])
+
+
 @pytest.mark.parametrize(
     "setting", ["placement.overlap=true", "placement.rollout=other", "train.lora.rank=4"]
 )
