@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from paceline.config import load_config
 from paceline.errors import PacelineError
 from paceline.run import train
+from tests.megatron.cpu_workers import cpu_workers
 from tests.models import random_model
 from tests.processes import children
 
@@ -29,10 +31,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let workers patch Megatron for the CPU when they start, and start them without a GPU."""
-    monkeypatch.setattr("paceline.workers.layout.check_backend", lambda *_: None)
-    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent / 'workers'}:{ROOT}")
+def on_cpu() -> Iterator[None]:
+    with cpu_workers():
+        yield
 
 
 def run(model: str, folder: Path, *settings: str, recipe: str = "megatron_async") -> dict[str, Any]:

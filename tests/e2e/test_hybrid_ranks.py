@@ -1,0 +1,29 @@
+"""FSDP ranks that generate with the native engine, compared with one device."""
+
+import pytest
+
+from tests.hybrid import HybridRanks, KilledRanks, Run, single_run, table
+from tests.models import random_model
+
+FSDP = {
+    "data parallel": ["train.backend=fsdp"],
+    "tensor parallel": ["train.backend=fsdp", "train.tensor_parallel=2"],
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return random_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def single(model: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return single_run(model, tmp_path_factory.mktemp("single"))
+
+
+class TestFsdp(HybridRanks):
+    combination = table(FSDP)
+
+
+class TestKilledFsdp(KilledRanks):
+    combination = table(FSDP)
