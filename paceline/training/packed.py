@@ -46,6 +46,9 @@ class PackedModel(nn.Module):
         self._settings = settings
         self.model = model.float()
         remove_dropout(model)
+        # torch would give the padding token no gradient, but rows have no padding, and a policy
+        # may sample this token like any other.
+        model.get_input_embeddings().padding_idx = None
         self._set_attention("eager")  # the reference: implements every feature of the model
         try:
             states = plain_states(model)

@@ -24,6 +24,7 @@ from tests.contract.test_train_engine import (
     gradients,
     plain_logprobs,
     random_batch,
+    same_bits,
     tiny,
     weights_of,
 )
@@ -47,6 +48,18 @@ def fuse_qkv(model: PreTrainedModel) -> list[torch.Tensor]:
             part.data = storages[-1][start : start + len(part)]
             start += len(part)
     return storages
+
+
+def test_padding_token_is_trained_like_any_other_token() -> None:
+    engines = [SingleDevice(tiny("qwen2"), SETTINGS)]
+    model, batch = tiny("qwen2"), random_batch()
+    model.get_input_embeddings().padding_idx = int(batch.tokens[0])
+    engines.append(SingleDevice(model, SETTINGS))
+    for engine in engines:
+        engine.forward_backward(batch, LOSS)
+        engine.optimizer_step(1e-2)
+    plain, padded = map(weights_of, engines)
+    assert same_bits(plain, padded)
 
 
 @pytest.mark.parametrize("fused_first", [True, False])
