@@ -99,18 +99,6 @@ def test_hybrid_run_alternates_phases_and_reports_their_memory(
     assert all(row["train/weights_changed"] == 1 for row in rows(tmp_path))
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_hybrid_run_generates_on_all_ranks_of_trainer(
-    size: int, model: str, tmp_path: Path
-) -> None:
-    ranks = ["train.backend=fsdp", "placement.train_ranks=2", f"rollout.tensor_parallel={size}"]
-    summary = asyncio.run(train(config(model, tmp_path, "steps=3", "train.offload=true", *ranks)))
-    check_ledger(summary, 3, 0)
-    for row in rows(tmp_path):
-        assert row["fleet/engines"] == 2 / size and row["fleet/completions_min"] > 0
-        assert row["train/logprob_diff_max"] < 1e-3, "the engine did not have the trainer's weights"
-
-
 @pytest.mark.parametrize(("ranks", "log_name"), [(1, "rollout.log"), (2, "rollout.1.log")])
 def test_run_replaces_killed_engine_or_fails_with_its_name(
     ranks: int, log_name: str, model: str, tmp_path: Path
