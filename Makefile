@@ -53,7 +53,7 @@ test-megatron: $(VENV)/.megatron  ## Megatron backend against one device, ranks 
 test-ray: $(VENV)/.ray  ## Ray workers on two nodes of this machine, with faults: a few minutes
 	$(PYTEST) tests/ray
 
-test-vllm: .venv-vllm/.ready  ## vLLM on CPUs: contract suite and whole runs, a few minutes
+test-vllm: .venv-vllm/.others  ## vLLM on CPUs: contract suite and whole runs, a few minutes
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest $(ARGS) \
 		tests/contract/test_rollout_engine.py tests/vllm
 
@@ -104,4 +104,10 @@ $(VENV)/.plots: $(READY)
 	.venv-vllm/bin/$(PIP_INSTALL) "pytest>=9" "pytest-timeout>=2.4" "psutil>=7" "peft>=0.18" \
 		"accelerate>=1.10" "torch==2.13.0"
 	.venv-vllm/bin/$(PIP_INSTALL) --no-deps -e .
+	@touch $@
+
+# For the tests of vLLM in the ranks of Megatron and on Ray.
+.venv-vllm/.others: .venv-vllm/.ready
+	.venv-vllm/bin/$(PIP_INSTALL) --no-deps "megatron-core==0.16.1"
+	.venv-vllm/bin/$(PIP_INSTALL) "ray==2.60.*"
 	@touch $@
