@@ -11,6 +11,7 @@ from pathlib import Path
 
 from paceline.config import RunConfig
 from paceline.errors import ConfigError
+from paceline.types import Role
 from paceline.workers.cluster import Device, Node, PlannedWorker
 
 log = logging.getLogger(__name__)
@@ -37,14 +38,22 @@ def report_choices(choices: Iterable[object]) -> None:
 def describe_devices(
     config: RunConfig, nodes: Sequence[Node], plans: Sequence[PlannedWorker]
 ) -> str:
-    """Return one line: the devices of each role, the dtype and the engine."""
+    """Return one line: the devices of each role, the dtype and the engines."""
     devices: dict[str, list[Device]] = {}
     for plan in plans:
         devices.setdefault(" and ".join(role.value for role in plan.roles), []).extend(plan.devices)
     by_name = {node.name: node for node in nodes}
     threads = plans[0].threads
     parts = [f"{roles} on {_where(own, by_name, threads)}" for roles, own in devices.items()]
-    return f"{'; '.join(parts)}; {config.train.dtype}, {config.rollout.engine} engine"
+    return f"{'; '.join(parts)}; {config.train.dtype}, {_engines(config, plans)}"
+
+
+def _engines(config: RunConfig, plans: Sequence[PlannedWorker]) -> str:
+    size = config.rollout.tensor_parallel
+    count = sum(max(1, plan.ranks // size) for plan in plans if Role.ROLLOUT in plan.roles)
+    text = f"{config.rollout.engine} engine"
+    text = f"{count} {text}s" if count > 1 else text
+    return f"{text} of {size} ranks" if size > 1 else text
 
 
 def _where(devices: Sequence[Device], nodes: dict[str, Node], threads: int) -> str:

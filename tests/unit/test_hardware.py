@@ -36,7 +36,7 @@ def test_description_names_devices_of_every_role() -> None:
         "actor on CPU (2 threads); rollout on CPU (2 threads); bfloat16, native engine"
     )
     assert described([SERVER], *separate, "placement.rollout_workers=2", "rollout.engine=vllm") == (
-        "actor on GPU 0 (NVIDIA H200); rollout on GPUs 1, 2 (NVIDIA H200); bfloat16, vllm engine"
+        "actor on GPU 0 (NVIDIA H200); rollout on GPUs 1, 2 (NVIDIA H200); bfloat16, 2 vllm engines"
     )
     sharded = ("train.backend=fsdp", "placement.train_ranks=2")
     assert described([LAPTOP], *separate, *sharded) == (
@@ -44,8 +44,13 @@ def test_description_names_devices_of_every_role() -> None:
         "bfloat16, native engine"
     )
     assert described(CLUSTER, *separate, *sharded) == (
-        "actor on GPUs 0, 1 of first-ma; rollout on GPUs 0, 1 of second-m; bfloat16, native engine"
+        "actor on GPUs 0, 1 of first-ma; rollout on GPUs 0, 1 of second-m; "
+        "bfloat16, 2 native engines"
     )
+    hybrid = "actor and rollout on CPU (2 processes, 2 threads each); float32"
+    assert described([LAPTOP], *sharded) == f"{hybrid}, 2 native engines"
+    larger = ("rollout.engine=vllm", "rollout.tensor_parallel=2")
+    assert described([LAPTOP], *sharded, *larger) == f"{hybrid}, vllm engine of 2 ranks"
 
 
 def test_console_shows_devices_once(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
