@@ -157,7 +157,8 @@ class RunConfig(Settings):
                 f"train.pipeline_parallel = {parts}: a model needs that many ranks; "
                 f"set train_ranks to a multiple of {parts}"
             )
-        size = self.rollout.tensor_parallel
+        size, name = self.rollout.ranks, "rollout.tensor_parallel"
+        name += " x rollout.pipeline_parallel" if self.rollout.pipeline_parallel > 1 else ""
         if self.placement.shared(Role.ACTOR, Role.ROLLOUT):
             if self.rollout.engine == "vllm" and self.placement.overlap:
                 raise ValueError(
@@ -166,7 +167,7 @@ class RunConfig(Settings):
                 )
             if size > 1 and (backend == "single" or (ranks and ranks % size)):
                 raise ValueError(
-                    f"rollout.tensor_parallel = {size} in the trainer's pool contradicts "
+                    f"{name} = {size} in the trainer's pool contradicts "
                     f"train.backend = {backend!r} with placement.train_ranks = {ranks}: the ranks "
                     f"of the trainer are divided into engines of {size}; set train.backend = "
                     f"'fsdp' and train_ranks to a multiple of {size}, or give rollout a separate "
@@ -176,7 +177,7 @@ class RunConfig(Settings):
             self.placement.shared(Role.ROLLOUT, role) for role in (Role.CRITIC, Role.REF)
         ):
             raise ValueError(
-                f"rollout.tensor_parallel = {size} contradicts placement.rollout = "
+                f"{name} = {size} contradicts placement.rollout = "
                 f"{self.placement.rollout!r} with critic or reference model but without the actor; "
                 "give rollout a separate pool"
             )
@@ -270,7 +271,8 @@ MAY_CHANGE = {
     *("placement.train_ranks", "placement.rollout_workers", "placement.threads"),
     "placement.min_gpus",
     *("rollout.slots", "rollout.kv_memory_fraction", "rollout.generation_timeout"),
-    *("rollout.tensor_parallel", "rollout.max_failed_groups", "reward.timeout_s", "reward.workers"),
+    *("rollout.tensor_parallel", "rollout.pipeline_parallel", "rollout.max_failed_groups"),
+    *("reward.timeout_s", "reward.workers"),
 }
 # Settings that exclude each other: one on the command line replaces the others in the recipe.
 ALTERNATIVES = (("data.task", "data.path", "data.source"), ("reward.function", "reward.model"))

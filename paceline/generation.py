@@ -86,7 +86,7 @@ def _fleet(
     """Make the fleet. Engines in a separate worker can be replaced, and more can join them."""
     by_name = {plan.name: plan for plan in plans}
     pool = config.placement.pool(Role.ROLLOUT)
-    ranks = config.rollout.tensor_parallel if config.rollout.tensor_parallel > 1 else 0
+    ranks = config.rollout.ranks if config.rollout.ranks > 1 else 0
 
     async def launch(name: str) -> EngineClient:
         plan = by_name.get(name) or PlannedWorker(

@@ -29,7 +29,7 @@ class PlacementSettings(Settings):
     there is no critic. It does not score while another role of its pool works."""
     rollout_workers: int | None = Field(None, ge=1)
     """Number of engines in the rollout pool. Default: as many as its GPUs hold
-    (rollout.tensor_parallel GPUs each); 1 without GPUs."""
+    (rollout.tensor_parallel x rollout.pipeline_parallel GPUs each); 1 without GPUs."""
     train_ranks: int | None = Field(None, ge=1)
     """Number of processes in each pool that trains or has the reference model, if train.backend
     supports several. Default: one for each GPU of the pool; without GPUs one replica of the model

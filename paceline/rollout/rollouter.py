@@ -36,7 +36,10 @@ class RolloutSettings(Settings):
     """Rollout engine: the built-in one, or vLLM (requires the extra "vllm")."""
     vllm: VllmSettings = VllmSettings()
     tensor_parallel: int = Field(1, ge=1)
-    """Number of devices that an engine splits the model across. More than 1 requires vLLM."""
+    """Number of devices that an engine splits every layer across. More than 1 requires vLLM."""
+    pipeline_parallel: int = Field(1, ge=1)
+    """Number of stages that an engine divides the layers into, with tensor_parallel devices each.
+    More than 1 requires vLLM."""
     max_response_length: int = Field(
         64, ge=1, validation_alias=AliasChoices("max_response_length", "max_new_tokens")
     )
@@ -81,12 +84,18 @@ class RolloutSettings(Settings):
 
     @model_validator(mode="after")
     def _native_is_one_device(self) -> "RolloutSettings":
-        if self.engine == "native" and self.tensor_parallel > 1:
-            raise ValueError(
-                f"rollout.tensor_parallel = {self.tensor_parallel} contradicts rollout.engine = "
-                "'native', which is for models that fit one device; set rollout.engine = 'vllm'"
-            )
+        for name in ("tensor_parallel", "pipeline_parallel"):
+            if self.engine == "native" and getattr(self, name) > 1:
+                raise ValueError(
+                    f"rollout.{name} = {getattr(self, name)} contradicts rollout.engine = "
+                    "'native', which is for models that fit one device; set rollout.engine = 'vllm'"
+                )
         return self
+
+    @property
+    def ranks(self) -> int:
+        """Devices of an engine."""
+        return self.tensor_parallel * self.pipeline_parallel
 
 
 class Rollouter:

@@ -1,8 +1,8 @@
 """vLLM as a rollout engine, with the same synchronous steps as the native one.
 
 vLLM runs in this process and works only inside a step. Versions are therefore exact, weights change
-between decode steps, and vLLM ends with the process. With tensor parallelism this is the leader,
-and `tensor_parallel` brings every operation to the other ranks.
+between decode steps, and vLLM ends with the process. On several devices this is the leader, and
+`tensor_parallel` brings every operation to the other ranks.
 """
 
 from collections import OrderedDict
@@ -62,11 +62,12 @@ class VllmEngine:
         kv_memory_fraction: float = 0.5,
         sleeps: bool = False,
         team: Team | None = None,
+        pipeline_parallel: int = 1,
     ) -> None:
         """Create an engine with the parameters of the native one.
 
         sleeps: on a GPU, `sleep` frees the memory of weights and KV cache. `team`: the ranks of the
-        engine if it has several.
+        engine if it has several, divided into `pipeline_parallel` stages.
         """
         self._slots, self._max_length, self._decode = slots, max_length, decode
         self._rank = VllmRank(
@@ -78,6 +79,7 @@ class VllmEngine:
             kv_memory_fraction=kv_memory_fraction,
             sleeps=sleeps,
             team=team,
+            pipeline_parallel=pipeline_parallel,
         )
         self._ranks = AllRanks(self._rank, team) if team else self._rank
         self._waiting: OrderedDict[str, Running] = OrderedDict()

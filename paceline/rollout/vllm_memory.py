@@ -1,14 +1,37 @@
 """Names and sizes of a model's weights, and the size of vLLM's KV cache, before vLLM starts."""
 
 import os
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from paceline.errors import ConfigError
 from paceline.model.shape import head_dim
 
 BLOCK = 128  # tokens; vLLM allocates the KV cache in blocks of at most this size
 MIN_BYTES = 64 << 20
+
+
+class Split(NamedTuple):
+    """How the ranks of an engine share the model."""
+
+    tensor: int = 1  # ranks that share every layer
+    pipeline: int = 1  # stages that share the layers
+
+    def check(self, config: PretrainedConfig) -> None:
+        """Raise ConfigError if the model cannot be divided like this."""
+        for name, parts, count, of in (
+            ("tensor", self.tensor, config.num_attention_heads, "attention heads"),
+            # Stages of one size have the same number of KV blocks, so that all schedule alike.
+            ("pipeline", self.pipeline, config.num_hidden_layers, "layers"),
+        ):
+            if count % parts:
+                raise ConfigError(
+                    f"rollout.{name}_parallel = {parts}: the model has {count} {of}; expected a "
+                    "divisor of it"
+                )
 
 
 def expected_weights(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
@@ -25,25 +48,40 @@ def kv_bytes(
     slots: int,
     max_length: int,
     fraction: float,
-    tensor_parallel: int = 1,
+    split: Split,
 ) -> int:
     """Return the KV cache size of a rank for all slots.
 
     It is at most `fraction` of what the `weights` (bytes of the rank) leave free.
     """
-    item = getattr(torch, dtype).itemsize
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    heads, size = max(1, heads // tensor_parallel), head_dim(config)
-    blocks = slots * -(-max_length // BLOCK) + 2  # vLLM reserves one
-    useful = blocks * BLOCK * 2 * config.num_hidden_layers * heads * size * item
+    useful = full_kv_bytes(config, dtype, slots, max_length, split)
     return max(MIN_BYTES, min(useful, int((_free_memory() - weights) * fraction)))
 
 
-def weight_bytes(weights: dict[str, tuple[int, ...]], dtype: str) -> int:
-    return (
-        sum(torch.Size(shape).numel() for shape in weights.values())
-        * getattr(torch, dtype).itemsize
-    )
+def full_kv_bytes(
+    config: PretrainedConfig, dtype: str, slots: int, max_length: int, split: Split
+) -> int:
+    """Return the size of a rank's blocks for the longest sequence in each slot."""
+    item = getattr(torch, dtype).itemsize
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    heads, size = max(1, heads // split.tensor), head_dim(config)
+    layers = config.num_hidden_layers // split.pipeline
+    blocks = slots * -(-max_length // BLOCK) + 2  # vLLM reserves one
+    return blocks * BLOCK * 2 * layers * heads * size * item
+
+
+def weight_bytes(weights: Mapping[str, tuple[int, ...]], dtype: str, split: Split) -> int:
+    """Return the size of the weights of the rank that has the most."""
+    layers = root = largest = 0
+    for name, shape in weights.items():
+        count = torch.Size(shape).numel()
+        if any(part.isdigit() for part in name.split(".")):
+            layers += count
+        else:
+            root, largest = root + count, max(largest, count)
+    # The first stage has the embedding, and the last one the output layer.
+    count = layers // split.pipeline + (root if split.pipeline == 1 else largest)
+    return count // split.tensor * getattr(torch, dtype).itemsize
 
 
 def memory_fraction(size: int) -> float:

@@ -29,18 +29,23 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 from vllm import EngineArgs, LLMEngine, SamplingParams
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
-from paceline.errors import ConfigError
 from paceline.model.loading import load_config
 from paceline.model.weights import check_weights
 from paceline.rollout.native.sampling import row_keys, sample
 from paceline.rollout.tensor_parallel import Team
-from paceline.rollout.vllm_memory import expected_weights, kv_bytes, memory_fraction, weight_bytes
+from paceline.rollout.vllm_memory import (
+    Split,
+    expected_weights,
+    kv_bytes,
+    memory_fraction,
+    weight_bytes,
+)
 from paceline.rollout.vllm_settings import VllmSettings
 from paceline.types import Sampling
 
@@ -109,6 +114,20 @@ def sampling_params(sampling: Sampling, seed: int, max_tokens: int) -> SamplingP
 class RankExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
     """vLLM's worker in a rank of a process group that exists already."""
 
+    supports_pp = True
+
+    def _init_executor(self) -> None:
+        if self.parallel_config.pipeline_parallel_size > 1:
+            # By this name vLLM's workers send the logits of the last stage to all others.
+            self.parallel_config.distributed_executor_backend = "external_launcher"
+        super()._init_executor()
+        if not get_pp_group().is_first_rank:
+            # vLLM makes this buffer when it warms up, which it does not do on CPUs.
+            runner = self.driver_worker.worker.model_runner
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                runner.max_num_tokens, runner.model_config.dtype, runner.device
+            )
+
     def _distributed_args(self) -> tuple[str, int, int]:
         # On CPUs vLLM names its shared memory after this address. Names that differ have it use
         # gloo instead: two engines do not collide, and a killed rank leaves nothing behind.
@@ -129,25 +148,21 @@ class VllmRank:
         kv_memory_fraction: float,
         sleeps: bool = False,
         team: Team | None = None,
+        pipeline_parallel: int = 1,
     ) -> None:
         """Create vLLM without weights.
 
         sleeps: on a GPU, `sleep` frees the memory of weights and KV cache. `team`: the ranks of the
-        engine if it has several.
+        engine if it has several, divided into `pipeline_parallel` stages.
         """
-        config, tensor_parallel = load_config(model_path), team.size if team else 1
-        if config.num_attention_heads % tensor_parallel:
-            raise ConfigError(
-                f"rollout.tensor_parallel = {tensor_parallel}: the model has "
-                f"{config.num_attention_heads} attention heads; expected a divisor of it"
-            )
+        config = load_config(model_path)
+        split = Split(team.size // pipeline_parallel if team else 1, pipeline_parallel)
+        split.check(config)
         self.vocabulary: int = config.vocab_size
         self.expected = expected_weights(config)
         self._sleeps = sleeps and torch.cuda.is_available()
-        weights = weight_bytes(self.expected, dtype) // tensor_parallel
-        cache = kv_bytes(
-            config, weights, dtype, slots, max_length, kv_memory_fraction, tensor_parallel
-        )
+        weights = weight_bytes(self.expected, dtype, split)
+        cache = kv_bytes(config, weights, dtype, slots, max_length, kv_memory_fraction, split)
         cache = team.smallest(cache) if team else cache  # all ranks schedule alike
         self._bytes = {WEIGHTS: weights, CACHE: cache}
         self._asleep: list[str] = []  # parts of the memory that are freed
@@ -173,7 +188,8 @@ class VllmRank:
                 logprobs_mode="processed_logits",
                 skip_tokenizer_init=True,
                 disable_log_stats=True,
-                tensor_parallel_size=tensor_parallel,
+                tensor_parallel_size=split.tensor,
+                pipeline_parallel_size=split.pipeline,
                 distributed_executor_backend=RankExecutor if in_group else None,
                 # It looks for the other ranks among the visible GPUs; a rank sees its own only.
                 disable_custom_all_reduce=in_group,
@@ -183,6 +199,11 @@ class VllmRank:
         if in_group:
             # Before the process leaves the group; vLLM's own finalizer would come too late.
             atexit.register(self._engine.engine_core.shutdown)
+        if split.pipeline > 1:
+            # A step returns its own tokens. vLLM would keep a batch in flight for each stage, but
+            # its stages do not overlap in a process group that exists already.
+            core = self._engine.engine_core.engine_core
+            core.batch_queue, core.step_fn = None, core.step
         if team:
             # This queue is not used, and a killed rank may leave its shared memory behind.
             get_tp_group().mq_broadcaster = None

@@ -87,10 +87,12 @@ def placement(source: Source) -> dict[str, Any]:
     backend = _backend(source, train)
     found |= {"train.backend": backend} if backend else {}
     engine = _engine(source)
-    size = int(source.number(f"{ROLLOUT}tensor_model_parallel_size") or 1)
-    size = size if engine == "vllm" else 1
     found |= {"rollout.engine": engine} if engine else {}
-    found |= {"rollout.tensor_parallel": size} if size > 1 else {}
+    size = 1  # devices of an engine
+    for split in ("tensor", "pipeline") if engine == "vllm" else ():
+        parts = int(source.number(f"{ROLLOUT}{split}_model_parallel_size") or 1)
+        found |= {f"rollout.{split}_parallel": parts} if parts > 1 else {}
+        size *= parts
     if train and "placement.critic" not in found:  # two pools share the GPUs otherwise
         found["placement.train_ranks"] = train
     found |= {"placement.rollout_workers": max(1, serve // size)} if serve else {}

@@ -183,10 +183,8 @@ TABLE: dict[str, Entry] = {
     f"{ROLLOUT}agent.agent_loop_config_path": ENVIRONMENT,
     f"{ROLLOUT}agent.default_agent_loop": Missing(ENVIRONMENT.reason, ("single_turn_agent",)),
     f"{ROLLOUT}val_kwargs.*": EVALUATE,
-    **{
-        f"{ROLLOUT}{name}_parallel_size": PARALLEL
-        for name in ("data", "expert", "pipeline_model", "expert_tensor")
-    },
+    **{f"{ROLLOUT}{name}_parallel_size": PARALLEL for name in ("data", "expert", "expert_tensor")},
+    f"{ROLLOUT}pipeline_model_parallel_size": Part(groups.placement),
     f"{ROLLOUT}tensor_model_parallel_size": Part(groups.placement),
     f"{ROLLOUT}*": UNNEEDED,
     "actor_rollout_ref.ref.*": AS_ACTOR,

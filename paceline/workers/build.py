@@ -63,7 +63,7 @@ def build_parts(roles: Sequence[Role], config: RunConfig, model_path: str, threa
     if Role.REWARD in roles and is_first_rank():
         parts[Role.REWARD] = _reward(config)
     if generates:
-        size = config.rollout.tensor_parallel
+        size = config.rollout.ranks
         team = Team(size) if size > 1 else None
         rollout = _rollout(config, model_path, actor, engine, team)
         if phases and config.releases_engines:
@@ -178,6 +178,7 @@ def _vllm(
         "kv_memory_fraction": config.rollout.kv_memory_fraction,
         "sleeps": config.train.offload and actor is not None,
         "team": team,
+        "pipeline_parallel": config.rollout.pipeline_parallel,
     }
     gather = actor.gathering if actor else None
     if team and not team.leads:

@@ -15,7 +15,7 @@ def engine_workers(
 ) -> list[Worker]:
     """Return the worker to call for each engine: a whole worker, or a rank of a trainer.
 
-    In a trainer, each `rollout.tensor_parallel` ranks are one engine; its first rank is called.
+    In a trainer, each `rollout.ranks` ranks are one engine; its first rank is called.
     """
     roles = {plan.name: plan.roles for plan in plans}
     found: list[Worker] = []
@@ -23,5 +23,5 @@ def engine_workers(
         if Role.ROLLOUT in first_rank_only(roles[worker.name]):
             found.append(worker)
         else:
-            found += ranks_of(worker)[:: config.rollout.tensor_parallel]
+            found += ranks_of(worker)[:: config.rollout.ranks]
     return found

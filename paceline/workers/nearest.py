@@ -52,6 +52,7 @@ def _merged(config: RunConfig, candidate: Sequence[Choice]) -> Settings:
     changes = {key: value for _, settings in candidate for key, value in settings.items()}
     if engines := changes.pop("placement.rollout_workers", None):
         ranks = changes.get("rollout.tensor_parallel", config.rollout.tensor_parallel)
+        ranks *= changes.get("rollout.pipeline_parallel", config.rollout.pipeline_parallel)
         if config.placement.rollout_workers is not None:
             changes["placement.rollout_workers"] = max(1, engines // ranks)
     return changes
@@ -81,7 +82,7 @@ def _axes(config: RunConfig, models: Models, gpus: int) -> list[list[Choice]]:
         list(_switch("train.gradient_checkpointing", train.gradient_checkpointing)),
         list(_switch("train.offload", train.offload)),
         list(_backends(train.backend)),
-        list(_engines(config, divisors)),
+        list(_engines(config, divisors, stages)),
         list(_other("train.tensor_parallel", train.tensor_parallel, divisors, 3)),
         list(_other("train.pipeline_parallel", train.pipeline_parallel, stages, 3)),
         list(_pools(config, gpus)),
@@ -108,12 +109,17 @@ def _backends(now: str) -> Iterator[Choice]:
     )
 
 
-def _engines(config: RunConfig, sizes: Sequence[int]) -> Iterator[Choice]:
+def _engines(config: RunConfig, sizes: Sequence[int], stages: Sequence[int]) -> Iterator[Choice]:
+    """Yield splits of an engine; stages only if no layer can be split further."""
     yield 0, {}
     vllm = {} if config.rollout.engine == "vllm" else {"rollout.engine": "vllm"}
     for size in sizes:
         if size != config.rollout.tensor_parallel:
             yield 2 + len(vllm), {**vllm, "rollout.tensor_parallel": size}
+    tensor = {"rollout.tensor_parallel": sizes[-1]} if sizes[-1] != 1 else {}
+    for size in stages[1:]:
+        if size != config.rollout.pipeline_parallel:
+            yield 4 + len(vllm), {**vllm, **tensor, "rollout.pipeline_parallel": size}
 
 
 def _pools(config: RunConfig, gpus: int) -> Iterator[Choice]:

@@ -15,11 +15,13 @@ from paceline.data.tiny_reward import resolve_reward_model
 from paceline.model.loading import load_config
 from paceline.model.shape import model_shape
 from paceline.placement import TRAINED_ROLES
+from paceline.rollout.vllm_memory import Split, weight_bytes
 from paceline.training.memory import (
     activation_bound,
     largest_parameter,
     memory_estimate,
     parameter_count,
+    parameter_shapes,
 )
 from paceline.types import Role
 from paceline.workers.cluster import PlannedWorker
@@ -196,12 +198,14 @@ class WorkerMemory:
         config = self._config
         return config.in_place and config.rollout.engine == "native" and not config.shares_weights
 
+    @property
+    def _split(self) -> Split:
+        rollout = self._config.rollout
+        return Split(rollout.tensor_parallel, rollout.pipeline_parallel)
+
     def _weights(self) -> int:
-        return -(
-            -parameter_count(self._models.policy)
-            * self._item
-            // self._config.rollout.tensor_parallel
-        )
+        shapes = parameter_shapes(self._models.policy)
+        return weight_bytes(shapes, self._config.train.dtype, self._split)
 
     def _engine_weights(self) -> Needs:
         return {} if self._in_place else _exact({"engine weights": self._weights()})
@@ -209,8 +213,9 @@ class WorkerMemory:
     def _cache(self) -> Needs:
         """Return the KV cache: at least one sequence, at most all slots or its part of the GPU."""
         config, shape = self._config, model_shape(self._models.policy)
-        heads = -(-shape.kv_heads // config.rollout.tensor_parallel)
-        token = 2 * shape.layers * heads * shape.head_dim * self._item
+        heads = -(-shape.kv_heads // self._split.tensor)
+        layers = -(-shape.layers // self._split.pipeline)
+        token = 2 * layers * heads * shape.head_dim * self._item
         sequence = token * (config.data.max_prompt_length + config.rollout.max_response_length)
         full = sequence * config.slots
         if self._gpu and self._device_bytes:

@@ -1,8 +1,8 @@
 """Plans and starts workers: one per pool, more for several engines, each with its devices and
 cores.
 
-A pool that trains with several ranks is a group of processes, and so is an engine with tensor
-parallelism.
+A pool that trains with several ranks is a group of processes, and so is an engine of several
+devices.
 """
 
 import asyncio
@@ -114,10 +114,12 @@ def _assign(
 
 
 def _demand(config: RunConfig, roles: Sequence[Role]) -> _Demand:
-    engine = config.rollout.tensor_parallel if Role.ROLLOUT in roles else 1
+    engine = config.rollout.ranks if Role.ROLLOUT in roles else 1
     if not set(TRAINED_ROLES) & set(roles):
         units = config.placement.rollout_workers if Role.ROLLOUT in roles else 1
-        return _Demand(engine, units, False, "rollout.tensor_parallel")
+        several = "rollout.tensor_parallel x rollout.pipeline_parallel"
+        setting = several if config.rollout.pipeline_parallel > 1 else "rollout.tensor_parallel"
+        return _Demand(engine, units, False, setting)
     if config.train.backend == "single":
         return _Demand(1, 1, True, "placement.train_ranks")
     ranks = config.placement.train_ranks
@@ -147,7 +149,7 @@ def _is_group(config: RunConfig, roles: Sequence[Role]) -> bool:
     """Return whether a worker is a group of ranks, of one rank too."""
     if set(TRAINED_ROLES) & set(roles):
         return config.train.backend != "single"
-    return Role.ROLLOUT in roles and config.rollout.tensor_parallel > 1
+    return Role.ROLLOUT in roles and config.rollout.ranks > 1
 
 
 def _threads(config: RunConfig, nodes: Sequence[Node], devices: Sequence[Sequence[Device]]) -> int:

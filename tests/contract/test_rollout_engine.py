@@ -35,7 +35,7 @@ from tests.processes import children
 PROMPT = (5, 9, 13, 2, 7)
 # In the environment with vLLM (make test-vllm) only vLLM is tested.
 ENGINES = (
-    ["vllm in a process", "vllm on two ranks"]
+    ["vllm in a process", "vllm on two ranks", "vllm in two stages"]
     if find_spec("vllm")
     else ["native on a thread", "native in a process", "native through a module"]
 )
@@ -81,11 +81,12 @@ async def rig(kind: str, directory: str, tmp_path: Path) -> AsyncIterator[Rig]:
         "rollout.vllm.eager=true",
         'rollout.stop=["unused"]',
     ]
-    if kind == "vllm on two ranks":
-        settings += ["rollout.tensor_parallel=2", "placement.rollout=rollout"]
+    split = {"vllm on two ranks": "tensor", "vllm in two stages": "pipeline"}.get(kind)
+    if split:
+        settings += [f"rollout.{split}_parallel=2", "placement.rollout=rollout"]
     args = ((Role.ROLLOUT,), load_config(None, settings), directory, 1)
     worker: Worker
-    if kind == "vllm on two ranks":
+    if split:
         worker = process_group(
             "rollout",
             build_parts,

@@ -122,6 +122,17 @@ def test_engine_rank_holds_its_part_of_weights() -> None:
     assert part == {name: pytest.approx(size / 2) for name, size in whole.items()}
 
 
+def test_engine_stage_holds_its_layers_and_embedding() -> None:
+    settings = [*SEPARATE, BF16, "rollout.engine=vllm", "rollout.pipeline_parallel=2"]
+    shape = known_shape("1.5b")
+    embedding = shape.vocab_size * shape.hidden_size * 2 / GB
+    whole = phases(load_config(None, [*SEPARATE, BF16]), 0, Role.ROLLOUT)[Phase.GENERATE]
+    part = phases(load_config(None, settings), 2, Role.ROLLOUT)[Phase.GENERATE]
+    layers = whole["engine weights"] - embedding  # the first and the last stage have the embedding
+    assert part["engine weights"] == pytest.approx(layers / 2 + embedding, rel=1e-3)
+    assert part["KV cache"] == pytest.approx(whole["KV cache"] / 2)
+
+
 @pytest.mark.parametrize(
     ("shape", "devices", "settings"),
     [
@@ -131,6 +142,11 @@ def test_engine_rank_holds_its_part_of_weights() -> None:
         ("7b", "8:80GB", [*FSDP, *SEPARATE, "train.gradient_checkpointing=true"]),
         ("32b", "2x8:141GB", [*FSDP, "train.gradient_checkpointing=true", "train.offload=true"]),
         ("70b", "4x8:80GB", [*FSDP, *ALTERNATING, "rollout.tensor_parallel=8"]),
+        (
+            "70b",
+            "4x8:80GB",
+            [*FSDP, *ALTERNATING, "rollout.tensor_parallel=4", "rollout.pipeline_parallel=2"],
+        ),
     ],
 )
 def test_layout_fits_as_asked(shape: str, devices: str, settings: list[str]) -> None:

@@ -107,6 +107,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 EIGHT, ONE, CPU = [Node("a", 64, gpus=8)], [Node("a", 8, gpus=1)], [Node("a", 8)]
 TWO = [Node("a", 64, gpus=8), Node("b", 64, gpus=8)]
 THREE = [*TWO, Node("c", 64, gpus=8)]
+TWO_STAGES = ["rollout.tensor_parallel=2", "rollout.pipeline_parallel=2"]
 
 
 @pytest.mark.parametrize(
@@ -133,6 +134,11 @@ THREE = [*TWO, Node("c", 64, gpus=8)]
             EIGHT,
             [*SEPARATE, *FSDP, "placement.train_ranks=6"],
             {"train": "a0-5", "rollout-0": "a6", "rollout-1": "a7"},
+        ),
+        (
+            TWO,
+            [*SEPARATE, *FSDP, "rollout.engine=vllm", *TWO_STAGES],
+            {"train": "a0-7", "rollout-0": "b0-3", "rollout-1": "b4-7"},
         ),
         # two halves
         (EIGHT, [*SPLIT, *FSDP], {"actor_rollout_ref_pool": "a0-3", "critic_pool": "a4-7"}),

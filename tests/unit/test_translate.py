@@ -247,10 +247,11 @@ def test_fully_async_step_trains_required_mini_batches() -> None:
     )
 
 
-def test_gpus_of_rollout_are_divided_by_tensor_parallel_size() -> None:
-    values = {f"{ROLLOUT}name": "vllm", f"{ROLLOUT}tensor_model_parallel_size": 2}
+@pytest.mark.parametrize("split", ["tensor", "pipeline"])
+def test_gpus_of_rollout_are_divided_by_parallel_size(split: str) -> None:
+    values = {f"{ROLLOUT}name": "vllm", f"{ROLLOUT}{split}_model_parallel_size": 2}
     found = settings(values | {"trainer.n_gpus_per_node": 8, "rollout.n_gpus_per_node": 8})
-    assert (found["rollout.tensor_parallel"], found["placement.rollout_workers"]) == (2, 4)
+    assert (found[f"rollout.{split}_parallel"], found["placement.rollout_workers"]) == (2, 4)
 
 
 def test_split_program_leaves_division_of_gpus_to_plan() -> None:

@@ -58,15 +58,17 @@ SEPARATE = ["placement.rollout=rollout", "placement.ref=rollout", "algorithm.kl_
         ["placement.overlap=true"],
         ["rollout.tensor_parallel=2"],
         ["rollout.tensor_parallel=2", *RANKS],
+        ["rollout.tensor_parallel=3", "rollout.pipeline_parallel=2", *RANKS],
         ["rollout.tensor_parallel=2", *SEPARATE],
     ],
-    ids=["overlap", "one process", "odd ranks", "reference model"],
+    ids=["overlap", "one process", "odd ranks", "too few ranks", "reference model"],
 )
 def test_config_rejects_vllm_in_pool_that_cannot_hold_it(settings: list[str]) -> None:
     with pytest.raises(ConfigError, match="a separate pool"):
         load_config(None, ["rollout.engine=vllm", *settings])
 
 
-def test_config_names_engine_when_native_is_split() -> None:
+@pytest.mark.parametrize("split", ["tensor", "pipeline"])
+def test_config_names_engine_when_native_is_split(split: str) -> None:
     with pytest.raises(ConfigError, match=r"one device; set rollout\.engine = 'vllm'"):
-        load_config(None, ["rollout.tensor_parallel=2"])
+        load_config(None, [f"rollout.{split}_parallel=2"])
