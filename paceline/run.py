@@ -102,7 +102,11 @@ async def train(
         )
         run = _Run(config, inputs, generation, start)
         await run.prepare()
-        return await run.train(stack, control, make_display, stop)
+        summary = await run.train(stack, control, make_display, stop)
+        if summary["memory_phases"]:
+            summary["memory_planned"] = layout.actor_memory()
+        write_json(run_dir / "summary.json", summary)
+        return summary
 
 
 class _Run:
@@ -195,7 +199,6 @@ class _Run:
             sync_s=self._synchronizer.seconds, ledger=ledger.counts(), memory_peak_bytes=peak
         )
         summary["fleet"] = {"replaced": fleet.replaced, "fenced_messages": fleet.fenced_messages}
-        write_json(self._run_dir / "summary.json", summary)
         return summary
 
     async def _save(self, step: int, ledger: Ledger, recorder: Recorder) -> None:

@@ -224,7 +224,7 @@ def print_summary(console: Console, summary: dict[str, Any], run_dir: str) -> No
         "busy: rollout, train": f"{summary['rollout_busy_fraction']:.0%}, "
         f"{summary['train_busy_fraction']:.0%}",
         "peak memory": f"{summary['memory_peak_bytes'] / 2**30:.2f} GiB",
-        **_memory_rows(summary.get("memory_phases", {})),
+        **_memory_rows(summary.get("memory_phases", {}), summary.get("memory_planned", {})),
         "ledger": f"{ledger['issued']} issued = {ledger['trained']} trained + {dropped} dropped "
         f"+ {ledger['outstanding']} unfinished",
     }
@@ -236,14 +236,27 @@ def print_summary(console: Console, summary: dict[str, Any], run_dir: str) -> No
     console.print(table)
 
 
-def _memory_rows(phases: Mapping[str, int]) -> dict[str, str]:
-    """Return a row per rank with its peak in each phase, if ranks alternate between phases."""
+def _memory_rows(phases: Mapping[str, int], planned: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """Return a row per rank with its peak in each phase, if ranks alternate between phases.
+
+    The last row has what `paceline plan` predicts.
+    """
     ranks: dict[str, list[str]] = {}
     for name, size in phases.items():
         if match := re.fullmatch(r"rank_(\d+)_(generate|train|sync)", name):
             shown = f"{match[2]} {size / 2**30:.2f}"
             ranks.setdefault(f"memory of rank {match[1]}, GiB", []).append(shown)
-    return {name: ", ".join(sorted(parts)) for name, parts in sorted(ranks.items())}
+    rows = {name: ", ".join(sorted(parts)) for name, parts in sorted(ranks.items())}
+    if rows and planned:
+        rows["memory planned, GiB"] = ", ".join(
+            f"{phase} {_span(*sizes)}" for phase, sizes in sorted(planned.items())
+        )
+    return rows
+
+
+def _span(least: int, most: int) -> str:
+    low, high = f"{least / 2**30:.2f}", f"{most / 2**30:.2f}"
+    return low if low == high else f"{low} to {high}"
 
 
 def workers_table(rows: Sequence[dict[str, Any]]) -> Table:

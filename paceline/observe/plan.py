@@ -17,7 +17,7 @@ from paceline.model.known_shapes import known_shape
 from paceline.model.loading import load_config
 from paceline.rollout.environment import open_environment
 from paceline.workers.cluster import Device, Node, PlannedWorker, parse_nodes
-from paceline.workers.fit import CONTEXT, GB, PROCESS, memory_of
+from paceline.workers.fit import GB, phases_of
 from paceline.workers.layout import Layout, plan_on, plan_that_fits
 from paceline.workers.nearest import nearest_layout
 from paceline.workers.phase_memory import MemoryNeed, Phase, total
@@ -111,10 +111,8 @@ def _memory_table(layout: Layout) -> Table:
     table = Table("worker", "for", *(phase.value for phase in Phase), title=title)
     for column in table.columns[2:]:
         column.justify = "right"
-    process = MemoryNeed(CONTEXT, CONTEXT) if gpus else MemoryNeed(PROCESS, PROCESS)
     for plan in _kinds(layout.plans):
-        phases = memory_of(plan, layout.nodes, layout.config, layout.models).phases()
-        phases = {phase: {**needs, "process": process} for phase, needs in phases.items()}
+        phases = phases_of(plan, layout.nodes, layout.config, layout.models)
         names = dict.fromkeys(name for needs in phases.values() for name in needs)
         first = plan.name
         for name in names:

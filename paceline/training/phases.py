@@ -3,7 +3,7 @@ and the engine's release of the device.
 
 On a GPU this is the memory in use by all processes when the phase ends: allocators keep what they
 had until it is released between phases. On a CPU it is the peak of this process since the phase
-began (on Linux; elsewhere since its start).
+began (on Linux; elsewhere since its start), without memory that was freed before.
 """
 
 from collections.abc import Callable

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from paceline.config import RunConfig
 from paceline.errors import ConfigError
 from paceline.workers.cluster import Device, Node, PlannedWorker
-from paceline.workers.phase_memory import MemoryNeed, Models, WorkerMemory
+from paceline.workers.phase_memory import MemoryNeed, Models, Needs, Phase, WorkerMemory
 
-PROCESS = 300 << 20  # host memory of an interpreter with torch
+PROCESS = 380 << 20  # host memory of an interpreter with torch and transformers
 CONTEXT = 1 << 30  # GPU memory of a process: CUDA context, libraries, communication buffers
 GB = 1 << 30
 
@@ -36,6 +36,17 @@ def memory_of(
     smallest = 0 if full_cache else min((node.gpu_memory for node in own), default=0)
     gpu = any(node.gpus for node in own)
     return WorkerMemory(plan, config, models, gpu=gpu, device_bytes=max(0, smallest - CONTEXT))
+
+
+def phases_of(
+    plan: PlannedWorker, nodes: Sequence[Node], config: RunConfig, models: Models
+) -> dict[Phase, Needs]:
+    """Return what a rank of a planned worker needs in each phase, with its process."""
+    process = CONTEXT if any(node.gpus for node in nodes) else PROCESS
+    return {
+        phase: {**needs, "process": MemoryNeed(process, process)}
+        for phase, needs in memory_of(plan, nodes, config, models).phases().items()
+    }
 
 
 def check_fit(

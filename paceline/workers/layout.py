@@ -12,10 +12,10 @@ from paceline.training.backends import check_backend
 from paceline.types import Role
 from paceline.workers.automatic import Choice, choose
 from paceline.workers.cluster import Node, PlannedWorker
-from paceline.workers.fit import DoesNotFit, check_fit
+from paceline.workers.fit import DoesNotFit, check_fit, phases_of
 from paceline.workers.hardware import check_bfloat16
 from paceline.workers.nearest import nearest_layout
-from paceline.workers.phase_memory import Models
+from paceline.workers.phase_memory import Models, total
 from paceline.workers.pools import find_nodes, plan_workers
 
 TIPS = "train adapters ([train.lora]), add devices (cluster = 'ray'), or use a smaller model"
@@ -29,6 +29,13 @@ class Layout:
     plans: Sequence[PlannedWorker]
     scarce: Sequence[str]  # warnings about memory that may run out
     choices: Sequence[Choice] = ()  # automatic settings, which `config` has set
+
+    def actor_memory(self) -> dict[str, tuple[int, int]]:
+        """Return the least and the most bytes that a rank of the actor needs in each phase."""
+        plan = next(plan for plan in self.plans if Role.ACTOR in plan.roles)
+        phases = phases_of(plan, self.nodes, self.config, self.models)
+        sums = {phase.value: total(needs) for phase, needs in phases.items()}
+        return {phase: (need.fixed, need.at_most) for phase, need in sums.items()}
 
     @property
     def warnings(self) -> list[str]:

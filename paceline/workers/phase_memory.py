@@ -1,7 +1,8 @@
 """Memory of each rank of a planned worker while it trains, generates and syncs weights.
 
 Roles of a worker alternate. With train.offload a role that does not work is in host memory, and the
-engine releases its memory during a train step; otherwise all of them stay on the device.
+engine releases its memory during a train step; otherwise all of them stay on the device. Without a
+GPU, host memory is the device, so only the engine's memory is released.
 """
 
 from collections.abc import Mapping
@@ -80,6 +81,7 @@ class WorkerMemory:
         self._plan, self._config, self._models = plan, config, models
         self._gpu, self._device_bytes = gpu, device_bytes
         self._offload = config.train.offload
+        self._moves = config.train.offload and gpu  # whether idle roles leave the device
         self._item = 2 if config.train.dtype == "bfloat16" else 4
         self._trained = [role for role in TRAINED_ROLES if role in plan.roles]
         self._estimates = {role: self._estimate(role) for role in self._trained}
@@ -108,7 +110,7 @@ class WorkerMemory:
 
     def _train(self, role: Role) -> Needs:
         needs = self._resident() | self._idle(self._trained)
-        if self._offload:
+        if self._moves:
             needs = self._resident() | self._idle([role])
             if self._config.shares_weights and role is not Role.ACTOR:
                 needs |= _exact({"engine weights": self._weights()})
@@ -122,7 +124,7 @@ class WorkerMemory:
 
     def _generate(self) -> Needs:
         needs = self._resident() | self._engine_weights()
-        if not self._offload:
+        if not self._moves:
             needs |= self._idle(self._trained)
         elif self._config.shares_weights and self._trained:
             needs |= _exact({"engine weights": self._weights()})
@@ -130,7 +132,7 @@ class WorkerMemory:
 
     def _sync(self) -> Needs:
         actor = [Role.ACTOR] if Role.ACTOR in self._trained else []
-        needs = self._resident() | self._idle(actor if self._offload else self._trained)
+        needs = self._resident() | self._idle(actor if self._moves else self._trained)
         needs |= _exact({"largest tensor": largest_parameter(self._models.policy) * 4})
         if Role.ROLLOUT in self._plan.roles:
             needs |= self._engine_weights()

@@ -148,7 +148,9 @@ def test_summary_shows_memory_of_each_rank_and_phase() -> None:
     phases = {"generate": 3 << 30, "rank_0_generate": 3 << 30, "rank_1_generate": 1 << 30}
     phases["rank_1_train"] = 2 << 30
     summary: dict[str, Any] = {**dict.fromkeys(rates, 1), "ledger": ledger, "memory_phases": phases}
+    summary["memory_planned"] = {"generate": (3 << 30, 3 << 30), "train": (1 << 30, 4 << 30)}
     console = Console(file=io.StringIO(), width=100)
     display.print_summary(console, summary, "runs/x")
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "memory of rank 0, GiB" in text and "generate 1.00, train 2.00" in text
+    assert "memory planned, GiB" in text and "generate 3.00, train 1.00 to 4.00" in text

@@ -243,7 +243,7 @@ def test_fit_fails_when_model_exceeds_memory(model: str) -> None:
     on_gpu = r"GPU a:0 has 0\.0 GB, .* need at least 1\.0 GB \(train 1\.0 GB\)"
     with pytest.raises(ConfigError, match=on_gpu):
         fit(config, model, [Node("a", **GPU, gpu_memory=100_000)])
-    on_cpu = r"node a has 0\.1 GB.* at least 0\.6 GB \(train 0\.3 GB, rollout 0\.3 GB\)"
+    on_cpu = r"node a has 0\.1 GB.* at least 0\.7 GB \(train 0\.4 GB, rollout 0\.4 GB\)"
     with pytest.raises(ConfigError, match=on_cpu):
         fit(config, model, [Node("a", 2, memory=100 << 20)])
 
