@@ -4,6 +4,7 @@
     feed      a free ticket, rollouter not paused   a rollout per prompt           sync, resume
     rollout*  engines, reward                       a scored group in the queue    its engine
     train     the groups_per_step oldest groups     a step, then new weights       rollout
+    check*    engines, trainer                      MismatchError                  its engine
     watch     (polls every second)                  StalledError, live statistics  -
     fleet     heartbeats and deaths of engines      their replacements             -
     guard*    the death of any other worker         WorkerDied                     -
@@ -46,6 +47,8 @@ log = logging.getLogger(__name__)
 Metrics = dict[str, float]
 
 
+# For a weight check, which ends when the engines get newer weights.
+CHECK_TIMEOUT_S = 5.0
 # Batches of groups that dynamic sampling may filter in a row before the run fails.
 FILTERED_IN_A_ROW = 50
 
@@ -93,7 +96,9 @@ class Loop:
         observer: Observer,
         save: Callable[[int], Awaitable[None]],
         guards: Sequence[tuple[str, asyncio.Future[None]]] = (),
+        check_weights: Callable[[Sequence[Group], int], Awaitable[None]] | None = None,
     ) -> None:
+        """`check_weights`: starts a check that the engines have a version's weights."""
         self.step = 0  # number of completed steps; also the trainer's policy version
         self.waiting_for: dict[str, str] = {}  # by task, for the error of a stalled run
         self._settings = settings
@@ -109,6 +114,8 @@ class Loop:
         self._observer = observer
         self._save = save
         self._guards = guards
+        self._check_weights = check_weights
+        self._check: asyncio.Task[None] | None = None  # of the last version
         self._changed = self._queue.changed
         self._rollouts: set[asyncio.Task[None]] = set()
         self._failed = 0
@@ -207,9 +214,12 @@ class Loop:
             trained = clock()
             if self.step % self._settings.sync_every == 0 or self.step == self._settings.steps:
                 self.waiting_for["train"] = f"the sync of version {self.step}"
+                if self._check is not None:
+                    await asyncio.wait({self._check}, timeout=CHECK_TIMEOUT_S)
                 await self._synchronizer.sync_weights(self.step)
                 if self.step < self._settings.steps:  # otherwise no new group should start
                     self._admission.release_trained()
+                    self._begin_check(groups)
             else:
                 await self._synchronizer.resume_after_update()
             synced = clock()
@@ -227,6 +237,13 @@ class Loop:
                 await self._checkpoint()
         if not self._stopping:
             await self._checkpoint()
+
+    def _begin_check(self, groups: Sequence[Group]) -> None:
+        if self._check_weights is not None:
+            check = self._check_weights(groups, self.step)
+            self._check = self._start(f"weight check {self.step}", lambda: check)
+            self._rollouts.add(self._check)
+            self._check.add_done_callback(self._rollouts.discard)
 
     async def _checkpoint(self) -> None:
         if self.step > self._saved_step:

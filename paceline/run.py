@@ -28,8 +28,10 @@ from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger
 from paceline.queue.message_queue import MessageQueue, MessageQueueClient
 from paceline.remote.peak import peak_memory
+from paceline.remote.worker import Worker
 from paceline.reward.reward import Rewards, reward_memory
 from paceline.rollout.environment import MakeEnvironment, open_environment
+from paceline.rollout.fleet import Fleet
 from paceline.run_dir import (
     Start,
     explain_disk_errors,
@@ -44,7 +46,8 @@ from paceline.suspend import ignore_suspended_time
 from paceline.synchronizer import ParameterSynchronizer
 from paceline.training.checkpoint import read_state, save_checkpoint
 from paceline.training.trainer import Trainer
-from paceline.types import Role
+from paceline.types import Group, Role
+from paceline.weight_check import WeightCheck
 from paceline.workers.automatic import changed_choices, keep_recorded
 from paceline.workers.hardware import report_choices
 from paceline.workers.layout import plan_that_fits
@@ -181,6 +184,7 @@ class _Run:
             guards=[
                 (worker.name, worker.died) for worker in workers if worker not in fleet.elastic
             ],
+            check_weights=_weight_check(config, self._workers[Role.ACTOR][0], fleet),
         )
         commands: dict[str, Command] = {
             "list": fleet.describe,
@@ -248,6 +252,19 @@ async def _replies(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 async def _stop_when(stop: asyncio.Event, loop: Loop) -> None:
     await stop.wait()
     loop.stop()
+
+
+def _weight_check(
+    config: RunConfig, actor: Worker, fleet: Fleet
+) -> Callable[[Sequence[Group], int], Coroutine[Any, Any, None]] | None:
+    """Return how to check the weights of engines, if it is not done with the trained tokens.
+
+    The native engine copies weights as they are; vLLM fuses, packs and divides them.
+    """
+    separate = not config.placement.shared(Role.ACTOR, Role.ROLLOUT)
+    if config.rollout.engine == "vllm" and config.schedule.max_staleness and separate:
+        return WeightCheck(actor, fleet, config.rollout.temperature, config.mismatch_limit).begin
+    return None
 
 
 def _loop_settings(config: RunConfig) -> LoopSettings:

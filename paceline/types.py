@@ -97,6 +97,7 @@ class Request:
     seed: int
     sampling: Sampling
     partial: Completion | None = None  # resume from here; max_new_tokens includes these tokens
+    forced: tuple[int, ...] = ()  # tokens to take instead of sampled ones; vLLM only
 
 
 @dataclass(frozen=True, slots=True)

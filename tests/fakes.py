@@ -3,7 +3,7 @@ so that tests read the true staleness from the data."""
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -291,6 +291,7 @@ class World:
     environment: Environment = field(default_factory=lambda: SingleTurn(str))
     takes_turns: bool = False
     guards: Sequence[tuple[str, asyncio.Future[None]]] = ()
+    check_weights: Callable[[Sequence[Group], int], Awaitable[None]] | None = None
 
     def build(self, ledger: Ledger | None = None) -> Loop:
         rng = random.Random(self.seed)
@@ -360,6 +361,7 @@ class World:
             observer=self.observer,
             save=save,
             guards=self.guards,
+            check_weights=self.check_weights,
         )
         return self.loop
 

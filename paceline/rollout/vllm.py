@@ -129,6 +129,8 @@ class VllmEngine:
             finish = already_ended(request, self._max_length, self._decode)
             if finish is None:
                 self._waiting[request.id] = running
+                # Forced tokens check the weights of one version, so they must not wait for long.
+                self._waiting.move_to_end(request.id, last=not request.forced)
             else:
                 self._ended[request.id] = running.completion(finish)
 
@@ -231,7 +233,9 @@ class VllmEngine:
         request, sampling = running.request, running.request.sampling
         context = [*request.prompt, *running.tokens]
         left = sampling.max_new_tokens - len(running.tokens)
-        params = sampling_params(sampling, request.seed, min(left, self._max_length - len(context)))
+        left = min(left, self._max_length - len(context))
+        forced = request.forced[len(running.tokens) :]
+        params = sampling_params(sampling, request.seed, left, forced)
         # The salt keeps a new sequence from reusing the KV cache of other weights.
         self._ranks.add(request.id, context, str(self._version), params)
         self._running[request.id] = running

@@ -51,7 +51,8 @@ from paceline.types import Sampling
 
 EXTRA_ARGS_KEY = "paceline"  # key of Paceline's entry in the extra arguments of a request
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names for the two parts of its memory
-SamplingSettings = tuple[int, float, int, float]  # seed, temperature, top_k, top_p
+# Seed, temperature, top_k, top_p, forced tokens.
+SamplingSettings = tuple[int, float, int, float, tuple[int, ...]]
 
 
 class HashSampler(LogitsProcessor):  # type: ignore[misc]
@@ -75,7 +76,14 @@ class HashSampler(LogitsProcessor):  # type: ignore[misc]
         if not 0 < len(logits) <= len(self._rows):
             return logits  # vLLM is warming up
         rows = [self._rows[row] for row in range(len(logits))]
-        seeds, temperature, top_k, top_p = zip(*(settings for settings, _, _ in rows), strict=True)
+        seeds, temperature, top_k, top_p, _ = zip(
+            *(settings for settings, _, _ in rows), strict=True
+        )
+        forced = {
+            row: _forced(logits[row], settings, len(made))
+            for row, (settings, _, made) in enumerate(rows)
+            if len(made) < len(settings[4])
+        }
         positions = np.array([length + len(made) for _, length, made in rows], np.int64)
         tokens, logprobs = sample(
             logits,
@@ -84,10 +92,18 @@ class HashSampler(LogitsProcessor):  # type: ignore[misc]
             np.array(top_k, np.int64),
             np.array(top_p, np.float32),
         )
+        for row, choice in forced.items():
+            tokens[row], logprobs[row] = choice
         chosen = torch.from_numpy(tokens.astype(np.int64)).to(logits.device).unsqueeze(1)
         return logits.fill_(-torch.inf).scatter_(
             1, chosen, torch.from_numpy(logprobs).to(logits.device).unsqueeze(1)
         )
+
+
+def _forced(logits: Tensor, settings: SamplingSettings, made: int) -> tuple[int, float]:
+    """Return the next forced token of a row and its log-prob without top_k and top_p."""
+    temperature, token = settings[1] or 1.0, settings[4][made]
+    return token, float(torch.log_softmax(logits.float() / temperature, -1)[token])
 
 
 def _row(
@@ -96,7 +112,10 @@ def _row(
     return params.extra_args[EXTRA_ARGS_KEY], len(prompt or ()), made
 
 
-def sampling_params(sampling: Sampling, seed: int, max_tokens: int) -> SamplingParams:
+def sampling_params(
+    sampling: Sampling, seed: int, max_tokens: int, forced: Sequence[int] = ()
+) -> SamplingParams:
+    settings = sampling.temperature, sampling.top_k, sampling.top_p
     return SamplingParams(
         temperature=0.0,  # `HashSampler` has sampled already
         max_tokens=max_tokens,
@@ -105,9 +124,7 @@ def sampling_params(sampling: Sampling, seed: int, max_tokens: int) -> SamplingP
         logprobs=0,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
-        extra_args={
-            EXTRA_ARGS_KEY: (seed % 2**64, sampling.temperature, sampling.top_k, sampling.top_p)
-        },
+        extra_args={EXTRA_ARGS_KEY: (seed % 2**64, *settings, tuple(forced))},
     )
 
 

@@ -197,7 +197,7 @@ class _Chooser:
         slots = config.groups_per_step * group * steps
         why = f"{config.groups_per_step} x {group} completions per step"
         why += ", two steps" if steps > 1 else ""
-        size = config.rollout.tensor_parallel
+        size = config.rollout.ranks
         engines = sum(
             max(1, plan.processes // size) if set(TRAINED_ROLES) & set(plan.roles) else 1
             for plan in self._plans

@@ -4,6 +4,7 @@ import asyncio
 import copy
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,21 @@ def test_logprobs_equal_plain_forward_pass_at_sampling_temperature(
                 assert len(completion) == 24 and completion.finish is Finish.LENGTH
                 expected = reference(it.model, completion, temperature)
                 assert np.abs(completion.logprobs - expected).max() < 1e-4
+
+    with_rig(scenario)
+
+
+@pytest.mark.skipif("native" in ENGINES[0], reason="only vLLM takes given tokens")
+def test_forced_tokens_get_logprobs_of_plain_forward_pass(with_rig: Any) -> None:
+    async def scenario(it: Rig) -> None:
+        tokens = tuple(range(3, 27))
+        given = replace(request_of(temperature=0.7, top_k=2), forced=tokens)
+        completion, other = await asyncio.gather(
+            it.engine.generate(given), it.engine.generate(request_of(1))
+        )
+        assert tuple(completion.tokens.tolist()) == tokens and len(other) == 24
+        expected = reference(it.model, completion, 0.7)
+        assert np.abs(completion.logprobs - expected).max() < 1e-4
 
     with_rig(scenario)
 

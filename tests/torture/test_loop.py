@@ -11,6 +11,7 @@ import pytest
 
 from paceline.errors import (
     LedgerError,
+    MismatchError,
     PacelineError,
     RewardError,
     RolloutError,
@@ -195,6 +196,39 @@ def test_run_fails_when_task_is_cancelled(victim: str) -> None:
 
         with pytest.raises(WorkerDied, match=victim):
             run_virtual(scenario())
+
+
+def test_each_version_is_checked_before_engines_get_next_one() -> None:
+    log: list[str] = []
+    world = World(schedule=MODES["async swap"], engine_s=0.01, train_s=0.01)
+
+    async def check(version: int) -> None:
+        await asyncio.sleep(1.0)
+        log.append(f"version {version}: {world.synchronizer.version}")
+
+    world.check_weights = lambda groups, version: check(version)
+    run_virtual(world.build().run())
+    assert log == [f"version {n}: {n}" for n in range(1, 6)], "the last version makes no tokens"
+
+
+def test_run_ends_when_weight_check_fails() -> None:
+    world = World(schedule=MODES["async swap"])
+
+    async def check(version: int) -> None:
+        if version == 2:
+            raise MismatchError("wrong weights")
+
+    world.check_weights = lambda groups, version: check(version)
+    with pytest.raises(MismatchError):
+        run_virtual(world.build().run())
+    assert len(world.trainer.steps) in (2, 3)
+
+
+def test_run_continues_when_weight_check_never_ends() -> None:
+    world = World(schedule=MODES["async swap"])
+    world.check_weights = lambda groups, version: asyncio.sleep(1e9)
+    run_virtual(world.build().run())
+    assert len(world.trainer.steps) == world.steps
 
 
 def test_run_fails_when_worker_dies() -> None:

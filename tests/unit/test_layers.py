@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("translate",),
     ("config",),
     ("workers",),
-    ("inputs", "control", "synchronizer", "early_checks"),
+    ("inputs", "control", "synchronizer", "early_checks", "weight_check"),
     ("generation", "loop", "run_dir", "script"),
     ("observe",),
     ("run", "evaluation"),

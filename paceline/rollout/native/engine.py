@@ -155,6 +155,8 @@ class NativeEngine:
         new = set[str]()
         for request in requests:
             check_request(request, request.id in self._ids or request.id in new, *limits)
+            if request.forced:
+                raise RolloutError(f"request {request.id!r}: only vLLM can take given tokens")
             new.add(request.id)
         self._ids |= new
         for request in requests:
