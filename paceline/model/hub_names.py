@@ -25,7 +25,7 @@ class TensorFormat:
     """Tensors stored under their names in memory, such as a critic's."""
 
     def __init__(self, tensors: Named) -> None:
-        self._shapes: dict[str, Shape] = {name: tuple(t.shape) for name, t in tensors.items()}
+        self.shapes: dict[str, Shape] = {name: tuple(t.shape) for name, t in tensors.items()}
         self._renamed = {name: name for name in tensors}  # stored as they are, under another name
         self._groups: dict[str, tuple[str, ...]] = {}  # converted together with others of a layer
 
@@ -45,9 +45,13 @@ class TensorFormat:
             if len(waiting[group]) == len(group):
                 yield from self._convert(waiting.pop(group)).items()
 
+    def group(self, name: str) -> tuple[str, ...]:
+        """Return the tensors in memory that must be converted together with this one."""
+        return self._groups.get(name, (name,))
+
     def stored_shapes(self) -> dict[str, Shape]:
         """Return the names and shapes of all tensors in files."""
-        stored = self.layout((name, shape, torch.float32) for name, shape in self._shapes.items())
+        stored = self.layout((name, shape, torch.float32) for name, shape in self.shapes.items())
         return {name: shape for name, shape, _ in stored}
 
     def layout(self, tensors: Iterable[tuple[str, Shape, torch.dtype]]) -> Layout:
@@ -56,19 +60,29 @@ class TensorFormat:
         return [(name, tuple(t.shape), t.dtype) for name, t in self.to_files(empty)]
 
     def from_files(
-        self, files: TensorFiles, region: Callable[[str], Region]
+        self, files: TensorFiles, region: Callable[[str], Region | None]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Read all tensors by their name in memory: of each, the part that `region` returns."""
-        for name, stored in self._renamed.items():
-            yield name, files.read(stored, region(name))
+        """Read tensors by their name in memory: of each, the part that `region` returns.
+
+        Tensors for which it returns None are left out. Files are read from front to back.
+        """
+        names = {stored: name for name, stored in self._renamed.items()}
+        for stored in files:
+            part = region(names[stored]) if stored in names else None
+            if part is not None:
+                yield names[stored], files.read(stored, part)
         for group in dict.fromkeys(self._groups.values()):
+            parts = {name: region(name) for name in group}
+            if all(part is None for part in parts.values()):
+                continue
             for name, tensor in self._restore(group, files).items():
-                part = region(name)
-                yield name, tensor[part].clone() if part else tensor
+                part = parts[name]
+                if part is not None:
+                    yield name, tensor[part].clone() if part else tensor
 
     def _restore(self, group: tuple[str, ...], files: TensorFiles) -> dict[str, Tensor]:
         """Invert the conversion, which only moves elements, by converting their indices."""
-        shapes = {name: torch.Size(self._shapes[name]) for name in group}
+        shapes = {name: torch.Size(self.shapes[name]) for name in group}
         sizes = [shape.numel() for shape in shapes.values()]
         indices = torch.arange(sum(sizes)).split(sizes)
         stored = self._convert(
@@ -96,7 +110,7 @@ class HubFormat(TensorFormat):
         # None is the default conversion of the architecture. The history of quantized files would
         # quantize the trained weights again.
         history = getattr(model, "_weight_conversions", None)
-        self._model._weight_conversions = None if _is_quantized(model.config) else history
+        self._model._weight_conversions = None if is_quantized(model.config) else history
         tensors = stored_tensors(self._model)
         super().__init__(tensors)
         stored = self._convert(tensors)
@@ -120,7 +134,7 @@ class HubFormat(TensorFormat):
         config = deepcopy(config)
         config.architectures = [type(self._model).__name__]
         config.dtype = "float32"
-        if _is_quantized(config):
+        if is_quantized(config):
             del config.quantization_config
         config.save_pretrained(folder)
 
@@ -156,7 +170,7 @@ def float32_parts(config: PretrainedConfig, dtype: torch.dtype) -> tuple[str, ..
     return tuple(sorted(name.replace("*", ".*") for name in names))
 
 
-def _is_quantized(config: PretrainedConfig) -> bool:
+def is_quantized(config: PretrainedConfig) -> bool:
     return getattr(config, "quantization_config", None) is not None
 
 

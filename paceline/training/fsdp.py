@@ -8,7 +8,6 @@ because the loss weights already refer to the whole batch.
 import logging
 import math
 from collections.abc import Iterable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -16,19 +15,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    parallelize_module,
-)
 from transformers import PreTrainedModel
 
 from paceline.algo.loss import LossFn, TokenOutputs
-from paceline.errors import ConfigError, ModelError
+from paceline.errors import ModelError
+from paceline.model.excerpt import excerpt, whole
 from paceline.model.hub_names import HubFormat, TensorFormat, persistent_buffers
 from paceline.model.loading import ROUNDED, default_device, load_model, model_body
 from paceline.model.packing import (
@@ -37,17 +30,24 @@ from paceline.model.packing import (
     micro_batch,
     trained_lengths,
 )
-from paceline.model.shape import model_shape
+from paceline.model.stored_weights import StoredWeights, open_stored
 from paceline.model.tensor_file import Region, TensorFiles
 from paceline.training.decoder import LayerPasses
 from paceline.training.fused import can_fuse
-from paceline.training.memory import COLUMNS, ROWS
 from paceline.training.offload import HostOffload, Moved
 from paceline.training.optimizer import adamw, optimizer_state
 from paceline.training.packed import EngineWithHead, Head, LossAccumulator, PackedModel, token_data
 from paceline.training.row_assignment import assign_passes
 from paceline.training.settings import TrainSettings
 from paceline.training.sharded_decoder import ShardedDecoder
+from paceline.training.sharding import (
+    allocate_slices,
+    decoder_layers,
+    device_mesh,
+    local_slice,
+    region_at,
+    shard,
+)
 from paceline.training.training_state import (
     full_tensor,
     layout_of,
@@ -65,7 +65,10 @@ BY_HEAD = ("q_norm.weight", "k_norm.weight")
 
 
 class Fsdp(EngineWithHead):
-    """A TrainEngine. Every rank of the process group creates one from the same unsharded model."""
+    """A TrainEngine. Every rank of the process group creates one from the same unsharded model.
+
+    With `weights`, the model has no memory for its parameters, and each rank reads its slices.
+    """
 
     def __init__(
         self,
@@ -73,28 +76,37 @@ class Fsdp(EngineWithHead):
         settings: TrainSettings,
         temperature: float = 1.0,
         head: Head = "policy",
+        weights: StoredWeights | None = None,
     ) -> None:
         self._settings, self._head = settings, head
         self._device = default_device()
-        self._mesh = _mesh(self._device, settings.tensor_parallel)
-        hub = HubFormat(model) if head == "policy" else None
-        # PackedModel checks the model, so it must be created before sharding.
-        self._packed = PackedModel(model, settings, temperature, head)
-        self._packed.fused = self._fused(model, temperature or 1.0) if head == "policy" else None
-        _shard(self._packed, self._mesh, settings)
+        self._mesh = device_mesh(self._device, settings.tensor_parallel)
+        hub = (weights.form if weights else HubFormat(model)) if head == "policy" else None
+        # PackedModel checks a model with weights, so it must be created before sharding.
+        checked = self._check(model, temperature, weights) if weights else None
+        self._packed = PackedModel(model, settings, temperature, head, checked)
+        fused = self._fused(model, temperature or 1.0) if head == "policy" else None
+        self._packed.fused = fused
+        if checked is not None and fused is not None:
+            _check_fused(checked, fused, settings)
+        shard(self._packed, self._mesh, settings)
+        if weights is not None:
+            allocate_slices(self._packed, self._device)
         self._parameters = {
             name: cast(DTensor, p) for name, p in self._packed.trained_parameters().items()
         }
         # The optimizer gets this rank's slices as plain tensors, because its fused kernel does not
         # support DTensors of different meshes.
-        self._slices = {name: nn.Parameter(_local(p)) for name, p in self._parameters.items()}
+        self._slices = {name: nn.Parameter(local_slice(p)) for name, p in self._parameters.items()}
         buffers = persistent_buffers(model)
         self._tensors: dict[str, Tensor] = {**self._parameters, **buffers}
         self._local_tensors: dict[str, Tensor] = {**self._slices, **buffers}
+        if weights is not None:
+            self._fill(weights)
         self._form = hub or TensorFormat(self._tensors)
         self._optimizer = adamw(self._slices, settings)
         self._host_offload = HostOffload()
-        if self._packed.fused is not None:
+        if fused is not None and checked is None:
             self._packed.check(lambda micro: self._packed(micro)["logprobs"], ROUNDED)
             self._reshard()
 
@@ -112,9 +124,34 @@ class Fsdp(EngineWithHead):
     def open(
         cls, model_path: str, settings: TrainSettings, temperature: float, head: Head
     ) -> "Fsdp":
-        """Load the whole model in float32 on this rank and shard it."""
-        model = load_model(model_path)
-        return cls(model if head == "policy" else model_body(model), settings, temperature, head)
+        """Shard the model and read this rank's slices; load some formats as a whole, then shard."""
+        stored = open_stored(model_path)
+        model, weights = stored or (load_model(model_path), None)
+        part = model if head == "policy" else model_body(model)
+        weights = weights.part(model, part) if weights else None
+        return cls(part, settings, temperature, head, weights)
+
+    @torch.no_grad()
+    def _fill(self, weights: StoredWeights) -> None:
+        for name, tensor in weights.read(self._region):
+            if name in self._slices and not tensor.sum(dtype=torch.float32).isfinite():
+                raise ModelError(
+                    f"{weights.files.path}: {name} has values that are not finite; download the "
+                    "model again"
+                )
+            self._local_tensors[name].copy_(tensor)
+
+    def _check(
+        self, model: PreTrainedModel, temperature: float, weights: StoredWeights
+    ) -> PackedModel:
+        """Check an excerpt of the model, or all of it if the excerpt does not run."""
+        part = excerpt(model, decoder_layers, weights, self._device)
+        try:
+            return PackedModel(part, self._settings, temperature, self._head)
+        except (ModelError, LookupError):
+            del part
+            full = whole(model, weights, self._device)
+            return PackedModel(full, self._settings, temperature, self._head)
 
     # -- forward and backward
 
@@ -203,7 +240,7 @@ class Fsdp(EngineWithHead):
         bit, on all tensor-parallel ranks.
         """
         gradients = {
-            name: _local(p.grad) for name, p in self._parameters.items() if p.grad is not None
+            name: local_slice(p.grad) for name, p in self._parameters.items() if p.grad is not None
         }
         ranks = self._mesh.size(1)
         for name, gradient in gradients.items():
@@ -260,10 +297,17 @@ class Fsdp(EngineWithHead):
             self._local_tensors,
             self._slices,
             self._optimizer,
-            lambda name: _region(self._parameters[name]) if name in self._parameters else (),
+            self._region,
         )
         for parameter in self._parameters.values():
             parameter.grad = None
+
+    def _region(self, name: str) -> Region:
+        if name not in self._parameters:
+            return ()
+        coordinate = self._parameters[name].device_mesh.get_coordinate()
+        assert coordinate is not None, "every rank is in the mesh"
+        return region_at(self._parameters[name], coordinate)
 
     def place(self, where: Literal["device", "host"]) -> Moved:
         return (
@@ -278,100 +322,9 @@ class Fsdp(EngineWithHead):
         yield from (tensor for state in self._optimizer.state.values() for tensor in state.values())
 
 
-@cache  # roles in the same process share the mesh
-def _mesh(device: torch.device, tensor: int) -> DeviceMesh:
-    ranks = dist.get_world_size()
-    if ranks % tensor:
-        raise ConfigError(
-            f"train.tensor_parallel = {tensor} does not divide the {ranks} ranks; set "
-            "placement.train_ranks to a multiple of it"
-        )
-    return init_device_mesh(
-        device.type, (ranks // tensor, tensor), mesh_dim_names=("data", "tensor")
-    )
-
-
-def _shard(packed: PackedModel, mesh: DeviceMesh, settings: TrainSettings) -> None:
-    """Shard the model by layer, so that only one layer is gathered at a time.
-
-    The embedding, the final norm and the head stay gathered from forward to backward.
-    """
-    layers = decoder_layers(packed.model)
-    if mesh.size(1) > 1:
-        _split_layers(packed.model, layers, mesh["tensor"])
-    dtype = torch.bfloat16 if settings.dtype == "bfloat16" else None
-    # Inputs are not cast: the residual stream stays float32, as on a single device.
-    policy = MixedPrecisionPolicy(
-        dtype, torch.float32 if dtype else None, cast_forward_inputs=False
-    )
-    for layer in layers:
-        fully_shard(
-            layer, mesh=mesh["data"], reshard_after_forward=mesh.size(0) > 1, mp_policy=policy
-        )
-    # Without fused passes, the module casts the remaining weights where it needs bfloat16.
-    rest = MixedPrecisionPolicy() if packed.fused is None else policy
-    fully_shard(packed, mesh=mesh["data"], reshard_after_forward=False, mp_policy=rest)
-    for module in packed.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-
-
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Find the decoder layers by their number, because their name depends on the architecture."""
-    count = model.config.get_text_config().num_hidden_layers
-    for module in model.modules():  # outermost first, so that a layer's experts are not found
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise ModelError(
-        f"{type(model).__name__} has no list of {count} decoder layers to shard; use "
-        "train.backend = 'single'"
-    )
-
-
-def _split_layers(model: PreTrainedModel, layers: nn.ModuleList, mesh: DeviceMesh) -> None:
-    heads, ranks = model_shape(model.config).kv_heads, mesh.size()
-    if heads % ranks:
-        raise ConfigError(
-            f"train.tensor_parallel = {ranks} does not divide the model's {heads} key-value heads; "
-            "use a divisor"
-        )
-    for layer in layers:
-        # A list: all ranks must split the layers in the same order.
-        names = [name for name, module in layer.named_modules() if isinstance(module, nn.Linear)]
-        plan: dict[str, ParallelStyle] = {
-            name: ColwiseParallel() for name in names if name.endswith(COLUMNS)
-        }
-        plan |= {name: RowwiseParallel() for name in names if name.endswith(ROWS)}
-        if len(plan) != len(names) or len(plan) != len(COLUMNS + ROWS):
-            raise ModelError(
-                f"{type(model).__name__}: tensor parallelism supports only decoder layers with the "
-                f"linear layers {', '.join(COLUMNS + ROWS)}; set train.tensor_parallel = 1"
-            )
-        parallelize_module(layer, mesh, plan)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's slice, which shares the tensor's memory."""
-    assert isinstance(tensor, DTensor), "all parameters are sharded"
-    with torch.no_grad():
-        return tensor.to_local()
-
-
-def _region(parameter: DTensor) -> Region:
-    """Return the part of the full tensor that this rank holds.
-
-    Tensor parallelism, the last dimension of the mesh, splits first; FSDP splits the remainder.
-    """
-    mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate()
-    assert coordinate is not None, "every rank is in the mesh"
-    region = [slice(0, size) for size in parameter.shape]
-    for axis in reversed(range(mesh.ndim)):
-        placement = parameter.placements[axis]
-        if not placement.is_replicate():
-            # Every other placement is a kind of Shard.
-            part = region[placement.dim]  # type: ignore[attr-defined]
-            size = -(-(part.stop - part.start) // mesh.size(axis))
-            start = min(part.stop, part.start + size * coordinate[axis])
-            region[placement.dim] = slice(start, min(part.stop, start + size))  # type: ignore[attr-defined]
-    return tuple(region)
+def _check_fused(checked: PackedModel, fused: ShardedDecoder, settings: TrainSettings) -> None:
+    """Check the explicit passes with the excerpt, whose weights get the dtype FSDP casts to."""
+    for parameter in checked.model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, settings.dtype))
+    checked.fused = fused.for_model(checked.model)
+    checked.check(lambda micro: checked(micro)["logprobs"], ROUNDED)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
 
 from paceline.algo.loss import TokenOutputs
 from paceline.model.operations import matmul_float32
@@ -212,6 +213,12 @@ class PolicyHead(nn.Module):
         self.output = output
         self._temperature, self._cap = temperature / factor, cap
 
+    def for_model(self, model: PreTrainedModel) -> "PolicyHead":
+        """Return the same head on the output layer of a larger model."""
+        output = model.get_output_embeddings()
+        assert isinstance(output, nn.Linear), "a head was created for this architecture"
+        return PolicyHead(output, self._temperature, self._cap)
+
     def forward(self, hidden: Tensor, targets: Tensor) -> TokenOutputs:
         logprobs, entropy = chunked_logprobs(
             hidden, self.output.weight, self.output.bias, targets, self._temperature, cap=self._cap
@@ -227,6 +234,10 @@ class ValueHead(nn.Module):
         self.linear = nn.Linear(hidden_size, 1)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
+
+    def for_model(self, model: PreTrainedModel) -> "ValueHead":
+        """Return a new head for a larger model with hidden states of the same size."""
+        return ValueHead(self.linear.in_features).to(self.linear.weight.device)
 
     def forward(self, hidden: Tensor, targets: Tensor) -> TokenOutputs:
         return TokenOutputs(values=self.linear(hidden.to(self.linear.weight.dtype)).squeeze(-1))

@@ -41,7 +41,10 @@ class PackedModel(nn.Module):
         settings: TrainSettings,
         temperature: float = 1.0,
         head: Head = "policy",
+        checked: "PackedModel | None" = None,
     ) -> None:
+        """Check the model by forward passes, unless it has no weights yet: then `checked` is one
+        that was created with an excerpt of it."""
         super().__init__()
         self._settings = settings
         self.model = model.float()
@@ -49,21 +52,13 @@ class PackedModel(nn.Module):
         # torch would give the padding token no gradient, but rows have no padding, and a policy
         # may sample this token like any other.
         model.get_input_embeddings().padding_idx = None
-        self._set_attention("eager")  # the reference: implements every feature of the model
-        try:
-            states = plain_states(model)
-            if head == "policy":
-                # At temperature 0 (greedy), log-probs are those at temperature 1.
-                self._plain = plain_logprobs(model, temperature or 1.0)
-                self.head: PolicyHead | ValueHead = _policy_head(model, temperature or 1.0)
-            else:
-                self.head = ValueHead(states.shape[1])
-        except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
-            raise ModelError(
-                f"{type(model).__name__} cannot be trained: it does not compute logits from tokens "
-                f"alone ({error}); use a causal language model"
-            ) from error
-        self.head.to(states.device)
+        self.head: PolicyHead | ValueHead
+        self._padded: bool
+        states: Tensor | None = None
+        if checked is None:
+            states = self._compute_plainly(temperature or 1.0, head)
+        else:
+            self.head, self._padded = checked.head.for_model(model), checked._padded
         self._set_attention(PACKED)
         if settings.gradient_checkpointing:
             if not model.supports_gradient_checkpointing:
@@ -80,9 +75,32 @@ class PackedModel(nn.Module):
         ] or [*model.modules()]
         # Replacement for the module's forward pass, if set.
         self.fused: Callable[[MicroBatch], TokenOutputs] | None = None
-        self._padded = not self._can_pack(states)
-        if head == "policy":
+        if states is not None:
+            self._padded = not self._can_pack(states)
+        if head == "policy" and checked is None:
             self.check(lambda micro: self._module_forward(micro, "float32").logprobs, EXACT)
+
+    def _compute_plainly(self, temperature: float, head: Head) -> Tensor:
+        """Run the model without packing; set its head and return the hidden states.
+
+        At temperature 0 (greedy), log-probs are those at temperature 1.
+        """
+        model = self.model
+        self._set_attention("eager")  # the reference: implements every feature of the model
+        try:
+            states = plain_states(model)
+            if head == "policy":
+                self._plain = plain_logprobs(model, temperature)
+                self.head = _policy_head(model, temperature)
+            else:
+                self.head = ValueHead(states.shape[1])
+        except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
+            raise ModelError(
+                f"{type(model).__name__} cannot be trained: it does not compute logits from tokens "
+                f"alone ({error}); use a causal language model"
+            ) from error
+        self.head.to(states.device)
+        return states
 
     def forward(self, micro: MicroBatch) -> dict[str, Tensor]:
         """Return the fields of TokenOutputs as a dict, in which FSDP finds tensors."""

@@ -32,6 +32,10 @@ class ShardedDecoder:
         for layer in self._model.model.layers:
             layer.forward = partial(_layer_forward, passes, layer)
 
+    def for_model(self, model: PreTrainedModel) -> "ShardedDecoder":
+        """Return the same passes for another model of the architecture."""
+        return type(self)(model, self._passes, self._temperature)
+
     def __call__(self, micro: MicroBatch) -> TokenOutputs:
         body, head = self._model.model, self._model.lm_head.weight
         at = positions(

@@ -4,6 +4,7 @@ Plain torch replaces the GPU kernels (on a GPU: tests/gpu/test_train_gpu.py).
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,21 @@ def test_sharded_decoder_matches_single_device(
     assert np.abs(single.logprobs(batch) - sharded.logprobs(batch)).max() < 1e-5, (
         "the next pass must use the new weights"
     )
+
+
+def open_fused(_: Any, settings: TrainSettings, path: str) -> Fsdp:
+    return FusedFsdp.open(path, settings, TEMPERATURE, "policy")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_passes_are_checked_with_an_excerpt_when_slices_are_read(
+    ranks: Ranks, dtype: str, tmp_path: Path
+) -> None:
+    tiny("qwen2-tied").save_pretrained(tmp_path)
+    settings, batch = TrainSettings(dtype=dtype), random_batch()
+    opened = ranks(None, settings, make=open_fused, path=str(tmp_path))  # type: ignore[arg-type]
+    expected = ranks(tiny("qwen2-tied"), settings, temperature=TEMPERATURE)
+    assert np.abs(opened.logprobs(batch) - expected.logprobs(batch)).max() < 1e-5
 
 
 def test_step_matches_single_device_when_rank_has_no_rows(ranks: Ranks) -> None:

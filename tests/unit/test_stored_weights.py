@@ -1,0 +1,72 @@
+"""Models that can be read slice by slice, and files that hold them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline.model import tensor_file
+from paceline.model.engine_weights import engine_weights
+from paceline.model.loading import load_model
+from paceline.model.stored_weights import open_empty, open_stored
+from paceline.model.tensor_file import TensorFiles, model_shards
+from tests.contract.test_train_engine import tiny
+
+
+def test_model_has_buffers_but_no_memory_for_parameters(tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path)
+    opened, whole = open_stored(str(tmp_path)), load_model(str(tmp_path))
+    assert opened is not None
+    model, _ = opened
+    assert all(parameter.is_meta for parameter in model.parameters())
+    for (name, buffer), (_, expected) in zip(
+        model.named_buffers(), whole.named_buffers(), strict=True
+    ):
+        assert torch.equal(buffer, expected), name
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2-tied"])
+def test_empty_model_is_filled_like_loaded_model(name: str, tmp_path: Path) -> None:
+    tiny(name).save_pretrained(tmp_path)
+    empty = open_empty(str(tmp_path), "bfloat16", torch.device("cpu"))
+    whole = load_model(str(tmp_path), "bfloat16")
+    assert empty is not None and empty.dtype == whole.dtype
+    found = engine_weights(empty, share=True, max_length=64)
+    found.load(iter(load_model(str(tmp_path)).state_dict().items()))
+    expected = engine_weights(whole, share=False, max_length=64)
+    assert found.named.keys() == expected.named.keys()
+    assert all(torch.equal(found.named[key], expected.named[key]) for key in expected.named)
+
+
+def test_model_with_two_values_for_tied_weight_is_not_read_by_slices(tmp_path: Path) -> None:
+    tiny("qwen2-tied").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    save_file(tensors, path, {"format": "pt"})
+    assert open_stored(str(tmp_path)) is None
+
+
+def test_damaged_files_are_left_to_the_loader_that_reports_them(tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    assert open_stored(str(tmp_path)) is None
+
+
+def test_index_selects_the_files_of_a_model(tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path, max_shard_size="10KB")
+    shards = model_shards(tmp_path)
+    save_file({"other": torch.ones(1)}, tmp_path / "consolidated.safetensors")
+    assert len(shards) > 1 and model_shards(tmp_path) == shards
+
+
+def test_tensors_stay_readable_when_their_file_is_opened_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_file, "MAX_MAPPED_BYTES", 0)
+    tensors = {name: torch.randn(4, 3) for name in "abc"}
+    save_file(tensors, tmp_path / "model.safetensors")
+    files = TensorFiles.of_model(tmp_path)
+    found = {name: files.read(name, (slice(1, 3), slice(0, 3))) for name in files}
+    assert all(torch.equal(found[name], tensors[name][1:3]) for name in tensors)
