@@ -1,8 +1,9 @@
 """Checkpoint directories: everything a run needs to resume, in safetensors and JSON files.
 
-A checkpoint is written under a temporary name, checksummed, fsynced and renamed, so it is complete
+A checkpoint is written under a temporary name, fsynced, checksummed and renamed, so it is complete
 or absent. A run resumes from the newest checkpoint that passes verification. Older checkpoints are
-deleted only after the new one is verified.
+deleted only after the new one has its name. Files are read by several threads, because every rank
+of a trainer writes some.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ import logging
 import os
 import shutil
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ MANIFEST = "manifest.json"
 # an adapter.
 ADAPTER = "adapter"
 SCHEMA = 2
+MAX_THREADS = 16
 
 
 async def save_checkpoint(
@@ -61,14 +64,14 @@ async def save_checkpoint(
 def _finish(temporary: Path, final: Path, step: int, state: dict[str, Any]) -> None:
     (temporary / "state.json").write_text(json.dumps(state, indent=1))
     (temporary / MANIFEST).write_text(
-        json.dumps({"schema": SCHEMA, "step": step, "files": _digest(temporary)}, indent=1)
+        json.dumps({"schema": SCHEMA, "step": step, "files": _digests(temporary, _fsync)}, indent=1)
     )
-    for path in [*temporary.rglob("*"), temporary]:
-        _fsync(path)
+    for folder in [*(path for path in temporary.rglob("*") if path.is_dir()), temporary]:
+        _fsync(folder)
+    _fsync(temporary / MANIFEST)
     shutil.rmtree(final, ignore_errors=True)
     temporary.rename(final)
     _fsync(final.parent)
-    verify_checkpoint(final)
 
 
 def _prune(root: Path, newest: Path, keep: int) -> None:
@@ -112,7 +115,7 @@ def verify_checkpoint(folder: Path) -> None:
             f"checkpoint {folder} has schema {schema}; expected {SCHEMA}. Resume it with the "
             "version of Paceline that wrote it"
         )
-    found = _digest(folder)
+    found = _digests(folder)
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
             problem = "is damaged"
@@ -135,18 +138,25 @@ def _folders(root: Path) -> list[Path]:
     return sorted(path for path in root.glob("step_*") if path.is_dir())
 
 
-def _digest(folder: Path) -> dict[str, str]:
-    files = {}
+def _digests(folder: Path, before: Callable[[Path], None] = lambda path: None) -> dict[str, str]:
+    """Return the checksums of all files; call `before` with each before it is read."""
+    files = []
     for path in sorted(folder.rglob("*")):
         if path.is_symlink():
             raise CheckpointError(
                 f"checkpoint {folder}: {path.name} is a symbolic link; expected regular files only"
             )
         if path.is_file() and path.name != MANIFEST:
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            files[str(path.relative_to(folder))] = digest
-    return files
+            files.append(path)
+
+    def digest(path: Path) -> str:
+        before(path)
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
+        names = [str(path.relative_to(folder)) for path in files]
+        return dict(zip(names, threads.map(digest, files), strict=True))
 
 
 def _fsync(path: Path) -> None:

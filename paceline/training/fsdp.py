@@ -37,6 +37,7 @@ from paceline.training.fused import can_fuse
 from paceline.training.offload import HostOffload, Moved
 from paceline.training.optimizer import adamw, optimizer_state
 from paceline.training.packed import EngineWithHead, Head, LossAccumulator, PackedModel, token_data
+from paceline.training.rank_files import Replicated, Sliced, Split
 from paceline.training.row_assignment import assign_passes
 from paceline.training.settings import TrainSettings
 from paceline.training.sharded_decoder import ShardedDecoder
@@ -50,11 +51,10 @@ from paceline.training.sharding import (
 )
 from paceline.training.training_state import (
     full_tensor,
-    layout_of,
     load_training,
     role_of,
-    save_optimizer,
-    write_model,
+    save_optimizer_by_ranks,
+    write_model_by_ranks,
 )
 from paceline.types import Batch, FloatArray
 
@@ -99,11 +99,10 @@ class Fsdp(EngineWithHead):
         # support DTensors of different meshes.
         self._slices = {name: nn.Parameter(local_slice(p)) for name, p in self._parameters.items()}
         buffers = persistent_buffers(model)
-        self._tensors: dict[str, Tensor] = {**self._parameters, **buffers}
         self._local_tensors: dict[str, Tensor] = {**self._slices, **buffers}
         if weights is not None:
             self._fill(weights)
-        self._form = hub or TensorFormat(self._tensors)
+        self._form = hub or TensorFormat({**self._parameters, **buffers})
         self._optimizer = adamw(self._slices, settings)
         self._host_offload = HostOffload()
         if fused is not None and checked is None:
@@ -271,22 +270,22 @@ class Fsdp(EngineWithHead):
             yield name, full_tensor(tensor)
 
     def save(self, folder: Path) -> None:
+        weights = [self._split(name, name, tensor) for name, tensor in self._local_tensors.items()]
         state = optimizer_state(self._optimizer, self._slices)
-        sharded = {
-            key: self._sharded(key.partition(":")[2], tensor) if tensor.ndim else tensor
-            for key, tensor in state.items()
-        }
-        layout, tensors = layout_of(self._tensors), map(full_tensor, self._tensors.values())
-        config = self._packed.model.config
-        write_model(folder / role_of(self._head), self._form, config, layout, tensors)
-        save_optimizer(folder, self._head, sharded)
+        splits = [self._split(key, key.partition(":")[2], tensor) for key, tensor in state.items()]
+        config, to = self._packed.model.config, folder / role_of(self._head)
+        write_model_by_ranks(to, self._form, config, weights, self._device)
+        save_optimizer_by_ranks(folder, self._head, splits, self._device)
 
-    def _sharded(self, name: str, tensor: Tensor) -> Tensor:
-        """Return this rank's slice of optimizer state as a DTensor, sharded like its parameter."""
-        p = self._parameters[name]
-        return DTensor.from_local(
-            tensor, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-        )
+    def _split(self, key: str, name: str, own: Tensor) -> Split:
+        """Return this rank's part of a tensor that is sharded like the parameter `name`."""
+        if name not in self._parameters or not own.ndim:
+            return Replicated(key, own)
+        p, mesh = self._parameters[name], self._mesh.mesh
+        # A parameter that tensor parallelism does not split has only the first axis of the mesh.
+        at = {int(mesh[where]): where[: p.device_mesh.ndim] for where in np.ndindex(*mesh.shape)}
+        regions = [region_at(p, at[rank]) for rank in range(mesh.numel())]
+        return Sliced(key, tuple(p.shape), own, regions)
 
     def load(self, folder: Path) -> None:
         load_training(

@@ -1,9 +1,12 @@
 """AdamW: parameter groups, gradient clipping, and its state as plain tensors."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
 from paceline.errors import CheckpointError
+from paceline.model.tensor_file import Shape
 from paceline.training.settings import TrainSettings
 
 STATE = ("step", "exp_avg", "exp_avg_sq")
@@ -49,27 +52,29 @@ def optimizer_state(
     }
 
 
-def load_optimizer_state(
-    optimizer: torch.optim.AdamW, named: dict[str, nn.Parameter], state: dict[str, Tensor]
-) -> None:
-    """Load what `optimizer_state` returned, all or nothing."""
-    known = {f"{key}:{name}" for name in named for key in STATE}
-    unknown = sorted(set(state) - known)
-    if unknown:
-        raise CheckpointError(
-            f"optimizer state {unknown[0]!r} ({len(unknown)} in total) belongs to no parameter; "
-            "use a checkpoint of this model"
-        )
-    fresh: dict[Tensor, dict[str, Tensor]] = {}
-    for name, parameter in named.items():
-        if f"step:{name}" not in state:
-            continue
-        entry = {key: state[f"{key}:{name}"].to(parameter.device, copy=True) for key in STATE}
-        if entry["exp_avg"].shape != parameter.shape:
+def check_optimizer_state(saved: Mapping[str, Shape], own: Mapping[str, Shape]) -> None:
+    """Raise CheckpointError unless saved state, by its shapes, is that of these parameters."""
+    expected = {f"{key}:{name}": shape for name, shape in own.items() for key in STATE[1:]}
+    expected |= dict.fromkeys((f"step:{name}" for name in own), ())
+    for key, shape in saved.items():
+        if key not in expected:
             raise CheckpointError(
-                f"optimizer state of {name} has shape {tuple(entry['exp_avg'].shape)}, the "
-                f"parameter has {tuple(parameter.shape)}; use a checkpoint of this model"
+                f"optimizer state {key!r} belongs to no parameter; use a checkpoint of this model"
             )
-        fresh[parameter] = entry
+        if shape != expected[key]:
+            raise CheckpointError(
+                f"optimizer state {key!r} has shape {shape}, but {expected[key]} in this run; use "
+                "a checkpoint of this model"
+            )
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.AdamW, named: dict[str, nn.Parameter], state: Mapping[str, Tensor]
+) -> None:
+    """Replace the state by what `optimizer_state` returned, one tensor at a time."""
     optimizer.state.clear()
-    optimizer.state.update(fresh)
+    for name, parameter in named.items():
+        if f"step:{name}" in state:
+            optimizer.state[parameter] = {
+                key: state[f"{key}:{name}"].to(parameter.device, copy=True) for key in STATE
+            }

@@ -257,6 +257,19 @@ def test_checkpoint_continues_with_same_losses_on_other_ranks(
     assert train(other, range(2, 4)) == pytest.approx(expected, abs=1e-5)
 
 
+def test_checkpoint_replaces_one_of_more_ranks_in_same_folder(
+    groups: Groups, tmp_path: Path
+) -> None:
+    groups["2"](tiny("qwen2"), SETTINGS).save(tmp_path)
+    changed = tiny("qwen2")
+    with torch.no_grad():
+        changed.model.norm.weight.add_(1)
+    SingleDevice(changed, SETTINGS).save(tmp_path)
+    single = SingleDevice(tiny("qwen2"), SETTINGS)
+    single.load(tmp_path)
+    assert same_bits(weights_of(single), dict(changed.state_dict()))
+
+
 def test_checkpoint_of_experts_moves_between_ranks_and_transformers(
     groups: Groups, tmp_path: Path
 ) -> None:

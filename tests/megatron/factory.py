@@ -68,19 +68,19 @@ class _SeesOneRow(torch.nn.Module):
 
 
 def _with_swapped_qkv(build: Any) -> TrainEngine:
-    """Create an engine with q, k and v concatenated instead of interleaved by key head."""
+    """Create an engine with k and v in each other's place."""
     from paceline.training.megatron.weights import ParameterMapping
 
-    right = ParameterMapping.split
+    right = ParameterMapping.fuse
 
-    def wrong(mapping: ParameterMapping, full: Any, rank: int, ranks: int) -> Tensor:
+    def wrong(mapping: ParameterMapping, parts: Any, ranks: int) -> Tensor:
         if mapping.kind == "qkv":
-            return torch.cat(list(full)).chunk(ranks)[rank]
-        return right(mapping, full, rank, ranks)
+            parts = [parts[0], parts[2], parts[1]]
+        return right(mapping, parts, ranks)
 
-    ParameterMapping.split = wrong  # type: ignore[method-assign]
+    ParameterMapping.fuse = wrong  # type: ignore[method-assign]
     try:
         engine: TrainEngine = build()
         return engine
     finally:
-        ParameterMapping.split = right  # type: ignore[method-assign]
+        ParameterMapping.fuse = right  # type: ignore[method-assign]

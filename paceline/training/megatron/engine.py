@@ -9,6 +9,7 @@ because the loss weights already refer to the whole batch.
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,20 +35,22 @@ from paceline.errors import ConfigError
 from paceline.model.hub_names import HubFormat, TensorFormat
 from paceline.model.loading import default_device, load_config, load_model
 from paceline.model.packing import MicroBatch, RowLayout, micro_batch, trained_lengths
+from paceline.model.stored_weights import safetensors_files
 from paceline.model.tensor_file import TensorFiles
 from paceline.training.megatron.decoder import Decoder, transformer_config
-from paceline.training.megatron.shards import Read, Shards
+from paceline.training.megatron.shards import RankSlices, Shards
 from paceline.training.offload import HostOffload, Moved
 from paceline.training.optimizer import STATE, adamw
 from paceline.training.packed import EngineWithHead, Head, LossAccumulator, token_data
+from paceline.training.rank_files import Replicated, Split
 from paceline.training.row_assignment import assign_passes
 from paceline.training.settings import TrainSettings
 from paceline.training.training_state import (
     check_same_model,
-    optimizer_file,
+    open_optimizer,
     role_of,
-    write_gathered,
-    write_model,
+    save_optimizer_by_ranks,
+    write_model_by_ranks,
 )
 from paceline.types import Batch, FloatArray
 
@@ -102,7 +105,7 @@ class Megatron(EngineWithHead):
         cls, model_path: str, settings: TrainSettings, temperature: float, head: Head
     ) -> "Megatron":
         """Read this rank's part of safetensors files; load other formats as a whole."""
-        files = sorted(Path(model_path).glob("*.safetensors"))
+        files = safetensors_files(model_path)
         weights = TensorFiles(files) if files else load_model(model_path).state_dict()
         return cls(load_config(model_path), weights, settings, temperature, head)
 
@@ -259,43 +262,42 @@ class Megatron(EngineWithHead):
                 yield "lm_head.weight", tensor
 
     def save(self, folder: Path) -> None:
-        shapes = self._shards.shapes()
-        write_model(
-            folder / role_of(self._head),
-            self._form,
-            self._config,
-            [(name, shape, torch.float32) for name, shape in shapes.items()],
-            self._tensors(),
+        weights = self._shards.splits(self._slices(), lambda parameter: parameter.detach())
+        to = folder / role_of(self._head)
+        write_model_by_ranks(to, self._form, self._config, weights, self._device)
+        state = self._state() if self._steps else []
+        save_optimizer_by_ranks(folder, self._head, state, self._device)
+
+    def _state(self) -> list[Split]:
+        """Return AdamW's state in the order of STATE: step counts, then moments of each weight."""
+        steps = torch.tensor(float(self._steps))
+        found: list[Split] = [Replicated(f"step:{name}", steps) for name in self._shards.shapes()]
+        held = {
+            mapping.name: self._optimizer_slice(parameter)
+            for mapping, parameter in self._shards.local()
+        }
+        slices = self._slices({n: (h[1].start, h[1].stop) for n, h in held.items() if h})
+        for key in MOMENTS:
+            found += self._shards.splits(slices, partial(self._moment, key), f"{key}:")
+        return found
+
+    def _slices(self, ranges: dict[str, tuple[int, int]] | None = None) -> list[RankSlices]:
+        """Exchange which ranges of their shards the ranks hold."""
+        own = RankSlices(
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_rank(),
+            ranges,
         )
-        state = [
-            (f"{key}:{name}", shape if key in MOMENTS else (), torch.float32)
-            for key in STATE
-            for name, shape in shapes.items()
-        ]
-        write_gathered(
-            optimizer_file(folder, self._head),
-            state if self._steps else [],
-            self._state() if self._steps else iter(()),
-        )
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, own)
+        return ranks
 
-    def _tensors(self, read: Read = lambda parameter: parameter.detach()) -> Iterator[Tensor]:
-        return (tensor for _, tensor in self._shards.gather(read))
-
-    def _state(self) -> Iterator[Tensor]:
-        """Yield AdamW's state in the order of STATE: step counts, then moments of each weight."""
-        yield from (torch.tensor(float(self._steps)) for _ in self._shards.shapes())
-        yield from self._tensors(lambda parameter: self._moment(parameter, "exp_avg"))
-        yield from self._tensors(lambda parameter: self._moment(parameter, "exp_avg_sq"))
-
-    def _moment(self, parameter: nn.Parameter, key: str) -> Tensor:
-        """Gather a moment of this rank's shard; each data-parallel replica holds a slice of it."""
-        flat = torch.zeros(parameter.numel(), device=parameter.device)
+    def _moment(self, key: str, parameter: nn.Parameter) -> Tensor:
+        """Return this rank's range of a moment."""
         held = self._optimizer_slice(parameter)
-        if held is not None:
-            main, where = held
-            flat[where] = self._train_parts()[1].state[main][key]
-        dist.all_reduce(flat, group=parallel_state.get_data_parallel_group())
-        return flat.view_as(parameter)
+        assert held is not None, "only ranks with a range are asked"
+        moment: Tensor = self._train_parts()[1].state[held[0]][key]
+        return moment
 
     def _optimizer_slice(self, parameter: nn.Parameter) -> tuple[Tensor, slice] | None:
         """Return the tensor that this rank's optimizer updates and its range in the parameter."""
@@ -308,7 +310,7 @@ class Megatron(EngineWithHead):
 
     def load(self, folder: Path) -> None:
         weights = TensorFiles.of_model(folder / role_of(self._head))
-        state = TensorFiles([optimizer_file(folder, self._head)])
+        state = open_optimizer(folder, self._head)
         shapes = self._shards.shapes()
         check_same_model(weights.path, shapes, weights.shapes())
         expected = {

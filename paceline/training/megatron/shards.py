@@ -4,7 +4,8 @@ It handles parameters and all tensors of the same shape, such as optimizer state
 make the same calls in the same order.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,71 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from paceline.errors import ModelError
+from paceline.model.tensor_file import Layout, TensorFiles
 from paceline.training.megatron.weights import ParameterMapping, Shape, parameter_mappings
 from paceline.training.packed import Head
 
 Read = Callable[[nn.Parameter], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class RankSlices:
+    """Where a rank is, and which ranges of its flat shards it has: by name, None for all."""
+
+    stage: int
+    rank: int  # tensor-parallel
+    ranges: Mapping[str, tuple[int, int]] | None = None
+
+
+Slices = Sequence[RankSlices]  # of all ranks
+
+
+class SplitParameter:
+    """A Megatron parameter, or a tensor of its shape, that is written as Hugging Face tensors."""
+
+    def __init__(
+        self,
+        mapping: ParameterMapping,
+        ranks: int,
+        slices: Slices,
+        own: nn.Parameter | None,
+        part: Callable[[nn.Parameter], Tensor],
+        prefix: str,
+    ) -> None:
+        self.layout: Layout = [
+            (prefix + name, shape, torch.float32) for name, shape in mapping.parts.items()
+        ]
+        self._mapping, self._own, self._part = mapping, own, part
+        self._shard = mapping.shard_shape(ranks)
+        size = torch.Size(self._shard).numel()
+        # Ranks that have the same range of the same shard, in the order of shards and ranges.
+        self._holders: dict[tuple[int, int, int], list[int]] = {}
+        for number, at in enumerate(slices):
+            start, stop = (0, size) if at.ranges is None else at.ranges.get(mapping.name, (0, 0))
+            has_shard = at.stage == mapping.stage and (at.rank == 0 or mapping.kind != "replicated")
+            if has_shard and start < stop:
+                self._holders.setdefault((at.rank, start, stop), []).append(number)
+        self._holders = dict(sorted(self._holders.items()))
+
+    def holders(self, writer: int) -> list[int]:
+        return [
+            writer if writer in ranks else ranks[writer % len(ranks)]
+            for ranks in self._holders.values()
+        ]
+
+    def buffers(self, device: torch.device) -> list[Tensor]:
+        return [torch.empty(stop - start, device=device) for _, start, stop in self._holders]
+
+    def part(self) -> Tensor:
+        assert self._own is not None, "a rank of another stage holds nothing"
+        return self._part(self._own).reshape(-1)
+
+    def join(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        shards: dict[int, list[Tensor]] = {}
+        for (shard, *_), part in zip(self._holders, parts, strict=True):
+            shards.setdefault(shard, []).append(part)
+        full = [part[0] if len(part) == 1 else torch.cat(part) for part in shards.values()]
+        return self._mapping.join([shard.view(self._shard) for shard in full])
 
 
 class Shards:
@@ -62,9 +124,14 @@ class Shards:
     def fill(
         self, target: Tensor, mapping: ParameterMapping, tensors: Mapping[str, Tensor], prefix: str
     ) -> None:
-        """Copy this rank's shard of Hugging Face tensors into `target`."""
-        parts = [tensors[prefix + name] for name in mapping.parts]
-        target.copy_(mapping.split(parts, self._rank, self._ranks))
+        """Copy this rank's shard of Hugging Face tensors into `target`; read no more of files."""
+        parts = [
+            tensors.read(prefix + name, region)
+            if isinstance(tensors, TensorFiles)
+            else tensors[prefix + name][region]
+            for name, region in mapping.regions(self._rank, self._ranks).items()
+        ]
+        target.copy_(mapping.fuse(parts, self._ranks))
 
     def load(self, weights: Mapping[str, Tensor], prefix: str = "") -> None:
         """Load this rank's shard of every weight; a missing value head keeps its initial values."""
@@ -86,6 +153,20 @@ class Shards:
         for mapping in self._mappings:
             if not mapping.copy:
                 yield from zip(mapping.parts, self._full_tensors(mapping, read), strict=True)
+
+    def splits(
+        self, slices: Slices, part: Callable[[nn.Parameter], Tensor], prefix: str = ""
+    ) -> list["SplitParameter"]:
+        """Return tensors shaped like the parameters, to be gathered to the ranks that write them.
+
+        `slices`: which range of its shards each rank has; `part` returns this rank's range.
+        """
+        found = []
+        for mapping in self._mappings:
+            if not mapping.copy:
+                own = self.parameters[mapping.name] if self._is_local(mapping) else None
+                found.append(SplitParameter(mapping, self._ranks, slices, own, part, prefix))
+        return found
 
     def _full_tensors(self, mapping: ParameterMapping, read: Read) -> list[Tensor]:
         device = next(iter(self.parameters.values())).device

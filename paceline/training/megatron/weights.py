@@ -15,6 +15,7 @@ from torch import Tensor, cat
 from transformers import PretrainedConfig
 
 from paceline.model.shape import head_dim
+from paceline.model.tensor_file import Region
 from paceline.training.packed import Head
 
 Kind = Literal["replicated", "rows", "columns", "vocabulary", "qkv", "gate_up"]
@@ -30,21 +31,37 @@ class ParameterMapping:
     groups: int  # number of key heads; each is fused with its queries
     copy: bool = False  # whether it is a copy of a weight on another stage
 
-    def split(self, full: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
-        """Return this rank's shard of the Hugging Face tensors in Megatron's layout."""
+    def regions(self, rank: int, ranks: int) -> dict[str, Region]:
+        """Return the part of each Hugging Face tensor that a rank's shard consists of."""
+        return {name: self._region(shape, rank, ranks) for name, shape in self.parts.items()}
+
+    def _region(self, shape: Shape, rank: int, ranks: int) -> Region:
         if self.kind == "replicated":
-            return full[0]
-        if self.kind == "columns":
-            return full[0].chunk(ranks, 1)[rank]
+            return ()
+        region, axis = [slice(0, size) for size in shape], int(self.kind == "columns")
+        size = -(-shape[axis] // ranks)  # only a vocabulary is not divisible
+        start = min(size * rank, shape[axis])
+        region[axis] = slice(start, min(start + size, shape[axis]))
+        return tuple(region)
+
+    def fuse(self, parts: Sequence[Tensor], ranks: int) -> Tensor:
+        """Return a rank's shard in Megatron's layout, given its parts of Hugging Face tensors."""
         if self.kind == "gate_up":
-            return cat([part.chunk(ranks)[rank] for part in full])
+            return cat(list(parts))
         if self.kind == "qkv":
-            by_group = [part.view(self.groups, -1, *part.shape[1:]) for part in full]
-            return cat(by_group, 1).chunk(ranks)[rank].flatten(0, 1)
-        rows = full[0]
-        if self.kind == "vocabulary":
-            rows = F.pad(rows, (0, 0, 0, padded_vocabulary(len(rows), ranks) - len(rows)))
-        return rows.chunk(ranks)[rank]
+            groups = self.groups // ranks
+            return cat([part.view(groups, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 1)
+        (part,) = parts
+        padding = self.shard_shape(ranks)[0] - len(part) if self.kind == "vocabulary" else 0
+        return F.pad(part, (0, 0, 0, padding)) if padding else part
+
+    def shard_shape(self, ranks: int) -> Shape:
+        """Return the shape of a rank's shard."""
+        rows, *columns = zip(*self.parts.values(), strict=True)
+        height, width = sum(rows), [sizes[0] for sizes in columns]
+        if self.kind == "columns":
+            return height, width[0] // ranks
+        return height if self.kind == "replicated" else -(-height // ranks), *width
 
     def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Return the Hugging Face tensors, given the shards of all ranks."""
