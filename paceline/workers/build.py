@@ -16,6 +16,8 @@ from paceline.config import RunConfig
 from paceline.data.tiny_reward import resolve_reward_model
 from paceline.model.engine_weights import engine_weights
 from paceline.model.loading import default_device, load_config, load_model, load_tokenizer
+from paceline.model.stored_weights import open_empty
+from paceline.model.weights import EngineWeights
 from paceline.remote.group import is_first_rank
 from paceline.remote.parts import Parts
 from paceline.reward.model import RewardModel
@@ -118,13 +120,14 @@ def _rollout(
     trainer = engine if isinstance(engine, SingleDevice) else None
     if config.rollout.engine == "vllm":
         return _vllm(config, model_path, actor, trainer, team)
-    return _native(config, model_path, actor, trainer)
+    return _native(config, model_path, actor, engine, trainer)
 
 
 def _native(
     config: RunConfig,
     model_path: str,
     actor: ActorService | None,
+    trained: TrainEngine | None,
     trainer: SingleDevice | None,
 ) -> RolloutService:
     overlap = config.placement.overlap
@@ -132,6 +135,8 @@ def _native(
     weights = trainer.rollout_weights(longest, copy=overlap) if trainer else None
     # An engine with a copy of the weights loads new ones from the trainer.
     copies = trainer is not None and (weights is None or overlap)
+    if weights is None and trained is not None and trainer is None:
+        weights = _gathered(trained, model_path, config.train.dtype, longest)
     if weights is None:
         model = load_model(model_path, config.train.dtype).to(default_device())
         # In a rank of the trainer, the memory is released: a file mapped into memory cannot be.
@@ -157,6 +162,21 @@ def _native(
     )
     newest = trainer.current_weights
     return RolloutService(engine, (lambda: nullcontext(newest())) if copies else None)
+
+
+def _gathered(
+    trained: TrainEngine, model_path: str, dtype: str, longest: int
+) -> EngineWeights | None:
+    """Return a copy of the weights that all ranks gather, so that none reads the whole model.
+
+    Returns None for files that only `load_model` reads.
+    """
+    model = open_empty(model_path, dtype, default_device())
+    if model is None:
+        return None
+    weights = engine_weights(model, share=True, max_length=longest)
+    weights.load(trained.export_weights())
+    return weights
 
 
 def _vllm(
