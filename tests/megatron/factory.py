@@ -21,11 +21,12 @@ def make(
     tensor: int = 1,
     pipeline: int = 1,
     planted: str | None = None,
+    path: str | None = None,
     **options: Any,
 ) -> TrainEngine:
     """Create an engine in this layout, also if the previous one had another.
 
-    `planted` names an error to build in.
+    `planted` names an error to build in. With `path`, open these files instead of `model`.
     """
     global installed
     if not installed:
@@ -47,6 +48,8 @@ def make(
     settings = settings.model_copy(
         update={"tensor_parallel": tensor, "pipeline_parallel": pipeline}
     )
+    if path is not None:
+        return Megatron.open(path, settings, options["temperature"], options["head"])
     if planted == "qkv":
         return _with_swapped_qkv(lambda: Megatron(model.config, weights, settings, **options))
     engine = Megatron(model.config, weights, settings, **options)

@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from examples.custom_loss import clip
 from paceline.algo.loss import LossFn, PolicyLoss, ValueLoss
@@ -21,6 +22,7 @@ from paceline.errors import CheckpointError, ConfigError, DataError, ModelError,
 from paceline.model.packing import select_rows
 from paceline.model.tensor_file import TensorFiles
 from paceline.training.engine import TrainEngine
+from paceline.training.fsdp import Fsdp
 from paceline.training.settings import TrainSettings
 from paceline.training.single import SingleDevice
 from paceline.types import Batch, Request, Sampling
@@ -283,6 +285,29 @@ def test_checkpoint_continues_in_any_layout(pair: Ranks, head: str, tmp_path: Pa
             assert same_bits(weights_of(engine), weights), "the same layout must give the same bits"
     engine.load(tmp_path / "fresh")  # a single device's checkpoint before its first step
     assert difference(weights_of(engine), weights_of(single_device("qwen2-tied", head))) == 0.0
+
+
+def make_fsdp(model: PreTrainedModel, settings: TrainSettings) -> Fsdp:
+    return Fsdp(model, settings, TEMPERATURE)
+
+
+def test_checkpoint_moves_between_megatron_and_fsdp(pair: Ranks, tmp_path: Path) -> None:
+    megatron = in_ranks(pair, "qwen2", LAYOUTS["tp2-sp"])
+    fsdp = pair(tiny("qwen2"), SETTINGS, make=make_fsdp)
+    for engine, other, name in ((megatron, fsdp, "one"), (fsdp, megatron, "two")):
+        learn(engine, random_batch(seed=1), GRPO)
+        engine.save(tmp_path / name)
+        other.load(tmp_path / name)
+        assert same_bits(weights_of(engine), weights_of(other))
+        expected, found = (learn(each, random_batch(seed=2), GRPO) for each in (engine, other))
+        assert found[1] == pytest.approx(expected[1], abs=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_opened_model_has_weights_of_its_files(pair: Ranks, layout: str, tmp_path: Path) -> None:
+    tiny("qwen2").save_pretrained(tmp_path, max_shard_size="10KB")
+    opened = in_ranks(pair, "llama", LAYOUTS[layout], path=str(tmp_path))
+    assert same_bits(weights_of(opened), dict(tiny("qwen2").state_dict()))
 
 
 def test_load_changes_nothing_when_checkpoint_is_unusable(pair: Ranks, tmp_path: Path) -> None:
