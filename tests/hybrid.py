@@ -145,7 +145,7 @@ class HybridRanks:
         return run
 
     def test_all_engines_generate_in_every_step(self, combination: list[str], ranks: Run) -> None:
-        engines = RANKS // (2 if "rollout.tensor_parallel=2" in combination else 1)
+        engines = RANKS // load_config(None, combination).rollout.ranks
         assert [step["fleet/engines"] for step in ranks.steps] == [engines] * 3
         assert min(step["fleet/completions_min"] for step in ranks.steps) >= 1
 

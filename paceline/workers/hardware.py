@@ -49,7 +49,7 @@ def describe_devices(
 
 
 def _engines(config: RunConfig, plans: Sequence[PlannedWorker]) -> str:
-    size = config.rollout.tensor_parallel
+    size = config.rollout.ranks
     count = sum(max(1, plan.ranks // size) for plan in plans if Role.ROLLOUT in plan.roles)
     text = f"{config.rollout.engine} engine"
     text = f"{count} {text}s" if count > 1 else text

@@ -21,7 +21,8 @@ ON_BOTH = {
     f"{name}, one engine": [*settings, "rollout.tensor_parallel=2"]
     for name, settings in PER_RANK.items()
 }
-VLLM = PER_RANK | ON_BOTH
+STAGES = {"fsdp, one engine of two stages": [*PER_RANK["fsdp"], "rollout.pipeline_parallel=2"]}
+VLLM = PER_RANK | ON_BOTH | STAGES
 QUICK = {*PER_RANK, "fsdp, one engine", "megatron, tensor parallel, one engine"}
 QUICK_KILLED = {"fsdp", "megatron, tensor parallel, one engine"}
 
