@@ -283,7 +283,7 @@ def test_plan_shows_nodes_of_cluster_without_starting_workers(
     chosen = config(
         model, tmp_path, "cluster=ray", f"ray.address={address}", "algorithm.name=ppo", *SPLIT
     )
-    (table, _), warnings = asyncio.run(plan_tables(chosen))
+    (table, *_), warnings = asyncio.run(plan_tables(chosen))
     devices = list(table.columns[0].cells)
     assert table.title == "ray: 2 nodes, 4 CPU slots" and not warnings
     assert len({str(device).split()[0] for device in devices if device}) == 2, devices
