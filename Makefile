@@ -30,9 +30,9 @@ help:  ## list the commands
 demo: $(READY)  ## train a tiny model with fully async GRPO: about 30 seconds on two cores
 	$(BIN)/paceline train recipes/fully_async.toml run_dir=runs/demo --fresh
 
-test: test-fast test-runs test-serial  ## run every test of the README: at most 10 minutes on two cores
+test: test-fast test-runs test-serial  ## run every test of the README: 15 to 20 minutes on two cores
 
-test-fast: $(READY)  ## unit and torture tests only: about three minutes
+test-fast: $(READY)  ## unit and torture tests only: 5 to 8 minutes
 	$(PYTEST) $(PARALLEL) $(FAST)
 
 test-runs: $(READY)  ## contract tests and whole runs that can share the machine
@@ -41,10 +41,10 @@ test-runs: $(READY)  ## contract tests and whole runs that can share the machine
 test-serial: $(READY)  ## tests with real deadlines or GPUs, one at a time
 	$(PYTEST) $(RUNS) -m "serial and not slow"
 
-coverage: $(READY)  ## like test-fast, with a coverage report: about six minutes
+coverage: $(READY)  ## like test-fast, with a coverage report: about eight minutes
 	$(PYTEST) $(PARALLEL) $(FAST) --cov --cov-report=term
 
-test-slow: $(READY)  ## every algorithm preset learns, with three seeds each: about six minutes
+test-slow: $(READY)  ## every algorithm preset learns, with three seeds each: about eight minutes
 	$(PYTEST) -m slow
 
 test-megatron: $(VENV)/.megatron  ## Megatron backend against one device, ranks on CPUs: a few minutes
