@@ -195,7 +195,9 @@ def main() -> None:
             given = [f"model={model}", f"data.path={data.get(name, prompts)}", *options.set]
             for mode in options.modes.split(","):
                 run_dir = folder / f"{number}-{name}-{mode}".replace(" ", "-")
-                run = {"load": name} | measure(load, mode, run_dir, given, options.steps)
+                run = {"load": name, "target": load.target} | measure(
+                    load, mode, run_dir, given, options.steps
+                )
                 results["runs"].append(run)
                 print(json.dumps(run), flush=True)
                 options.out.write_text(json.dumps(results, indent=1) + "\n")

@@ -74,7 +74,7 @@ class WeightCheck:
         try:
             found = await asyncio.gather(*map(member.engine.generate, requests))
         except (WorkerDied, RolloutError):
-            return  # whoever supervises the engine has noticed too
+            return  # the fleet replaces the engine
         differences = np.concatenate(
             [
                 np.abs(completion.logprobs - row[: len(completion)])[completion.versions == version]

@@ -116,7 +116,7 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
 
 
 def table(combinations: Mapping[str, list[str]], slow: Collection[str] = ()) -> Any:
-    """Return the fixture `combination` of a class: settings by name, some marked as slow."""
+    """Return the fixture `combination` of a class: names and settings, some marked as slow."""
 
     @pytest.fixture(
         scope="class",

@@ -28,7 +28,7 @@ class StoredWeights:
 
     files: TensorFiles
     form: HubFormat
-    names: dict[str, str]  # of the tensors of the trained module, by name in the whole model
+    names: dict[str, str]  # name in the whole model: name in the trained module
 
     def part(self, model: PreTrainedModel, body: PreTrainedModel) -> "StoredWeights":
         """Return the weights of a part of the model, such as its body."""

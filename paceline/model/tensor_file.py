@@ -35,7 +35,7 @@ Layout = list[tuple[str, Shape, torch.dtype]]
 
 
 class TensorFiles(Mapping[str, Tensor]):
-    """The tensors of several safetensors files by name, in their order, read on access."""
+    """The tensors of several safetensors files, in their order. A tensor is read on access."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.path = paths[0] if len(paths) == 1 else paths[0].parent
@@ -88,7 +88,7 @@ class TensorFiles(Mapping[str, Tensor]):
 
 
 class _File:
-    """A file that is opened anew now and then: pages read stay in memory while it is mapped."""
+    """A file that is reopened at intervals, because the pages read stay in memory until then."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._read = path, 0

@@ -5,7 +5,7 @@ from typing import Any
 
 
 class Parts(dict[str, Any]):
-    """Parts by name. Those in `concurrent` work on a second thread."""
+    """A worker's parts and their names. Those in `concurrent` work on a second thread."""
 
     def __init__(self, parts: Mapping[str, Any], concurrent: Collection[str] = ()) -> None:
         super().__init__(parts)

@@ -23,7 +23,7 @@ Read = Callable[[nn.Parameter], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class RankSlices:
-    """Where a rank is, and which ranges of its flat shards it has: by name, None for all."""
+    """The place of a rank, and the range that it has of each flat shard. None: all of them."""
 
     stage: int
     rank: int  # tensor-parallel
