@@ -148,25 +148,28 @@ def grouped_micro_batches(batch: Batch, limit: int, device: torch.device) -> Ite
     """
     needed = trained_lengths(batch)
     rows = np.flatnonzero(needed)
-    offsets = batch.offsets
-    prompts = [
-        batch.tokens[
-            offsets[r] : offsets[r] + int(batch.mask[offsets[r] : offsets[r + 1]].argmax())
-        ].tobytes()
-        for r in rows
-    ]
+    prompts = [prompt.tobytes() for prompt in _prompts(batch, rows)]
     lengths = needed[rows].tolist()
-    count = len(cut_shared(lengths, prompts, limit))
-    low, high = 0, limit  # find the smallest limit with the same number of micro-batches
-    while high - low > 1:
+    counts = cut_shared(lengths, prompts, limit)
+    low, high = 0, limit  # find a small limit with the same number of micro-batches
+    while len(counts) > 1 and high - low > max(1, limit // 64):
         middle = (low + high) // 2
-        low, high = (
-            (low, middle) if len(cut_shared(lengths, prompts, middle)) <= count else (middle, high)
-        )
+        smaller = cut_shared(lengths, prompts, middle)
+        if len(smaller) <= len(counts):
+            high, counts = middle, smaller
+        else:
+            low = middle
     start = 0
-    for size in cut_shared(lengths, prompts, high):
+    for size in counts:
         yield micro_batch(batch, rows[start : start + size], needed, device)
         start += size
+
+
+def _prompts(batch: Batch, rows: NDArray[np.int64]) -> list[NDArray[np.int32]]:
+    """Return the tokens of each row before its first trained one; every row has one."""
+    starts, trained = batch.offsets[rows], np.flatnonzero(batch.mask)
+    ends = trained[np.searchsorted(trained, starts)]
+    return [batch.tokens[start:end] for start, end in zip(starts, ends, strict=True)]
 
 
 def cut_shared(lengths: list[int], prompts: list[bytes], limit: int) -> list[int]:
@@ -188,25 +191,17 @@ def micro_batch(
     batch: Batch, rows: NDArray[np.int64], needed: NDArray[np.int64], device: torch.device
 ) -> MicroBatch:
     """Build one forward pass of these rows, of which `needed` tokens each are fed."""
-    longest = int(needed[rows].max())
-    spread = np.zeros((len(rows), longest), np.int64)
-    fed: list[NDArray[np.int64]] = []  # index of each packed token in the batch
-    slots: list[NDArray[np.int64]] = []
-    owner: dict[bytes, int] = {}  # the first row with this prompt
-    count = 0
-    for index, row in enumerate(rows):
-        start, length = batch.offsets[row], int(needed[row])
-        prompt = int(batch.mask[start : start + length + 1].argmax())
-        first = owner.setdefault(batch.tokens[start : start + prompt].tobytes(), index)
-        shared = prompt if first != index else 0
-        spread[index, :shared] = spread[first, :shared]
-        spread[index, shared:length] = np.arange(count, count + length - shared)
-        fed.append(np.arange(start + shared, start + length))
-        slots.append(np.arange(index * longest + shared, index * longest + length))
-        count += length - shared
-    flat, slot = np.concatenate(fed), np.concatenate(slots)
-    inside = np.arange(longest)[None, :] < needed[rows, None]
-    following = np.where(inside, batch.offsets[rows, None] + np.arange(1, longest + 1)[None, :], 0)
+    fed = needed[rows]
+    shared, first = _shared_prompts(batch, rows)
+    own = fed - shared  # tokens that no earlier row has
+    before = np.cumsum(own) - own  # packed tokens before each row
+    position = np.arange(int(fed.max()))[None, :]
+    inside, reused = position < fed[:, None], position < shared[:, None]
+    spread = position + np.where(reused, before[first, None], (before - shared)[:, None])
+    spread[~inside] = 0
+    index = batch.offsets[rows, None] + position
+    flat, slot = index[inside & ~reused], np.flatnonzero(inside & ~reused)
+    following = np.where(inside, index + 1, 0)
     trained_row, trained_position = np.nonzero(inside & batch.mask[following])
     trained = following[trained_row, trained_position]
 
@@ -215,8 +210,8 @@ def micro_batch(
 
     varlen = None
     if device.type == "cuda":
-        own = np.array([len(part) for part in fed])
-        varlen = make_varlen(own, needed[rows], spread[inside], device)
+        varlen = make_varlen(own, fed, spread[inside], device)
+    longest = position.size
     return MicroBatch(
         input_ids=to_device(batch.tokens[flat].astype(np.int64))[None],
         position_ids=to_device(slot % longest)[None],
@@ -226,6 +221,17 @@ def micro_batch(
         targets=to_device(batch.tokens[trained].astype(np.int64)),
         flat=trained,
     )
+
+
+def _shared_prompts(
+    batch: Batch, rows: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return how many tokens each row shares with an earlier one, and which: itself if none."""
+    owner: dict[bytes, int] = {}
+    prompts = _prompts(batch, rows)
+    first = np.array([owner.setdefault(p.tobytes(), i) for i, p in enumerate(prompts)])
+    own = first == np.arange(len(rows))
+    return np.where(own, 0, [len(prompt) for prompt in prompts]), first
 
 
 def make_varlen(
