@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.algo.custom import custom_advantage
 from paceline.algo.settings import AlgorithmSettings
-from paceline.algo.tolerance import uniform
+from paceline.algo.tolerance import uniform_groups
 from paceline.errors import ConfigError
 from paceline.plugins import Plugin
 from paceline.types import Batch, FloatArray
@@ -163,10 +163,7 @@ def row_advantages(batch: Batch, settings: AlgorithmSettings) -> Tensor:
     if settings.normalize == "group":
         result = result / (group_stds(rewards, groups) + EPSILON)
     if settings.compares_completions:
-        for group in np.unique(batch.groups):
-            members = groups == int(group)
-            if uniform(rewards[members].numpy()):
-                result[members] = 0.0
+        result[torch.from_numpy(uniform_groups(rewards.numpy(), batch.groups))] = 0.0
     return result
 
 

@@ -30,21 +30,23 @@ def nearest_layout(config: RunConfig, models: Models, nodes: Sequence[Node]) -> 
     """
     if not any(node.gpus for node in nodes):
         return None
-    return _search(config, models, nodes, True) or _search(config, models, nodes, False)
-
-
-def _search(
-    config: RunConfig, models: Models, nodes: Sequence[Node], full_cache: bool
-) -> str | None:
     axes = _axes(config, models, sum(node.gpus for node in nodes))
     candidates = sorted(itertools.product(*axes), key=lambda each: sum(cost for cost, _ in each))
+    nearest: Settings | None = None
     for candidate in candidates[:TRIES]:
         changes = _merged(config, candidate)
-        if _fits(config, changes, models, nodes, full_cache):
-            if len(nodes) > 1 and config.cluster == "local":
-                changes = {**changes, "cluster": "ray"}
-            return " ".join(f"{key}={_written(value)}" for key, value in changes.items())
-    return None
+        if not _fits(config, changes, models, nodes, full_cache=False):
+            continue
+        if _fits(config, changes, models, nodes, full_cache=True):
+            return _as_text(config, nodes, changes)
+        nearest = changes if nearest is None else nearest
+    return None if nearest is None else _as_text(config, nodes, nearest)
+
+
+def _as_text(config: RunConfig, nodes: Sequence[Node], changes: Settings) -> str:
+    if len(nodes) > 1 and config.cluster == "local":
+        changes = {**changes, "cluster": "ray"}
+    return " ".join(f"{key}={_written(value)}" for key, value in changes.items())
 
 
 def _merged(config: RunConfig, candidate: Sequence[Choice]) -> Settings:

@@ -119,7 +119,7 @@ def test_every_prompt_is_trained_once_while_engines_fail(
 ) -> None:
     monkeypatch.setattr(router, "MAX_LOSSES", 1000)  # no prompt causes a failure here
     schedule, done, replaced, fenced_messages = MODES[mode], Counter[str](), 0, 0
-    for seed in range(300):
+    for seed in range(100):
         world, nemesis = torture(seed, mode)
         staleness = staleness_in_data(world)
         assert min(staleness) >= 0 and max(staleness) <= schedule.max_staleness, f"seed {seed}"

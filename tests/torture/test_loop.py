@@ -92,7 +92,7 @@ def test_every_prompt_is_trained_once_within_staleness_bound(
     mode: str,
 ) -> None:
     schedule, worst = MODES[mode], 0
-    for seed in range(400):
+    for seed in range(200):
         world = random_world(seed, schedule)
         run_virtual(world.build().run())
         staleness = staleness_in_data(world)

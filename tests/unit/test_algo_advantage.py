@@ -17,10 +17,10 @@ from paceline.algo.advantage import (
     minus_group_mean,
     minus_length_weighted_mean,
     minus_mean_of_others,
-    uniform,
     whiten,
 )
 from paceline.algo.settings import AlgorithmSettings
+from paceline.algo.tolerance import uniform, uniform_groups
 from paceline.errors import ConfigError
 from paceline.types import Batch
 
@@ -267,6 +267,12 @@ def test_advantages_are_zero_when_rewards_differ_by_rounding(name: str) -> None:
 )
 def test_uniform_ignores_rounding_only(rewards: list[float], expected: bool) -> None:
     assert uniform(rewards) is expected
+    others = [0.0, 5.0]  # of another group, between the first and the other rows
+    rows = np.array([rewards[0], *others, *rewards[1:]])
+    groups = np.array([0, 1, 1, *[0] * (len(rewards) - 1)], np.int32)
+    found = uniform_groups(rows, groups)
+    assert found[groups == 0].tolist() == [expected] * len(rewards)
+    assert not found[groups == 1].any()
 
 
 def test_advantages_are_zero_when_no_token_is_trained() -> None:

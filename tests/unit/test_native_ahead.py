@@ -210,7 +210,7 @@ ACTION = st.tuples(
 
 
 @given(st.lists(ACTION, max_size=25), st.integers(1, 6), st.integers(1, 4), st.integers(16, 60))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_each_request_returns_once_after_any_sequence_of_calls(
     actions: list, slots: int, burst: int, pages: int
 ) -> None:

@@ -135,6 +135,7 @@ def run_script(script: str, model: str, dataset: list[dict[str, Any]]) -> Any:
     return names["trainer"]
 
 
+@pytest.mark.slow
 def test_quick_start_runs_with_default_arguments(model: str) -> None:
     trainer = run_script(QUICK_START, model, CHATS[:1])
     assert trainer.state.global_step == 3  # three epochs of one prompt
