@@ -15,8 +15,9 @@ PYTEST := $(BIN)/python -m pytest $(ARGS)
 # Idle processes take over pending tests, because single tests differ a hundredfold in duration.
 PARALLEL := -n $(JOBS) --dist worksteal
 FAST := tests/unit tests/torture
+SERIAL := tests/faults tests/gpu
 OTHER_PACKAGES := tests/bench tests/megatron tests/ray tests/vllm
-RUNS := $(filter-out $(FAST) $(OTHER_PACKAGES),$(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py)))
+RUNS := $(filter-out $(FAST) $(SERIAL) $(OTHER_PACKAGES),$(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py)))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -36,25 +37,25 @@ test-fast: $(READY)  ## unit and torture tests only: 5 to 8 minutes
 	$(PYTEST) $(PARALLEL) $(FAST)
 
 test-runs: $(READY)  ## contract tests and whole runs that can share the machine
-	$(PYTEST) $(PARALLEL) $(RUNS) -m "not slow and not serial"
+	$(PYTEST) $(PARALLEL) $(RUNS)
 
 test-serial: $(READY)  ## tests with real deadlines or GPUs, one at a time
-	$(PYTEST) $(RUNS) -m "serial and not slow"
+	$(PYTEST) $(SERIAL)
 
 coverage: $(READY)  ## like test-fast, with a coverage report: about eight minutes
 	$(PYTEST) $(PARALLEL) $(FAST) --cov --cov-report=term
 
 test-slow: $(READY)  ## every algorithm preset learns, with three seeds each: about eight minutes
-	$(PYTEST) -m slow
+	$(PYTEST) $(PARALLEL) -m slow
 
 test-megatron: $(VENV)/.megatron  ## Megatron backend against one device, ranks on CPUs: a few minutes
-	$(PYTEST) tests/megatron
+	$(PYTEST) $(PARALLEL) tests/megatron
 
 test-ray: $(VENV)/.ray  ## Ray workers on two nodes of this machine, with faults: a few minutes
 	$(PYTEST) tests/ray
 
 test-vllm: .venv-vllm/.others  ## vLLM on CPUs: contract suite and whole runs, a few minutes
-	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest $(ARGS) \
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest $(ARGS) $(PARALLEL) \
 		tests/contract/test_rollout_engine.py tests/vllm
 
 test-bench: .venv-trl/.ready  ## formulas, fields and one script against TRL: about three minutes
@@ -101,7 +102,7 @@ $(VENV)/.plots: $(READY)
 
 .venv-vllm/.ready: benchmarks/install_vllm.sh
 	PYTHON=$(PYTHON) bash benchmarks/install_vllm.sh
-	.venv-vllm/bin/$(PIP_INSTALL) "pytest>=9" "pytest-timeout>=2.4" "psutil>=7" "peft>=0.18" \
+	.venv-vllm/bin/$(PIP_INSTALL) "pytest>=9" "pytest-timeout>=2.4" "pytest-xdist>=3.8" "psutil>=7" "peft>=0.18" \
 		"accelerate>=1.10" "torch==2.13.0"
 	.venv-vllm/bin/$(PIP_INSTALL) --no-deps -e .
 	@touch $@

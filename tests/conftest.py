@@ -22,11 +22,9 @@ if find_spec("hypothesis"):  # the environments of vLLM and TRL do not have it
     settings.register_profile("paceline", deadline=None)
     settings.load_profile("paceline")
 
-MARKERS = {"slow": pytest.mark.slow, "faults": pytest.mark.serial, "gpu": pytest.mark.serial}
-
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects tests by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if marker := MARKERS.get(item.path.parent.name):
-            item.add_marker(marker)
+        if item.path.parent.name == "slow":
+            item.add_marker(pytest.mark.slow)

@@ -101,6 +101,7 @@ def test_async_recipe_trains_on_two_ranks_within_staleness_bound(
     assert not children()
 
 
+@pytest.mark.slow
 def test_actor_critic_and_reference_train_in_separate_pools(model: str, tmp_path: Path) -> None:
     roles = [
         "algorithm.name=ppo",
@@ -117,6 +118,7 @@ def test_actor_critic_and_reference_train_in_separate_pools(model: str, tmp_path
     )
 
 
+@pytest.mark.slow
 def test_run_names_killed_rank_of_trainer_in_separate_pool(model: str, tmp_path: Path) -> None:
     killed = Run(tmp_path, "train.1.log")
     with pytest.raises(WorkerDied, match=r"worker 'train rank 1' died .killed by signal 9"):

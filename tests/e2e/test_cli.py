@@ -417,7 +417,11 @@ def test_recipes_have_valid_settings() -> None:
 
 @pytest.mark.parametrize(
     ("number", "code", "ignoring"),
-    [(signal.SIGINT, 130, False), (signal.SIGINT, 130, True), (signal.SIGTERM, 143, False)],
+    [
+        (signal.SIGINT, 130, False),
+        pytest.param(signal.SIGINT, 130, True, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 143, False, marks=pytest.mark.slow),
+    ],
     ids=["Ctrl-C", "Ctrl-C to a background job", "SIGTERM"],
 )
 def test_signal_stops_run_and_prints_how_to_resume(

@@ -19,6 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 FSDP = ["train.backend=fsdp", "placement.train_ranks=2"]
 PLACES = {"in the engine's process": [], "in a process": SEPARATE, "on two ranks": FSDP}
 OTHER_PLACES = ("in a process", pytest.param("on two ranks", marks=pytest.mark.slow))
+ALL_PLACES = ("in the engine's process", *OTHER_PLACES)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ALL_PLACES)
 def test_all_examples_train_together(model: str, tmp_path: Path, place: str) -> None:
     custom = [
         f"algorithm.advantage={EXAMPLES}/custom_advantage.py:minus_median",
@@ -55,6 +56,7 @@ def test_all_examples_train_together(model: str, tmp_path: Path, place: str) -> 
     assert saved["algorithm"]["loss"] == f"{EXAMPLES}/custom_loss.py:clip"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", OTHER_PLACES)
 def test_function_of_program_trains_like_built_in_loss(
     model: str, tmp_path: Path, place: str
@@ -81,6 +83,7 @@ def test_wrong_advantage_ends_run_with_its_name(model: str, tmp_path: Path) -> N
         run(model, tmp_path, algorithm={"advantage": lambda rewards: rewards[1:]})
 
 
+@pytest.mark.slow
 def test_resumed_run_on_stream_equals_uninterrupted_run(model: str, tmp_path: Path) -> None:
     settings = [f"data.source={EXAMPLES}/custom_source.py:rows", "data.max_prompt_length=32"]
     chosen = [s for s in SMALL if not s.startswith("data.")] + settings + SEPARATE

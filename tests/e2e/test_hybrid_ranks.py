@@ -26,4 +26,4 @@ class TestFsdp(HybridRanks):
 
 
 class TestKilledFsdp(KilledRanks):
-    combination = table(FSDP)
+    combination = table(FSDP, slow=["tensor parallel"])

@@ -22,7 +22,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     ("settings", "message"),
     [
         ([*SEPARATE], "step 3: engine and trainer do not have the same weights"),
-        ([*SEPARATE, "schedule.max_staleness=1"], "step 4: .*over tokens of older versions"),
+        pytest.param(
+            [*SEPARATE, "schedule.max_staleness=1"],
+            "step 4: .*over tokens of older versions",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["sync", "one step off"],
 )

@@ -127,7 +127,10 @@ def test_engine_serves_merged_lora_weights_only_after_weight_sync(
     [
         [],
         ["train.gradient_checkpointing=true", 'train.lora.targets=["q_proj", "v_proj"]'],
-        [*SEPARATE, "schedule.max_staleness=2", "schedule.on_sync=swap"],
+        pytest.param(
+            [*SEPARATE, "schedule.max_staleness=2", "schedule.on_sync=swap"],
+            marks=pytest.mark.slow,
+        ),
         ["schedule.max_staleness=2", "schedule.on_sync=swap"],
     ],
 )
@@ -150,6 +153,7 @@ def test_lora_trains_adapted_layers_in_every_mode(
     )
 
 
+@pytest.mark.slow
 def test_lora_with_reference_is_bit_identical_across_pools_and_resume(
     model: str, tmp_path: Path
 ) -> None:
@@ -225,6 +229,7 @@ def run_with_model(model: str, reward_model: str, folder: Path, *settings: str) 
     return asyncio.run(train(load_config(None, [*paths, *small, *settings])))
 
 
+@pytest.mark.slow
 def test_reward_model_gives_same_scores_in_shared_and_separate_pool(
     model: str, reward_model: str, tmp_path: Path
 ) -> None:

@@ -32,7 +32,7 @@ OVERRIDES = [
 ]
 
 
-@pytest.mark.parametrize("form", ["yaml", "overrides"])
+@pytest.mark.parametrize("form", [pytest.param("yaml", marks=pytest.mark.slow), "overrides"])
 def test_run_with_settings_of_verl_trains_all_steps(form: str, tmp_path: Path) -> None:
     model = random_model(tmp_path / "model")
     (tmp_path / "verl.yaml").write_text(YAML)
