@@ -17,6 +17,7 @@ import pytest
 from paceline.config import RunConfig, load_config
 from paceline.errors import ConfigError, MismatchError, PacelineError
 from paceline.run import train
+from paceline.training.phases import MEASURED
 from tests.models import random_model
 from tests.processes import children
 from tests.vllm import faults
@@ -94,6 +95,7 @@ def test_hybrid_run_alternates_phases_and_reports_their_memory(
     check_ledger(summary, 4, 0)
     for row in rows(tmp_path):
         assert row["train/logprob_diff_max"] < 1e-3, "the engine did not have the trainer's weights"
+    for row in rows(tmp_path)[:MEASURED]:
         assert min(row[f"memory/{phase}_bytes"] for phase in ("generate", "train", "sync")) > 0
     assert set(summary["memory_phases"]) == {"start", "generate", "train", "sync"}
     assert all(row["train/weights_changed"] == 1 for row in rows(tmp_path))
