@@ -43,8 +43,9 @@ class TrainSettings(Settings):
     """Number of steps over which the learning rate rises linearly; the first step's is above 0."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay of matrices; norms and biases do not decay."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Decay rates of AdamW's first and second moments."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's first and second moments. With 0.999, a rare signal after quiet steps
+    makes an update of three times the learning rate."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradient norm above which gradients are scaled down."""
     micro_batch_tokens: int = automatic(4096, gt=0)

@@ -306,6 +306,7 @@ DEFAULTS: dict[str, Any] = {
     f"{ACTOR}loss_agg_mode": "token-mean",
     f"{ACTOR}clip_ratio_c": 3.0,
     f"{ACTOR}optim.weight_decay": 0.01,
+    f"{ACTOR}optim.betas": [0.9, 0.999],
     f"{ACTOR}fsdp_config.dtype": "bfloat16",
     f"{ROLLOUT}n": 1,
     "critic.cliprange_value": 0.5,

@@ -82,11 +82,17 @@ def test_settings_of_guide_are_accepted_as_yaml_recipe(tmp_path: Path) -> None:
 def test_settings_of_guide_are_accepted_as_overrides_of_recipe() -> None:
     config = load_config("hybrid", [f"{name}={value}" for name, value in GUIDE.items()])
     check_guide(config)
-    assert config.train.learning_rate == 4e-4  # the recipe's
+    assert config.train.learning_rate == 2e-4  # the recipe's
 
 
 def test_settings_of_guide_are_accepted_as_values_of_program() -> None:
     check_guide(load_config("hybrid", values=GUIDE))
+
+
+def test_configuration_of_verl_keeps_optimizer_of_verl() -> None:
+    given = ["algorithm.adv_estimator=grpo", f"{ROLLOUT}n=4", "data.task=reverse:5"]
+    config = load_config(None, given)
+    assert (config.train.betas, config.train.weight_decay) == ((0.9, 0.999), 0.01)
 
 
 def test_own_setting_replaces_translated_setting() -> None:

@@ -119,6 +119,11 @@ def test_vllm_log_probs_are_corrected() -> None:
     assert config.algorithm.correction_range == (0.0, 3.0)
 
 
+def test_optimizer_is_that_of_trl() -> None:
+    assert translated().train.betas == (0.9, 0.999)
+    assert translated(adam_beta1=0.8, adam_beta2=0.99).train.betas == (0.8, 0.99)
+
+
 def test_schedule_is_counted_in_train_steps() -> None:
     config = translated(max_steps=80, steps_per_generation=4, warmup_ratio=0.1, save_steps=20)
     assert (config.steps, config.train.warmup_steps, config.save_every) == (20, 2, 5)
