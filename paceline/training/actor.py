@@ -66,12 +66,13 @@ class Actor:
             batch, measured = correct(batch, self.logprobs(batch), s, step)
         before = None if self._weights_have_changed else self._fingerprint()
         loss = PolicyLoss(s, step, kl_coef, self._max_length, corrected)
-        metrics = train_on(self.engine, batch, loss, s, lr, step)
+        target = self._train.staleness_kl_target
+        metrics = train_on(self.engine, batch, loss, s, lr, step, target, measured)
         if before is not None:
             self._weights_have_changed = before != self._fingerprint()
             changed = float(self._weights_have_changed)
             metrics["weights_changed"] = min(metrics["weights_changed"], changed)
-        return metrics | measured
+        return metrics
 
     def _fingerprint(self) -> list[float]:
         """Return a number per tensor that changes when the tensor changes.
@@ -118,34 +119,53 @@ def train_on(
     algorithm: AlgorithmSettings,
     lr: float,
     step: int,
+    kl_target: float = 0.0,
+    measured: Metrics | None = None,
 ) -> Metrics:
     """Make epochs x mini_batches optimizer steps and return the metrics.
 
     Metrics are means over the steps; those named `_max` are maxima. Metrics that compare trainer
-    and sampler come from the first step alone, because later steps differ on purpose.
+    and sampler come from the first step alone, because later steps differ on purpose; `measured`
+    has them if they were computed before.
     """
     passes: list[Metrics] = []
     norms: list[float] = []
     for epoch in range(algorithm.epochs):
         for part in _mini_batches(batch, algorithm.mini_batches, seed=(step, epoch)):
             passes.append(engine.forward_backward(part, loss))
+            if not norms:
+                if "mismatch_fraction" in passes[0]:
+                    measured = named_measures(passes[0])
+                lr *= rate_factor(measured or {}, kl_target)
             norms.append(engine.optimizer_step(lr))
     metrics = {}
     for name in passes[0]:
         if not name.startswith(("mismatch_", "staleness_", "logprob_diff_")):
             values = [p[name] for p in passes]
             metrics[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
-    if "mismatch_fraction" in passes[0]:
-        metrics |= named_measures(passes[0])
     applied = [norm for norm in norms if math.isfinite(norm)]
-    return metrics | {
-        "grad_norm": sum(applied) / len(applied) if applied else math.nan,
-        "lr": lr,
-        "tokens": float(batch.mask.sum()),
-        "updates": float(len(norms)),
-        "updates_skipped": float(len(norms) - len(applied)),
-        "weights_changed": float(lr > 0 and any(norm > 0 for norm in applied)),
-    }
+    return (
+        metrics
+        | (measured or {})
+        | {
+            "grad_norm": sum(applied) / len(applied) if applied else math.nan,
+            "lr": lr,
+            "tokens": float(batch.mask.sum()),
+            "updates": float(len(norms)),
+            "updates_skipped": float(len(norms) - len(applied)),
+            "weights_changed": float(lr > 0 and any(norm > 0 for norm in applied)),
+        }
+    )
+
+
+def rate_factor(measured: Metrics, kl_target: float) -> float:
+    """Return the factor of the learning rate, below 1 if the policy has moved far from the data.
+
+    Updates from stale data correct errors that later updates have corrected already. If the policy
+    moves too far within that delay, it overshoots and the reward oscillates, then falls.
+    """
+    kl = measured.get("staleness_kl", 0.0) * measured.get("stale_fraction", 0.0)
+    return kl_target / kl if kl > kl_target > 0 else 1.0
 
 
 def _mini_batches(batch: Batch, count: int, seed: tuple[int, int]) -> list[Batch]:

@@ -41,6 +41,10 @@ class TrainSettings(Settings):
     step."""
     warmup_steps: int = Field(0, ge=0)
     """Number of steps over which the learning rate rises linearly; the first step's is above 0."""
+    staleness_kl_target: float = Field(0.01, ge=0)
+    """KL between the policies that sampled a batch and the policy it trains, in nats per token,
+    above which the step's learning rate is lower: it is multiplied by target / KL. 0: never. No
+    effect on fresh data."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay of matrices; norms and biases do not decay."""
     betas: tuple[float, float] = (0.9, 0.95)

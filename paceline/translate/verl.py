@@ -312,6 +312,9 @@ DEFAULTS: dict[str, Any] = {
     "critic.cliprange_value": 0.5,
 }
 
+# Settings that verl does not have, with the values that learn as verl does.
+OWN: dict[str, Any] = {"train.staleness_kl_target": 0.0}
+
 
 def find_entry(name: str) -> Entry | None:
     """Return the entry of a name of verl, or of the most specific pattern for it."""
@@ -345,9 +348,10 @@ def translate(
     With `complete`, they are a whole configuration: verl's defaults are added.
     """
     values = dict(_resolved({name: _typed(value) for name, value in values.items()}))
+    translation = Translation()
     if complete and values.get("algorithm.adv_estimator") is not None:
         values = DEFAULTS | values
-    translation = Translation()
+        translation.settings |= OWN
     source = Source(values, base, translation)
     for name, value in values.items():
         entry = find_entry(name)

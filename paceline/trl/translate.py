@@ -223,6 +223,7 @@ def _optimizer(args: GRPOConfig, plan: Plan) -> dict[str, Any]:
         "train.warmup_steps": math.ceil(warmup / plan.updates),
         "train.weight_decay": args.weight_decay,
         "train.betas": (args.adam_beta1, args.adam_beta2),
+        "train.staleness_kl_target": 0.0,  # TRL does not have it
         "train.max_grad_norm": args.max_grad_norm or NO_BOUND,
         "train.dtype": _dtype(args),
     }

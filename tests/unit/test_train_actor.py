@@ -96,6 +96,29 @@ def test_update_reports_mismatch_of_fresh_staleness_of_older_tokens() -> None:
     assert not any(name.startswith(("mismatch", "logprob_diff")) for name in stale)
 
 
+@pytest.mark.parametrize("more", [{}, {"correction": "truncate", "epochs": 2}], ids=str)
+def test_rate_is_lowered_when_policy_is_far_from_stale_data(more: dict[str, Any]) -> None:
+    policy = actor(AlgorithmSettings.model_validate(more))
+    batch = on_policy(policy)
+    far = replace(batch, logprobs=batch.logprobs - np.float32(0.3))
+    metrics = policy.update(far, step=5)
+    kl = math.exp(-0.3) - 1 + 0.3
+    assert metrics["staleness_kl"] == pytest.approx(kl, rel=0.5) and metrics["stale_fraction"] == 1
+    target = FAST.staleness_kl_target
+    assert metrics["lr"] == pytest.approx(1e-2 * target / metrics["staleness_kl"])
+
+
+def test_rate_is_unchanged_when_data_is_fresh_or_target_is_zero() -> None:
+    policy = actor(AlgorithmSettings())
+    batch = on_policy(policy)
+    far = replace(batch, logprobs=batch.logprobs - np.float32(0.3))
+    fresh = replace(far, versions=np.where(far.mask, 5, -1).astype(np.int32))
+    assert policy.update(fresh, step=5)["lr"] == 1e-2
+    assert policy.update(replace(batch, logprobs=policy.logprobs(batch)), step=6)["lr"] == 1e-2
+    unscaled = actor(AlgorithmSettings(), FAST.model_copy(update={"staleness_kl_target": 0.0}))
+    assert unscaled.update(far, step=5)["lr"] == 1e-2
+
+
 def test_recomputed_proximal_needs_no_forward_pass_for_one_update() -> None:
     """Compare with two updates at learning rate 0, which see the same weights."""
     settings = {"correction": "truncate", "correction_range": (0.9, 1.1), "dual_clip": 3.0}

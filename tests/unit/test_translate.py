@@ -93,6 +93,7 @@ def test_configuration_of_verl_keeps_optimizer_of_verl() -> None:
     given = ["algorithm.adv_estimator=grpo", f"{ROLLOUT}n=4", "data.task=reverse:5"]
     config = load_config(None, given)
     assert (config.train.betas, config.train.weight_decay) == ((0.9, 0.999), 0.01)
+    assert config.train.staleness_kl_target == 0
 
 
 def test_own_setting_replaces_translated_setting() -> None:

@@ -121,6 +121,7 @@ def test_vllm_log_probs_are_corrected() -> None:
 
 def test_optimizer_is_that_of_trl() -> None:
     assert translated().train.betas == (0.9, 0.999)
+    assert translated().train.staleness_kl_target == 0
     assert translated(adam_beta1=0.8, adam_beta2=0.99).train.betas == (0.8, 0.99)
 
 
