@@ -18,6 +18,7 @@ from paceline.control import Command, Control
 from paceline.generation import Generation, open_generation, open_scorer
 from paceline.inputs import Inputs, load_inputs
 from paceline.loop import Loop, LoopSettings, Observer
+from paceline.observe.collapse import CollapseMonitor
 from paceline.observe.health import Health
 from paceline.observe.mismatch import MismatchMonitor
 from paceline.observe.model_card import write_model_card
@@ -122,6 +123,7 @@ class _Run:
         self._workers, self._fleet = generation.workers, generation.fleet
         self._rollouter, self._scorer = generation.rollouter, generation.scorer
         self._run_dir = Path(config.run_dir)
+        collapse = CollapseMonitor()
         self._trainer = Trainer(
             self._workers[Role.ACTOR][0],
             config.algorithm,
@@ -129,7 +131,8 @@ class _Run:
             next(iter(self._workers[Role.CRITIC]), None),
             next(iter(self._workers[Role.REF]), None),
             config.rollout.max_response_length,
-            monitors=[Health(), MismatchMonitor(config.mismatch_limit)],
+            # The mismatch check compares a step with the steps before it, so it comes first.
+            monitors=[Health(), MismatchMonitor(config.mismatch_limit, collapse), collapse],
         )
 
     async def prepare(self) -> None:

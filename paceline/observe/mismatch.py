@@ -2,7 +2,8 @@
 
 For tokens sampled with the trainer's current version, only implementation differences or wrong
 weights can separate the two, so a limit on the mean difference is a sharp test. Log-probs of stale
-tokens also differ because the policy has changed, so for them only a large jump is an error.
+tokens also differ because the policy has changed, so for them only a large jump is an error, and a
+policy that collapses is reported as that.
 """
 
 import logging
@@ -11,6 +12,7 @@ import statistics
 from collections import deque
 
 from paceline.errors import MismatchError
+from paceline.observe.collapse import ADVICE, CollapseMonitor
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +25,8 @@ HISTORY = 20  # steps whose median is the usual difference
 class MismatchMonitor:
     """Monitor that ends the run if the engine's weights are not the trainer's."""
 
-    def __init__(self, limit: float) -> None:
-        self._limit = limit
+    def __init__(self, limit: float, collapse: CollapseMonitor | None = None) -> None:
+        self._limit, self._collapse = limit, collapse
         self._stale: deque[float] = deque(maxlen=HISTORY)
         self._logged = False
 
@@ -48,11 +50,15 @@ class MismatchMonitor:
         usual = statistics.median(self._stale) if self._stale else diff or 0.0
         limit = max(STALE_LIMIT, STALE_FACTOR * usual)
         if not stale_diff <= limit:
-            raise MismatchError(
+            problem = (
                 f"step {step + 1}: log-probs of engine and trainer differ by {stale_diff:.3g} on "
-                f"average over tokens of older versions, where {usual:.3g} is usual: the engine "
-                f"has wrong weights, or an update changed the policy too much (check "
-                f"train/grad_norm)"
+                f"average over tokens of older versions, where {usual:.3g} is usual"
+            )
+            if self._collapse and (changes := self._collapse.changes()):
+                raise MismatchError(f"{problem}: {changes}. {ADVICE}")
+            raise MismatchError(
+                f"{problem}: the engine has wrong weights, or an update changed the policy too "
+                f"much (check train/grad_norm)"
             )
         self._stale.append(stale_diff)
         if diff is None and not self._logged:

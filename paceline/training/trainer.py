@@ -75,8 +75,9 @@ class Trainer:
             self._kl_coef = adapted(
                 self._kl_coef, metrics["train/kl_reference"], self._algorithm.kl_target
             )
+        measured = metrics | {"reward/mean": mean_reward(batch)}
         for monitor in self._monitors:
-            monitor.check(metrics, step)
+            monitor.check(measured, step)
         return metrics
 
     async def _step(self, batch: Batch, step: int) -> dict[str, float]:
@@ -120,6 +121,12 @@ class Trainer:
 
     def _workers(self) -> list[tuple[Role, Worker]]:
         return [(Role.ACTOR, self._actor)] + ([(Role.CRITIC, self._critic)] if self._critic else [])
+
+
+def mean_reward(batch: Batch) -> float:
+    """Return the mean reward of a row, with the rewards of its turns."""
+    turns = 0.0 if batch.token_rewards is None else float(batch.token_rewards.sum())
+    return (float(batch.rewards.sum()) + turns) / batch.num_rows
 
 
 def advantage_metrics(batch: Batch) -> dict[str, float]:

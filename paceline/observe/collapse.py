@@ -1,0 +1,80 @@
+"""Warning when the policy collapses, with the metrics that changed while the reward fell."""
+
+import logging
+import math
+from collections import deque
+from statistics import fmean, stdev
+
+log = logging.getLogger(__name__)
+
+REWARD = "reward/mean"
+# A policy that changes too fast shows in one of these. A fall of the reward without a change of
+# them has another cause, for example harder prompts.
+SIGNS = ("train/entropy", "train/ratio_max", "train/staleness_kl", "train/grad_norm")
+WINDOW = 25  # steps of each mean: rewards of single batches are noisy
+LAST = 5  # steps of a fast collapse, which ends the run within a window
+LOST = 0.5  # fraction of the reward gained since the first window
+NOISE = 2.0  # standard deviations of a step's reward around the best, which a fall exceeds
+FACTOR = 2.0  # change of a sign
+ADVICE = (
+    "Lower train.learning_rate, train.staleness_kl_target or schedule.max_staleness, and continue "
+    "from a checkpoint before the fall"
+)
+
+
+class CollapseMonitor:
+    """Monitor that warns once per collapse: a fall from the best reward with changed signs."""
+
+    def __init__(self) -> None:
+        self._steps: deque[dict[str, float]] = deque(maxlen=WINDOW)
+        self._first = math.nan
+        self._best: dict[str, float] = {}
+        self._best_step, self._spread = 0, 0.0
+        self._warned = False
+
+    def check(self, metrics: dict[str, float], step: int) -> None:
+        """Log a warning if the policy has collapsed since the step with the best reward."""
+        if REWARD not in metrics:
+            return
+        kept = (REWARD, *SIGNS)
+        self._steps.append({name: metrics[name] for name in kept if name in metrics})
+        if len(self._steps) < WINDOW:
+            return
+        mean = self._mean(WINDOW)
+        if not self._best:
+            self._first = mean[REWARD]
+        if not self._best or mean[REWARD] >= self._best[REWARD]:
+            self._best, self._best_step, self._warned = mean, step + 1, False
+            self._spread = stdev(past[REWARD] for past in self._steps)
+            return
+        lost = self._best[REWARD] - mean[REWARD] > LOST * (self._best[REWARD] - self._first)
+        if lost and not self._warned and (found := self.changes(WINDOW)):
+            self._warned = True
+            log.warning("step %d: %s. %s", step + 1, found, ADVICE)
+
+    def changes(self, steps: int = LAST) -> str:
+        """Return how the last steps differ from the best; empty if the policy looks as usual."""
+        now = self._mean(steps)
+        if not self._best or self._best[REWARD] - now[REWARD] <= NOISE * self._spread:
+            return ""
+        signs = [
+            f"{name} {self._best[name]:.3g} -> {now[name]:.3g}"
+            for name in SIGNS
+            if name in now and name in self._best and _differs(self._best[name], now[name])
+        ]
+        if not signs:
+            return ""
+        return (
+            f"the policy collapsed: the mean reward fell from {self._best[REWARD]:.3g} at step "
+            f"{self._best_step} to {now[REWARD]:.3g}, with {', '.join(signs)}"
+        )
+
+    def _mean(self, count: int) -> dict[str, float]:
+        """Return the means of the last `count` steps."""
+        last = list(self._steps)[-count:]
+        names = {name for step in last for name in step}
+        return {name: fmean(step[name] for step in last if name in step) for name in names}
+
+
+def _differs(before: float, now: float) -> bool:
+    return not before / FACTOR <= now <= before * FACTOR
