@@ -88,9 +88,16 @@ def modes() -> str:
         )
         for name, f in found["modes"].items()
     ]
+    others = [
+        f"{other['work'].split('(')[1].split(')')[0]}: one step off "
+        f"{other['modes']['one step off']['ratio']:.2f}×, fully async "
+        f"{other['modes']['fully async']['ratio']:.2f}×"
+        for other in found["other_lengths"]
+    ]
     return (
         f"### Asynchronous and synchronous modes of Paceline\n\n{source('modes', found)}\n\n"
-        f"{found['work']}; {found['machine']}; {runs} run{'s' if runs > 1 else ''} per mode.\n\n"
+        f"{found['work']}; {found['machine']}; {runs} run{'s' if runs > 1 else ''} per mode. "
+        f"Other lengths, one run each: {'; '.join(others)}.\n\n"
         + table(
             (
                 "mode",

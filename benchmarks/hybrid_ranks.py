@@ -4,8 +4,9 @@
 
 Two FSDP ranks train in both cases. In the second, one engine takes all requests, as before every
 rank had an engine. Runs alternate, medians are compared, and the result is a ratio of one run. Two
-models: 25M parameters with 64 completions of 48 tokens, and 0.8M with 128 completions of 128
-tokens, whose decode steps mostly consist of the cost of starting operations.
+models: 25M parameters with 128 completions of 32 tokens, and 0.8M with 128 completions of 128
+tokens, whose decode steps mostly consist of the cost of starting operations. Slots are automatic:
+at most 64 per engine for the larger model, and 256 for the smaller.
 """
 
 import argparse
@@ -37,12 +38,11 @@ SHAPE_25M = {
     "num_attention_heads": 8,
 }
 LOADS: dict[str, tuple[dict[str, int], int, int, int]] = {  # shape, groups, tokens, steps
-    "25M": (SHAPE_25M, 8, 48, 5),
+    "25M": (SHAPE_25M, 16, 32, 4),
     "0.8M": ({}, 16, 128, 12),
 }
 SETTINGS = [
     "group_size=8",
-    "rollout.slots=128",
     "placement.threads=1",
     "data.task=reverse:5",
     "save_samples=0",
