@@ -44,6 +44,9 @@ COMMON = [
     "rollout.max_response_length=8",
     "rollout.slots=256",
     "train.learning_rate=4e-4",
+    # Without what keeps long runs stable, so that the effect of staleness alone is measured.
+    "train.betas=[0.9,0.999]",
+    "train.staleness_kl_target=0",
     "save_every=0",
 ]
 ASYNC = ["placement.actor=train", "placement.rollout=rollout", "schedule.on_sync=swap"]
