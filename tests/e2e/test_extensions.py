@@ -71,6 +71,7 @@ def test_function_of_program_trains_like_built_in_loss(
     assert weights(tmp_path / "own", 2) == weights(tmp_path / "pg", 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", OTHER_PLACES)
 def test_wrong_loss_ends_run_with_its_name(model: str, tmp_path: Path, place: str) -> None:
     with pytest.raises(PacelineError, match=r"algorithm\.loss = '.*<lambda>' returned NaN"):

@@ -248,12 +248,15 @@ def test_reward_model_gives_same_scores_in_shared_and_separate_pool(
     "settings",
     [
         [*LORA, "algorithm.kl_coef=0.1"],
-        [
-            *SEPARATE,
-            "placement.reward=rollout",
-            "schedule.max_staleness=2",
-            "schedule.on_sync=swap",
-        ],
+        pytest.param(
+            [
+                *SEPARATE,
+                "placement.reward=rollout",
+                "schedule.max_staleness=2",
+                "schedule.on_sync=swap",
+            ],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["LoRA with a reference", "fully async"],
 )

@@ -47,7 +47,7 @@ PLACEMENTS = {
 }
 
 
-QUICK = {"hybrid", "separate", "ranks"}
+QUICK = {"hybrid", "ranks"}
 
 
 @pytest.mark.parametrize(

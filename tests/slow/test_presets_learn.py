@@ -28,6 +28,7 @@ def test_preset_raises_reward(preset: str, seed: int, tmp_path: Path) -> None:
         "rollout.slots=128",
         "train.learning_rate=4e-4",
         "save_every=0",
+        "placement.threads=1",  # two tests run at a time
     ]
     asyncio.run(train(load_config(None, settings)))
     rewards = [
