@@ -7,13 +7,12 @@ began (on Linux; elsewhere since its start), without memory that was freed befor
 first steps are measured: giving freed memory back costs a small step a tenth of its time.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from paceline.remote.peak import take_peak_memory
 
-MEASURED = 3  # ends of each phase that are measured on a CPU
+MEASURED = 3  # steps, on a CPU
 START, GENERATE, TRAIN, SYNC = "start", "generate", "train", "sync"
 
 
@@ -23,12 +22,11 @@ class Phases:
         self.release_engine: Callable[[], None] = lambda: None
         self._now = START
         self._peaks: dict[str, int] = {}
-        self._ended: Counter[str] = Counter()
+        self._reports = 0
 
     def enter(self, phase: str) -> None:
         """Start a phase. Call it before the memory of the last phase is released."""
-        self._ended[self._now] += 1
-        if _on_gpu() or self._ended[self._now] <= MEASURED:
+        if _on_gpu() or self._reports < MEASURED:
             self._peaks[self._now] = max(self._peaks.get(self._now, 0), _peak())
         self._now = phase
 
@@ -38,6 +36,7 @@ class Phases:
         In a group, all ranks must call it: the result has the highest peak and each rank's.
         """
         peaks, self._peaks = self._peaks, {}
+        self._reports += 1
         ranks = _from_all_ranks(peaks)
         found: dict[str, float] = {}
         for number, rank in enumerate(ranks):
