@@ -50,10 +50,10 @@ class LayerPasses:
     def __init__(
         self,
         config: PretrainedConfig,
-        checkpointing: bool = False,
+        recomputes: bool = False,
         operations: Operations | None = None,
     ) -> None:
-        self._checkpointing = checkpointing
+        self.recomputes = recomputes
         shape = Shape(
             config.num_attention_heads,
             config.num_key_value_heads,
@@ -72,7 +72,7 @@ class LayerPasses:
         """Run one layer; return saved activations, residual stream after attention and delta."""
         start, normed = self._do.add_norm(x, delta, layer.input_norm)
         inside, middle, after = self._inside(layer, start, normed, at)
-        return SavedActivations(start, None if self._checkpointing else inside), middle, after
+        return SavedActivations(start, None if self.recomputes else inside), middle, after
 
     def backward(
         self,
@@ -155,7 +155,7 @@ class TrainDecoder:
 
     def __init__(self, passes: LayerPasses, weights: DecoderWeights) -> None:
         self.weights = weights
-        self._passes = passes
+        self.passes = passes
 
     def start(self, micro: MicroBatch) -> Tape:
         return Tape(positions(micro, self.weights.inv_freq, self.weights.rope_scale))
@@ -166,15 +166,15 @@ class TrainDecoder:
 
         `keep` saves activations for a backward pass.
         """
-        x = self._passes.embed(micro.input_ids[0], self.weights.embedding)
+        x = self.passes.embed(micro.input_ids[0], self.weights.embedding)
         delta: Tensor | None = None
         for layer in self.weights.layers:
-            saved, x, delta = self._passes.forward(layer, x, delta, tape.positions)
+            saved, x, delta = self.passes.forward(layer, x, delta, tape.positions)
             if keep:
                 tape.layers.append(saved)
             del saved
         assert delta is not None, "the decoder has at least one layer"
-        x, hidden = self._passes.last(self.weights.norm, x, delta, micro.predict)
+        x, hidden = self.passes.last(self.weights.norm, x, delta, micro.predict)
         tape.last = x if keep else None
         return hidden
 
@@ -182,11 +182,11 @@ class TrainDecoder:
     def backward(self, micro: MicroBatch, tape: Tape, d_hidden: Tensor, to: DecoderWeights) -> None:
         """Add the gradients of all weights except the head's to `to`; consumes the tape."""
         assert tape.last is not None, "call forward with keep=True first"
-        d, d_cast = self._passes.last_backward(
+        d, d_cast = self.passes.last_backward(
             self.weights.norm, to.norm, tape.last, micro.predict, d_hidden
         )
         for layer, gradient in zip(reversed(self.weights.layers), reversed(to.layers), strict=True):
-            d_cast = self._passes.backward(
+            d_cast = self.passes.backward(
                 layer, gradient, tape.layers.pop(), tape.positions, d, d_cast
             )
         to.embedding.index_add_(0, micro.input_ids[0], d)

@@ -64,7 +64,13 @@ class FusedPolicy:
         self, hidden: Tensor, micro: MicroBatch, gradient: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         return chunked_logprobs(
-            hidden, self.weights.head, None, micro.targets, self._temperature, gradient=gradient
+            hidden,
+            self.weights.head,
+            None,
+            micro.targets,
+            self._temperature,
+            gradient=gradient,
+            keep=not self._decoder.passes.recomputes,
         )
 
     def _open_gradients(self) -> DecoderWeights:

@@ -2,7 +2,7 @@
 
 The logits of a batch (tokens x vocabulary) would be the largest tensor of training. They are
 therefore computed only for trained positions, one chunk of rows at a time, and recomputed in the
-backward pass.
+backward pass. On a GPU with enough memory, the probabilities are kept in bfloat16 instead.
 """
 
 import importlib.util
@@ -93,7 +93,8 @@ class ChunkedLogprobs(torch.autograd.Function):
 class FusedLogprobs(torch.autograd.Function):
     """ChunkedLogprobs for bfloat16 on a GPU, without bias: one kernel per chunk and direction.
 
-    The gradient of the weight is added to `gradient` if given.
+    The gradient of the weight is added to `gradient` if given. `keep` keeps the probabilities for
+    the backward pass, rounded like the gradient that it computes from them.
     """
 
     @staticmethod
@@ -105,31 +106,36 @@ class FusedLogprobs(torch.autograd.Function):
         temperature: float,
         chunk: int,
         gradient: Tensor | None,
+        keep: bool,
     ) -> tuple[Tensor, Tensor]:
         from paceline.training import kernels
 
         logprobs, entropy, logs = (torch.empty(len(hidden), device=hidden.device) for _ in range(3))
+        blocks = -(-len(weight) // BLOCK)
+        peaks = torch.empty(len(hidden), blocks, device=hidden.device) if keep else logs
+        ctx.kept = []
         matrix = weight.to(hidden.dtype)
         for rows in chunks(len(hidden), chunk):
             logits = matmul_float32(hidden[rows], matrix.t())
+            kept = torch.empty_like(logits, dtype=hidden.dtype) if keep else logits
             kernels.read_logits[(len(logits),)](
-                logits, targets[rows], logprobs[rows], entropy[rows], logs[rows], 1 / temperature,
-                VOCABULARY=len(weight), BLOCK=BLOCK, num_warps=8,
+                logits, targets[rows], logprobs[rows], entropy[rows], logs[rows], kept,
+                peaks[rows], 1 / temperature,
+                VOCABULARY=len(weight), BLOCK=BLOCK, KEEP=keep, num_warps=8,
             )  # fmt: skip
-            del logits  # free the chunk before the next one is allocated
-        ctx.save_for_backward(hidden, weight, targets, entropy, logs)
+            ctx.kept += [kept] if keep else []
+            del logits, kept  # free the chunk before the next one is allocated
+        ctx.save_for_backward(hidden, weight, targets, logprobs, entropy, logs, peaks)
         ctx.temperature, ctx.chunk, ctx.gradient = temperature, chunk, gradient
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, *upstream: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         from paceline.training import kernels
 
-        hidden, weight, targets, entropy, logs = ctx.saved_tensors
+        hidden, weight, targets, logprobs, entropy, logs, peaks = ctx.saved_tensors
         to_logprobs = torch.zeros_like(logs) if upstream[0] is None else upstream[0].contiguous()
         to_entropy = None if upstream[1] is None else upstream[1].contiguous()
         d_hidden = torch.empty_like(hidden)
@@ -137,13 +143,16 @@ class FusedLogprobs(torch.autograd.Function):
         if d_weight is None and ctx.needs_input_grad[1]:
             d_weight = torch.zeros_like(weight, dtype=torch.float32)
         matrix = weight.to(hidden.dtype)
+        keep = bool(ctx.kept)
         for rows in chunks(len(hidden), ctx.chunk):
-            logits = matmul_float32(hidden[rows], matrix.t())
-            d_logits = torch.empty_like(logits, dtype=hidden.dtype)
+            logits = ctx.kept.pop(0) if keep else matmul_float32(hidden[rows], matrix.t())
+            d_logits = logits if keep else torch.empty_like(logits, dtype=hidden.dtype)
             kernels.logits_backward[(len(logits), -(-len(weight) // BLOCK))](
-                logits, targets[rows], logs[rows], entropy[rows], to_logprobs[rows],
-                logs if to_entropy is None else to_entropy[rows], d_logits, 1 / ctx.temperature,
-                VOCABULARY=len(weight), BLOCK=BLOCK, BY_ENTROPY=to_entropy is not None, num_warps=8,
+                logits, peaks[rows], targets[rows], logprobs[rows], logs[rows], entropy[rows],
+                to_logprobs[rows], logs if to_entropy is None else to_entropy[rows], d_logits,
+                1 / ctx.temperature,
+                VOCABULARY=len(weight), BLOCK=BLOCK, BY_ENTROPY=to_entropy is not None, KEPT=keep,
+                num_warps=8,
             )  # fmt: skip
             del logits
             torch.mm(d_logits, matrix, out=d_hidden[rows])
@@ -151,9 +160,10 @@ class FusedLogprobs(torch.autograd.Function):
                 torch.addmm(
                     d_weight, d_logits.t(), hidden[rows], out_dtype=torch.float32, out=d_weight
                 )
-        if ctx.gradient is not None or d_weight is None:
-            return d_hidden, None, None, None, None, None
-        return d_hidden, d_weight.to(weight.dtype), None, None, None, None
+        returned = None
+        if ctx.gradient is None and d_weight is not None:
+            returned = d_weight.to(weight.dtype)
+        return d_hidden, returned, None, None, None, None, None
 
 
 def chunks(count: int, size: int) -> list[slice]:
@@ -183,18 +193,21 @@ def chunked_logprobs(
     chunk: int | None = None,
     gradient: Tensor | None = None,
     cap: float | None = None,
+    keep: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-prob of each target at a temperature and the entropy of its distribution.
 
     With `gradient`, the weight's gradient is added to that tensor instead of the weight's `grad`.
-    With `cap`, logits are soft-capped: cap * tanh(logits / cap).
+    With `cap`, logits are soft-capped: cap * tanh(logits / cap). With `keep`, a backward pass on a
+    GPU does not recompute the logits, at the cost of 2 bytes for each.
     """
     if chunk is None:
         chunk = max(1, CHUNK_LOGITS.get(hidden.device.type, 2**20) // len(weight))
     on_gpu = hidden.is_cuda and hidden.dtype == torch.bfloat16 and HAS_TRITON
     if on_gpu and bias is None and cap is None:
+        keep = keep and torch.is_grad_enabled() and hidden.requires_grad
         logprobs, entropy = FusedLogprobs.apply(
-            hidden, weight, targets, temperature, chunk, gradient
+            hidden, weight, targets, temperature, chunk, gradient, keep
         )
         return logprobs, entropy
     logprobs, entropy = ChunkedLogprobs.apply(

@@ -159,48 +159,67 @@ def rotate_backward(
 
 @triton.jit
 def read_logits(
-    logits, targets, logprobs, entropies, logs, inv_temperature,
-    VOCABULARY: tl.constexpr, BLOCK: tl.constexpr,
+    logits, targets, logprobs, entropies, logs, kept, peaks, inv_temperature,
+    VOCABULARY: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Compute the target's log-prob, the entropy and the log2-sum-exp of one row."""
+    """Compute the target's log-prob, the entropy and the log2-sum-exp of one row.
+
+    With KEEP, `kept` gets the exponentials of each block, relative to `peaks` [row, block].
+    """
     row = tl.program_id(0)
-    here = logits + row.to(tl.int64) * VOCABULARY
-    peak = tl.full([BLOCK], -1e30, tl.float32)
+    start = row.to(tl.int64) * VOCABULARY
+    top = tl.full([], -1e30, tl.float32)
     mass = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
     for n in range(0, VOCABULARY, BLOCK):
         at = n + tl.arange(0, BLOCK)
         inside = at < VOCABULARY
-        z = tl.load(here + at, mask=inside, other=-1e30) * (inv_temperature * LOG2_E)
-        higher = tl.maximum(peak, z)
-        fade, p = tl.exp2(peak - higher), tl.where(inside, tl.exp2(z - higher), 0.0)
+        z = tl.load(logits + start + at, mask=inside, other=-1e30) * (inv_temperature * LOG2_E)
+        higher = tl.maximum(top, tl.max(z, 0))
+        fade, p = tl.exp2(top - higher), tl.where(inside, tl.exp2(z - higher), 0.0)
         mass = mass * fade + p
         weighted = weighted * fade + p * z
-        peak = higher
-    top = tl.max(peak, 0)
-    fade = tl.exp2(peak - top)
-    total = tl.sum(mass * fade, 0)
+        top = higher
+        if KEEP:
+            tl.store(kept + start + at, p.to(kept.dtype.element_ty), mask=inside)
+            tl.store(peaks + row * tl.cdiv(VOCABULARY, BLOCK) + n // BLOCK, higher)
+    total = tl.sum(mass, 0)
     log = top + tl.log2(total)
-    target = tl.load(here + tl.load(targets + row)) * (inv_temperature * LOG2_E)
+    target = tl.load(logits + start + tl.load(targets + row)) * (inv_temperature * LOG2_E)
     tl.store(logprobs + row, (target - log) * LN_2)
-    tl.store(entropies + row, (log - tl.sum(weighted * fade, 0) / total) * LN_2)
+    tl.store(entropies + row, (log - tl.sum(weighted, 0) / total) * LN_2)
     tl.store(logs + row, log)
 
 
 @triton.jit
 def logits_backward(
-    logits, targets, logs, entropies, to_logprobs, to_entropies, d_logits, inv_temperature,
-    VOCABULARY: tl.constexpr, BLOCK: tl.constexpr, BY_ENTROPY: tl.constexpr,
+    logits, peaks, targets, logprobs, logs, entropies, to_logprobs, to_entropies, d_logits,
+    inv_temperature, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr, BY_ENTROPY: tl.constexpr,
+    KEPT: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    """Compute the gradient of one block of a row of logits.
+
+    With KEPT, `logits` are the exponentials that `read_logits` kept, and can be `d_logits`.
+    """
+    row, block = tl.program_id(0), tl.program_id(1)
+    at = block * BLOCK + tl.arange(0, BLOCK)
     here = row.to(tl.int64) * VOCABULARY + at
-    inside = at < VOCABULARY
-    log_p = tl.load(logits + here, mask=inside, other=-1e30) * (inv_temperature * LOG2_E)
-    log_p -= tl.load(logs + row)
-    p = tl.exp2(log_p)
+    inside, is_target = at < VOCABULARY, at == tl.load(targets + row)
+    log = tl.load(logs + row)
+    if KEPT:
+        scale = tl.load(peaks + row * tl.cdiv(VOCABULARY, BLOCK) + block) - log
+        p = tl.load(logits + here, mask=inside, other=0).to(tl.float32)
+        log_p = tl.log2(tl.maximum(p, 1e-37)) + scale
+        p = p * tl.exp2(scale)
+        # Rounded, 1 - p of a likely target would be 0.
+        log_target = tl.load(logprobs + row) * LOG2_E
+        log_p = tl.where(is_target, log_target, log_p)
+        p = tl.where(is_target, tl.exp2(log_target), p)
+    else:
+        log_p = tl.load(logits + here, mask=inside, other=-1e30) * (inv_temperature * LOG2_E) - log
+        p = tl.exp2(log_p)
     upstream = tl.load(to_logprobs + row)
-    d = tl.where(at == tl.load(targets + row), upstream, 0.0) - p * upstream
+    d = tl.where(is_target, upstream, 0.0) - p * upstream
     if BY_ENTROPY:
         d -= p * (log_p * LN_2 + tl.load(entropies + row)) * tl.load(to_entropies + row)
     tl.store(d_logits + here, (d * inv_temperature).to(d_logits.dtype.element_ty), mask=inside)

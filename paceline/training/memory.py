@@ -86,14 +86,18 @@ def activation_bound(
     hidden, query, key = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     if gpu and not critic and _is_fused(config, settings):
         # See LayerActivations: two float32 residuals, and in bfloat16 two norms, queries, keys and
-        # values twice, the attention output, gate and up. Logits are float32, their gradient is
-        # bfloat16. Only one layer at a time has its gradients.
+        # values twice, the attention output, gate and up. A chunk of logits is float32; all
+        # probabilities, or the gradients of a chunk, are bfloat16. After them, one layer at a time
+        # has its gradients.
         inside = 8 * hidden + 4 * (query + 2 * key) + 2 * query + 4 * shape.mlp
         layers = shape.layers if train else 1
         kept = layers * 4 * hidden
         kept += inside if settings.gradient_checkpointing else layers * inside
-        logits = min(CHUNK_LOGITS["cuda"], tokens * shape.vocabulary)
-        return tokens * (kept + 8 * hidden * FLOAT + 8 * shape.mlp) + logits * (FLOAT + 2)
+        every = tokens * shape.vocabulary
+        logits = min(CHUNK_LOGITS["cuda"], every)
+        narrow = every if train and not settings.gradient_checkpointing else logits
+        head, layer = logits * FLOAT + narrow * 2, tokens * (8 * hidden * FLOAT + 8 * shape.mlp)
+        return tokens * kept + max(head, layer)
     # In float32: two norms of about four tensors each, and the residual twice. In the compute
     # dtype: queries, keys and values before and after rotation and unpacking, the attention output
     # twice, five MLP tensors, and on a CPU the attention scores of rows of up to SHORT_ROW tokens.

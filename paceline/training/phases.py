@@ -1,10 +1,11 @@
 """The phases of a worker that alternates between generation, training and sync: their peak memory,
 and the engine's release of the device.
 
-On a GPU this is the memory in use by all processes when the phase ends: allocators keep what they
-had until it is released between phases. On a CPU it is the peak of this process since the phase
-began (on Linux; elsewhere since its start), without memory that was freed before. There only the
-first steps are measured: giving freed memory back costs a small step a tenth of its time.
+On a GPU this is what torch had in use at most during the phase, with the memory that others hold
+when it ends: the driver, libraries and other processes. On a CPU it is the peak of this process
+since the phase began (on Linux; elsewhere since its start), without memory that was freed before.
+There only the first steps are measured: giving freed memory back costs a small step a tenth of its
+time.
 """
 
 from collections.abc import Callable
@@ -69,5 +70,8 @@ def _peak() -> int:
 
     if _on_gpu():
         free, total = torch.cuda.mem_get_info()
-        return total - free
+        others = total - free - torch.cuda.memory_reserved()
+        peak = others + torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return peak
     return take_peak_memory()

@@ -48,7 +48,13 @@ class ShardedDecoder:
         hidden = _LastNorm.apply(x, delta, self._passes, body.norm.weight, micro.predict)
         gradient = _gradient([head]) if torch.is_grad_enabled() else None
         logprobs, entropy = chunked_logprobs(
-            hidden, head.detach(), None, micro.targets, self._temperature, gradient=gradient
+            hidden,
+            head.detach(),
+            None,
+            micro.targets,
+            self._temperature,
+            gradient=gradient,
+            keep=not self._passes.recomputes,
         )
         return TokenOutputs(logprobs=logprobs, entropy=entropy)
 

@@ -192,11 +192,11 @@ class _Chooser:
         """Return how many completions an engine should generate at a time, and why."""
         config, group = self.config, self.config.group_size
         group += config.algorithm.needs_greedy_baseline
-        # On a GPU, completions of the next step fill the slots that this step leaves empty.
-        steps = 2 if self._gpu and config.schedule.max_staleness else 1
+        # On a GPU, all completions that the bound allows decode together: large batches cost less.
+        steps = 1 + config.schedule.max_staleness if self._gpu else 1
         slots = config.groups_per_step * group * steps
         why = f"{config.groups_per_step} x {group} completions per step"
-        why += ", two steps" if steps > 1 else ""
+        why += f", {steps} steps" if steps > 1 else ""
         size = config.rollout.ranks
         engines = sum(
             max(1, plan.processes // size) if set(TRAINED_ROLES) & set(plan.roles) else 1

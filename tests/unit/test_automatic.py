@@ -91,7 +91,7 @@ def test_one_gpu_generates_during_training_when_it_can(
         (SMOL, ["groups_per_step=64", "group_size=16", *ASYNC], 1024),
         (SMOL, ["groups_per_step=64", "group_size=8"], 512),
         ("0.5b", ["groups_per_step=32"], 256),
-        ("0.5b", ["groups_per_step=32", *ASYNC], 512),
+        ("0.5b", ["groups_per_step=32", *ASYNC], 768),
         ("0.5b", ["groups_per_step=32", "algorithm.name=remax"], 288),
         ("0.5b", ["groups_per_step=256", "rollout.engine=vllm"], 512),
     ],

@@ -45,10 +45,10 @@ def test_activations_stay_below_estimate() -> None:
 @pytest.mark.parametrize(
     ("shape", "tokens", "checkpointing", "peak"),
     [
-        ("0.5b", 32768, False, 33.7),
+        ("0.5b", 32768, False, 37.6),
         ("0.5b", 8192, False, 17.5),
         ("0.5b", 32768, True, 14.7),
-        ("1.5b", 16384, False, 52.7),
+        ("1.5b", 16384, False, 53.7),
     ],
 )
 def test_estimate_on_gpu_is_close_to_measured_peak(
