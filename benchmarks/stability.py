@@ -163,7 +163,8 @@ def plot(report: dict[str, Any]) -> None:
                 label = name if seed == 0 else None
                 axis.plot(steps, run["curve"], color=f"C{number}", linewidth=1.1, label=label)
         axis.set(xlabel="train step", title=title, ylim=(0, 1.02))
-        axis.legend(fontsize=7, loc="lower right")
+        if axis.lines:
+            axis.legend(fontsize=7, loc="lower right")
     axes[0].set_ylabel(f"reward, mean of {WINDOW} steps")
     figure.tight_layout()
     figure.savefig(PLOT, metadata={"Date": None})

@@ -17,8 +17,8 @@ LOST = 0.3  # fraction of the reward gained since the first mean
 NOISE = 2.0  # standard deviations of a step's reward that a fall exceeds
 FACTOR = 2.0  # change of a sign
 ADVICE = (
-    "Lower train.learning_rate, train.staleness_kl_target or schedule.max_staleness, and continue "
-    "from a checkpoint before the fall"
+    "Lower train.learning_rate or schedule.max_staleness, or set train.staleness_kl_target to 0.01 "
+    "or less (0 is off), and continue from a checkpoint before the fall"
 )
 
 
