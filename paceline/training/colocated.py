@@ -8,5 +8,6 @@ from dataclasses import dataclass
 class ColocatedEngine:
     name: str
     held: Callable[[], int]  # returns the bytes that the engine holds on the device
-    # Called before training changes weights or needs memory; None if the engine keeps running.
-    release_device: Callable[[], None] | None
+    # Called before training changes weights or needs memory. An engine that generates beside
+    # training prepares for new weights, and the others release the device.
+    before_training: Callable[[], None] | None

@@ -237,8 +237,8 @@ class SingleDevice(EngineWithHead):
 
     def _claim_device(self) -> None:
         for other in self.colocated:
-            if other.release_device is not None:
-                other.release_device()
+            if other.before_training is not None:
+                other.before_training()
 
     def _movable(self) -> Iterable[Tensor]:
         yield from (p.grad for p in self._parameters.values() if p.grad is not None)

@@ -148,17 +148,15 @@ def _native(
         max_length=longest,
         decode=load_tokenizer(model_path).decode if config.rollout.stop else None,
         kv_memory_fraction=config.rollout.kv_memory_fraction,
-        brief=overlap,
     )
     if actor is None:
         return RolloutService(engine)
     if trainer is None:
         return RolloutService(engine, gather=actor.gathering)
     release = engine.sleep if config.train.offload else engine.wait_idle
+    prepare = engine.expect_sync if overlap else release
     trainer.colocated.append(
-        ColocatedEngine(
-            "KV cache of the rollout engine", engine.cache_bytes, None if overlap else release
-        )
+        ColocatedEngine("KV cache of the rollout engine", engine.cache_bytes, prepare)
     )
     newest = trainer.current_weights
     return RolloutService(engine, (lambda: nullcontext(newest())) if copies else None)

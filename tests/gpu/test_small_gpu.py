@@ -85,7 +85,9 @@ def test_same_requests_give_same_bits() -> None:
 
 def test_completions_stay_the_same_when_bursts_are_brief() -> None:
     module = build()
-    expected, done = run(engine_of(module), mixed()), run(engine_of(module, brief=True), mixed())
+    brief = engine_of(module)
+    brief.expect_sync()
+    expected, done = run(engine_of(module), mixed()), run(brief, mixed())
     assert {id: completion.tokens.tolist() for id, completion in done.items()} == {
         id: c.tokens.tolist() for id, c in expected.items()
     }

@@ -38,8 +38,8 @@ class AheadBackend(SimpleBackend):
         self.burst, self.pages = burst, Pages(pages + 1, PAGE)
         self.device = Slots(slots, LENGTH)
 
-    def steps(self, rows: int) -> int:
-        return self.burst
+    def steps(self, rows: int, brief: bool) -> int:
+        return 1 if brief else self.burst
 
     def reserve(self, sequence: Sequence, source: Sequence | None) -> bool:
         shared = source.pages[: (len(sequence.context) - 1) // PAGE] if source else []
@@ -175,6 +175,27 @@ def test_tokens_in_flight_keep_old_version_when_weights_change() -> None:
         after = new(tokens[:, 14:-1], past_key_values=cache).logits[0]
     expected = torch.cat((before, after)).log_softmax(-1).gather(1, tokens[0, 3:, None])[:, 0]
     np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=1e-4)
+
+
+def test_bursts_are_brief_only_until_expected_weights_arrive() -> None:
+    engine = ahead_of(build(), slots=1, burst=8)
+    engine.submit([Request("r", (1, 2, 3), 0, Sampling(100))])
+
+    def tokens() -> int:
+        """Return the tokens that a step starts; its burst is read by a later step."""
+        before = engine._slots.ahead[0]
+        engine._start([])
+        started = int(engine._slots.ahead[0] - before)
+        engine.wait_idle()
+        return started
+
+    engine.step()
+    engine.wait_idle()
+    assert tokens() == 8
+    engine.expect_sync()
+    assert [tokens(), tokens()] == [1, 1]
+    engine.set_version(1)
+    assert tokens() == 8
 
 
 def test_wait_idle_reads_all_bursts_in_flight_without_losing_tokens() -> None:

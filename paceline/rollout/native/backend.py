@@ -55,8 +55,8 @@ class Backend(Protocol):
         """Return the fraction of KV cache memory in use, or None if each slot owns its memory."""
         ...
 
-    def steps(self, rows: int) -> int:
-        """Return the number of tokens per row in a burst."""
+    def steps(self, rows: int, brief: bool) -> int:
+        """Return the number of tokens per row in a burst, of about 2 ms if `brief`."""
         ...
 
     def reserve(self, sequence: Sequence, source: Sequence | None) -> bool:
@@ -111,7 +111,6 @@ def choose_backend(
     slots: int,
     max_length: int,
     kv_memory_fraction: float,
-    brief: bool,
 ) -> "Backend":
     if not isinstance(weights, DecoderWeights):
         from paceline.rollout.native.module import ModuleBackend
@@ -132,7 +131,7 @@ def choose_backend(
     ):
         from paceline.rollout.native.cuda import CudaBackend
 
-        return CudaBackend(config, weights, slots, max_length, kv_memory_fraction, brief)
+        return CudaBackend(config, weights, slots, max_length, kv_memory_fraction)
     return SimpleBackend(config, weights, slots, max_length)
 
 
@@ -158,7 +157,7 @@ class StepByStep:
     def kv_used(self) -> None:
         return None
 
-    def steps(self, rows: int) -> int:
+    def steps(self, rows: int, brief: bool) -> int:
         return 1
 
     def reserve(self, sequence: Sequence, source: Sequence | None) -> bool:

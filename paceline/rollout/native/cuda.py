@@ -66,9 +66,8 @@ class CudaBackend:
         slots: int,
         max_length: int,
         kv_memory_fraction: float,
-        brief: bool,
     ) -> None:
-        self.device, self.brief = weights.head.device, brief
+        self.device = weights.head.device
         self.slots, self.max_length, self.fraction = slots, max_length, kv_memory_fraction
         # Bursts are short, so they take priority over training on the same device.
         self.stream = torch.cuda.Stream(self.device, priority=-1)
@@ -121,8 +120,8 @@ class CudaBackend:
         del self.cache, self._pool
         torch.cuda.empty_cache()
 
-    def steps(self, rows: int) -> int:
-        if self.brief:
+    def steps(self, rows: int, brief: bool) -> int:
+        if brief:
             return 4 if rows <= small_batch.MAX_ROWS else 2 if rows <= 64 else 1
         return MAX_STEPS if rows <= 128 else MAX_STEPS // 2
 

@@ -85,7 +85,6 @@ class NativeEngine:
         version: int = 0,
         decode: Callable[[list[int]], str] | None = None,
         kv_memory_fraction: float = 0.5,
-        brief: bool = False,
         backend: Backend | None = None,
     ) -> None:
         """Create an engine.
@@ -94,13 +93,12 @@ class NativeEngine:
         max_length: maximum tokens of prompt and completion together.
         decode: converts tokens to text; required for stop strings.
         kv_memory_fraction: fraction of a GPU's free memory for the KV cache.
-        brief: limit bursts to about 2 ms, because a weight sync waits for the burst in flight.
         """
         max_length = min(max_length, position_limit(config) or max_length)
         self._weights, self._memory = weights, ReleasableMemory(weights.named.values())
         self._vocabulary = weights.vocabulary
         self._backend = backend or choose_backend(
-            config, weights, slots, max_length, kv_memory_fraction, brief
+            config, weights, slots, max_length, kv_memory_fraction
         )
         self._slots = Slots(slots, max_length)
         self._decode = decode
@@ -109,7 +107,7 @@ class NativeEngine:
         self._prefilling: list[PendingPrefill] = []
         self._in_flight: deque[InFlightBurst] = deque()
         self._ended: dict[str, Completion] = {}  # complete, to be returned by the next step
-        self._asleep = False
+        self._asleep = self._sync_expected = False
         self._arrivals = count()
         self._version = version
         self._epoch = 0  # number of weight changes
@@ -218,6 +216,13 @@ class NativeEngine:
         while self._in_flight:
             self._ended.update(self._collect())
 
+    def expect_sync(self) -> None:
+        """Limit bursts to about 2 ms until the weights change, so that the change waits less.
+
+        It can be called from another thread.
+        """
+        self._sync_expected = True
+
     def load(
         self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int
     ) -> None:
@@ -228,7 +233,7 @@ class NativeEngine:
         with self._backend.changing_weights():
             self._memory.restore()
             self._weights.load(tensors)
-        self._version = version
+        self._version, self._sync_expected = version, False
         self._epoch += 1
 
     def set_version(self, version: int) -> None:
@@ -237,7 +242,7 @@ class NativeEngine:
         Call `wait_idle` before the change.
         """
         with self._backend.changing_weights():
-            self._version = version
+            self._version, self._sync_expected = version, False
             self._epoch += 1
 
     def sleep(self) -> None:
@@ -338,7 +343,7 @@ class NativeEngine:
             now, limit = slots.position[:n] + slots.ahead[:n], slots.limit[:n]
             if not (now < limit).any():
                 return False
-            steps = self._backend.steps(n)
+            steps = self._backend.steps(n, self._sync_expected)
             if self._backend.grow(slots, np.minimum(now + steps, limit)):
                 burst = self._backend.decode(slots, steps)
                 arrivals = slots.arrival[:n].copy()
