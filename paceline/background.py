@@ -14,6 +14,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
+from paceline.openmp import end_idle_threads
+
 T = TypeVar("T")
 # A signal that another thread receives does not wake the main thread, which handles it. So no wait
 # is longer than this.
@@ -28,6 +30,7 @@ class Background(Generic[T]):
         self._loop = asyncio.new_event_loop()
         self._task: asyncio.Task[T] = self._loop.create_task(work)
         self._ending = False
+        end_idle_threads()
         # A daemon, so that a second Ctrl-C ends the program even if the clean-up hangs.
         self._thread = threading.Thread(target=self._run, name="paceline", daemon=True)
         self._thread.start()

@@ -6,6 +6,7 @@ import sys
 import threading
 from typing import Any
 
+from paceline.openmp import end_idle_threads
 from paceline.remote.host import SWITCH_S, ThreadChannel, serve_parts
 from paceline.remote.message import Reply
 from paceline.remote.worker import Build, Worker
@@ -20,6 +21,7 @@ class ThreadWorker(Worker):
         super().__init__(name)
         self._channel = ThreadChannel()
         sys.setswitchinterval(SWITCH_S)
+        end_idle_threads()
         self._host = threading.Thread(target=self._run, args=(build, args), name=name, daemon=True)
         self._reader = threading.Thread(target=self._read, name=f"{name}-reader", daemon=True)
         self._host.start()
