@@ -206,6 +206,11 @@ def measure(load: Load, mode: str, by_hand: bool, given: list[str], limit: Limit
         "staleness": max(row["staleness/max"] for row in steady),
         "reward": round(statistics.mean(row["reward/mean"] for row in steady[-5:]), 3),
         "seconds": [round(t, 3) for t in times],
+        "slow_steps": [
+            {key: round(value, 4) for key, value in row.items() if key.startswith("time/")}
+            for row, seconds in zip(rows[WARM_UP:], times, strict=True)
+            if seconds > 2 * median
+        ],
     }
 
 

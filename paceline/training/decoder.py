@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 from paceline.model.packing import MicroBatch
 from paceline.model.shape import head_dim
 from paceline.model.weights import DecoderWeights, Layer, Linear
+from paceline.training.launches import LaunchLimit
 from paceline.training.operations import Attended, Operations, Positions, Shape
 
 
@@ -156,6 +157,7 @@ class TrainDecoder:
     def __init__(self, passes: LayerPasses, weights: DecoderWeights) -> None:
         self.weights = weights
         self.passes = passes
+        self.limit: LaunchLimit | None = None
 
     def start(self, micro: MicroBatch) -> Tape:
         return Tape(positions(micro, self.weights.inv_freq, self.weights.rope_scale))
@@ -173,6 +175,7 @@ class TrainDecoder:
             if keep:
                 tape.layers.append(saved)
             del saved
+            self._layer_launched()
         assert delta is not None, "the decoder has at least one layer"
         x, hidden = self.passes.last(self.weights.norm, x, delta, micro.predict)
         tape.last = x if keep else None
@@ -189,7 +192,12 @@ class TrainDecoder:
             d_cast = self.passes.backward(
                 layer, gradient, tape.layers.pop(), tape.positions, d, d_cast
             )
+            self._layer_launched()
         to.embedding.index_add_(0, micro.input_ids[0], d)
+
+    def _layer_launched(self) -> None:
+        if self.limit is not None:
+            self.limit.layer_launched()
 
 
 def positions(micro: MicroBatch, inv_freq: Tensor, rope_scale: float) -> Positions:

@@ -20,6 +20,7 @@ from paceline.model.support import check_fast
 from paceline.model.weights import DecoderWeights
 from paceline.training.decoder import LayerPasses, TrainDecoder
 from paceline.training.head import chunked_logprobs
+from paceline.training.launches import LaunchLimit
 from paceline.training.settings import TrainSettings
 
 DIMS = (16, 32, 64, 128, 256)  # supported head dimensions
@@ -35,6 +36,9 @@ class FusedPolicy:
         self._temperature = temperature
         self._decoder = decoder
         self._gradients: DecoderWeights | None = None
+
+    def limit_launches(self) -> None:
+        self._decoder.limit = LaunchLimit()
 
     @torch.no_grad()
     def logprobs(self, micro: MicroBatch) -> Tensor:

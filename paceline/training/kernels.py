@@ -31,7 +31,7 @@ def add_norm(
     tl.store(out + here, value.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # it differs from batch to batch
 def norm_backward(
     x, weight, d_out, d_x, d_x_cast, d_weight, eps, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -108,7 +108,7 @@ def rotate(
     tl.store(out + here + HALF, y.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def rotate_backward(
     d_qkv, qkv, cos, sin, q_norm, k_norm, d_norms, eps, tokens,
     HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,

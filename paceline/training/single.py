@@ -126,6 +126,11 @@ class SingleDevice(EngineWithHead):
         """Return the weights in float32 by Hugging Face name, tied weights under each name."""
         return dict(self.export_weights())
 
+    def limit_launches(self) -> None:
+        """Let an engine on another thread launch its kernels without delay."""
+        if self._fused is not None:
+            self._fused.limit_launches()
+
     def _trained_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters that the optimizer updates, by their names in a checkpoint."""
         return dict(self._model.named_parameters())

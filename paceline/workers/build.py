@@ -155,6 +155,8 @@ def _native(
         return RolloutService(engine, gather=actor.gathering)
     release = engine.sleep if config.train.offload else engine.wait_idle
     prepare = engine.expect_sync if overlap else release
+    if overlap:
+        trainer.limit_launches()
     trainer.colocated.append(
         ColocatedEngine("KV cache of the rollout engine", engine.cache_bytes, prepare)
     )

@@ -56,6 +56,7 @@ def single(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_ranks_that_offload_train_like_one_device_and_resume_on_it(
     model: str, single: Path, tmp_path: Path
 ) -> None:

@@ -7,12 +7,13 @@ import pytest
 from tests.memory_phases import check_memory_of_two_ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
         ["train.offload=true"],
-        pytest.param([], marks=pytest.mark.slow),
-        pytest.param(["train.tensor_parallel=2"], marks=pytest.mark.slow),
+        [],
+        ["train.tensor_parallel=2"],
     ],
     ids=["offload", "no offload", "tensor parallel"],
 )

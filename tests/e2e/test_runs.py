@@ -62,52 +62,59 @@ def weights(folder: Path, step: int, role: str = "actor") -> str:
 def test_staleness_0_equals_hybrid_sync_bit_for_bit_in_every_placement(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(model, tmp_path / "hybrid", "steps=20")
-    run(model, tmp_path / "separate", "steps=20", *SEPARATE)
-    run(model, tmp_path / "overlap", "steps=20", "placement.overlap=true")
-    run(model, tmp_path / "other_seed", "steps=20", "seed=1")
+    run(model, tmp_path / "hybrid", "steps=10")
+    run(model, tmp_path / "separate", "steps=10", *SEPARATE)
+    run(model, tmp_path / "overlap", "steps=10", "placement.overlap=true")
+    run(model, tmp_path / "other_seed", "steps=10", "seed=1")
     # with a GPU, the worker of a single pool is a process
     monkeypatch.setattr(LocalCluster, "gpus", lambda *_: [0])
-    run(model, tmp_path / "process", "steps=20")
-    run(model, tmp_path / "overlap_process", "steps=20", "placement.overlap=true")
+    run(model, tmp_path / "process", "steps=10")
+    run(model, tmp_path / "overlap_process", "steps=10", "placement.overlap=true")
     assert (tmp_path / "process" / "logs" / "main.log").exists()
     placements = ("hybrid", "separate", "overlap", "process", "overlap_process")
-    assert len({weights(tmp_path / placement, 20) for placement in placements}) == 1
-    assert weights(tmp_path / "hybrid", 20) != weights(tmp_path / "other_seed", 20)
+    assert len({weights(tmp_path / placement, 10) for placement in placements}) == 1
+    assert weights(tmp_path / "hybrid", 10) != weights(tmp_path / "other_seed", 10)
+
+
+MODES = {
+    "hybrid": [],
+    "split": ["algorithm.name=ppo", "placement.critic=critic_pool"],
+    "with a reference": ["algorithm.kl_coef=0.1", "placement.ref=ref_pool"],
+    "one step off": [*SEPARATE, "schedule.max_staleness=1"],
+    "fully async, swap": [*SEPARATE, "schedule.max_staleness=2", "schedule.on_sync=swap"],
+    "fully async, interrupt": [
+        *SEPARATE,
+        "schedule.max_staleness=2",
+        "schedule.on_sync=interrupt",
+    ],
+    "two engines": [
+        *SEPARATE,
+        "schedule.max_staleness=3",
+        "schedule.on_sync=swap",
+        "placement.rollout_workers=2",
+    ],
+    "one device, async": ["schedule.max_staleness=2", "schedule.on_sync=swap"],
+    "one device, overlapping": [
+        "placement.overlap=true",
+        "schedule.max_staleness=2",
+        "schedule.on_sync=swap",
+    ],
+    "two steps per sync": [
+        *SEPARATE,
+        "schedule.max_staleness=1",
+        "schedule.sync_every=2",
+        "schedule.on_sync=swap",
+    ],
+}
+SLOW = {"with a reference", "two engines", "two steps per sync"}
 
 
 @pytest.mark.parametrize(
     ("name", "settings"),
-    {
-        "hybrid": [],
-        "split": ["algorithm.name=ppo", "placement.critic=critic_pool"],
-        "with a reference": ["algorithm.kl_coef=0.1", "placement.ref=ref_pool"],
-        "one step off": [*SEPARATE, "schedule.max_staleness=1"],
-        "fully async, swap": [*SEPARATE, "schedule.max_staleness=2", "schedule.on_sync=swap"],
-        "fully async, interrupt": [
-            *SEPARATE,
-            "schedule.max_staleness=2",
-            "schedule.on_sync=interrupt",
-        ],
-        "two engines": [
-            *SEPARATE,
-            "schedule.max_staleness=3",
-            "schedule.on_sync=swap",
-            "placement.rollout_workers=2",
-        ],
-        "one device, async": ["schedule.max_staleness=2", "schedule.on_sync=swap"],
-        "one device, overlapping": [
-            "placement.overlap=true",
-            "schedule.max_staleness=2",
-            "schedule.on_sync=swap",
-        ],
-        "two steps per sync": [
-            *SEPARATE,
-            "schedule.max_staleness=1",
-            "schedule.sync_every=2",
-            "schedule.on_sync=swap",
-        ],
-    }.items(),
+    [
+        pytest.param(*mode, marks=pytest.mark.slow if mode[0] in SLOW else ())
+        for mode in MODES.items()
+    ],
 )
 def test_mode_trains_every_prompt_once_within_staleness_bound(
     name: str, settings: list[str], model: str, tmp_path: Path
@@ -129,20 +136,25 @@ def test_mode_trains_every_prompt_once_within_staleness_bound(
     assert children() == before, "a child process is still running"
 
 
-def test_resumed_sync_run_equals_uninterrupted_run(model: str, tmp_path: Path) -> None:
-    for mode, settings in {
-        "hybrid": [],
-        "ppo": ["algorithm.name=ppo", "placement.critic=critic_pool"],
-    }.items():
-        run(model, tmp_path / mode / "whole", "steps=6", "train.lr_schedule=constant", *settings)
-        run(model, tmp_path / mode / "parts", "steps=3", "train.lr_schedule=constant", *settings)
-        run(model, tmp_path / mode / "parts", "steps=6", "train.lr_schedule=constant", *settings)
-        assert weights(tmp_path / mode / "whole", 6) == weights(tmp_path / mode / "parts", 6)
-        whole, parts = (_rewards(tmp_path / mode / part) for part in ("whole", "parts"))
-        assert whole == parts
-        assert (tmp_path / mode / "whole" / "ledger.jsonl").read_text() == (
-            tmp_path / mode / "parts" / "ledger.jsonl"
-        ).read_text()
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param([], id="hybrid"),
+        pytest.param(
+            ["algorithm.name=ppo", "placement.critic=critic_pool"], id="ppo", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_resumed_sync_run_equals_uninterrupted_run(
+    model: str, tmp_path: Path, settings: list[str]
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(model, whole, "steps=6", "train.lr_schedule=constant", *settings)
+    run(model, parts, "steps=3", "train.lr_schedule=constant", *settings)
+    run(model, parts, "steps=6", "train.lr_schedule=constant", *settings)
+    assert weights(whole, 6) == weights(parts, 6)
+    assert _rewards(whole) == _rewards(parts)
+    assert (whole / "ledger.jsonl").read_text() == (parts / "ledger.jsonl").read_text()
 
 
 def test_resumed_async_run_trains_every_prompt_once(model: str, tmp_path: Path) -> None:

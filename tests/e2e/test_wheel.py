@@ -173,6 +173,7 @@ def test_custom_loss_of_15_lines_trains_with_wheel(environment: Path, folder: Pa
     assert (folder / "runs" / "hybrid" / "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_export_with_wheel_is_loaded_by_transformers(environment: Path, folder: Path) -> None:
     settings = [f"{name}={value}" for name, value in SMALL.items()]
     command = environment / "bin" / "paceline"

@@ -194,7 +194,13 @@ def test_fleet_replaces_worker_when_suspended_during_weight_sync(
         await steps.more(5)
 
     play(
-        config(model, tmp_path, "fleet.heartbeat_timeout_s=1", "rollout.generation_timeout=8"),
+        config(
+            model,
+            tmp_path,
+            "fleet.heartbeat_timeout_s=1",
+            "sync.timeout_s=5",
+            "rollout.generation_timeout=8",
+        ),
         script,
     )
 

@@ -45,6 +45,7 @@ def test_build_preserves_random_state_of_caller() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.slow
 def test_warm_up_reaches_target_reward() -> None:
     steps: list[tuple[int, int]] = []
     recipe, tokenizer = tiny.Recipe(tiny.DEFAULT_TASK), tiny.make_tokenizer()
@@ -91,6 +92,7 @@ def _make(cache: str, done: "multiprocessing.Queue[str]") -> None:
     done.put(model_fingerprint(str(folder)))
 
 
+@pytest.mark.slow
 def test_two_processes_may_create_model_concurrently(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     done = context.Queue()

@@ -332,9 +332,14 @@ class CudaBackend:
         work = [tokens, positions, places.astype(np.int32), flat_tiles, table.ravel()]
         size = next((size for size in PREFILL_SIZES if size >= len(tokens)), None)
         if size is None or len(batch) > size // SEQUENCE_TOKENS:
-            self._prefill_tensors(self._upload(np.concatenate(work)), [len(part) for part in work])
+            # Triton compiles kernels again for pointers that are not multiples of 16 bytes.
+            count = -(-len(tokens) // 4) * 4
+            lengths = [count, count, count, len(flat_tiles), table.size]
+            self._prefill_tensors(self._upload(_padded(work, lengths)), lengths)
         else:
-            self._replay_prefill(size, work)
+            flat, graph = self._prefill_graph(size)
+            flat.copy_(self._upload(_padded(work, self._prefill_lengths(size))))
+            graph.replay()
 
     def _prefill_tensors(self, flat: Tensor, lengths: list[int]) -> None:
         tokens, positions, places, tiles, table = flat.split(lengths)
@@ -346,16 +351,6 @@ class CudaBackend:
             tiles.view(-1, 4),
             table.view(-1, self.forward.pages_each),
         )
-
-    def _replay_prefill(self, size: int, work: list[NDArray[np.int32]]) -> None:
-        """Prefill with the graph of this size, whose input is the work with padding."""
-        lengths = self._prefill_lengths(size)
-        padded = np.zeros(sum(lengths), np.int32)
-        for part, start in zip(work, np.cumsum([0, *lengths[:-1]]), strict=True):
-            padded[start : start + len(part)] = part
-        flat, graph = self._prefill_graph(size)
-        flat.copy_(self._upload(padded))
-        graph.replay()
 
     def _prefill_graph(self, size: int) -> tuple[Tensor, torch.cuda.CUDAGraph]:
         """Return the graph of this size and its input. Padding alone writes to page 0 only."""
@@ -375,3 +370,11 @@ class CudaBackend:
         """Return the lengths of the parts of a prefill's input: see `Forward.prefill`."""
         most = size // SEQUENCE_TOKENS  # sequences
         return [size, size, size, 4 * (size // PAGE + most), most * self.forward.pages_each]
+
+
+def _padded(parts: list[NDArray[np.int32]], lengths: list[int]) -> NDArray[np.int32]:
+    """Return the parts in one array, each followed by zeros up to its length."""
+    result = np.zeros(sum(lengths), np.int32)
+    for part, start in zip(parts, np.cumsum([0, *lengths[:-1]]), strict=True):
+        result[start : start + len(part)] = part
+    return result
