@@ -30,7 +30,7 @@ Rewards: TypeAlias = (
     "RewardPart | Reward | Mapping[str, Any] | Sequence[RewardPart | tuple[RewardPart, float]]"
 )
 
-RECIPE_DATA = ("data.task", "data.path", "data.source")  # settings that rows replace
+ORIGINS = ("task", "path", "source")
 HUB_DATASET = re.compile(r"[\w.-]+/[\w.-]+(:[\w.\[\]%-]+)?")
 
 
@@ -39,6 +39,7 @@ def train(
     *,
     model: str | Path | None = None,
     data: Data | None = None,
+    evaluation_data: Data | None = None,
     reward: "Rewards | None" = None,
     steps: int | None = None,
     environment: "MakeEnvironment | None" = None,
@@ -52,6 +53,7 @@ def train(
     model: local directory or Hugging Face model ID.
     data: path of a file, name of a task or of a hub dataset, or the rows: dicts or a
         `datasets.Dataset`; or a function of the seed that returns them.
+    evaluation_data: held-out prompts in the same forms, scored during training (`evaluation`).
     reward: function of (completion, row), async or not; name of a verifier; or a list of them, each
         alone or as (function, weight).
     environment: called with the tokenizer; makes the agent loop of a multi-turn run.
@@ -61,7 +63,7 @@ def train(
 
     Raise PacelineError for wrong settings, data or user code.
     """
-    job = _job(recipe, model, data, reward, steps, environment, settings)
+    job = _job(recipe, model, data, reward, steps, environment, settings, evaluation_data)
     return job.train(fresh, display).result()
 
 
@@ -70,6 +72,7 @@ async def train_async(
     *,
     model: str | Path | None = None,
     data: Data | None = None,
+    evaluation_data: Data | None = None,
     reward: "Rewards | None" = None,
     steps: int | None = None,
     environment: "MakeEnvironment | None" = None,
@@ -78,7 +81,7 @@ async def train_async(
     **settings: Any,
 ) -> Run:
     """Train like `train`, while the event loop of the caller continues."""
-    job = _job(recipe, model, data, reward, steps, environment, settings)
+    job = _job(recipe, model, data, reward, steps, environment, settings, evaluation_data)
     return await (await asyncio.to_thread(job.train, fresh, display)).wait()
 
 
@@ -87,6 +90,7 @@ def steps(
     *,
     model: str | Path | None = None,
     data: Data | None = None,
+    evaluation_data: Data | None = None,
     reward: "Rewards | None" = None,
     steps: int | None = None,
     environment: "MakeEnvironment | None" = None,
@@ -99,7 +103,7 @@ def steps(
     The run does not wait for the caller. It stops after the current step, with a checkpoint, when
     `stop` is called or the iterator is deleted, as after `break`.
     """
-    job = _job(recipe, model, data, reward, steps, environment, settings)
+    job = _job(recipe, model, data, reward, steps, environment, settings, evaluation_data)
     return Steps(job, fresh, display)
 
 
@@ -199,6 +203,7 @@ def _job(
     steps: int | None,
     environment: "MakeEnvironment | None",
     settings: Mapping[str, Any],
+    evaluation_data: Data | None = None,
 ) -> Job:
     values = dict(settings)
     if model is not None:
@@ -206,6 +211,7 @@ def _job(
     if steps is not None:
         values["steps"] = steps
     rows = _select_data(data, values)
+    held_out = _select_data(evaluation_data, values, "evaluation")
     function = _select_reward(reward, values)
     if isinstance(recipe, RunConfig):
         if values:
@@ -213,33 +219,34 @@ def _job(
                 f"{', '.join(values)}: settings cannot be added to a complete configuration; "
                 "pass them to paceline.load_config, or pass a recipe instead"
             )
-        return Job(recipe, rows, function, environment)
-    return Job(load_config(recipe, values=values), rows, function, environment)
+        return Job(recipe, rows, held_out, function, environment)
+    return Job(load_config(recipe, values=values), rows, held_out, function, environment)
 
 
-def _select_data(data: Data | None, values: dict[str, Any]) -> Rows | None:
+def _select_data(data: Data | None, values: dict[str, Any], section: str = "data") -> Rows | None:
     """Add the settings that `data` means; return its rows if it has them itself."""
     if data is None:
         return None
     if isinstance(data, Mapping):
-        values["data"] = data
+        values[section] = data
         return None
+    of_recipe = {f"{section}.{name}": None for name in ORIGINS}  # which rows replace
     if not isinstance(data, str | os.PathLike):
-        values |= dict.fromkeys(RECIPE_DATA)
+        values |= of_recipe
         if not isinstance(data, Iterable) and callable(data):
-            values["data.source"] = data
+            values[f"{section}.source"] = data
             return None
         return data
     name = os.fspath(data)
     if name.partition(":")[0] in TASKS:
-        values["data.task"] = name
+        values[f"{section}.task"] = name
     elif HUB_DATASET.fullmatch(name) and not Path(name).exists() and not is_data_file(Path(name)):
         from paceline.data.hub import load_hub_dataset
 
-        values |= dict.fromkeys(RECIPE_DATA)
+        values |= of_recipe
         return load_hub_dataset(name)
     else:
-        values["data.path"] = name
+        values[f"{section}.path"] = name
     return None
 
 

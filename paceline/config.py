@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import AliasChoices, Field, ValidationError, field_validator, model_validator
 
 from paceline.algo.settings import AlgorithmSettings
+from paceline.data.held_out import EvaluationSettings
 from paceline.data.prompts import DataSettings
 from paceline.errors import ConfigError
 from paceline.hints import FOREIGN_NAMES, explain
@@ -80,6 +81,7 @@ class RunConfig(Settings):
     """
 
     data: DataSettings = DataSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
     reward: RewardSettings = RewardSettings()
     rollout: RolloutSettings = RolloutSettings()
     fleet: FleetSettings = FleetSettings()
@@ -266,6 +268,7 @@ class RunConfig(Settings):
 MAY_CHANGE = {
     *("run_dir", "steps", "save_every", "keep_checkpoints", "save_samples", "track"),
     *("step_timeout_s", "stall_timeout_s", "sync", "fleet", "cluster", "ray", "data.path"),
+    "evaluation",
     *("train.backend", "train.tensor_parallel", "train.pipeline_parallel", "train.offload"),
     *("train.micro_batch_tokens", "train.gradient_checkpointing"),
     *("placement.train_ranks", "placement.rollout_workers", "placement.threads"),
@@ -275,7 +278,11 @@ MAY_CHANGE = {
     *("reward.timeout_s", "reward.workers"),
 }
 # Settings that exclude each other: one on the command line replaces the others in the recipe.
-ALTERNATIVES = (("data.task", "data.path", "data.source"), ("reward.function", "reward.model"))
+ALTERNATIVES = (
+    ("data.task", "data.path", "data.source"),
+    ("evaluation.task", "evaluation.path", "evaluation.source"),
+    ("reward.function", "reward.model"),
+)
 
 
 def load_config(

@@ -35,6 +35,8 @@ def check_early(
     _check_model(config)
     if not has_rows:
         _check_data(config.data)
+    if trains and config.evaluation.path is not None:
+        _check_data(config.evaluation.data(config.data))
     if not has_reward:
         _check_reward(config)
     for setting, code in (

@@ -10,12 +10,12 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from paceline.algo.settings import AlgorithmSettings
 from paceline.config import RunConfig
+from paceline.data.held_out import EvaluationSettings
 from paceline.errors import first_error
 from paceline.generation import open_generation, open_scorer
+from paceline.held_out import score
 from paceline.inputs import load_inputs
 from paceline.placement import PlacementSettings
 from paceline.reward.reward import Rewards
@@ -23,7 +23,7 @@ from paceline.rollout.environment import MakeEnvironment, open_environment
 from paceline.schedule import ScheduleSettings
 from paceline.settings import open_settings
 from paceline.suspend import ignore_suspended_time
-from paceline.types import Finish, Group, Role
+from paceline.types import Group, Role
 from paceline.workers.automatic import GPU_SLOTS
 from paceline.workers.layout import choose_settings
 
@@ -41,6 +41,7 @@ def for_evaluation(config: RunConfig, samples: int) -> RunConfig:
         "groups_per_step": max(1, slots // samples) + 1,  # in flight per engine
         "cluster": "local",
         "algorithm": AlgorithmSettings(),
+        "evaluation": EvaluationSettings(solved_at=config.evaluation.solved_at),
         "schedule": ScheduleSettings(),
         "placement": PlacementSettings(threads=config.placement.threads),
         "rollout": config.rollout.model_copy(update={"temperature": temperature}),
@@ -86,22 +87,4 @@ async def evaluate(
                     tasks.create_task(one(seq))
         except BaseExceptionGroup as failed:
             raise first_error(failed) from None
-        return statistics(sorted(groups, key=lambda group: group.seq))
-
-
-def statistics(groups: list[Group]) -> dict[str, Any]:
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    rewards = [[trajectory.total_reward for trajectory in group.trajectories] for group in groups]
-    truncated = [t.turns[-1].completion.finish is Finish.LENGTH for t in trajectories]
-    found = {
-        "prompts": len(groups),
-        "samples": len(trajectories),
-        "reward": float(np.mean([np.mean(row) for row in rewards])),
-        "reward_max": float(np.mean([max(row) for row in rewards])),  # of each prompt
-        "tokens_mean": float(np.mean([trajectory.num_tokens for trajectory in trajectories])),
-        "truncated_fraction": float(np.mean(truncated)),
-    }
-    for name in sorted({name for trajectory in trajectories for name in trajectory.details}):
-        values = [t.details[name] for t in trajectories if name in t.details]
-        found[f"reward_component/{name}"] = float(np.mean(values))
-    return found
+        return score(sorted(groups, key=lambda group: group.seq), config.evaluation.solved_at)

@@ -74,6 +74,8 @@ async def open_scorer(
     stack.push_async_callback(scorer.close)
     if isinstance(scorer, BuiltinReward | WeightedReward):
         scorer.check(inputs.source.rows())
+        if inputs.held_out is not None:
+            scorer.check(inputs.held_out.rows())
     return scorer
 
 

@@ -9,10 +9,12 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from paceline.algo.custom import check_custom
 from paceline.config import SINKS, RunConfig
+from paceline.data.held_out import SEED_OFFSET
+from paceline.data.prompts import PromptSource
 from paceline.data.source import Prompts, open_source
 from paceline.data.tiny import resolve_model
 from paceline.data.tiny_reward import resolve_reward_model
-from paceline.errors import ConfigError, ModelError
+from paceline.errors import ConfigError, DataError, ModelError
 from paceline.model.loading import (
     load_config,
     load_generation_config,
@@ -35,6 +37,7 @@ class Inputs:
     generation: GenerationConfig
     source: Prompts
     identity: dict[str, Any]
+    held_out: PromptSource | None = None  # prompts of evaluations during training
 
     def with_config(self, config: RunConfig) -> "Inputs":
         """Return these inputs of a run whose automatic settings have been chosen."""
@@ -46,8 +49,13 @@ def prepare_model(config: RunConfig, progress: Callable[[int, int], None] | None
     resolve_model(config.model, config.data.task, progress)
 
 
-def load_inputs(config: RunConfig, rows: Iterable[Mapping[str, Any]] | None = None) -> Inputs:
-    """Load and check the inputs. `rows` of the program replace the prompts of the settings."""
+def load_inputs(
+    config: RunConfig,
+    rows: Iterable[Mapping[str, Any]] | None = None,
+    held_out: Iterable[Mapping[str, Any]] | None = None,
+) -> Inputs:
+    """Load and check the inputs. `rows` of the program replace the prompts of the settings, and
+    `held_out` those of evaluations during training."""
     check_custom(config.algorithm)
     check_sinks(config)
     model_path = resolve_model(config.model, config.data.task)
@@ -65,7 +73,46 @@ def load_inputs(config: RunConfig, rows: Iterable[Mapping[str, Any]] | None = No
         reward_model = resolve_reward_model(config.reward.model)
         check_reward_model(reward_model)
         identity["reward model"] = model_fingerprint(reward_model)
-    return Inputs(model_path, tokenizer, load_generation_config(model_path), source, identity)
+    held_out_prompts = _held_out(config, tokenizer, held_out)
+    if held_out_prompts is not None:
+        check_model(config, model_path, held_out_prompts)
+    generation = load_generation_config(model_path)
+    return Inputs(model_path, tokenizer, generation, source, identity, held_out_prompts)
+
+
+def _held_out(
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Iterable[Mapping[str, Any]] | None,
+) -> PromptSource | None:
+    settings = config.evaluation
+    if rows is None and not settings.has_data:
+        # `paceline evaluate` uses solved_at.
+        if given := sorted(settings.model_fields_set - {"solved_at"}):
+            names = ", ".join(f"evaluation.{name}" for name in given)
+            raise ConfigError(
+                f"{names}: there are no held-out prompts; set evaluation.path (for example "
+                "'test.jsonl'), or remove the section evaluation"
+            )
+        return None
+    if settings.task and config.data.task and config.reward.function is None:
+        own, trained = (task.partition(":")[0] for task in (settings.task, config.data.task))
+        if own != trained:
+            raise ConfigError(
+                f"evaluation.task = {settings.task!r} contradicts data.task = "
+                f"{config.data.task!r}, whose reward scores the completions; use {trained!r} with "
+                "the same or another difficulty"
+            )
+    try:
+        source = open_source(settings.data(config.data), tokenizer, config.seed + SEED_OFFSET, rows)
+    except DataError as error:
+        raise DataError(f"evaluation: {error}") from error
+    if not isinstance(source, PromptSource):
+        raise ConfigError(
+            "the held-out prompts are a stream without an end; set evaluation.limit to the number "
+            "of rows to evaluate on"
+        )
+    return source
 
 
 def check_sinks(config: RunConfig) -> None:

@@ -21,6 +21,7 @@ from paceline.rollout.engine import EngineStats
 from paceline.types import Group, Role
 
 if TYPE_CHECKING:
+    from paceline.observe.display import Display
     from paceline.observe.terminal import Terminal
     from paceline.rollout.environment import MakeEnvironment
 
@@ -62,6 +63,7 @@ class Job:
 
     config: RunConfig
     rows: Rows | None = None
+    held_out: Rows | None = None
     reward: Any = None  # see run.train
     environment: "MakeEnvironment | None" = None
 
@@ -103,6 +105,7 @@ class Job:
                     reward=self.reward,
                     environment=self.environment,
                     rows=self.rows,
+                    held_out=self.held_out,
                     stop=stop,
                 )
                 if terminal:
@@ -130,7 +133,7 @@ class Job:
 class _Observers:
     """The display, if there is one, and the program that watches the run."""
 
-    def __init__(self, others: Sequence[Observer], watch: Callable[[Step], None]) -> None:
+    def __init__(self, others: "Sequence[Display]", watch: Callable[[Step], None]) -> None:
         self._others, self._watch = others, watch
 
     def step_done(self, step: int, metrics: Metrics, groups: Sequence[Group]) -> None:
@@ -141,6 +144,10 @@ class _Observers:
     def engines_polled(self, engines: Sequence[EngineStats], queue_utilization: float) -> None:
         for other in self._others:
             other.engines_polled(engines, queue_utilization)
+
+    def evaluation_done(self, step: int, scores: Metrics) -> None:
+        for other in self._others:
+            other.evaluation_done(step, scores)
 
 
 def _terminal(config: RunConfig) -> "Terminal":

@@ -3,6 +3,7 @@
     task      waits for                             produces                       unblocked by
     feed      a free ticket, rollouter not paused   a rollout per prompt           sync, resume
     rollout*  engines, reward                       a scored group in the queue    its engine
+    evaluate* engines, reward                       scores of held-out prompts     its engine
     train     the groups_per_step oldest groups     a step, then new weights       rollout
     check*    engines, trainer                      MismatchError                  its engine
     watch     (polls every second)                  StalledError, live statistics  -
@@ -21,7 +22,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from paceline.algo.tolerance import uniform
 from paceline.errors import (
     LedgerError,
     PacelineError,
@@ -31,6 +31,7 @@ from paceline.errors import (
     WorkerDied,
     first_error,
 )
+from paceline.group_metrics import equal_rewards, measure
 from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger
 from paceline.queue.message_queue import DropReason, Item, MessageQueueClient
@@ -40,7 +41,7 @@ from paceline.rollout.rollouter import Rollouter
 from paceline.settings import Settings
 from paceline.synchronizer import ParameterSynchronizer
 from paceline.training.assembly import assemble
-from paceline.types import Batch, Finish, Group, Prompt, Trajectory
+from paceline.types import Batch, Group, Prompt
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,17 @@ class Observer(Protocol):
     def engines_polled(self, engines: Sequence[EngineStats], queue_utilization: float) -> None: ...
 
 
+class Evaluations(Protocol):
+    """Evaluates held-out prompts with the weights that the engines have."""
+
+    @property
+    def saves(self) -> bool: ...  # an evaluated version needs a checkpoint
+    @property
+    def enough(self) -> bool: ...  # the run should end
+    def due(self, step: int) -> bool: ...
+    async def run(self, step: int) -> None: ...
+
+
 class LoopSettings(Settings):
     steps: int
     groups_per_step: int
@@ -78,6 +90,7 @@ class LoopSettings(Settings):
     dynamic_sampling: bool = False
     stall_timeout_s: float = 300.0
     step_timeout_s: float = 0.0  # of a train step, weight sync or checkpoint, if it is longer
+    takes_turns: bool = False  # engines and trainer alternate, so a train step ends evaluations
 
 
 class Loop:
@@ -97,6 +110,7 @@ class Loop:
         save: Callable[[int], Awaitable[None]],
         guards: Sequence[tuple[str, asyncio.Future[None]]] = (),
         check_weights: Callable[[Sequence[Group], int], Awaitable[None]] | None = None,
+        evaluations: Evaluations | None = None,
     ) -> None:
         """`check_weights`: starts a check that the engines have a version's weights."""
         self.step = 0  # number of completed steps; also the trainer's policy version
@@ -116,6 +130,10 @@ class Loop:
         self._guards = guards
         self._check_weights = check_weights
         self._check: asyncio.Task[None] | None = None  # of the last version
+        self._evaluations = evaluations
+        self._evaluation: asyncio.Task[None] | None = None
+        self._sync_due = False  # but an evaluation needs the engines' weights
+        self._trained: Sequence[Group] = ()  # in the last step
         self._changed = self._queue.changed
         self._rollouts: set[asyncio.Task[None]] = set()
         self._failed = 0
@@ -184,18 +202,20 @@ class Loop:
         except (RewardError, RolloutError) as error:
             self._group_failed(seq, error)
         else:
-            if self._settings.dynamic_sampling and _all_equal(group):
+            if self._settings.dynamic_sampling and equal_rewards(group):
                 self._filtered(group)
             else:
                 self._client.put_samples(group, group.version_min, key=seq)
 
     async def _train(self) -> None:
         clock = asyncio.get_running_loop().time
+        await self._begin_evaluation()
         while self.step < self._settings.steps and not self._stopping:
             begun = clock()
             groups = await self._take()
             if groups is None:
                 break
+            evaluated_s = await self._evaluated() if self._settings.takes_turns else 0.0
             self.waiting_for["train"] = "running generations to pause"
             await self._synchronizer.pause_before_update()
             taken = clock()
@@ -211,21 +231,20 @@ class Loop:
             self._uniform.clear()
             self.step += 1
             self._queue.set_version(self.step)
-            trained = clock()
-            if self.step % self._settings.sync_every == 0 or self.step == self._settings.steps:
-                self.waiting_for["train"] = f"the sync of version {self.step}"
-                if self._check is not None:
-                    await asyncio.wait({self._check}, timeout=CHECK_TIMEOUT_S)
-                await self._synchronizer.sync_weights(self.step)
-                if self.step < self._settings.steps:  # otherwise no new group should start
-                    self._admission.release_trained()
-                    self._begin_check(groups)
+            trained, self._trained = clock(), groups
+            last = self.step == self._settings.steps
+            self._sync_due |= last or self.step % self._settings.sync_every == 0
+            if last:
+                await self._evaluated()
+            if self._sync_due and not self._evaluating:
+                await self._sync()
             else:
                 await self._synchronizer.resume_after_update()
             synced = clock()
             metrics = self._measure(groups, batch, staleness, taken) | metrics
             metrics |= {
-                "time/wait_s": taken - begun,
+                "time/wait_s": taken - begun - evaluated_s,
+                "time/evaluate_s": evaluated_s,
                 "time/train_s": trained - taken,
                 "time/sync_s": synced - trained,
                 "time/save_s": self._save_s,
@@ -235,8 +254,21 @@ class Loop:
             self._ledger.flush()
             if self._settings.save_every and self.step % self._settings.save_every == 0:
                 await self._checkpoint()
+            await self._begin_evaluation()
         if not self._stopping:
             await self._checkpoint()
+            if self.step == self._settings.steps:
+                await self._evaluated()
+
+    async def _sync(self) -> None:
+        self.waiting_for["train"] = f"the sync of version {self.step}"
+        if self._check is not None:
+            await asyncio.wait({self._check}, timeout=CHECK_TIMEOUT_S)
+        await self._synchronizer.sync_weights(self.step)
+        self._sync_due = False
+        if self.step < self._settings.steps:  # otherwise no new group should start
+            self._admission.release_trained()
+            self._begin_check(self._trained)
 
     def _begin_check(self, groups: Sequence[Group]) -> None:
         if self._check_weights is not None:
@@ -244,6 +276,37 @@ class Loop:
             self._check = self._start(f"weight check {self.step}", lambda: check)
             self._rollouts.add(self._check)
             self._check.add_done_callback(self._rollouts.discard)
+
+    # --- evaluation ---
+
+    @property
+    def _evaluating(self) -> bool:
+        return self._evaluation is not None and not self._evaluation.done()
+
+    async def _begin_evaluation(self) -> None:
+        """Start an evaluation if one is due and the engines have the trainer's weights."""
+        evaluations, synced = self._evaluations, self._synchronizer.version == self.step
+        if evaluations and synced and not self._evaluating and evaluations.due(self.step):
+            if evaluations.saves:
+                await self._checkpoint()
+            self._evaluation = self._start(f"evaluation {self.step}", self._evaluate, self.step)
+            self._rollouts.add(self._evaluation)
+            self._evaluation.add_done_callback(self._rollouts.discard)
+
+    async def _evaluate(self, step: int) -> None:
+        assert self._evaluations is not None
+        await self._evaluations.run(step)
+        self._stop_requested |= self._evaluations.enough
+        self._changed.notify_all()
+
+    async def _evaluated(self) -> float:
+        """Wait for the evaluation that is running, if there is one; return the seconds."""
+        if self._evaluation is None or self._evaluation.done():
+            return 0.0
+        clock = asyncio.get_running_loop().time
+        self.waiting_for["train"], begun = "the evaluation", clock()
+        await asyncio.wait({self._evaluation})
+        return clock() - begun
 
     async def _checkpoint(self) -> None:
         if self.step > self._saved_step:
@@ -258,6 +321,9 @@ class Loop:
         count = self._settings.groups_per_step
         self._taking = True
         while not self._stop_requested and not self._stopping:
+            if self._sync_due and not self._evaluating:
+                await self._sync()
+                await self._begin_evaluation()
             wanted = self._admission.oldest(count)
             groups: list[Group] | None = None
             if len(wanted) == count:
@@ -334,17 +400,11 @@ class Loop:
     def _measure(
         self, groups: Sequence[Group], batch: Batch, staleness: Sequence[int], taken_s: float
     ) -> Metrics:
-        tokens = int(batch.mask.sum())
-        rewards = np.array(
-            [trajectory.total_reward for group in groups for trajectory in group.trajectories]
-        )
         return {
             "wall_time_s": time.time(),
-            "reward/mean": float(rewards.mean()),
-            "reward/std": float(rewards.std()),
+            "sample_age_s": float(np.mean([taken_s - group.started_s for group in groups])),
             "staleness/mean": float(np.mean(staleness)),
             "staleness/max": float(max(staleness)),
-            "sample_age_s": float(np.mean([taken_s - group.started_s for group in groups])),
             "queue/utilization": self._queue.utilization,
             "queue/dropped": float(self._queue.counts.dropped),
             "rollout/failed_groups": float(self._failed),
@@ -352,21 +412,7 @@ class Loop:
             "fleet/completions_min": float(min(self._fleet.take_completions(), default=0)),
             "fleet/replaced": float(self._fleet.replaced),
             "fleet/fenced_messages": float(self._fleet.fenced_messages),
-            "reward/uniform_group_fraction": sum(_all_equal(group) for group in groups)
-            / len(groups),
-            **_means(groups),
-            "rollout/samples": float(batch.num_rows),
-            "rollout/tokens": float(tokens),
-            "rollout/length_mean": tokens / batch.num_rows,
-            "rollout/truncated_fraction": float(
-                np.mean(
-                    [
-                        _truncated(trajectory)
-                        for group in groups
-                        for trajectory in group.trajectories
-                    ]
-                )
-            ),
+            **measure(groups, batch),
         }
 
     # --- supervision ---
@@ -415,23 +461,6 @@ class Loop:
         return StalledError(
             f"no progress for {still_s:.0f} s ({limit} = {self._patience_s:g}): {waiting_for}"
         )
-
-
-def _truncated(trajectory: Trajectory) -> bool:
-    return trajectory.turns[-1].completion.finish is Finish.LENGTH
-
-
-def _all_equal(group: Group) -> bool:
-    return uniform([trajectory.total_reward for trajectory in group.trajectories])
-
-
-def _means(groups: Sequence[Group]) -> Metrics:
-    """Return the mean of each component that the reward reported."""
-    parts = [trajectory.details for group in groups for trajectory in group.trajectories]
-    return {
-        f"reward_component/{name}": float(np.mean([part[name] for part in parts if name in part]))
-        for name in set().union(*parts)
-    }
 
 
 async def _wait_for(death: asyncio.Future[None]) -> None:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from paceline.config import RunConfig, check_trainable
 from paceline.control import Command, Control
 from paceline.generation import Generation, open_generation, open_scorer
+from paceline.held_out import HeldOut
 from paceline.inputs import Inputs, load_inputs
 from paceline.loop import Loop, LoopSettings, Observer
 from paceline.observe.collapse import CollapseMonitor
@@ -69,18 +70,20 @@ async def train(
     reward: Rewards | None = None,
     environment: MakeEnvironment | None = None,
     rows: Iterable[Mapping[str, Any]] | None = None,
+    held_out: Iterable[Mapping[str, Any]] | None = None,
     stop: asyncio.Event | None = None,
 ) -> dict[str, Any]:
     """Run to the last step and return the summary.
 
     `make_display(first_step)` makes the observer of every step. With `fresh`, an earlier run in the
     run directory is moved aside once everything else is known to be valid. `reward` (a function of
-    completion and row, async or not), `environment` (made for the tokenizer) and `rows` (prompts)
-    replace those of the settings. `stop` ends the run after the current step, with a checkpoint.
+    completion and row, async or not), `environment` (made for the tokenizer), `rows` (prompts) and
+    `held_out` (prompts of evaluations) replace those of the settings. `stop` ends the run after the
+    current step, with a checkpoint.
     """
     ignore_suspended_time(asyncio.get_running_loop())
     check_trainable(config)
-    inputs = load_inputs(config, rows)
+    inputs = load_inputs(config, rows, held_out)
     agent = open_environment(environment or config.rollout.environment, inputs.tokenizer)
     run_dir = Path(config.run_dir)
     recorded = {} if fresh else recorded_config(run_dir)
@@ -171,6 +174,7 @@ class _Run:
         stack.callback(recorder.close)
         queue = MessageQueue(config.max_queue_size, changed=fleet.changed)
         workers = unique_workers(self._workers)
+        self._held_out = self._open_held_out(recorder)
         capacity = config.schedule.capacity(config.groups_per_step)
         loop = Loop(
             _loop_settings(config),
@@ -188,6 +192,7 @@ class _Run:
                 (worker.name, worker.died) for worker in workers if worker not in fleet.elastic
             ],
             check_weights=_weight_check(config, self._workers[Role.ACTOR][0], fleet),
+            evaluations=self._held_out,
         )
         commands: dict[str, Command] = {
             "list": fleet.describe,
@@ -205,8 +210,28 @@ class _Run:
         summary = recorder.summary(
             sync_s=self._synchronizer.seconds, ledger=ledger.counts(), memory_peak_bytes=peak
         )
+        if self._held_out:
+            summary["evaluation"] = self._held_out.summary()
         summary["fleet"] = {"replaced": fleet.replaced, "fenced_messages": fleet.fenced_messages}
         return summary
+
+    def _open_held_out(self, recorder: Recorder) -> HeldOut | None:
+        config, settings = self._config, self._config.evaluation
+        if self._inputs.held_out is None:
+            return None
+        temperature = settings.temperature
+        if temperature is None:
+            temperature = config.rollout.temperature if settings.samples > 1 else 0.0
+        return HeldOut(
+            settings,
+            self._inputs.held_out,
+            self._rollouter.variant(temperature, settings.samples),
+            self._run_dir,
+            first_step=self._start.step,
+            last_step=config.steps,
+            slots=config.slots * len(self._workers[Role.ROLLOUT]),
+            report=recorder.evaluation_done,
+        )
 
     async def _save(self, step: int, ledger: Ledger, recorder: Recorder) -> None:
         inputs, trainer = self._inputs, self._trainer
@@ -227,7 +252,9 @@ class _Run:
             **inputs.identity,
         }
         root = self._run_dir / "checkpoints"
-        await save_checkpoint(root, step, state, write, self._config.keep_checkpoints)
+        kept, held_out = self._config.keep_checkpoints, self._held_out
+        protected = (lambda: held_out.protected) if held_out else tuple
+        await save_checkpoint(root, step, state, write, kept, protected)
 
     async def _restore(self, checkpoint: Path) -> None:
         await self._trainer.load(checkpoint)
@@ -280,4 +307,5 @@ def _loop_settings(config: RunConfig) -> LoopSettings:
         dynamic_sampling=config.algorithm.dynamic_sampling,
         stall_timeout_s=config.stall_timeout_s,
         step_timeout_s=config.step_timeout_s,
+        takes_turns=config.takes_turns,
     )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from paceline.errors import SyncError, WorkerDied
-from paceline.loop import Loop, LoopSettings
+from paceline.loop import Evaluations, Loop, LoopSettings
 from paceline.notifier import Notifier
 from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger
@@ -292,6 +292,7 @@ class World:
     takes_turns: bool = False
     guards: Sequence[tuple[str, asyncio.Future[None]]] = ()
     check_weights: Callable[[Sequence[Group], int], Awaitable[None]] | None = None
+    make_evaluations: "Callable[[World], Evaluations] | None" = None
 
     def build(self, ledger: Ledger | None = None) -> Loop:
         rng = random.Random(self.seed)
@@ -349,6 +350,7 @@ class World:
                 dynamic_sampling=self.dynamic_sampling,
                 stall_timeout_s=self.stall_timeout_s,
                 step_timeout_s=self.step_timeout_s,
+                takes_turns=self.takes_turns,
             ),
             source=FakeSource(),
             rollouter=self.rollouter,
@@ -362,6 +364,7 @@ class World:
             save=save,
             guards=self.guards,
             check_weights=self.check_weights,
+            evaluations=self.make_evaluations(self) if self.make_evaluations else None,
         )
         return self.loop
 

@@ -46,6 +46,7 @@ class Display:
         self._max_staleness = max_staleness
         self._rewards: deque[float] = deque(maxlen=48)
         self._metrics: Metrics = {}
+        self._evaluations: list[tuple[int, float]] = []  # step and mean reward
         self._sample = ""
         self._queue_utilization = 0.0
         self._generated = 0  # tokens, by all engines
@@ -106,6 +107,14 @@ class Display:
                 f"  queue {self._queue_utilization:.0%}  rollout busy {self._busy('rollout')}"
                 f"  train busy {self._busy('train')}  {self._tokens_per_s} tokens/s"
                 f"  remaining {timedelta(seconds=remaining)}{self._truncation_warning('  ')}"
+            )
+
+    def evaluation_done(self, step: int, scores: Metrics) -> None:
+        self._evaluations.append((step, scores["reward"]))
+        if not self._live:
+            self._print(
+                f"evaluation of step {step}: reward {scores['reward']:.3f}, {_pass_rates(scores)}, "
+                f"{scores['prompts']:.0f} prompts in {scores['seconds']:.1f} s"
             )
 
     def engines_polled(self, engines: Sequence[EngineStats], queue_utilization: float) -> None:
@@ -177,6 +186,7 @@ class Display:
             return self._framed(Stack(self._progress, grid))
         rows = {
             "reward": f"[bold]{m['reward/mean']:.3f}[/]  [green]{_sparkline(self._rewards)}[/]",
+            **self._evaluation_row(),
             "staleness": f"mean {m['staleness/mean']:.2f}   "
             f"max {m['staleness/max']:.0f} of {self._max_staleness} allowed",
             "queue": f"{_gauge(self._queue_utilization)} {self._queue_utilization:.0%} full",
@@ -193,6 +203,15 @@ class Display:
         printable = "".join(c if c.isprintable() else "·" for c in self._sample)
         sample = Text(printable, no_wrap=True, overflow="ellipsis")
         return self._framed(Stack(self._progress, grid, sample))
+
+    def _evaluation_row(self) -> dict[str, str]:
+        if not self._evaluations:
+            return {}
+        step, reward = self._evaluations[-1]
+        rewards = [value for _, value in self._evaluations[-48:]]
+        return {
+            "held out": f"[bold]{reward:.3f}[/]  [green]{_sparkline(rewards)}[/]  of step {step}"
+        }
 
     def _framed(self, content: Stack) -> Panel:
         return Panel(
@@ -215,6 +234,7 @@ def print_summary(console: Console, summary: dict[str, Any], run_dir: str) -> No
     rows = {
         "reward, first → last": f"{summary['reward_first']:.3f} → "
         f"[bold green]{summary['reward_last']:.3f}[/]",
+        **_evaluation_rows(summary.get("evaluation")),
         "steps": f"{summary['steps']}  ({summary['steps_per_s']:.2f} per second)",
         "samples, tokens per second": f"{summary['samples_per_s']:,.0f}, "
         f"{summary['tokens_per_s']:,.0f}",
@@ -234,6 +254,21 @@ def print_summary(console: Console, summary: dict[str, Any], run_dir: str) -> No
     for name, value in rows.items():
         table.add_row(name, value)
     console.print(table)
+
+
+def _pass_rates(scores: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {scores[name]:.3f}" for name in scores if name.startswith("pass@"))
+
+
+def _evaluation_rows(found: Mapping[str, Mapping[str, float]] | None) -> dict[str, str]:
+    """Return the mean reward on held-out prompts, if there were any."""
+    if not found:
+        return {}
+    first, last, best = (found[name] for name in ("first", "last", "best"))
+    return {
+        "held out, first → last": f"{first['reward']:.3f} → [bold green]{last['reward']:.3f}[/]",
+        "held out, best": f"{best['reward']:.3f} at step {best['step']}, {_pass_rates(best)}",
+    }
 
 
 def _memory_rows(phases: Mapping[str, int], planned: Mapping[str, Sequence[int]]) -> dict[str, str]:

@@ -47,6 +47,7 @@ class Recorder:
         self._engines: Sequence[EngineStats] = ()
         self._samples = samples
         self._display = display
+        self._evaluated: Metrics = {}  # since the last step
         self._sinks = sinks or Sinks()
         path = run_dir / "metrics.jsonl"
         with path.open("ab") as file:
@@ -74,7 +75,16 @@ class Recorder:
         """Mean reward of the last step."""
         return self._rewards[-1] if self._rewards else None
 
+    def evaluation_done(self, step: int, scores: Metrics) -> None:
+        """Add the scores of held-out prompts to the metrics of the next step, and show them."""
+        metrics = {f"evaluation/{name}": value for name, value in scores.items()}
+        self._evaluated = metrics | {"evaluation/step": float(step)}
+        self._sinks.put(step, self._evaluated)
+        if show := getattr(self._display, "evaluation_done", None):  # observers may lack it
+            show(step, scores)
+
     def step_done(self, step: int, metrics: Metrics, groups: Sequence[Group]) -> None:
+        metrics, self._evaluated = metrics | self._evaluated, {}
         self._file.write(
             json.dumps({"step": step} | {name: _short(value) for name, value in metrics.items()})
             + "\n"

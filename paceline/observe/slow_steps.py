@@ -11,6 +11,7 @@ PARTS = {
     "time/wait_s": "waiting for groups to be generated and scored",
     "time/train_s": "the train step",
     "time/sync_s": "bringing the weights to the engines",
+    "time/evaluate_s": "the evaluation",
     "time/save_s": "the checkpoint after the step before",
 }
 SLOW = 2.0  # times the median

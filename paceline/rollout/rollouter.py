@@ -6,6 +6,7 @@ an error is raised; a failed trajectory is never a sample with reward 0.
 """
 
 import asyncio
+import copy
 import hashlib
 import itertools
 import logging
@@ -133,6 +134,17 @@ class Rollouter:
         self._stages: dict[int, str] = {}  # current stage of each group
         # Deadlines of running generations, with the seconds that were left when paused.
         self._deadlines: dict[asyncio.Timeout, float] = {}
+
+    def variant(self, temperature: float, group_size: int) -> "Rollouter":
+        """Return a rollouter of the same engines and reward that samples in another way.
+
+        Both are paused together, and share the room of the engines.
+        """
+        other = copy.copy(self)
+        other._sampling = replace(self._sampling, temperature=temperature)
+        other._group_size = group_size
+        other._may_fail, other._greedy_baseline, other._stages = 0, False, {}
+        return other
 
     async def run(self, seq: int, prompt: Prompt) -> Group:
         """Generate and score all trajectories of a prompt. Raises RolloutError or RewardError."""

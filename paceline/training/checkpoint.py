@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,14 @@ async def save_checkpoint(
     state: dict[str, Any],
     write: Callable[[Path], Awaitable[None]],
     keep: int,
+    protected: Callable[[], Collection[int]] = tuple,
 ) -> Path:
     """Save a checkpoint, then delete old ones so that `keep` complete checkpoints remain.
 
-    `write` writes the files of all roles into the given directory; `state` becomes state.json.
+    `protected()` returns steps whose checkpoints are kept in addition. `write` writes the files of
+    all roles into the given directory; `state` becomes state.json.
     """
-    final = root / f"step_{step:08d}"
+    final = root / _name(step)
     temporary = root / f".{final.name}.tmp"
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -57,7 +59,8 @@ async def save_checkpoint(
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    await asyncio.to_thread(_prune, root, final, keep)
+    names = {_name(number) for number in protected()}
+    await asyncio.to_thread(_prune, root, final, keep, names)
     return final
 
 
@@ -74,14 +77,19 @@ def _finish(temporary: Path, final: Path, step: int, state: dict[str, Any]) -> N
     _fsync(final.parent)
 
 
-def _prune(root: Path, newest: Path, keep: int) -> None:
-    """Delete old checkpoints beyond `keep` complete ones.
+def _name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def _prune(root: Path, newest: Path, keep: int, protected: Collection[str]) -> None:
+    """Delete old checkpoints beyond `keep` complete ones, except protected ones.
 
     Damaged checkpoints do not count. Checkpoints of later steps, which a resumed run has not
     reached again, neither count nor are deleted.
     """
     kept = 1
-    for folder in reversed([folder for folder in _folders(root) if folder < newest]):
+    older = [folder for folder in _folders(root) if folder < newest]
+    for folder in reversed([folder for folder in older if folder.name not in protected]):
         if kept >= keep:
             shutil.rmtree(folder, ignore_errors=True)
         else:

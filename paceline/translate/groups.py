@@ -9,6 +9,7 @@ from paceline.translate.source import Source
 ACTOR = "actor_rollout_ref.actor."
 MODEL = "actor_rollout_ref.model."
 ROLLOUT = "actor_rollout_ref.rollout."
+VALIDATION = ("n", "temperature")
 PROGRAM = "program"  # the module that a command starts, for example verl.trainer.main_ppo
 CORRECTION = "algorithm.rollout_correction."
 OVERLONG = (
@@ -409,6 +410,28 @@ def run_dir(source: Source) -> dict[str, Any]:
     if given or names != [None, None]:
         return {"run_dir": expanded(given) if given else named}
     return {}
+
+
+def evaluation(source: Source) -> dict[str, Any]:
+    """Evaluate during training on data.val_files, if verl would."""
+    every = source.number("trainer.test_freq") or source.number("rollout.test_freq") or -1
+    files = source.get("data.val_files")
+    if every <= 0 or not files:
+        for name in ("data.val_files", "trainer.test_freq"):
+            source.note(name, "evaluation needs data.val_files and a positive trainer.test_freq")
+        return {}
+    paths = tuple(expanded(path) for path in _listed(files))
+    found: dict[str, Any] = {
+        "evaluation.path": paths[0] if len(paths) == 1 else paths,
+        "evaluation.every": int(every),
+        "evaluation.keep_best": False,  # verl does not
+    }
+    if (most := source.number("data.val_max_samples")) and most > 0:
+        found["evaluation.limit"] = int(most)
+    for theirs, ours in zip(VALIDATION, ("samples", "temperature"), strict=True):
+        if (value := source.get(f"{ROLLOUT}val_kwargs.{theirs}")) is not None:
+            found[f"evaluation.{ours}"] = value
+    return found
 
 
 def duration(source: Source) -> dict[str, Any]:

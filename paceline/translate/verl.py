@@ -49,7 +49,7 @@ OFF: tuple[Any, ...] = (None, False, "", "null", "???", [], {})  # in addition t
 MEMORY = Ignored("memory and speed only; nearest: train.micro_batch_tokens")
 ALWAYS = Ignored("Paceline always does this")
 UNNEEDED = Ignored("Paceline has no use for it")
-EVALUATE = Ignored("training does not validate; use `paceline evaluate RECIPE data.path=FILE`")
+EVALUATE = Ignored("samples of training are in RUN_DIR/samples.jsonl; evaluations are not saved")
 PARALLEL = Ignored("memory and speed only; nearest: placement.rollout_workers, one GPU each")
 AS_ACTOR = Ignored("follows the actor's settings")
 ENVIRONMENT = Missing("nearest: a custom agent loop, rollout.environment")
@@ -69,10 +69,10 @@ def _limit(value: Any) -> Any:
 TABLE: dict[str, Entry] = {
     # data
     "data.train_files": Part(groups.data),
-    "data.val_files": EVALUATE,
-    "data.val_batch_size": EVALUATE,
-    "data.val_max_samples": EVALUATE,
-    "data.validation_shuffle": EVALUATE,
+    "data.val_files": Part(groups.evaluation),
+    "data.val_batch_size": Ignored("the engines take as many prompts as they have slots"),
+    "data.val_max_samples": Part(groups.evaluation),
+    "data.validation_shuffle": Ignored("every row is evaluated once"),
     "data.train_batch_size": Part(groups.batch),
     "data.gen_batch_size": Ignored("prompts are issued one by one"),
     "data.max_response_length": Same("rollout.max_response_length"),
@@ -182,7 +182,8 @@ TABLE: dict[str, Entry] = {
     f"{ROLLOUT}multi_turn.enable": ENVIRONMENT,
     f"{ROLLOUT}agent.agent_loop_config_path": ENVIRONMENT,
     f"{ROLLOUT}agent.default_agent_loop": Missing(ENVIRONMENT.reason, ("single_turn_agent",)),
-    f"{ROLLOUT}val_kwargs.*": EVALUATE,
+    **{f"{ROLLOUT}val_kwargs.{name}": Part(groups.evaluation) for name in groups.VALIDATION},
+    f"{ROLLOUT}val_kwargs.*": Ignored("as in training"),
     **{f"{ROLLOUT}{name}_parallel_size": PARALLEL for name in ("data", "expert", "expert_tensor")},
     f"{ROLLOUT}pipeline_model_parallel_size": Part(groups.placement),
     f"{ROLLOUT}tensor_model_parallel_size": Part(groups.placement),
@@ -254,8 +255,8 @@ TABLE: dict[str, Entry] = {
     "trainer.project_name": Part(groups.run_dir),
     "trainer.experiment_name": Part(groups.run_dir),
     "trainer.logger": METRICS,
-    "trainer.val_before_train": EVALUATE,
-    "trainer.test_freq": EVALUATE,
+    "trainer.val_before_train": Ignored("the first version is always evaluated"),
+    "trainer.test_freq": Part(groups.evaluation),
     "trainer.log_val_generations": EVALUATE,
     "trainer.validation_data_dir": EVALUATE,
     "trainer.rollout_data_dir": Ignored("samples are in RUN_DIR/samples.jsonl (save_samples)"),
@@ -282,7 +283,7 @@ TABLE: dict[str, Entry] = {
     "rollout.total_rollout_steps": Part(groups.duration),
     "rollout.n": Ignored(f"verl reads {ROLLOUT}n"),
     "rollout.total_epochs": Ignored("Paceline counts steps"),
-    "rollout.test_freq": EVALUATE,
+    "rollout.test_freq": Part(groups.evaluation),
     # other sections
     groups.PROGRAM: Part(groups.placement),
     **dict.fromkeys(

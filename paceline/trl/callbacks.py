@@ -8,7 +8,7 @@ from paceline.errors import ConfigError
 from paceline.trl.config import GRPOConfig
 from paceline.trl.history import TrainerState
 
-FIRED = ("on_init_end", "on_train_begin", "on_step_end", "on_log", "on_train_end")
+FIRED = ("on_init_end", "on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_train_end")
 BASE = "transformers.trainer_callback"  # where the methods that do nothing are defined
 
 

@@ -146,11 +146,13 @@ ACCEPTED: dict[str, Any] = {
     "ignore_data_skip": False,
     "restore_callback_states_from_checkpoint": False,
     "resume_from_checkpoint": None,  # scripts pass it to train() themselves
-    # Details of evaluation. `trainer.evaluate()` uses the sampling of training.
+    # Evaluation. It uses the sampling of training.
     "do_train": False,
     "do_eval": False,
     "do_predict": False,
+    "eval_strategy": "no",
     "eval_steps": None,
+    "eval_on_start": False,  # the first version is always evaluated
     "eval_delay": 0,
     "per_device_eval_batch_size": 8,
     "prediction_loss_only": False,
@@ -205,7 +207,10 @@ _RANKS = (
     "Paceline starts its processes itself; use paceline={'train.backend': 'fsdp', "
     "'placement.train_ranks': N}"
 )
-_EVALUATE = "Paceline does not evaluate during training; call trainer.evaluate() after train()"
+_BEST = (
+    "set paceline={'evaluation.keep_best': True}; the best model is in "
+    "output_dir/checkpoints/best/actor"
+)
 # TRL's default, and why another value cannot be honored, with the nearest setting.
 REJECTED: dict[str, tuple[Any, str]] = {
     "top_p": (1.0, _PART),
@@ -248,9 +253,7 @@ REJECTED: dict[str, tuple[Any, str]] = {
     "fsdp_config": (None, _RANKS),
     "parallelism_config": (None, _RANKS),
     "data_seed": (None, "the data order follows seed"),
-    "eval_strategy": ("no", _EVALUATE),
-    "eval_on_start": (False, "call trainer.evaluate() before train()"),
-    "load_best_model_at_end": (False, _EVALUATE),
+    "load_best_model_at_end": (False, _BEST),
     "push_to_hub": (
         False,
         "upload the directory that trainer.save_model(directory) writes, for example with "

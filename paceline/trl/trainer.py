@@ -98,6 +98,7 @@ class GRPOTrainer:
         self._callbacks.fire("on_train_begin")
         steps = paceline.steps(
             data=rows,
+            evaluation_data=self._held_out(),
             reward=self._reward(),
             fresh=not resumed and _has_run(self._output_dir),
             display=not self.args.disable_tqdm,
@@ -106,6 +107,12 @@ class GRPOTrainer:
         for step in steps:
             entry = history.add(self.state, step)
             self._callbacks.fire("on_step_end")
+            evaluated = {
+                name.removeprefix("evaluation/"): value
+                for name, value in step.metrics.items()
+                if name.startswith("evaluation/")
+            }
+            self._log_evaluation(evaluated, plan)
             if entry is not None:
                 self._callbacks.fire("on_log", logs=dict(entry))
             if self._callbacks.stop_requested:
@@ -113,6 +120,7 @@ class GRPOTrainer:
         run = steps.run
         self._checkpoint = run.checkpoint
         self.state.global_step = run.summary["steps"] * plan.updates
+        self._log_evaluation(run.summary.get("evaluation", {}).get("last"), plan)
         output = history.finish(self.state)
         self._callbacks.fire("on_train_end")
         return output
@@ -135,15 +143,7 @@ class GRPOTrainer:
             samples=args.num_generations_eval or args.num_generations,
             **{name: value for name, value in settings.items() if not name.startswith("train.")},
         )
-        prefix = f"{metric_key_prefix}_"
-        metrics = {
-            f"{prefix}reward": found["reward"],
-            f"{prefix}completions/mean_length": found["tokens_mean"],
-            f"{prefix}completions/clipped_ratio": found["truncated_fraction"],
-        }
-        for name in self._functions:
-            if f"reward_component/{name}" in found:
-                metrics[f"{prefix}rewards/{name}/mean"] = found[f"reward_component/{name}"]
+        metrics = self._evaluation_metrics(found, f"{metric_key_prefix}_")
         self.state.log_history.append(metrics | {"step": self.state.global_step})
         return metrics
 
@@ -184,6 +184,41 @@ class GRPOTrainer:
         from paceline.model.loading import load_tokenizer
 
         return load_tokenizer(self._directory())
+
+    # -- evaluation
+
+    def _held_out(self) -> list[dict[str, Any]] | None:
+        """Return the rows to evaluate on during training."""
+        if self.args.eval_strategy == "no":
+            return None
+        if self.eval_dataset is None or isinstance(self.eval_dataset, Mapping):
+            raise ConfigError(
+                f"eval_strategy = {self.args.eval_strategy!r} needs one eval_dataset; pass it to "
+                "GRPOTrainer"
+            )
+        return dataset_rows(self.eval_dataset)
+
+    def _log_evaluation(self, found: Mapping[str, float] | None, plan: translate.Plan) -> None:
+        """Add an evaluation to the log, unless it has it already."""
+        if not found:
+            return
+        step = round(found["step"]) * plan.updates
+        logged = {entry["step"] for entry in self.state.log_history if "eval_reward" in entry}
+        if step not in logged:
+            metrics = self._evaluation_metrics(found, "eval_")
+            self.state.log_history.append(metrics | {"step": step})
+            self._callbacks.fire("on_evaluate", metrics=metrics)
+
+    def _evaluation_metrics(self, found: Mapping[str, float], prefix: str) -> dict[str, float]:
+        metrics = {
+            f"{prefix}reward": found["reward"],
+            f"{prefix}completions/mean_length": found["tokens_mean"],
+            f"{prefix}completions/clipped_ratio": found["truncated_fraction"],
+        }
+        for name in self._functions:
+            if f"reward_component/{name}" in found:
+                metrics[f"{prefix}rewards/{name}/mean"] = found[f"reward_component/{name}"]
+        return metrics
 
     # -- what the run needs
 

@@ -108,6 +108,7 @@ def settings(args: GRPOConfig, plan: Plan) -> dict[str, Any]:
         **_off_policy(args),
         **_optimizer(args, plan),
         **_checkpoints(args, plan),
+        **_evaluation(args, plan),
     }
     if args.max_prompt_length is not None:
         found["data.max_prompt_length"] = args.max_prompt_length
@@ -206,6 +207,19 @@ def _off_policy(args: GRPOConfig) -> dict[str, Any]:
         "algorithm.correction": how,
         "algorithm.correction_level": level,
         "algorithm.correction_range": (lowest or 0.0, highest or NO_BOUND),
+    }
+
+
+def _evaluation(args: GRPOConfig, plan: Plan) -> dict[str, Any]:
+    if _one_of(args, "eval_strategy", ("no", "steps")) == "no":
+        return {}
+    every = args.eval_steps or args.logging_steps
+    every = math.ceil(every * plan.max_steps) if every < 1 else every
+    return {
+        "evaluation.every": max(1, math.ceil(every / plan.updates)),
+        "evaluation.samples": args.num_generations_eval or args.num_generations,
+        "evaluation.temperature": args.temperature,
+        "evaluation.keep_best": False,
     }
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from paceline.evaluation import statistics
+from paceline.held_out import score
 from paceline.types import Completion, Finish, Group, Prompt, Trajectory, Turn
 
 
@@ -19,7 +19,7 @@ def test_statistics_count_rewards_of_turns() -> None:
         trajectory(1.0, (0.5, 0.25), Finish.STOP),
         trajectory(0.0, (0.25,), Finish.LENGTH),
     )
-    found = statistics([Group(0, Prompt("a", (1,), "a", {}), trajectories, 0.0, 1.0)])
+    found = score([Group(0, Prompt("a", (1,), "a", {}), trajectories, 0.0, 1.0)], solved_at=1.0)
     assert found["reward"] == pytest.approx(1.0) and found["reward_max"] == pytest.approx(1.75)
     assert (found["prompts"], found["samples"], found["truncated_fraction"]) == (1, 2, 0.5)
     assert found["tokens_mean"] == 4.5 and found["reward_component/length"] == 0.5

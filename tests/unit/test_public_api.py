@@ -9,13 +9,14 @@ import pytest
 import paceline
 from paceline import errors
 
-ARGUMENTS = "recipe, *, model, data, reward"
+TRAIN = "recipe, *, model, data, evaluation_data, reward, steps, environment, fresh, display"
+EVALUATE = "recipe, *, model, data, reward, samples, environment, **settings"
 SIGNATURES = {
-    "train": f"{ARGUMENTS}, steps, environment, fresh, display, **settings",
-    "train_async": f"{ARGUMENTS}, steps, environment, fresh, display, **settings",
-    "steps": f"{ARGUMENTS}, steps, environment, fresh, display, **settings",
-    "evaluate": f"{ARGUMENTS}, samples, environment, **settings",
-    "evaluate_async": f"{ARGUMENTS}, samples, environment, **settings",
+    "train": f"{TRAIN}, **settings",
+    "train_async": f"{TRAIN}, **settings",
+    "steps": f"{TRAIN}, **settings",
+    "evaluate": EVALUATE,
+    "evaluate_async": EVALUATE,
     "load_config": "recipe, overrides, values",
     "Run": "run_dir, summary",
     "Step": "step, reward, metrics, groups",

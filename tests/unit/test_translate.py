@@ -364,3 +364,13 @@ def test_translate_command_lists_what_has_no_counterpart() -> None:
 def test_translate_command_fails_when_nothing_is_given() -> None:
     result = CliRunner().invoke(app, ["translate", "nowhere"])
     assert result.exit_code == 2 and "has no settings of verl" in result.stderr
+
+
+def test_validation_becomes_evaluation_during_training() -> None:
+    settings = ["data.val_files=[a.parquet,b.parquet]", "trainer.test_freq=5"]
+    kwargs = "actor_rollout_ref.rollout.val_kwargs"
+    found = load_config("hybrid", [*settings, f"{kwargs}.n=4", f"{kwargs}.temperature=0.6"])
+    assert found.evaluation.path == ("a.parquet", "b.parquet")
+    assert (found.evaluation.every, found.evaluation.samples) == (5, 4)
+    assert found.evaluation.temperature == 0.6
+    assert not load_config("hybrid", ["data.val_files=a.parquet"]).evaluation.has_data

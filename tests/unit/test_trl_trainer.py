@@ -189,3 +189,18 @@ def test_several_processes_are_rejected(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="WORLD_SIZE is above 1"):
         make_trainer(tmp_path, "model")
+
+
+def test_eval_strategy_evaluates_during_training(tmp_path: Path, model: str) -> None:
+    trainer = make_trainer(
+        tmp_path, model, eval_dataset=ROWS[:2], eval_strategy="steps", eval_steps=1
+    )
+    trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
+    assert [entry["step"] for entry in entries] == list(range(trainer.state.global_step + 1))
+    assert all(entry["eval_rewards/variety/mean"] > 0 for entry in entries)
+
+
+def test_eval_strategy_needs_dataset(tmp_path: Path, model: str) -> None:
+    with pytest.raises(ConfigError, match="needs one eval_dataset"):
+        make_trainer(tmp_path, model, eval_strategy="steps").train()

@@ -1,0 +1,35 @@
+"""What the groups of a train step look like: rewards, lengths and truncated completions."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from paceline.algo.tolerance import uniform
+from paceline.types import Batch, Finish, Group
+
+
+def measure(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
+    """Return the metrics of the groups of a batch."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    rewards = np.array([trajectory.total_reward for trajectory in trajectories])
+    cut = [t.turns[-1].completion.finish is Finish.LENGTH for t in trajectories]
+    tokens = int(batch.mask.sum())
+    parts = [trajectory.details for trajectory in trajectories]
+    components = {
+        f"reward_component/{name}": float(np.mean([part[name] for part in parts if name in part]))
+        for name in set().union(*parts)
+    }
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/uniform_group_fraction": sum(map(equal_rewards, groups)) / len(groups),
+        **components,
+        "rollout/samples": float(batch.num_rows),
+        "rollout/tokens": float(tokens),
+        "rollout/length_mean": tokens / batch.num_rows,
+        "rollout/truncated_fraction": float(np.mean(cut)),
+    }
+
+
+def equal_rewards(group: Group) -> bool:
+    return uniform([trajectory.total_reward for trajectory in group.trajectories])

@@ -1,0 +1,122 @@
+"""Evaluation during training, in real runs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paceline
+from paceline.errors import ConfigError
+from tests.models import random_model
+
+ROWS = [{"prompt": f"say {i}", "answer": str(i)} for i in range(40)]
+SETTINGS: dict[str, Any] = {
+    "groups_per_step": 2,
+    "group_size": 2,
+    "data.max_prompt_length": 32,
+    "rollout.max_response_length": 6,
+    "train.learning_rate": 1e-3,
+    "placement.threads": 1,
+    "evaluation.every": 2,
+    "evaluation.solved_at": 0.1,
+}
+MODES = {
+    "hybrid": {},
+    "fully async": {
+        "placement.actor": "train",
+        "placement.rollout": "rollout",
+        "schedule.max_staleness": 2,
+        "schedule.on_sync": "swap",
+    },
+}
+
+
+def letters(completion: str, row: dict[str, Any]) -> float:
+    return sum(c.isalpha() for c in completion) / 10
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return random_model(tmp_path_factory.mktemp("model"))
+
+
+def train(model: str, run_dir: Path, **more: Any) -> paceline.Run:
+    return paceline.train(
+        model=model,
+        data=ROWS[:32],
+        evaluation_data=ROWS[32:],
+        reward=letters,
+        run_dir=str(run_dir),
+        display=False,
+        **SETTINGS | more,
+    )
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_first_last_and_every_second_version_is_evaluated_and_the_best_is_kept(
+    mode: str, model: str, tmp_path: Path
+) -> None:
+    run = train(model, tmp_path, steps=5, **MODES[mode])
+    found = lines(tmp_path)
+    steps = [line["step"] for line in found]
+    assert steps[0] == 0 and steps[-1] == 5 and steps == sorted(set(steps))
+    if mode == "hybrid":
+        assert steps == [0, 2, 4, 5]
+    assert all(line["prompts"] == line["samples"] == 8 for line in found)
+    summary, best = run.summary["evaluation"], max(found, key=lambda line: line["reward"])
+    assert (summary["first"], summary["last"], summary["best"]) == (found[0], found[-1], best)
+    link = tmp_path / "checkpoints" / "best"
+    trained = [line for line in found if line["step"]]
+    if best in trained:
+        assert link.resolve().name == f"step_{best['step']:08d}"
+    reported = [m["evaluation/reward"] for m in run.metrics if "evaluation/reward" in m]
+    assert reported[0] == pytest.approx(found[0]["reward"], abs=1e-5)
+
+
+def test_evaluation_during_training_equals_evaluation_of_the_checkpoint(
+    model: str, tmp_path: Path
+) -> None:
+    run = train(model, tmp_path, steps=2)
+    alone = paceline.evaluate(
+        model=run.checkpoint,
+        data=ROWS[32:],
+        reward=letters,
+        **{name: SETTINGS[name] for name in SETTINGS if not name.startswith("train.")}
+        | {"evaluation.every": 1},
+    )
+    assert {name: lines(tmp_path)[-1][name] for name in alone} == alone
+
+
+def test_resumed_run_evaluates_what_is_missing(model: str, tmp_path: Path) -> None:
+    train(model, tmp_path, steps=2)
+    run = train(model, tmp_path, steps=4)
+    assert [line["step"] for line in lines(tmp_path)] == [0, 2, 4]
+    assert run.summary["evaluation"]["first"]["step"] == 0
+
+
+def test_evaluation_does_not_change_what_is_learned(model: str, tmp_path: Path) -> None:
+    with_it = train(model, tmp_path / "with", steps=3, **{"evaluation.samples": 3})
+    without = paceline.train(
+        model=model,
+        data=ROWS[:32],
+        reward=letters,
+        steps=3,
+        run_dir=str(tmp_path / "without"),
+        display=False,
+        **{name: value for name, value in SETTINGS.items() if not name.startswith("evaluation.")},
+    )
+    assert (with_it.checkpoint / "model.safetensors").read_bytes() == (
+        without.checkpoint / "model.safetensors"
+    ).read_bytes()
+
+
+def test_settings_without_prompts_are_refused(model: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"evaluation.every: there are no held-out prompts"):
+        paceline.train(
+            model=model, data=ROWS, reward=letters, run_dir=str(tmp_path), evaluation={"every": 5}
+        )
