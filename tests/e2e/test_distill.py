@@ -1,0 +1,128 @@
+"""Distillation in complete runs: every mode, with and without a reward, teachers of another size."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import paceline
+from paceline.config import load_config
+from paceline.types import Role
+from paceline.workers.build import build_parts
+from tests.e2e.test_runs import SEPARATE, config, run, weights
+from tests.models import random_model
+
+ROWS = [{"prompt": f"copy {letter}="} for letter in "abcdefgh"]
+FULLY_ASYNC = [*SEPARATE, "schedule.max_staleness=2", "schedule.on_sync=swap"]
+LEARNS: dict[str, Any] = {
+    "steps": 25,
+    "groups_per_step": 16,
+    "group_size": 4,
+    "rollout.max_response_length": 6,
+    "data.max_prompt_length": 32,
+    "train.learning_rate": 1e-2,
+    "train.staleness_kl_target": 0,
+    "placement.threads": 1,
+    "display": False,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return random_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a larger model that prefers a few tokens."""
+    from transformers import Qwen2ForCausalLM
+
+    folder = random_model(tmp_path_factory.mktemp("teacher"), hidden=64, layers=3, seed=1)
+    larger = Qwen2ForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        larger.get_input_embeddings().weight.mul_(8)  # tied to the output layer
+    larger.save_pretrained(folder)
+    return folder
+
+
+def kl(folder: Path) -> list[float]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["distill/kl"] for line in lines]
+
+
+def test_kl_falls_without_reward(model: str, teacher: str, tmp_path: Path) -> None:
+    run = paceline.train(
+        model=model,
+        data=ROWS,
+        algorithm={"name": "distill", "teacher": teacher},
+        run_dir=str(tmp_path),
+        **LEARNS,
+    )
+    values = kl(tmp_path)
+    assert sum(values[-5:]) / 5 < 0.6 * values[0], values
+    assert run.summary["distill_kl_first"] == pytest.approx(values[0], rel=1e-4)
+    assert run.summary["distill_kl_last"] < 0.6 * values[0] and run.summary["reward_last"] == 0
+
+
+DISTILL = ["algorithm.name=distill", "group_size=1", "groups_per_step=8"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        FULLY_ASYNC,
+        [*SEPARATE, "placement.ref=teacher", "schedule.max_staleness=1"],
+        [*FULLY_ASYNC, "algorithm.correction=truncate", "algorithm.mini_batches=2"],
+        ["train.backend=fsdp"],
+    ],
+    ids=["fully async", "one step off, teacher in a separate pool", "corrected", "FSDP"],
+)
+def test_distillation_runs_in_every_mode(
+    settings: list[str], model: str, teacher: str, tmp_path: Path
+) -> None:
+    summary = run(model, tmp_path, *DISTILL, f"algorithm.teacher={teacher}", *settings)
+    assert summary["steps"] == 4 and not summary["ledger"]["dropped"]
+    assert summary["staleness_max"] <= 2 and len(kl(tmp_path)) == 4
+
+
+def test_placement_does_not_change_distilled_weights(
+    model: str, teacher: str, tmp_path: Path
+) -> None:
+    chosen = [*DISTILL, f"algorithm.teacher={teacher}"]
+    run(model, tmp_path / "hybrid", *chosen)
+    run(model, tmp_path / "separate", *chosen, *SEPARATE, "placement.ref=teacher")
+    assert weights(tmp_path / "hybrid", 4) == weights(tmp_path / "separate", 4)
+
+
+def test_teacher_combines_with_reward(model: str, teacher: str, tmp_path: Path) -> None:
+    both = ["algorithm.name=distill", "algorithm.advantage=group", f"algorithm.teacher={teacher}"]
+    run(model, tmp_path / "both", *both)
+    run(model, tmp_path / "less", *both, "algorithm.kl_coef=0.1")
+    run(model, tmp_path / "alone", *both, "algorithm.advantage=none")
+    names = ("both", "less", "alone")
+    assert len({weights(tmp_path / name, 4) for name in names}) == 3
+
+
+def test_penalty_of_other_algorithm_uses_teacher(model: str, teacher: str, tmp_path: Path) -> None:
+    run(model, tmp_path, "algorithm.kl_coef=0.1", f"algorithm.teacher={teacher}")
+    assert all(value > 0 for value in kl(tmp_path))
+
+
+def test_lora_keeps_teacher_as_separate_model(model: str, teacher: str, tmp_path: Path) -> None:
+    chosen = config(model, tmp_path, *DISTILL, f"algorithm.teacher={teacher}", "train.lora.rank=4")
+    parts: Any = build_parts((Role.ACTOR, Role.REF), chosen, model, 1)
+    reference, actor = parts[Role.REF]._engine, parts[Role.ACTOR]._actor.engine
+    assert reference is not actor
+    sizes = [sum(weight.numel() for _, weight in e.export_weights()) for e in (reference, actor)]
+    assert sizes[0] > 2 * sizes[1]
+
+
+@pytest.mark.slow
+def test_recipe_raises_reward_to_that_of_teacher(tmp_path: Path) -> None:
+    recipe = Path(__file__).parents[2] / "recipes" / "distill.toml"
+    summary = paceline.train(recipe, run_dir=str(tmp_path), display=False).summary
+    assert summary["reward_first"] < 0.5 and summary["reward_last"] > 0.8
+    assert summary["distill_kl_last"] < 0.2 * summary["distill_kl_first"]
+    assert load_config(recipe).group_size == 1
