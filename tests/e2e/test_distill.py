@@ -1,4 +1,4 @@
-"""Distillation in complete runs: every mode, with and without a reward, teachers of another size."""
+"""Distillation in complete runs: in every mode, with and without a reward."""
 
 import json
 from pathlib import Path
@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen2ForCausalLM
 
 import paceline
 from paceline.config import load_config
+from paceline.data.tiny import make_tokenizer
 from paceline.types import Role
 from paceline.workers.build import build_parts
 from tests.e2e.test_runs import SEPARATE, config, run, weights
@@ -17,12 +19,12 @@ from tests.models import random_model
 ROWS = [{"prompt": f"copy {letter}="} for letter in "abcdefgh"]
 FULLY_ASYNC = [*SEPARATE, "schedule.max_staleness=2", "schedule.on_sync=swap"]
 LEARNS: dict[str, Any] = {
-    "steps": 25,
+    "steps": 15,
     "groups_per_step": 16,
     "group_size": 4,
     "rollout.max_response_length": 6,
     "data.max_prompt_length": 32,
-    "train.learning_rate": 1e-2,
+    "train.learning_rate": 3e-3,
     "train.staleness_kl_target": 0,
     "placement.threads": 1,
     "display": False,
@@ -36,15 +38,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a larger model that prefers a few tokens."""
-    from transformers import Qwen2ForCausalLM
+    """Return a model of another size."""
+    return random_model(tmp_path_factory.mktemp("teacher"), hidden=64, layers=3, seed=1)
 
-    folder = random_model(tmp_path_factory.mktemp("teacher"), hidden=64, layers=3, seed=1)
-    larger = Qwen2ForCausalLM.from_pretrained(folder)
+
+def sharpened(model: str, folder: Path) -> str:
+    """Save the model with larger logits, so that it prefers a few tokens in each context."""
+    sharp = Qwen2ForCausalLM.from_pretrained(model)
     with torch.no_grad():
-        larger.get_input_embeddings().weight.mul_(8)  # tied to the output layer
-    larger.save_pretrained(folder)
-    return folder
+        sharp.model.norm.weight.mul_(20)
+    sharp.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return str(folder)
 
 
 def kl(folder: Path) -> list[float]:
@@ -54,16 +59,16 @@ def kl(folder: Path) -> list[float]:
 
 def test_kl_falls_without_reward(model: str, teacher: str, tmp_path: Path) -> None:
     run = paceline.train(
-        model=model,
+        model=sharpened(model, tmp_path / "student"),
         data=ROWS,
         algorithm={"name": "distill", "teacher": teacher},
-        run_dir=str(tmp_path),
+        run_dir=str(tmp_path / "run"),
         **LEARNS,
     )
-    values = kl(tmp_path)
-    assert sum(values[-5:]) / 5 < 0.6 * values[0], values
+    values = kl(tmp_path / "run")
+    assert sum(values[-5:]) / 5 < 0.4 * values[0], values
     assert run.summary["distill_kl_first"] == pytest.approx(values[0], rel=1e-4)
-    assert run.summary["distill_kl_last"] < 0.6 * values[0] and run.summary["reward_last"] == 0
+    assert run.summary["distill_kl_last"] < 0.4 * values[0] and run.summary["reward_last"] == 0
 
 
 DISTILL = ["algorithm.name=distill", "group_size=1", "groups_per_step=8"]

@@ -159,7 +159,7 @@ def test_wrong_teacher_is_named_before_torch_is_imported() -> None:
         check_early(load_config(None, settings_for("tiny", "./nothing")))
 
 
-def test_prompts_need_no_reward_only_without_trained_rewards(tmp_path: Path) -> None:
+def test_prompts_need_reward_unless_run_trains_on_teacher_alone(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
     data = [f"data.path={tmp_path}/prompts.jsonl", f"run_dir={tmp_path}/run"]
     distill = ["algorithm.name=distill", "algorithm.teacher=tiny-teacher"]
