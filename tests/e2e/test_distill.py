@@ -11,6 +11,7 @@ from transformers import Qwen2ForCausalLM
 import paceline
 from paceline.config import load_config
 from paceline.data.tiny import make_tokenizer
+from paceline.errors import CheckpointError
 from paceline.types import Role
 from paceline.workers.build import build_parts
 from tests.e2e.test_runs import SEPARATE, config, run, weights
@@ -119,6 +120,14 @@ def test_penalty_of_other_algorithm_uses_teacher(model: str, teacher: str, tmp_p
     run(model, tmp_path / "teacher", "algorithm.kl_coef=0.1", f"algorithm.teacher={teacher}")
     assert weights(tmp_path / "policy", 4) != weights(tmp_path / "teacher", 4)
     assert len(kl(tmp_path / "teacher")) == 4
+
+
+def test_resume_fails_when_teacher_changes(model: str, tmp_path: Path) -> None:
+    chosen = [*DISTILL, f"algorithm.teacher={random_model(tmp_path / 'teacher', seed=1)}"]
+    run(model, tmp_path / "run", *chosen, "steps=1")
+    random_model(tmp_path / "teacher", seed=2)
+    with pytest.raises(CheckpointError, match="teacher: its content changed"):
+        run(model, tmp_path / "run", *chosen, "steps=2")
 
 
 def test_lora_keeps_teacher_as_separate_model(model: str, teacher: str, tmp_path: Path) -> None:
