@@ -140,6 +140,16 @@ class RunConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _there_is_something_to_learn(self) -> "RunConfig":
+        algorithm = self.algorithm
+        if algorithm.teacher is None and not algorithm.uses_rewards:
+            raise ValueError(
+                f"algorithm.name = {algorithm.name!r} learns from a teacher alone, and there is "
+                "none; set algorithm.teacher to a model with the tokenizer of the policy"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _ranks_are_consistent(self) -> "RunConfig":
         ranks, backend = self.placement.train_ranks, self.train.backend
         parts = self.train.tensor_parallel * self.train.pipeline_parallel
@@ -387,7 +397,7 @@ def _drop_alternatives(values: dict[str, Any], given: set[str]) -> None:
 
 
 def check_trainable(config: RunConfig) -> None:
-    """Raise ConfigError for sampling settings that are valid only for evaluation."""
+    """Raise ConfigError for settings that are valid only for evaluation."""
     rollout = config.rollout
     if rollout.temperature == 0:
         raise ConfigError(
@@ -399,6 +409,11 @@ def check_trainable(config: RunConfig) -> None:
             f"rollout.top_p = {rollout.top_p:g}, rollout.top_k = {rollout.top_k}: the trainer "
             f"computes log-probs over the whole vocabulary, so training on completions sampled "
             f"from a part of it would use wrong ratios; train with top_p = 1 and top_k = 0"
+        )
+    if config.algorithm.teacher == config.model:
+        raise ConfigError(
+            f"algorithm.teacher = {config.model!r} is the policy itself; set it to another model, "
+            "or remove it to use the initial policy as the reference"
         )
 
 

@@ -16,7 +16,7 @@ from paceline.config import RunConfig
 from paceline.data.files import find_files, first_rows
 from paceline.data.prompts import DataSettings
 from paceline.data.rows import check_columns
-from paceline.data.tasks import get_task
+from paceline.data.tasks import BUILT_IN_MODELS, get_task
 from paceline.errors import CheckpointError, ConfigError, DataError
 from paceline.model.hub import check_hub_model
 from paceline.model.source import model_source
@@ -37,7 +37,7 @@ def check_early(
         _check_data(config.data)
     if trains and config.evaluation.path is not None:
         _check_data(config.evaluation.data(config.data))
-    if not has_reward:
+    if not has_reward and (config.algorithm.uses_rewards or not trains):
         _check_reward(config)
     for setting, code in (
         ("rollout.environment", config.rollout.environment),
@@ -64,12 +64,17 @@ def _plugins(settings: BaseModel, prefix: str = "") -> Iterator[tuple[str, Plugi
 
 
 def _check_model(config: RunConfig) -> None:
-    name, _, task = config.model.partition(":")
-    if name == "tiny" and task:
-        get_task(task)
-    for setting, model in (("model", config.model), ("reward.model", config.reward.model)):
-        if model not in (None, "tiny") and (name != "tiny" or setting != "model"):
+    for setting, model in (
+        ("model", config.model),
+        ("algorithm.teacher", config.algorithm.teacher),
+    ):
+        name, _, task = (model or "").partition(":")
+        if name in BUILT_IN_MODELS and task:
+            get_task(task)
+        elif model is not None and name not in BUILT_IN_MODELS:
             check_hub_model(model_source(model, setting), setting)
+    if (scorer := config.reward.model) not in (None, "tiny"):
+        check_hub_model(model_source(scorer, "reward.model"), "reward.model")
 
 
 def _check_data(data: DataSettings) -> None:

@@ -13,6 +13,7 @@ from paceline.remote.worker import Worker
 from paceline.reward.model import ModelReward
 from paceline.reward.reward import (
     BuiltinReward,
+    NoReward,
     Reward,
     Rewards,
     WeightedReward,
@@ -70,6 +71,9 @@ async def open_scorer(
     """Open what scores completions and try it on the data; None: a reward model scores them."""
     if config.reward.model and reward is None:
         return None
+    given = reward is not None or config.reward.function or config.data.task
+    if not given and not config.algorithm.uses_rewards:
+        return NoReward()
     scorer = await open_reward(config.reward, config.data.task, reward)
     stack.push_async_callback(scorer.close)
     if isinstance(scorer, BuiltinReward | WeightedReward):

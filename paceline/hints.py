@@ -58,6 +58,8 @@ FOREIGN_NAMES = {
         "algorithm.dual_clip": "clip_ratio_c delta",
         "algorithm.kl_coef": "beta kl_beta kl_loss_coef init_kl_coef kl_coeff kl_weight "
         "kl_penalty_coef use_kl_loss",
+        "algorithm.teacher": "teacher_model teacher_model_name_or_path teacher_path "
+        "teacher_model_path distillation_teacher",
         "algorithm.kl_estimator": "kl_loss_type kl_penalty",
         "algorithm.entropy_coef": "entropy_coeff ent_coef entropy_bonus entropy_weight",
         "algorithm.lam": "gae_lambda lambd lambda_ gae_lam",

@@ -45,8 +45,10 @@ class Inputs:
 
 
 def prepare_model(config: RunConfig, progress: Callable[[int, int], None] | None = None) -> None:
-    """Create the built-in model if the run uses it and it does not exist yet."""
-    resolve_model(config.model, config.data.task, progress)
+    """Create the built-in models that the run uses and that do not exist yet."""
+    for name in (config.model, config.algorithm.teacher):
+        if name is not None:
+            resolve_model(name, config.data.task, progress)
 
 
 def load_inputs(
@@ -73,6 +75,10 @@ def load_inputs(
         reward_model = resolve_reward_model(config.reward.model)
         check_reward_model(reward_model)
         identity["reward model"] = model_fingerprint(reward_model)
+    if config.algorithm.teacher:
+        teacher = resolve_model(config.algorithm.teacher, config.data.task)
+        check_teacher(config, teacher, tokenizer, source)
+        identity["teacher"] = model_fingerprint(teacher)
     held_out_prompts = _held_out(config, tokenizer, held_out)
     if held_out_prompts is not None:
         check_model(config, model_path, held_out_prompts)
@@ -150,16 +156,46 @@ def check_model(config: RunConfig, model_path: str, source: Prompts) -> None:
     _check_positions(model, source, response_length)
 
 
-def _check_positions(model: PretrainedConfig, source: Prompts, response_length: int) -> None:
+def check_teacher(
+    config: RunConfig, teacher: str, tokenizer: PreTrainedTokenizerBase, source: Prompts
+) -> None:
+    """Raise ModelError if the teacher cannot give log-probs of the student's tokens."""
+    other, name = load_tokenizer(teacher), f"algorithm.teacher = {config.algorithm.teacher!r}"
+    action = "use a teacher of the same model family"
+    ours, theirs = tokenizer.get_vocab(), other.get_vocab()
+    if ours != theirs:
+        differs = sorted(
+            token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)
+        )
+        raise ModelError(
+            f"{name}: its tokenizer has {len(theirs)} tokens, that of model = {config.model!r} "
+            f"{len(ours)}, and {len(differs)} differ, for example {differs[0]!r}; expected the "
+            f"same vocabulary. Tokens of the student mean nothing to this teacher: {action}"
+        )
+    for special in ("bos_token", "eos_token"):
+        own, its = (getattr(each, f"{special}_id") for each in (tokenizer, other))
+        if own != its:
+            raise ModelError(
+                f"{name}: its {special} is {getattr(other, special)!r} (ID {its}), that of model = "
+                f"{config.model!r} is {getattr(tokenizer, special)!r} (ID {own}); expected the "
+                f"same special tokens: {action}, or change the tokenizer files of one of them"
+            )
+    _check_positions(load_config(teacher), source, config.rollout.max_response_length, "teacher")
+
+
+def _check_positions(
+    model: PretrainedConfig, source: Prompts, response_length: int, name: str = "model"
+) -> None:
     text, end = model.get_text_config(), position_limit(model)
     if end is not None and source.longest >= end:
         raise ModelError(
-            f"the model has {end} positions, and the longest prompt has {source.longest} tokens: "
+            f"the {name} has {end} positions, and the longest prompt has {source.longest} tokens: "
             "exclude long prompts (data.max_prompt_length, data.on_bad_row = 'skip')"
         )
     if end is not None and source.longest + response_length > end:
         log.warning(
-            "the model has %d positions: completions end there (the longest prompt has %d tokens)",
+            "the %s has %d positions: completions end there (the longest prompt has %d tokens)",
+            name,
             end,
             source.longest,
         )
@@ -169,8 +205,9 @@ def _check_positions(model: PretrainedConfig, source: Prompts, response_length: 
     trained *= rope.get("factor", 1.0)
     if source.longest + response_length > trained:
         log.warning(
-            "the model was trained on %d tokens; the longest prompt has %d and "
+            "the %s was trained on %d tokens; the longest prompt has %d and "
             "rollout.max_response_length = %d: completions beyond that may be noise",
+            name,
             trained,
             source.longest,
             response_length,

@@ -23,7 +23,8 @@ class PlacementSettings(Settings):
     critic: str | None = None
     """Pool of the critic, if the algorithm has one. Default: the actor's pool."""
     ref: str | None = None
-    """Pool of the frozen reference model, if the algorithm needs one. Default: the actor's pool."""
+    """Pool of the frozen reference model or teacher, if the algorithm needs one. Default: the
+    actor's pool."""
     reward: str | None = None
     """Pool of the reward model, if there is one. Default: the critic's pool, or the actor's if
     there is no critic. It does not score while another role of its pool works."""

@@ -15,9 +15,16 @@ from paceline.data.tiny import make_tokenizer
 from tests.architectures import tiny_architecture
 
 
-def random_model(folder: Path, *, hidden: int = 32, layers: int = 2, seed: int = 0) -> str:
-    """Save a Qwen2 model with the character tokenizer; return its directory."""
-    return _save(Qwen2ForCausalLM, make_tokenizer(), folder, hidden, layers, seed)
+def random_model(
+    folder: Path, *, hidden: int = 32, layers: int = 2, seed: int = 0, padding: int = 0
+) -> str:
+    """Save a Qwen2 model with the character tokenizer; return its directory.
+
+    `padding`: tokens of the model that the tokenizer does not have.
+    """
+    tokenizer = make_tokenizer()
+    size = len(tokenizer) + padding
+    return _save(Qwen2ForCausalLM, tokenizer, folder, hidden, layers, seed, vocab_size=size)
 
 
 def random_other_model(folder: Path, name: str = "gpt2") -> str:
@@ -47,7 +54,7 @@ def _save(
     **more: int,
 ) -> str:
     config = Qwen2Config(
-        vocab_size=len(tokenizer),
+        vocab_size=more.pop("vocab_size", len(tokenizer)),
         hidden_size=hidden,
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,

@@ -107,9 +107,15 @@ def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
 
 
 def advantages(
-    batch: Batch, settings: AlgorithmSettings, values: FloatArray | None = None
+    batch: Batch,
+    settings: AlgorithmSettings,
+    values: FloatArray | None = None,
+    kl_coef: float | None = None,
 ) -> Batch:
-    """Return the batch with its `advantages`, and with a critic also `returns` and `values`."""
+    """Return the batch with its `advantages`, and with a critic also `returns` and `values`.
+
+    An adapted `kl_coef` replaces that of the settings.
+    """
     if settings.needs_critic and values is None:
         raise ConfigError(
             "advantage = 'gae' needs the critic's values, but there are none: configure a critic"
@@ -120,15 +126,35 @@ def advantages(
         per_token = torch.from_numpy(custom)
     elif settings.advantage in ("gae", "return"):
         per_token, returns = _token_advantages(batch, settings, values)
+    elif not settings.uses_rewards:
+        per_token = torch.zeros(batch.num_tokens, dtype=torch.float64)
     else:
         per_row = row_advantages(batch, settings).numpy()
         per_token = torch.from_numpy(np.where(batch.mask, np.repeat(per_row, batch.lengths), 0.0))
+    if settings.kl_placement == "advantage" and settings.kl_coef > 0:
+        coefficient = settings.kl_coef if kl_coef is None else kl_coef
+        per_token = per_token - coefficient * torch.from_numpy(kl_of_tokens(batch))
     if settings.normalize == "batch":
         per_token = whiten(per_token, torch.from_numpy(batch.mask))
     batch = replace(batch, advantages=per_token.numpy().astype(np.float32))
     if values is None or returns is None:
         return batch
     return replace(batch, returns=returns.numpy().astype(np.float32), values=values)
+
+
+def kl_of_tokens(batch: Batch) -> NDArray[np.float64]:
+    """Return log sampler - log reference of each trained token, 0 of others: [T].
+
+    Its mean estimates KL(sampler || reference) per token. As a negative advantage of the same token
+    alone, it has the gradient of that KL at each position, for the prefixes that were sampled.
+    """
+    if batch.ref_logprobs is None:
+        raise ConfigError(
+            "kl_placement = 'advantage' needs reference log-probs, but the batch has none: "
+            "add a reference role"
+        )
+    difference = batch.logprobs.astype(np.float64) - batch.ref_logprobs
+    return np.where(batch.mask, difference, 0.0)
 
 
 def total_rewards(batch: Batch) -> NDArray[np.float64]:

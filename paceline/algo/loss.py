@@ -175,7 +175,7 @@ class PolicyLoss:
         coefficient = self.settings.kl_coef if self.kl_coef is None else self.kl_coef
         if data.ref_logprobs is not None:
             sums["kl_reference"] = k3(logprobs.detach(), data.ref_logprobs).sum()
-        if coefficient == 0 or self.settings.kl_placement == "reward":
+        if coefficient == 0 or self.settings.kl_placement != "loss":
             return 0.0
         if data.ref_logprobs is None:
             raise ConfigError(

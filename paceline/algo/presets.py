@@ -2,9 +2,9 @@
 
 Every loss is a minimized mean, so a factor common to all tokens (rows, a constant length) only
 scales the gradient. All presets deviate from the papers in three ways: there is no KL term unless
-kl_coef is set (it needs a reference model), there is one update per batch unless epochs or
-mini_batches is set, and the sampling engine's log-probs stand for the old policy unless
-`proximal` or `correction` is set.
+kl_coef is set (it needs a reference model; only distill sets it), there is one update per batch
+unless epochs or mini_batches is set, and the sampling engine's log-probs stand for the old policy
+unless `proximal` or `correction` is set.
 """
 
 from typing import Any
@@ -122,4 +122,17 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Williams, 1992.
     # Deviations: the baseline is the mean of the group.
     "pg": {"advantage": "group", "normalize": "none", "loss": "pg", "aggregation": "token"},
+    # On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes. Agarwal et
+    # al., 2023, arXiv:2306.13649, with reverse KL and only completions of the student.
+    # Deviations: the KL of a token is estimated from the sampled token instead of summed over the
+    # vocabulary, so its gradient is a policy gradient.
+    "distill": {
+        "advantage": "none",
+        "normalize": "none",
+        "loss": "clip",
+        "aggregation": "token",
+        "kl_coef": 1.0,
+        "kl_placement": "advantage",
+        "kl_estimator": "k1",
+    },
 }

@@ -12,7 +12,7 @@ from paceline.algo.presets import PRESETS
 from paceline.plugins import Plugin
 from paceline.settings import Settings
 
-Advantage = Literal["gae", "group", "leave_one_out", "greedy", "length_weighted", "return"]
+Advantage = Literal["gae", "group", "leave_one_out", "greedy", "length_weighted", "return", "none"]
 Loss = Literal["clip", "sequence_clip", "cispo", "sapo", "pg"]
 Aggregation = Literal["token", "sequence", "constant"]
 Correction = Literal["none", "truncate", "mask", "icepop", "m2po"]
@@ -52,13 +52,14 @@ class AlgorithmSettings(Settings):
         "remax",
         "opo",
         "pg",
+        "distill",
     ] = "grpo"
     """Algorithm preset. It sets the defaults below; explicit settings override it."""
     advantage: Advantage | Plugin = Field("group", union_mode="left_to_right")
     """gae: critic; group: reward minus the group mean; leave_one_out: minus the mean of the other
     rewards; greedy: minus the reward of the greedy completion; length_weighted: minus the
-    length-weighted group mean; return: sum of future rewards, no baseline. Or a custom function:
-    "file.py:function"."""
+    length-weighted group mean; return: sum of future rewards, no baseline; none: 0, rewards are
+    only recorded. Or a custom function: "file.py:function"."""
     normalize: Literal["none", "group", "batch"] = "group"
     """group: divide by the standard deviation of the group's rewards; batch: mean 0 and standard
     deviation 1 over all trained tokens. Default with a custom advantage: none."""
@@ -100,8 +101,13 @@ class AlgorithmSettings(Settings):
     Default: no bounds."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL to the reference model. Above 0, the run has a reference role."""
-    kl_placement: Literal["loss", "reward"] = "loss"
-    """loss: a term of the loss; reward: subtracted from the reward of each token."""
+    teacher: str | None = None
+    """Model of the reference role, to distill it into the policy: local directory, GGUF file,
+    Hugging Face model ID or "tiny-teacher". It needs the tokenizer of the policy, but may have
+    another size. Default: the initial policy is the reference."""
+    kl_placement: Literal["loss", "reward", "advantage"] = "loss"
+    """loss: a term of the loss; reward: subtracted from the reward of each token; advantage:
+    subtracted from the advantage of each token, with the estimator k1."""
     kl_estimator: Estimator = "k3"
     """KL estimator. In the loss, k1 and k2 have the gradient of KL(policy || reference), k3 that
     of KL(reference || policy); GRPO uses k3."""
@@ -178,7 +184,7 @@ class AlgorithmSettings(Settings):
                 f"{self.correction} masks tokens",
             ),
             (
-                self.normalize == "group" and self.advantage in ("gae", "return"),
+                self.normalize == "group" and self.advantage in ("gae", "return", "none"),
                 ("normalize", "advantage"),
                 "this advantage differs between tokens of a completion",
             ),
@@ -196,6 +202,36 @@ class AlgorithmSettings(Settings):
                 self.kl_target is not None and self.kl_coef == 0,
                 ("kl_target", "kl_coef"),
                 "adaptation multiplies the coefficient, so it must start above 0",
+            ),
+            (
+                self.teacher is not None and self.kl_coef == 0,
+                ("teacher", "kl_coef"),
+                "nothing would use the teacher; set name = 'distill' or kl_coef above 0",
+            ),
+            (
+                self.kl_placement == "advantage" and self.kl_estimator != "k1",
+                ("kl_estimator", "kl_placement"),
+                "as an advantage, only k1 has the gradient of the KL",
+            ),
+            (
+                not self.uses_rewards and not (self.kl_coef and self.kl_placement == "advantage"),
+                ("advantage", "kl_placement" if self.kl_coef else "kl_coef"),
+                "every advantage would be 0; set name = 'distill' or another advantage",
+            ),
+            (
+                not self.uses_rewards and self.dynamic_sampling,
+                ("dynamic_sampling", "advantage"),
+                "groups of equal rewards are as useful as others",
+            ),
+            (
+                not self.uses_rewards and self.overlong == "penalty",
+                ("overlong", "advantage"),
+                "the penalty changes a reward that is not used",
+            ),
+            (
+                not self.uses_rewards and self.kl_target is not None,
+                ("kl_target", "advantage"),
+                "the KL is minimized, not kept at a target",
             ),
         )
         for conflict, (one, other), reason in conflicts:
@@ -236,6 +272,11 @@ class AlgorithmSettings(Settings):
     @property
     def needs_reference(self) -> bool:
         return self.kl_coef > 0
+
+    @property
+    def uses_rewards(self) -> bool:
+        """Whether rewards are trained on; otherwise a run needs none."""
+        return self.advantage != "none"
 
     @property
     def needs_greedy_baseline(self) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 from paceline.errors import ConfigError
 
 PARTIAL = 0.2
+BUILT_IN_MODELS = ("tiny", "tiny-teacher")  # one of each for every task, see tiny.py
 
 # (random numbers, difficulty) -> (question, reference answer)
 Make = Callable[[random.Random, int], tuple[str, str]]

@@ -1,10 +1,11 @@
 """Tiny model: a Qwen2 with 0.6M parameters and one token per byte, created on first use.
 
 Supervised warm-up with label smoothing teaches it the task but keeps it unsure of every character,
-like a real model before RL: only some sampled completions are exact, however long the warm-up. On
-one machine, the same recipe gives the same bits, because warm-up uses one thread and fixed seeds.
-The model is cached in $PACELINE_CACHE, by default ~/.cache/paceline, or in the temporary directory
-if that cannot be written.
+like a real model before RL: only some sampled completions are exact, however long the warm-up. The
+teacher for distillation has one more layer and learns the task almost completely. On one machine,
+the same recipe gives the same bits, because warm-up uses one thread and fixed seeds. The models
+are cached in $PACELINE_CACHE, by default ~/.cache/paceline, or in the temporary directory if that
+cannot be written.
 """
 
 import hashlib
@@ -27,7 +28,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from paceline import __version__
-from paceline.data.tasks import Task, get_task
+from paceline.data.tasks import BUILT_IN_MODELS, Task, get_task
 from paceline.errors import ModelError
 from paceline.model.loading import no_progress_bars
 from paceline.model.source import model_source
@@ -67,21 +68,30 @@ class Recipe:
         return f"tiny-{self.task.replace(':', '-')}-{digest[:12]}"
 
 
+def recipe_of(name: str, task: str) -> Recipe:
+    """Return how the built-in model of a name is made."""
+    if name == "tiny-teacher":
+        return Recipe(task, layers=3, target=0.95, max_steps=300)
+    return Recipe(task)
+
+
 def resolve_model(name: str, task: str | None = None, progress: Progress | None = None) -> str:
     """Return the directory or Hugging Face model ID that `name` means.
 
-    "tiny" is the built-in model for `task`, "tiny:<task>" for that task. It is created on first
-    use, which takes some seconds.
+    "tiny" is the built-in model for `task`, "tiny:<task>" for that task; "tiny-teacher" is the
+    same. A built-in model is created on first use, which takes some seconds.
     """
-    if name == "tiny" or name.startswith("tiny:"):
-        spec = name.removeprefix("tiny").removeprefix(":") or task or DEFAULT_TASK
-        return str(tiny_model(spec, progress))
+    kind, _, spec = name.partition(":")
+    if kind in BUILT_IN_MODELS:
+        return str(tiny_model(spec or task or DEFAULT_TASK, progress, kind))
     return model_source(name)
 
 
-def tiny_model(spec: str = DEFAULT_TASK, progress: Progress | None = None) -> Path:
+def tiny_model(
+    spec: str = DEFAULT_TASK, progress: Progress | None = None, name: str = "tiny"
+) -> Path:
     """Return the directory of the tiny model for a task; create the model if necessary."""
-    recipe = Recipe(get_task(spec).spec)
+    recipe = recipe_of(name, get_task(spec).spec)
 
     def build(folder: Path) -> None:
         tokenizer = make_tokenizer()

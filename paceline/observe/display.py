@@ -102,7 +102,7 @@ class Display:
         ):
             remaining = round((now - self._started) / steps_done * (self._steps - step))
             self._print(
-                f"step {step:4d}  reward {metrics['reward/mean']:.3f}"
+                f"step {step:4d}  reward {metrics['reward/mean']:.3f}{self._teacher_kl('  KL ')}"
                 f"  staleness {metrics['staleness/mean']:.1f} (max {metrics['staleness/max']:.0f})"
                 f"  queue {self._queue_utilization:.0%}  rollout busy {self._busy('rollout')}"
                 f"  train busy {self._busy('train')}  {self._tokens_per_s} tokens/s"
@@ -162,6 +162,11 @@ class Display:
         }
         self._window.append((now, dict(self._totals)))
 
+    def _teacher_kl(self, prefix: str) -> str:
+        """Return the KL to the teacher, if there is one."""
+        value = self._metrics.get("distill/kl")
+        return "" if value is None else f"{prefix}{value:.3f}"
+
     def _truncation_warning(self, prefix: str) -> str:
         """Return a warning if most completions are truncated and rewards score unfinished text."""
         fraction = self._metrics.get("rollout/truncated_fraction", 0.0)
@@ -187,6 +192,7 @@ class Display:
         rows = {
             "reward": f"[bold]{m['reward/mean']:.3f}[/]  [green]{_sparkline(self._rewards)}[/]",
             **self._evaluation_row(),
+            **({"KL to teacher": kl} if (kl := self._teacher_kl("")) else {}),
             "staleness": f"mean {m['staleness/mean']:.2f}   "
             f"max {m['staleness/max']:.0f} of {self._max_staleness} allowed",
             "queue": f"{_gauge(self._queue_utilization)} {self._queue_utilization:.0%} full",
@@ -235,6 +241,7 @@ def print_summary(console: Console, summary: dict[str, Any], run_dir: str) -> No
         "reward, first → last": f"{summary['reward_first']:.3f} → "
         f"[bold green]{summary['reward_last']:.3f}[/]",
         **_evaluation_rows(summary.get("evaluation")),
+        **_distill_row(summary),
         "steps": f"{summary['steps']}  ({summary['steps_per_s']:.2f} per second)",
         "samples, tokens per second": f"{summary['samples_per_s']:,.0f}, "
         f"{summary['tokens_per_s']:,.0f}",
@@ -269,6 +276,13 @@ def _evaluation_rows(found: Mapping[str, Mapping[str, float]] | None) -> dict[st
         "held out, first → last": f"{first['reward']:.3f} → [bold green]{last['reward']:.3f}[/]",
         "held out, best": f"{best['reward']:.3f} at step {best['step']}, {_pass_rates(best)}",
     }
+
+
+def _distill_row(summary: dict[str, Any]) -> dict[str, str]:
+    if "distill_kl_first" not in summary:
+        return {}
+    first, last = summary["distill_kl_first"], summary["distill_kl_last"]
+    return {"KL to teacher, first → last": f"{first:.3f} → [bold green]{last:.3f}[/]"}
 
 
 def _memory_rows(phases: Mapping[str, int], planned: Mapping[str, Sequence[int]]) -> dict[str, str]:

@@ -30,6 +30,8 @@ def model_card(config: RunConfig, step: int, reward: float | None) -> str:
         "Maximum staleness": str(config.schedule.max_staleness),
         "Date": time.strftime("%Y-%m-%d"),
     }
+    if teacher := config.algorithm.teacher:
+        facts["Teacher"] = Path(teacher).name if Path(teacher).expanduser().exists() else teacher
     if config.train.lora:
         facts["Adapters"] = f"LoRA of rank {config.train.lora.rank}, merged into the weights"
     tags = dict.fromkeys(("reinforcement-learning", algorithm, "paceline"))

@@ -7,7 +7,7 @@ import os
 import time
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +49,14 @@ class Recorder:
         self._display = display
         self._evaluated: Metrics = {}  # since the last step
         self._sinks = sinks or Sinks()
+        # One number per step, including the steps before this run.
+        self._rewards, self._teacher_kl = array("d"), array("d")
         path = run_dir / "metrics.jsonl"
         with path.open("ab") as file:
             file.truncate(length)
         with path.open(encoding="utf-8") as lines:
-            # One per step, including the steps before this run.
-            self._rewards = array("d", (json.loads(line)["reward/mean"] for line in lines))
+            for row in map(json.loads, lines):
+                self._keep(row)
         self._earlier_steps = len(self._rewards)
         self._sums: Counter[str] = Counter()  # of SUMMED
         self._slow = SlowSteps()
@@ -90,7 +92,7 @@ class Recorder:
             + "\n"
         )
         self._file.flush()
-        self._rewards.append(metrics["reward/mean"])
+        self._keep(metrics)
         self._sums.update({name: metrics.get(name, 0.0) for name in SUMMED})
         for name, value in metrics.items():
             if name == "staleness/max" or name.startswith("memory/"):
@@ -100,6 +102,11 @@ class Recorder:
         self._sinks.put(step, metrics)
         if self._display:
             self._display.step_done(step, metrics, groups)
+
+    def _keep(self, metrics: Mapping[str, float | None]) -> None:
+        for name, kept in (("reward/mean", self._rewards), ("distill/kl", self._teacher_kl)):
+            if (value := metrics.get(name)) is not None:
+                kept.append(value)
 
     def engines_polled(self, engines: Sequence[EngineStats], queue_utilization: float) -> None:
         self._polls += 1
@@ -133,6 +140,9 @@ class Recorder:
             queue_utilization = self._queue_sum / self._polls
         rollout_busy_s = sum(e.busy_s for e in self._engines) / max(1, len(self._engines))
         last = max(1, len(rewards) // 10)
+        kl, distilled = self._teacher_kl, {}
+        if kl:
+            distilled = {"distill_kl_first": kl[0], "distill_kl_last": float(np.mean(kl[-last:]))}
         return {
             "steps": len(rewards),
             "steps_this_run": steps,
@@ -140,6 +150,7 @@ class Recorder:
             # Of the first step, before any update, and of the last tenth of all steps.
             "reward_first": rewards[0] if rewards else None,
             "reward_last": float(np.mean(rewards[-last:])) if rewards else None,
+            **distilled,
             "samples_per_s": sums["rollout/samples"] / wall,
             "tokens_per_s": sums["rollout/tokens"] / wall,
             "steps_per_s": steps / wall,

@@ -119,6 +119,16 @@ class BuiltinReward:
         return
 
 
+class NoReward:
+    """A reward of 0 for a run that does not train on rewards and has none to record."""
+
+    async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> Sequence[Score]:
+        return [0.0] * len(trajectories)
+
+    async def close(self) -> None:
+        return
+
+
 class WeightedReward:
     """Weighted sum of several rewards. The value of each is recorded under its name.
 

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -104,8 +106,15 @@ class CriticService(_Trained):
         return {f"critic/{name}": value for name, value in metrics.items()}
 
 
+UNKNOWN_TOKEN = -20.0  # log-prob of a token that the reference model does not have
+
+
 class RefService:
-    """The frozen reference model: a separate engine, or the actor's while `as_reference` holds."""
+    """The frozen reference model: a separate engine, or the actor's while `as_reference` holds.
+
+    `vocabulary`: number of its tokens, if that may be smaller than the policy's, which can sample
+    from the padding of its vocabulary.
+    """
 
     def __init__(
         self,
@@ -113,13 +122,22 @@ class RefService:
         offload: bool = False,
         as_reference: Callable[[], AbstractContextManager[None]] = nullcontext,
         phases: Phases | None = None,
+        vocabulary: int | None = None,
     ) -> None:
         self._engine, self._as_reference = engine, as_reference
+        self._vocabulary = vocabulary
         self._on_device = DeviceTimeShare(engine, offload, phases)
 
     def logprobs(self, batch: Batch) -> FloatArray:
+        unknown = np.zeros(0, np.bool_)
+        if self._vocabulary is not None:
+            unknown = batch.tokens >= self._vocabulary
+            batch = replace(batch, tokens=np.minimum(batch.tokens, self._vocabulary - 1))
         with self._on_device.for_step(), self._as_reference():
-            return self._engine.logprobs(batch)
+            found = self._engine.logprobs(batch)
+        if unknown.any():
+            found = np.where(unknown & batch.mask, np.float32(UNKNOWN_TOKEN), found)
+        return found
 
 
 class ActorService(_Trained):

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from paceline.algo.advantage import advantages
+from paceline.algo.advantage import advantages, kl_of_tokens
 from paceline.algo.kl import adapted
 from paceline.algo.settings import AlgorithmSettings
 from paceline.algo.shaping import shape_rewards
@@ -89,15 +89,19 @@ class Trainer:
         values = results[0] if self._critic else None
         if isinstance(self._algorithm.advantage, Plugin):
             # Custom code runs on a thread: it must not block the loop, nor escape step_timeout_s.
-            batch = await asyncio.to_thread(advantages, batch, self._algorithm, values)
+            batch = await asyncio.to_thread(
+                advantages, batch, self._algorithm, values, self._kl_coef
+            )
         else:
-            batch = advantages(batch, self._algorithm, values)
+            batch = advantages(batch, self._algorithm, values, self._kl_coef)
         updates = []
         if step >= self._algorithm.critic_warmup:
             updates.append(self._actor.start_call(Role.ACTOR, "update", batch, step, self._kl_coef))
         if self._critic and batch.mask.any():
             updates.append(self._critic.start_call(Role.CRITIC, "update", batch, step))
         metrics = advantage_metrics(batch)
+        if self._algorithm.teacher is not None and batch.mask.any():
+            metrics["distill/kl"] = float(kl_of_tokens(batch)[batch.mask].mean())
         for update in await asyncio.gather(*updates):
             metrics |= update
         return metrics

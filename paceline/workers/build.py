@@ -2,8 +2,8 @@
 
 If actor and rollout share a worker, the engine's weights are the trainer's parameters. With LoRA,
 vLLM or placement.overlap the engine has a copy. With LoRA, the reference model is the actor without
-its adapters. In a group of ranks, every rank has an engine with a copy of the weights, which all
-ranks gather together; a reward model runs on rank 0.
+its adapters, unless there is a teacher. In a group of ranks, every rank has an engine with a copy
+of the weights, which all ranks gather together; a reward model runs on rank 0.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from paceline.config import RunConfig
+from paceline.data.tiny import resolve_model
 from paceline.data.tiny_reward import resolve_reward_model
 from paceline.model.engine_weights import engine_weights
 from paceline.model.loading import default_device, load_config, load_model, load_tokenizer
@@ -97,6 +98,11 @@ def _critic(config: RunConfig, model_path: str, phases: Phases | None) -> Critic
 def _ref(
     config: RunConfig, model_path: str, actor: TrainEngine | None, phases: Phases | None
 ) -> RefService:
+    if teacher := config.algorithm.teacher:
+        path = resolve_model(teacher, config.data.task)
+        engine = open_engine(path, config.train, config.rollout.temperature)
+        size = load_config(path).get_text_config().vocab_size
+        return RefService(engine, config.train.offload, phases=phases, vocabulary=size)
     if isinstance(actor, LoraDevice):
         return RefService(actor, config.train.offload, actor.adapters_off, phases)
     engine = open_engine(model_path, config.train, config.rollout.temperature)

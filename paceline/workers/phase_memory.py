@@ -12,6 +12,8 @@ from enum import StrEnum
 from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
 from paceline.config import RunConfig
+from paceline.data.tasks import BUILT_IN_MODELS
+from paceline.data.tiny import resolve_model
 from paceline.data.tiny_reward import resolve_reward_model
 from paceline.model.loading import load_config
 from paceline.model.shape import model_shape
@@ -52,11 +54,22 @@ class Models:
 
     policy: PretrainedConfig
     reward: PretrainedConfig | None = None
+    teacher: PretrainedConfig | None = None
 
     @classmethod
     def of(cls, config: RunConfig, policy: PretrainedConfig) -> "Models":
-        name = config.reward.model
-        return cls(policy, load_config(resolve_reward_model(name)) if name else None)
+        reward, teacher = config.reward.model, config.algorithm.teacher
+        if teacher and teacher.partition(":")[0] in BUILT_IN_MODELS:
+            teacher = resolve_model(teacher, config.data.task)
+        return cls(
+            policy,
+            load_config(resolve_reward_model(reward)) if reward else None,
+            load_config(teacher) if teacher else None,
+        )
+
+    def of_role(self, role: Role) -> PretrainedConfig:
+        """Return the model of a role that trains or is the reference."""
+        return self.teacher if role is Role.REF and self.teacher else self.policy
 
 
 def total(needs: Mapping[str, MemoryNeed]) -> MemoryNeed:
@@ -143,7 +156,7 @@ class WorkerMemory:
 
     def _estimate(self, role: Role) -> dict[str, int]:
         return memory_estimate(
-            self._models.policy,
+            self._models.of_role(role),
             self._config.train,
             self._plan.processes,
             gpu=self._gpu,
@@ -158,7 +171,8 @@ class WorkerMemory:
             frozen = role is Role.REF or (
                 role is Role.ACTOR and self._config.train.lora is not None
             )
-            if role is Role.REF and self._config.train.lora and Role.ACTOR in roles:
+            without_adapters = self._config.train.lora and not self._models.teacher
+            if role is Role.REF and without_adapters and Role.ACTOR in roles:
                 continue  # it is the actor without its adapters
             parts = ["parameters"] if frozen else ["parameters", "optimizer"]
             if self._config.train.backend == "megatron" and not frozen:
@@ -178,7 +192,7 @@ class WorkerMemory:
             estimate["activations"]
             if train
             else activation_bound(
-                self._models.policy, self._config.train, gpu=self._gpu, train=False
+                self._models.of_role(role), self._config.train, gpu=self._gpu, train=False
             )
         )
         return needs | {f"{role} activations": MemoryNeed(0, activations)}

@@ -17,8 +17,10 @@ STEPS, LEVEL = 60, 0.65  # the reward of the initial model is about 0.3
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_preset_raises_reward(preset: str, seed: int, tmp_path: Path) -> None:
+    teacher = ["algorithm.teacher=tiny-teacher"] if preset == "distill" else []
     settings = [
         f"algorithm.name={preset}",
+        *teacher,
         f"seed={seed}",
         f"steps={STEPS}",
         f"run_dir={tmp_path}",

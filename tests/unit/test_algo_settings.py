@@ -54,12 +54,14 @@ def test_correction_sets_proximal_policy_with_bounds() -> None:
 def test_presets_need_expected_roles() -> None:
     assert [name for name in PRESETS if settings(name=name).needs_critic] == ["ppo"]
     assert [name for name in PRESETS if settings(name=name).needs_greedy_baseline] == ["remax"]
-    assert not any(settings(name=name).needs_reference for name in PRESETS)
+    assert [name for name in PRESETS if settings(name=name).needs_reference] == ["distill"]
+    assert [name for name in PRESETS if not settings(name=name).uses_rewards] == ["distill"]
     assert settings(kl_coef=0.1).needs_reference
     assert [name for name in PRESETS if not settings(name=name).compares_completions] == [
         "ppo",
         "reinforce++",
         "remax",
+        "distill",
     ]
     assert settings(name="grpo", advantage="gae", normalize="batch").needs_critic
 
@@ -93,6 +95,15 @@ def test_presets_need_expected_roles() -> None:
         ({"correction": "mask", "correction_range": (2, 1)}, ["correction_range = (2.0, 1.0)"]),
         ({"name": "sapo", "sapo_temperatures": (0, 1)}, ["sapo_temperatures", "above 0"]),
         ({"name": "gpro"}, ["name"]),
+        ({"teacher": "x/y"}, ["teacher = 'x/y'", "kl_coef = 0.0", "nothing would use the teacher"]),
+        ({"name": "distill", "teacher": "x/y", "kl_coef": 0}, ["teacher = 'x/y'", "kl_coef = 0.0"]),
+        ({"name": "distill", "kl_estimator": "k3"}, ["kl_estimator = 'k3'", "kl_placement"]),
+        ({"name": "distill", "kl_placement": "loss"}, ["advantage = 'none'", "kl_placement"]),
+        ({"advantage": "none", "normalize": "none"}, ["advantage = 'none'", "kl_coef = 0.0"]),
+        ({"name": "distill", "normalize": "group"}, ["normalize = 'group'", "advantage = 'none'"]),
+        ({"name": "distill", "dynamic_sampling": True}, ["dynamic_sampling", "advantage = 'none'"]),
+        ({"name": "distill", "overlong": "penalty"}, ["overlong", "advantage = 'none'"]),
+        ({"name": "distill", "kl_target": 0.1}, ["kl_target = 0.1", "advantage = 'none'"]),
     ],
 )
 def test_conflicting_settings_are_rejected_by_name(

@@ -74,6 +74,15 @@ def test_line_has_rates_of_whole_steps_and_remaining_time(clock: Clock) -> None:
     )
 
 
+def test_line_and_panel_have_kl_to_teacher(clock: Clock) -> None:
+    for terminal, expected in ((False, "reward 0.500  KL 0.125  "), (True, "KL to teacher  0.125")):
+        shown, written = make_display(terminal=terminal)
+        shown.step_done(1, METRICS | {"distill/kl": 0.125}, [GROUP])
+        if terminal:
+            shown._console.print(shown._panel())
+        assert expected in written.getvalue()
+
+
 def test_every_line_has_rates_of_latest_steps(clock: Clock) -> None:
     shown, written = make_display(max_staleness=0)
     for step in range(1, 41):

@@ -71,6 +71,18 @@ def test_summary_of_resumed_run_has_rewards_of_all_steps_and_rates_of_this_run(
     assert found["sync_latency_s"] == pytest.approx(0.2)
 
 
+def test_summary_has_kl_to_teacher_of_all_steps_when_run_is_resumed(tmp_path: Path) -> None:
+    for first in (0, 10):
+        path = tmp_path / "metrics.jsonl"
+        found = recorder(tmp_path, path.stat().st_size if first else 0, first)
+        for step in range(first + 1, first + 11):
+            found.step_done(step, metrics(step, **{"distill/kl": 1 / step}), [])
+        last = summary(found)
+        found.close()
+    assert last["distill_kl_first"] == 1.0
+    assert last["distill_kl_last"] == pytest.approx((1 / 19 + 1 / 20) / 2)
+
+
 def test_summary_exists_when_no_step_was_trained(tmp_path: Path) -> None:
     found = summary(recorder(tmp_path))
     assert (
