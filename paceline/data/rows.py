@@ -196,8 +196,6 @@ def _with_answer(row: Mapping[str, Any], key: str | None) -> Mapping[str, Any]:
     value: Any = row
     for name in [key] if key in row else key.split("."):
         if not isinstance(value, Mapping) or name not in value:
-            raise Unusable(
-                f"no {key!r} (data.answer_key); the row has {', '.join(map(repr, row))}"
-            )
+            raise Unusable(f"no {key!r} (data.answer_key); the row has {', '.join(map(repr, row))}")
         value = value[name]
     return {**row, "answer": value}
