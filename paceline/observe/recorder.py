@@ -76,7 +76,7 @@ class Recorder:
 
     def step_done(self, step: int, metrics: Metrics, groups: Sequence[Group]) -> None:
         self._file.write(
-            json.dumps({"step": step} | {name: _short(value) for name, value in metrics.items()})
+            json.dumps({"step": step} | {name: rounded(value) for name, value in metrics.items()})
             + "\n"
         )
         self._file.flush()
@@ -160,7 +160,7 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
     temporary.replace(path)
 
 
-def _short(value: float) -> float | None:
+def rounded(value: float) -> float | None:
     """Return a rounded number, or None for nan and infinity, which JSON does not have."""
     if not math.isfinite(value):
         return None

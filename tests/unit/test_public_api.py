@@ -10,12 +10,15 @@ import paceline
 from paceline import errors
 
 ARGUMENTS = "recipe, *, model, data, reward"
+SFT_ARGUMENTS = "recipe, *, model, data, validation, steps, epochs, fresh, display, **settings"
 SIGNATURES = {
     "train": f"{ARGUMENTS}, steps, environment, fresh, display, **settings",
     "train_async": f"{ARGUMENTS}, steps, environment, fresh, display, **settings",
     "steps": f"{ARGUMENTS}, steps, environment, fresh, display, **settings",
     "evaluate": f"{ARGUMENTS}, samples, environment, **settings",
     "evaluate_async": f"{ARGUMENTS}, samples, environment, **settings",
+    "sft": SFT_ARGUMENTS,
+    "sft_async": SFT_ARGUMENTS,
     "load_config": "recipe, overrides, values",
     "Run": "run_dir, summary",
     "Step": "step, reward, metrics, groups",
@@ -54,7 +57,8 @@ def test_public_signature_is_pinned(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["train", "train_async", "evaluate", "evaluate_async", "load_config"]
+    "name",
+    ["train", "train_async", "evaluate", "evaluate_async", "sft", "sft_async", "load_config"],
 )
 def test_public_defaults_are_pinned(name: str) -> None:
     for parameter in inspect.signature(getattr(paceline, name)).parameters.values():
@@ -93,6 +97,8 @@ def test_import_is_quick_and_loads_no_torch() -> None:
 def test_functions_keep_their_names_after_import_of_implementation() -> None:
     import paceline.evaluation
     import paceline.run
+    import paceline.supervised.run
     import paceline.training.checkpoint
 
+    assert callable(paceline.sft)
     assert callable(paceline.train) and callable(paceline.evaluate) and callable(paceline.steps)
