@@ -295,6 +295,10 @@ def load_config(
     if recipe is not None:
         path = find_recipe(recipe)
         own = [("run_dir", f"runs/{path.stem}"), *flatten(read_recipe(path))]
+        if any(key == "rows_per_step" for key, _ in own):
+            raise ConfigError(
+                f"recipe {recipe} is for supervised fine-tuning; run it with: paceline sft {recipe}"
+            )
     own, foreign = _split(own)
     given, more = _split(
         [*flatten(values or {}), *(parse_setting(override) for override in overrides)]

@@ -249,6 +249,11 @@ def test_command_explains_wrong_setting(recipe: Path, setting: str, message: str
     assert message in " ".join(result.output.split()) and "Traceback" not in result.output
 
 
+def test_train_names_command_of_supervised_recipe() -> None:
+    result = CliRunner().invoke(app, ["train", "sft"])
+    assert result.exit_code == 2 and "paceline sft sft" in " ".join(result.output.split())
+
+
 def test_ctrl_c_stops_run_with_exit_code_130(recipe: Path) -> None:
     command = [sys.executable, "-m", "paceline", "sft", str(recipe), "steps=100000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
