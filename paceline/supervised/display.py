@@ -12,7 +12,6 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Table
@@ -37,7 +36,6 @@ class LossDisplay:
             BarColumn(bar_width=max(4, min(30, console.width - 80))),
             MofNCompleteColumn(),
             TextColumn("{task.description}"),
-            TimeElapsedColumn(),
             TextColumn("remaining"),
             TimeRemainingColumn(),
             console=console,

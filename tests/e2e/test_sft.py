@@ -34,7 +34,10 @@ SMALL = [
     "validation.rows=8",
     "validation.every=2",
 ]
-FSDP = ["train.backend=fsdp", "placement.train_ranks=2"]
+FSDP = {
+    "data parallel": ["train.backend=fsdp", "placement.train_ranks=2"],
+    "tensor parallel": ["train.backend=fsdp", "train.tensor_parallel=2"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +96,13 @@ def test_epochs_contain_every_row_once(model: str, tmp_path: Path) -> None:
     assert sum(row["train/tokens"] for row in found) == 2 * sum(n % 3 + 2 for n in range(10))
 
 
-def test_two_fsdp_ranks_train_like_one_device(model: str, single: Path, tmp_path: Path) -> None:
-    summary = run(model, tmp_path, *FSDP)
+@pytest.mark.parametrize(
+    "name", ["data parallel", pytest.param("tensor parallel", marks=pytest.mark.slow)]
+)
+def test_two_fsdp_ranks_train_like_one_device(
+    name: str, model: str, single: Path, tmp_path: Path
+) -> None:
+    summary = run(model, tmp_path, *FSDP[name])
     assert losses(tmp_path) == pytest.approx(losses(single), abs=1e-5)
     one = AutoModelForCausalLM.from_pretrained(actor(single, 6)).state_dict()
     two = AutoModelForCausalLM.from_pretrained(actor(tmp_path, 6)).state_dict()
@@ -126,6 +134,23 @@ def test_resumed_run_equals_uninterrupted_run_bit_for_bit(
     assert weights(tmp_path, 6) == weights(single, 6)
     first = json.loads((single / "summary.json").read_text())["validation_loss_first"]
     assert summary["validation_loss_first"] == first
+
+
+@pytest.mark.slow
+def test_killed_process_resumes_bit_for_bit(model: str, tmp_path: Path) -> None:
+    steps = ["steps=40", "save_every=10"]
+    run(model, tmp_path / "whole", *steps)
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(f'model = "{model}"\nrun_dir = "{tmp_path}/killed"\n')
+    command = [sys.executable, "-m", "paceline", "sft", str(recipe), *SMALL, *steps]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    next(line for line in process.stdout if line.startswith("step   20  loss"))
+    process.kill()
+    process.communicate()
+    run(model, tmp_path / "killed", *steps)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert weights(tmp_path / "killed", 40) == weights(tmp_path / "whole", 40)
 
 
 def test_completed_run_returns_its_summary(model: str, single: Path) -> None:
