@@ -209,7 +209,7 @@ def sft(
 
     data: path of a file, name of a hub dataset or of a task, or the rows: dicts with `prompt` and
         `completion`, or with chat `messages`; a `datasets.Dataset`; a function that returns rows.
-    validation: held-out rows in the same forms, or the settings as a dict: {"rows": 100}.
+    validation: held-out rows: a path, a hub dataset or the rows; or settings, as {"rows": 100}.
     settings: any other setting of `paceline settings --sft`.
     """
     return (

@@ -277,7 +277,11 @@ MAY_CHANGE = {
     *("epochs", "validation.path", "validation.every"),  # of supervised runs
 }
 # Settings that exclude each other: one on the command line replaces the others in the recipe.
-ALTERNATIVES = (("data.task", "data.path", "data.source"), ("reward.function", "reward.model"))
+ALTERNATIVES = (
+    ("data.task", "data.path", "data.source"),
+    ("reward.function", "reward.model"),
+    ("validation.path", "validation.rows"),
+)
 
 
 def load_config(

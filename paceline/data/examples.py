@@ -102,9 +102,11 @@ class ExampleTokenizer:
     # -- text
 
     def _pieces(self, read: ParsedRow) -> Pieces:
-        s, row = self._settings, read.row
+        s = self._settings
         if read.problem:
             raise Unusable(read.problem)
+        # Tabular files have every column in every row.
+        row = {name: value for name, value in read.row.items() if value is not None}
         if s.prompt_key in row and s.completion_column in row:
             prompt, completion = row[s.prompt_key], row[s.completion_column]
             _check(s.prompt_key, prompt, "user", complete=False)

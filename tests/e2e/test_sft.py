@@ -200,6 +200,22 @@ def test_python_function_takes_rows_and_held_out_rows(model: str, tmp_path: Path
     assert result.checkpoint.is_dir() and len(result.metrics) == 2
 
 
+def test_held_out_file_replaces_rows_of_recipe() -> None:
+    held_out = load_sft_config("sft", ["validation.path=held_out.jsonl"]).validation
+    assert held_out.path == "held_out.jsonl" and held_out.rows == 0
+
+
+def test_dataset_with_conversations_is_trained(model: str, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    data = datasets.Dataset.from_list([{"messages": talk}] * 4)
+    result = paceline.sft(
+        model=model, data=data, rows_per_step=2, run_dir=str(tmp_path), display=False
+    )
+    assert result.summary["steps"] == 2
+    assert [row["train/tokens"] for row in result.metrics] == [4, 4], "b and its end, twice"
+
+
 def test_stream_needs_number_of_steps(model: str, tmp_path: Path) -> None:
     def rows() -> Any:
         return ({"prompt": f"{n}", "completion": "x"} for n in range(100))

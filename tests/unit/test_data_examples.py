@@ -125,6 +125,11 @@ def test_template_that_rewrites_earlier_messages_is_reported(tmp_path: Path) -> 
     assert texts(row, tokenizer)[1] == "d<eos>"
 
 
+def test_null_column_counts_as_absent() -> None:
+    row = {"prompt": None, "completion": None, "messages": TALK[:2]}
+    assert texts(example(row))[1] == "b<eos>"
+
+
 def test_task_trains_on_its_answers() -> None:
     settings = ExampleSettings(task="copy:3", limit=2)
     source = open_source(settings, TOKENIZER, 0, None, ExampleTokenizer)
