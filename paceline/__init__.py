@@ -19,7 +19,16 @@ if "OMP_WAIT_POLICY" not in os.environ:
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from paceline.api import Steps, evaluate, evaluate_async, steps, train, train_async
+    from paceline.api import (
+        Steps,
+        evaluate,
+        evaluate_async,
+        sft,
+        sft_async,
+        steps,
+        train,
+        train_async,
+    )
     from paceline.config import RunConfig, load_config
     from paceline.errors import PacelineError
     from paceline.job import Run, Step
@@ -27,7 +36,10 @@ if TYPE_CHECKING:
     from paceline.types import Batch, Completion, Group, Prompt, Score, Trajectory, Turn
 
 _MODULES = {
-    "paceline.api": ("train", "train_async", "steps", "Steps", "evaluate", "evaluate_async"),
+    "paceline.api": (
+        *("train", "train_async", "steps", "Steps", "evaluate", "evaluate_async"),
+        *("sft", "sft_async"),
+    ),
     "paceline.config": ("RunConfig", "load_config"),
     "paceline.errors": ("PacelineError",),
     "paceline.job": ("Run", "Step"),
@@ -55,6 +67,8 @@ __all__ = [
     "evaluate",
     "evaluate_async",
     "load_config",
+    "sft",
+    "sft_async",
     "steps",
     "train",
     "train_async",

@@ -1,4 +1,4 @@
-"""The public functions: train, steps and evaluate, from Python objects to a result.
+"""The public functions: train, steps, sft and evaluate, from Python objects to a result.
 
 `import paceline` exports them lazily, so that it does not import torch.
 """
@@ -18,6 +18,8 @@ from paceline.data.files import is_data_file
 from paceline.data.tasks import TASKS
 from paceline.errors import ConfigError
 from paceline.job import Job, Rows, Run, Step
+from paceline.supervised.config import load_sft_config
+from paceline.supervised.job import SftJob
 
 if TYPE_CHECKING:
     from paceline.reward.reward import Reward, RewardFunction
@@ -193,6 +195,76 @@ async def evaluate_async(
     """Score like `evaluate`, while the event loop of the caller continues."""
     job = _job(recipe, model, data, reward, None, environment, settings)
     return await (await asyncio.to_thread(job.evaluate, samples)).wait()
+
+
+def sft(
+    recipe: str | Path | None = None,
+    *,
+    model: str | Path | None = None,
+    data: Data | None = None,
+    validation: Data | None = None,
+    steps: int | None = None,
+    epochs: int | None = None,
+    fresh: bool = False,
+    display: bool = True,
+    **settings: Any,
+) -> Run:
+    """Fine-tune a model on completions and return the run. Its `checkpoint` is a model for `train`.
+
+    data: path of a file, name of a hub dataset or of a task, or the rows: dicts with `prompt` and
+        `completion`, or with chat `messages`; a `datasets.Dataset`; a function that returns rows.
+    validation: held-out rows: a path, a hub dataset or the rows; or settings, as {"rows": 100}.
+    settings: any other setting of `paceline settings --sft`.
+    """
+    return (
+        _sft_job(recipe, model, data, validation, steps, epochs, settings)
+        .start(fresh, display)
+        .result()
+    )
+
+
+async def sft_async(
+    recipe: str | Path | None = None,
+    *,
+    model: str | Path | None = None,
+    data: Data | None = None,
+    validation: Data | None = None,
+    steps: int | None = None,
+    epochs: int | None = None,
+    fresh: bool = False,
+    display: bool = True,
+    **settings: Any,
+) -> Run:
+    """Fine-tune like `sft`, while the event loop of the caller continues."""
+    job = _sft_job(recipe, model, data, validation, steps, epochs, settings)
+    return await (await asyncio.to_thread(job.start, fresh, display)).wait()
+
+
+def _sft_job(
+    recipe: str | Path | None,
+    model: str | Path | None,
+    data: Data | None,
+    validation: Data | None,
+    steps: int | None,
+    epochs: int | None,
+    settings: Mapping[str, Any],
+) -> SftJob:
+    given = {"model": model and str(model), "steps": steps, "epochs": epochs}
+    values = dict(settings) | {name: value for name, value in given.items() if value is not None}
+    rows = _select_data(data, values)
+    held_out = _select_validation(validation, values)
+    return SftJob(load_sft_config(recipe, values=values), rows, held_out)
+
+
+def _select_validation(validation: Data | None, values: dict[str, Any]) -> Rows | None:
+    """Add the settings that `validation` means; return its rows if it has them itself."""
+    if isinstance(validation, Mapping):
+        values["validation"] = validation
+        return None
+    meant: dict[str, Any] = {}
+    rows = _select_data(validation, meant)
+    values |= {f"validation{name.removeprefix('data')}": v for name, v in meant.items() if v}
+    return rows
 
 
 def _job(

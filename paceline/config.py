@@ -31,6 +31,7 @@ from paceline.schedule import ScheduleSettings
 from paceline.settings import (
     AUTO,
     Settings,
+    SettingsT,
     all_names,
     find_section,
     is_automatic,
@@ -286,12 +287,14 @@ MAY_CHANGE = {
     *("rollout.slots", "rollout.kv_memory_fraction", "rollout.generation_timeout"),
     *("rollout.tensor_parallel", "rollout.pipeline_parallel", "rollout.max_failed_groups"),
     *("reward.timeout_s", "reward.workers"),
+    *("epochs", "validation.path", "validation.every"),  # of supervised runs
 }
 # Settings that exclude each other: one on the command line replaces the others in the recipe.
 ALTERNATIVES = (
     ("data.task", "data.path", "data.source"),
     ("evaluation.task", "evaluation.path", "evaluation.source"),
     ("reward.function", "reward.model"),
+    ("validation.path", "validation.rows"),
 )
 
 
@@ -310,20 +313,33 @@ def load_config(
     if recipe is not None:
         path = find_recipe(recipe)
         own = [("run_dir", f"runs/{path.stem}"), *flatten(read_recipe(path))]
+        if any(key == "rows_per_step" for key, _ in own):
+            raise ConfigError(
+                f"recipe {recipe} is for supervised fine-tuning; run it with: paceline sft {recipe}"
+            )
     own, foreign = _split(own)
-    given, more = _split([*flatten(values or {}), *(_parse(override) for override in overrides)])
+    given, more = _split(
+        [*flatten(values or {}), *(parse_setting(override) for override in overrides)]
+    )
     # Settings of verl, as in its command, complete each other wherever they are given.
     complete = recipe is None or bool(foreign)
     translated = _translate(foreign | more, dict(own + given), complete)
     for settings in (own, translated, given):
         for key, value in settings:
-            _apply(found, key, value)
-        _drop_alternatives(found, {key for key, value in settings if value is not None})
+            apply_setting(found, key, value, RunConfig)
+        drop_alternatives(found, {key for key, value in settings if value is not None})
+    return validated(RunConfig, found, recipe)
+
+
+def validated(
+    model: type[SettingsT], values: Mapping[str, Any], recipe: str | Path | None
+) -> SettingsT:
+    """Return the checked settings. Raise ConfigError with a line per mistake."""
     try:
-        return RunConfig.model_validate(found)
+        return model.model_validate(values)
     except ValidationError as error:
         where = f" in {recipe}" if recipe is not None else ""
-        lines = [line for problem in error.errors() for line in explain(problem, RunConfig)]
+        lines = [line for problem in error.errors() for line in explain(problem, model)]
         raise ConfigError(
             f"{len(lines)} wrong setting{'s' if len(lines) > 1 else ''}{where}:\n"
             + "\n".join(f"  {x}" for x in lines)
@@ -387,7 +403,7 @@ def _translate(
     return list(translation.settings.items())
 
 
-def _drop_alternatives(values: dict[str, Any], given: set[str]) -> None:
+def drop_alternatives(values: dict[str, Any], given: set[str]) -> None:
     """Remove from a recipe what excludes a given setting."""
     for names in ALTERNATIVES:
         for chosen, other in permutations(names, 2):
@@ -417,13 +433,15 @@ def check_trainable(config: RunConfig) -> None:
         )
 
 
-def describe_settings(under: str = "") -> list[tuple[str, str, str]]:
+def describe_settings(
+    under: str = "", model: type[Settings] = RunConfig
+) -> list[tuple[str, str, str]]:
     """Return name, default and description of every setting whose name starts with `under`.
 
     If there is none, return those whose name contains it, or that other libraries call so.
     """
     found: list[tuple[str, str, str]] = []
-    for name, field in walk_settings(RunConfig):
+    for name, field in walk_settings(model):
         words = (field.description or "").split()
         if get_origin(field.annotation) is Literal:
             words.append(f"One of {', '.join(get_args(field.annotation))}.")
@@ -454,7 +472,7 @@ def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -
     return found
 
 
-def _parse(override: str) -> tuple[str, Any]:
+def parse_setting(override: str) -> tuple[str, Any]:
     """Split `key=value` and read the value as TOML does, or as Hydra does for a key of verl."""
     key, equals, text = override.partition("=")
     key = key.strip()
@@ -470,21 +488,22 @@ def _parse(override: str) -> tuple[str, Any]:
         return key, text  # a bare word is a string: data.task=sort:5
 
 
-def _apply(values: dict[str, Any], key: str, value: Any) -> None:
+def apply_setting(values: dict[str, Any], key: str, value: Any, model: type[Settings]) -> None:
+    """Set a dotted name in nested dicts, under whatever name of the setting was set before."""
     *sections, name = key.split(".")
     target = values
     for section in sections:
         target = target.setdefault(section, {})
         if not isinstance(target, dict):
             raise ConfigError(f"{key}={value}: {section!r} is a single setting, not a section")
-    for alias in _aliases(sections, name):
+    for alias in _aliases(sections, name, model):
         target.pop(alias, None)
     target[name] = value
 
 
-def _aliases(sections: Sequence[str], name: str) -> list[str]:
+def _aliases(sections: Sequence[str], name: str, model: type[Settings]) -> list[str]:
     """Return all names of a setting, so that the command line replaces any of them."""
-    for field_name, field in find_section(RunConfig, sections).model_fields.items():
+    for field_name, field in find_section(model, sections).model_fields.items():
         if name in (names := all_names(field_name, field)):
             return names
     return []

@@ -131,12 +131,27 @@ def suggest(name: str, model: type[BaseModel]) -> str:
     for setting, field in walk_settings(model):
         for each in all_names(setting, field):
             by_name.setdefault(each, []).append(setting)
-    found = by_name.get(last) or _foreign(name) or _close(last, section, by_name)
+    names = {setting for settings in by_name.values() for setting in settings}
+    found = (
+        by_name.get(last)
+        or _existing(_foreign(name), names)
+        or _existing(_close(last, section, by_name), names)
+    )
     if found:
         return f"did you mean {' or '.join(map(repr, found))}?"
     here = list(find_section(model, section.split(".") if section else ()).model_fields)
     known = section.split(".")[0] in model.model_fields
-    return f"known here: {', '.join(here)}" if known else "`paceline settings` lists all settings"
+    command = getattr(model, "LISTED_BY", "paceline settings")
+    return f"known here: {', '.join(here)}" if known else f"`{command}` lists all settings"
+
+
+def _existing(settings: list[str], names: set[str]) -> list[str]:
+    """Return those settings that a model has; supervised runs have rows instead of groups."""
+    own = [
+        "rows_per_step" if setting == "groups_per_step" not in names else setting
+        for setting in settings
+    ]
+    return [setting for setting in own if setting in names]
 
 
 def _foreign(name: str) -> list[str]:

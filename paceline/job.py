@@ -78,7 +78,7 @@ class Job:
         config = self.config
         check_trainable(config)
         self._check_early(trains=True)
-        _quiet_libraries()
+        quiet_libraries()
         with ExitStack() as stack:
             terminal = _terminal(config) if display is True else display or None
             if terminal:
@@ -119,7 +119,7 @@ class Job:
     ) -> Background[dict[str, Any]]:
         """Start the evaluation. `progress(groups done, all groups)` is called after each group."""
         self._check_early(trains=False)
-        _quiet_libraries()
+        quiet_libraries()
         from paceline.evaluation import evaluate, for_evaluation
 
         config = for_evaluation(self.config, samples)
@@ -156,6 +156,6 @@ def _terminal(config: RunConfig) -> "Terminal":
     return Terminal(config)
 
 
-def _quiet_libraries() -> None:
+def quiet_libraries() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

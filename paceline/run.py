@@ -22,7 +22,7 @@ from paceline.loop import Loop, LoopSettings, Observer
 from paceline.observe.collapse import CollapseMonitor
 from paceline.observe.health import Health
 from paceline.observe.mismatch import MismatchMonitor
-from paceline.observe.model_card import write_model_card
+from paceline.observe.model_card import model_card, write_model_card
 from paceline.observe.recorder import Recorder, write_json
 from paceline.observe.samples import Samples
 from paceline.observe.sinks import open_sinks
@@ -241,7 +241,8 @@ class _Run:
             # Together with these files the directory is an ordinary Hugging Face model.
             inputs.tokenizer.save_pretrained(target / Role.ACTOR)
             inputs.generation.to_json_file(target / Role.ACTOR / "generation_config.json")
-            write_model_card(target / Role.ACTOR, self._config, step, recorder.reward)
+            card = model_card(self._config, step, recorder.reward)
+            write_model_card(target / Role.ACTOR, card)
 
         state = {
             "step": step,

@@ -101,14 +101,16 @@ def find_start(config: RunConfig, identity: dict[str, Any]) -> Start:
             "--fresh (in Python: fresh=True). To start a new run from the weights of this one, "
             f"set another run_dir and model={checkpoint / Role.ACTOR}"
         )
+    ledger = state.get("ledger")  # supervised runs have none
     start = Start(
-        checkpoint, state["step"], LedgerState.from_json(state["ledger"]), state["metrics_length"]
+        checkpoint,
+        state["step"],
+        LedgerState.from_json(ledger) if ledger else None,
+        state["metrics_length"],
     )
-    for name, length in {
-        "metrics.jsonl": start.metrics_length,
-        "ledger.jsonl": state["ledger"]["length"],
-    }.items():
-        _check_lines(root.with_name(name), length, start.step)
+    _check_lines(root.with_name("metrics.jsonl"), start.metrics_length, start.step)
+    if ledger:
+        _check_lines(root.with_name("ledger.jsonl"), ledger["length"], start.step)
     return start
 
 

@@ -204,3 +204,16 @@ class ValueLoss:
             "value_error": error.square().sum(),
         }
         return LossTerms((loss * data.weights).sum(), sums)
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedLoss:
+    """Negative log-likelihood, as the mean over all trained tokens of the batch."""
+
+    def weights(self, batch: Batch) -> FloatArray:
+        return token_weights(batch, "token")
+
+    def __call__(self, outputs: TokenOutputs, data: TokenData) -> LossTerms:
+        assert outputs.logprobs is not None and outputs.entropy is not None
+        sums = {"entropy": outputs.entropy.detach().sum()}
+        return LossTerms(-(outputs.logprobs * data.weights).sum(), sums)

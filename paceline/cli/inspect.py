@@ -96,16 +96,21 @@ def settings(
             show_default=False,
         ),
     ] = "",
+    sft: Annotated[
+        bool, typer.Option("--sft", help="List the settings of `paceline sft`.")
+    ] = False,
 ) -> None:
     """List all settings with their defaults."""
     from rich.table import Table
 
     from paceline.config import RunConfig, describe_settings
     from paceline.hints import suggest
+    from paceline.supervised.config import SftConfig
 
-    found = describe_settings(prefix)
+    model = SftConfig if sft else RunConfig
+    found = describe_settings(prefix, model)
     if not found:
-        fail(ConfigError(f"no setting contains {prefix!r}; {suggest(prefix, RunConfig)}"))
+        fail(ConfigError(f"no setting contains {prefix!r}; {suggest(prefix, model)}"))
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for name, default, meaning in found:
         table.add_row(f"[bold]{name}[/]", f"[cyan]{escape(default)}[/]", escape(meaning))

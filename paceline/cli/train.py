@@ -1,7 +1,9 @@
-"""The commands that run a model: `train` and `evaluate`."""
+"""The commands that run a model: `train`, `sft` and `evaluate`."""
 
 import signal
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +14,14 @@ from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
     from paceline.config import RunConfig
+    from paceline.supervised.config import SftConfig
+
+Fresh = Annotated[
+    bool, typer.Option("--fresh", help="Start over; move an existing run directory aside.")
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Check the settings, print them as JSON and exit.")
+]
 
 
 @app.command()
@@ -26,47 +36,52 @@ def train(
             help="key=value, for example steps=50 schedule.max_staleness=4", show_default=False
         ),
     ] = None,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start over; move an existing run directory aside.")
-    ] = False,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Check the settings, print them as JSON and exit."),
-    ] = False,
+    fresh: Fresh = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Train a model. If the run directory has an earlier run, the same command resumes it."""
     from paceline.config import check_trainable, load_config
     from paceline.job import Job
     from paceline.observe.terminal import Terminal
 
-    stopped_by = signal.SIGINT
-
-    def terminate(*_: object) -> None:
-        nonlocal stopped_by
-        stopped_by = signal.SIGTERM
-        signal.raise_signal(signal.SIGINT)  # stop in the same way as with Ctrl-C
-
-    # A shell starts background jobs with SIGINT ignored; without a handler for SIGINT, `terminate`
-    # would have no effect there.
-    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, terminate)}
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
-    config: RunConfig | None = None
-    try:
+    with stopped_by_signals(fresh) as run:
         config = load_config(recipe, settings or ())
         check_trainable(config)
         if dry_run:
             console.print_json(config.model_dump_json())
             return
+        run.config = config
         log_to_console()
         Job(config).train(fresh, Terminal(config, console)).result()
-    except PacelineError as error:
-        fail(error)
-    except KeyboardInterrupt:
-        console.print(f"\nstopped{_how_to_resume(config, fresh)}", highlight=False, soft_wrap=True)
-        raise typer.Exit(128 + stopped_by) from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+
+
+@app.command()
+def sft(
+    recipe: Annotated[
+        Path, typer.Argument(help="Recipe, for example recipes/sft.toml", show_default=False)
+    ],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="key=value, for example data.path=examples.jsonl epochs=2", show_default=False
+        ),
+    ] = None,
+    fresh: Fresh = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Fine-tune a model on completions, before reinforcement learning. The same command resumes."""
+    from paceline.supervised.config import load_sft_config
+    from paceline.supervised.display import SftTerminal
+    from paceline.supervised.job import SftJob
+
+    with stopped_by_signals(fresh) as run:
+        config = load_sft_config(recipe, settings or ())
+        if dry_run:
+            console.print_json(config.model_dump_json())
+            return
+        run.config = config
+        log_to_console()
+        SftJob(config).start(fresh, SftTerminal(config, console)).result()
 
 
 @app.command()
@@ -124,7 +139,42 @@ def evaluate(
             console.print(f"{name:20} {value:.4g}", highlight=False)
 
 
-def _how_to_resume(config: "RunConfig | None", fresh: bool) -> str:
+@dataclass
+class _Running:
+    """The run of a command, once its settings are known."""
+
+    config: "RunConfig | SftConfig | None" = None
+
+
+@contextmanager
+def stopped_by_signals(fresh: bool) -> Iterator[_Running]:
+    """Let Ctrl-C and SIGTERM stop a run, report its errors, and set the exit code."""
+    stopped_by = signal.SIGINT
+
+    def terminate(*_: object) -> None:
+        nonlocal stopped_by
+        stopped_by = signal.SIGTERM
+        signal.raise_signal(signal.SIGINT)  # stop in the same way as with Ctrl-C
+
+    # A shell starts background jobs with SIGINT ignored; without a handler for SIGINT, `terminate`
+    # would have no effect there.
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, terminate)}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
+    run = _Running()
+    try:
+        yield run
+    except PacelineError as error:
+        fail(error)
+    except KeyboardInterrupt:
+        how = _how_to_resume(run.config, fresh)
+        console.print(f"\nstopped{how}", highlight=False, soft_wrap=True)
+        raise typer.Exit(128 + stopped_by) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _how_to_resume(config: "RunConfig | SftConfig | None", fresh: bool) -> str:
     """Return what the same command would do next, to follow the word "stopped"."""
     if config is None:
         return ""

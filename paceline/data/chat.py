@@ -98,8 +98,11 @@ def text_decoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[list[int]], 
     return partial(tokenizer.decode, skip_special_tokens=True)
 
 
-def message_problem(prompt: Any) -> str | None:
-    """Return what is wrong with a prompt given as chat messages, or None."""
+def message_problem(prompt: Any, complete: bool = False) -> str | None:
+    """Return what is wrong with a prompt given as chat messages, or None.
+
+    `complete`: the messages include the completion, so an assistant's may be the last.
+    """
     if not prompt:
         return "the list of messages is empty"
     for number, message in enumerate(prompt, 1):
@@ -121,7 +124,7 @@ def message_problem(prompt: Any) -> str | None:
         text.encode()
     except UnicodeEncodeError:
         return "the text contains a lone surrogate, which is not a valid character"
-    if prompt[-1]["role"] == "assistant":
+    if prompt[-1]["role"] == "assistant" and not complete:
         return "the last message has the role assistant; expected a message to respond to"
     return None
 

@@ -7,7 +7,7 @@ the cursor of a run and resuming is exact.
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
@@ -19,7 +19,7 @@ from pydantic import Field, field_validator, model_validator
 
 from paceline.data.curriculum import load_curriculum
 from paceline.data.files import ParsedRow, find_files, read_files
-from paceline.data.rows import BadRow, RowTokenizer, TokenizedRow, check_columns
+from paceline.data.rows import BadRow, RowReader, RowTokenizer, TokenizedRow
 from paceline.data.tasks import get_task
 from paceline.errors import ConfigError, DataError
 from paceline.plugins import Plugin
@@ -32,33 +32,27 @@ if TYPE_CHECKING:  # importing transformers takes seconds, and --help needs only
 log = logging.getLogger(__name__)
 
 Reads = Sequence[ParsedRow]
+TokenizerKind = Callable[[Any, "PreTrainedTokenizerBase"], RowReader]
 GROUP = "paceline.sources"  # entry points of data.source
 SHOWN_BAD_ROWS = 5  # listed in a message; the rest are counted
 
 
-class DataSettings(Settings):
+class RowSettings(Settings):
+    """Rows of a dataset: where they come from and how they become text."""
+
     task: str | None = None
     """Built-in task, "name" or "name:difficulty", for example "sort:5". Set one of task, path and
     source."""
     path: str | tuple[str, ...] | None = None
-    """Prompt files: a path, a glob pattern, or a list of them. Formats: JSONL, JSON, CSV, TSV,
+    """Data files: a path, a glob pattern, or a list of them. Formats: JSONL, JSON, CSV, TSV,
     Parquet, or a directory saved by the library `datasets`."""
     source: Plugin | None = None
     """Custom source of rows: "file.py:function". The function returns a list of dicts, or yields
     them one by one, without an end if you like."""
     prompt_key: str = "prompt"
-    """Column with the prompt: text or a list of chat messages. The reward function gets the whole
-    row."""
-    answer_key: str | None = None
-    """Column with the reference answer, which the reward function reads as row["answer"]; "a.b" is
-    field b of column a. Default: the column "answer", if there is one."""
-    max_prompt_length: int = Field(default=512, ge=1)
-    """Maximum prompt length in tokens. A longer prompt is a bad row."""
+    """Column with the prompt: text or a list of chat messages."""
     shuffle: bool = True
     """Shuffle the rows in every epoch. Each row occurs once per epoch."""
-    curriculum: str | None = None
-    """Order of rows by the rewards of the model: "adaptive", or a custom class as "file.py:Class".
-    Default: every row once per epoch."""
     limit: int | None = Field(default=None, ge=1)
     """Number of rows to use, from the first. Default: all rows; 8192 rows per epoch for a task."""
     chat: bool | None = None
@@ -91,6 +85,18 @@ class DataSettings(Settings):
         return self
 
 
+class DataSettings(RowSettings):
+    answer_key: str | None = None
+    """Column with the reference answer, which the reward function reads as row["answer"]; "a.b" is
+    field b of column a. Default: the column "answer", if there is one. The reward function gets the
+    whole row."""
+    max_prompt_length: int = Field(default=512, ge=1)
+    """Maximum prompt length in tokens. A longer prompt is a bad row."""
+    curriculum: str | None = None
+    """Order of rows by the rewards of the model: "adaptive", or a custom class as "file.py:Class".
+    Default: every row once per epoch."""
+
+
 class PromptSource:
     """All prompts of a run, as an endless sequence.
 
@@ -105,23 +111,25 @@ class PromptSource:
 
     def __init__(
         self,
-        settings: DataSettings,
+        settings: RowSettings,
         tokenizer: "PreTrainedTokenizerBase",
         seed: int,
         given: tuple[str, Reads] | None = None,
+        kind: TokenizerKind = RowTokenizer,
     ) -> None:
-        """`given`: rows that replace those of the settings, and their name in messages."""
+        """`given`: rows that replace those of the settings, and their name in messages.
+
+        `kind`: turns rows into tokens; default: into those of prompts.
+        """
         self._settings, self._seed = settings, seed
         origin, reads = given or _read(settings, seed)
+        row_tokenizer = kind(settings, tokenizer)
         if settings.task is None or given:
-            check_columns((read.row for read in reads), origin, settings.prompt_key)
-        self._rows, self.bad_rows = _load(settings, tokenizer, origin, reads)
+            row_tokenizer.check_columns((read.row for read in reads), origin)
+        self._rows, self.bad_rows = _load(settings, row_tokenizer, origin, reads)
         self.fingerprint = _fingerprint(self._rows)
-        self._curriculum = (
-            load_curriculum(settings.curriculum, len(self._rows), seed)
-            if settings.curriculum
-            else None
-        )
+        order = curriculum_of(settings)
+        self._curriculum = load_curriculum(order, len(self._rows), seed) if order else None
         self._number = {row.uid: number for number, row in enumerate(self._rows)}
         # Cache several epochs, because the prompts in flight of an async run span two.
         self._order = lru_cache(maxsize=4)(self._make_order)
@@ -130,9 +138,22 @@ class PromptSource:
         return len(self._rows)
 
     def __getitem__(self, seq: int) -> Prompt:
+        return self.row(seq).prompt()
+
+    def row(self, seq: int) -> TokenizedRow:
         if seq < 0:
             raise IndexError(f"prompt {seq}: positions start at 0")
-        return self._rows[self._row_at(seq)].prompt()
+        return self._rows[self._row_at(seq)]
+
+    def hold_out(self, count: int) -> list[TokenizedRow]:
+        """Take the last rows out of the source, before its first use, and return them."""
+        if not 0 <= count < len(self._rows):
+            raise DataError(
+                f"{count} rows cannot be held out of {len(self._rows)}; at least one must remain"
+            )
+        kept = len(self._rows) - count
+        held_out, self._rows = self._rows[kept:], self._rows[:kept]
+        return held_out
 
     def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Return every row with its location."""
@@ -155,6 +176,9 @@ class PromptSource:
                     [trajectory.total_reward for trajectory in group.trajectories],
                 )
 
+    def forget(self, newest: int) -> None:
+        """Do nothing: the rows stay in memory for the next epoch."""
+
     def state(self) -> dict[str, Any]:
         return self._curriculum.state() if self._curriculum else {}
 
@@ -167,7 +191,7 @@ class PromptSource:
             row = self._curriculum.pick(seq)
             if not (isinstance(row, int) and 0 <= row < len(self._rows)):
                 raise DataError(
-                    f"data.curriculum = {self._settings.curriculum!r} picked row {row!r}; "
+                    f"data.curriculum = {curriculum_of(self._settings)!r} picked row {row!r}; "
                     f"expected an integer from 0 to {len(self._rows) - 1}"
                 )
             return row
@@ -180,12 +204,16 @@ class PromptSource:
         return np.argsort(keys, kind="stable")
 
 
+def curriculum_of(settings: RowSettings) -> str | None:
+    return settings.curriculum if isinstance(settings, DataSettings) else None
+
+
 def _load(
-    settings: DataSettings, tokenizer: "PreTrainedTokenizerBase", origin: str, reads: Reads
+    settings: RowSettings, tokenizer: RowReader, origin: str, reads: Reads
 ) -> tuple[list[TokenizedRow], tuple[BadRow, ...]]:
     rows: dict[str, TokenizedRow] = {}
     bad = []
-    for row in RowTokenizer(settings, tokenizer).tokenize(reads):
+    for row in tokenizer.tokenize(reads):
         if isinstance(row, BadRow):
             bad.append(row)
             continue
@@ -196,7 +224,7 @@ def _load(
     return list(rows.values()), tuple(bad)
 
 
-def _read(settings: DataSettings, seed: int) -> tuple[str, Reads]:
+def _read(settings: RowSettings, seed: int) -> tuple[str, Reads]:
     """Return the origin of the rows, and all rows."""
     if settings.task is not None:
         task = get_task(settings.task)
@@ -215,7 +243,7 @@ def _read(settings: DataSettings, seed: int) -> tuple[str, Reads]:
     return origin, list(islice(read_files(files), settings.limit))
 
 
-def _report(bad: Sequence[BadRow], good: int, origin: str, settings: DataSettings) -> None:
+def _report(bad: Sequence[BadRow], good: int, origin: str, settings: RowSettings) -> None:
     """Raise DataError for bad rows, or if no row is left; log the rows that are left out."""
     shown = "".join(f"\n  {row}" for row in bad[:SHOWN_BAD_ROWS]) + (
         f"\n  ... and {len(bad) - SHOWN_BAD_ROWS} more" if len(bad) > SHOWN_BAD_ROWS else ""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from jinja2 import TemplateError
@@ -16,7 +16,7 @@ from paceline.types import Prompt
 if TYPE_CHECKING:  # importing transformers takes seconds, and --help needs only the settings
     from transformers import PreTrainedTokenizerBase
 
-    from paceline.data.prompts import DataSettings
+    from paceline.data.prompts import DataSettings, RowSettings
 
 LIKELY_PROMPT_KEYS = (
     "prompt",
@@ -51,19 +51,46 @@ class TokenizedRow:
     text: str
     tokens: NDArray[np.int32]
     row: Mapping[str, Any]
+    mask: NDArray[np.bool_] | None = None  # trained tokens of an example; a prompt has none
 
     def prompt(self) -> Prompt:
         return Prompt(self.uid, tuple(self.tokens.tolist()), self.text, self.row)
 
 
-class _Unusable(Exception):
-    """The reason why a row cannot become a prompt."""
+class Unusable(Exception):
+    """The reason why a row cannot be used."""
+
+
+class RowReader(Protocol):
+    """Turns rows of a dataset into tokens."""
+
+    @property
+    def max_length(self) -> int:
+        """Maximum number of tokens of a row."""
+        ...
+
+    def check_columns(self, rows: Iterable[Mapping[str, Any]], origin: str) -> None:
+        """Raise DataError if no row has the columns that are read."""
+        ...
+
+    def tokenize(self, reads: Sequence[ParsedRow]) -> Iterator[TokenizedRow | BadRow]:
+        """Yield the tokens of each row, or the reason why it cannot be used, in order."""
+        ...
 
 
 class RowTokenizer:
+    """Turns rows into prompts."""
+
     def __init__(self, settings: "DataSettings", tokenizer: "PreTrainedTokenizerBase") -> None:
         self._settings, self._tokenizer = settings, tokenizer
-        self._use_chat = _use_chat(settings, tokenizer)
+        self._use_chat = use_chat(settings, tokenizer)
+
+    @property
+    def max_length(self) -> int:
+        return self._settings.max_prompt_length
+
+    def check_columns(self, rows: Iterable[Mapping[str, Any]], origin: str) -> None:
+        check_columns(rows, origin, self._settings.prompt_key)
 
     def tokenize(self, reads: Sequence[ParsedRow]) -> Iterator[TokenizedRow | BadRow]:
         """Yield each row as a prompt, or the reason why it cannot be one, in order."""
@@ -73,11 +100,12 @@ class RowTokenizer:
             try:
                 text = self._text(read)
                 rendered[i] = text, _with_answer(read.row, self._settings.answer_key)
-            except (_Unusable, TemplateError) as e:
+            except (Unusable, TemplateError) as e:
                 problems[i] = str(e)
             except (TypeError, ValueError, LookupError, AttributeError) as e:
                 problems[i] = f"the chat template failed: {type(e).__name__}: {e}"
-        tokens = self._tokens([text for text, _ in rendered.values()])
+        texts = [text for text, _ in rendered.values()]
+        tokens = tokenize_texts(self._tokenizer, texts, special=not self._use_chat)
         longest = self._settings.max_prompt_length
         for i, read in enumerate(reads):
             if i in problems:
@@ -99,19 +127,19 @@ class RowTokenizer:
         """Return the prompt of a row as the text the model reads."""
         key = self._settings.prompt_key
         if read.problem:
-            raise _Unusable(read.problem)
+            raise Unusable(read.problem)
         if key not in read.row:
-            raise _Unusable(
+            raise Unusable(
                 f"no {key!r} (data.prompt_key); "
                 f"the row has {', '.join(map(repr, read.row)) or 'no columns'}"
             )
         prompt = read.row[key]
         if not isinstance(prompt, str | list):
-            raise _Unusable(
+            raise Unusable(
                 f"{key!r} is {type(prompt).__name__}; expected text or a list of chat messages"
             )
         if isinstance(prompt, list) and not self._use_chat:
-            raise _Unusable(
+            raise Unusable(
                 f"{key!r} is a list of chat messages, "
                 "but data.chat is false or the tokenizer has no chat template"
             )
@@ -119,18 +147,20 @@ class RowTokenizer:
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         )
         if problem:
-            raise _Unusable(f"{key!r}: {problem}")
+            raise Unusable(f"{key!r}: {problem}")
         if not self._use_chat:
             return str(prompt)
         return chat.render(self._tokenizer, prompt, self._settings.system)
 
-    def _tokens(self, texts: Sequence[str]) -> Iterator[NDArray[np.int32]]:
-        """Tokenize in batches, because a tokenizer's other outputs take 100 bytes per token."""
-        special = not self._use_chat
-        for start in range(0, len(texts), TOKENIZER_BATCH):
-            batch = texts[start : start + TOKENIZER_BATCH]
-            for tokens in self._tokenizer(batch, add_special_tokens=special)["input_ids"]:
-                yield np.array(tokens, np.int32)
+
+def tokenize_texts(
+    tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], special: bool
+) -> Iterator[NDArray[np.int32]]:
+    """Tokenize in batches, because a tokenizer's other outputs take 100 bytes per token."""
+    for start in range(0, len(texts), TOKENIZER_BATCH):
+        batch = texts[start : start + TOKENIZER_BATCH]
+        for tokens in tokenizer(batch, add_special_tokens=special)["input_ids"]:
+            yield np.array(tokens, np.int32)
 
 
 def check_columns(rows: Iterable[Mapping[str, Any]], origin: str, prompt_key: str) -> None:
@@ -144,19 +174,20 @@ def check_columns(rows: Iterable[Mapping[str, Any]], origin: str, prompt_key: st
         )
 
 
-def _use_chat(settings: "DataSettings", tokenizer: "PreTrainedTokenizerBase") -> bool:
-    use_chat = chat.has_template(tokenizer) if settings.chat is None else settings.chat
-    if use_chat and not chat.has_template(tokenizer):
+def use_chat(settings: "RowSettings", tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Return whether rows are rendered with the chat template."""
+    chosen = chat.has_template(tokenizer) if settings.chat is None else settings.chat
+    if chosen and not chat.has_template(tokenizer):
         raise ConfigError(
             "data.chat = true, but the model's tokenizer has no chat template; "
             "remove data.chat or use a chat model"
         )
-    if settings.system is not None and not use_chat:
+    if settings.system is not None and not chosen:
         raise ConfigError(
             "data.system is set, but prompts are not rendered with a chat template; "
             "remove data.system or use a chat model"
         )
-    return use_chat
+    return chosen
 
 
 def _with_answer(row: Mapping[str, Any], key: str | None) -> Mapping[str, Any]:
@@ -165,8 +196,6 @@ def _with_answer(row: Mapping[str, Any], key: str | None) -> Mapping[str, Any]:
     value: Any = row
     for name in [key] if key in row else key.split("."):
         if not isinstance(value, Mapping) or name not in value:
-            raise _Unusable(
-                f"no {key!r} (data.answer_key); the row has {', '.join(map(repr, row))}"
-            )
+            raise Unusable(f"no {key!r} (data.answer_key); the row has {', '.join(map(repr, row))}")
         value = value[name]
     return {**row, "answer": value}

@@ -4,7 +4,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from paceline.data.prompts import GROUP, DataSettings, PromptSource
+from paceline.data.prompts import (
+    GROUP,
+    PromptSource,
+    RowSettings,
+    TokenizerKind,
+    curriculum_of,
+)
 from paceline.data.rows import RowTokenizer
 from paceline.data.stream import PromptStream, RowStream
 from paceline.errors import ConfigError, DataError
@@ -17,12 +23,14 @@ Prompts = PromptSource | PromptStream
 
 
 def open_source(
-    settings: DataSettings,
+    settings: RowSettings,
     tokenizer: "PreTrainedTokenizerBase",
     seed: int,
     rows: Iterable[Any] | None = None,
+    kind: TokenizerKind = RowTokenizer,
 ) -> Prompts:
-    """Open the prompts. `rows` of the program replace those of the settings.
+    """Open the rows, as prompts or as what `kind` makes of them. `rows` of the program replace
+    those of the settings.
 
     Rows with a length are a dataset; others are a stream, unless data.limit selects the first ones.
     """
@@ -31,7 +39,7 @@ def open_source(
     elif settings.source is not None:
         stream = _custom(settings.source, seed)
     else:
-        return PromptSource(settings, tokenizer, seed)
+        return PromptSource(settings, tokenizer, seed, kind=kind)
     opened = stream.open()
     if _has_length(opened) or settings.limit:
         try:
@@ -39,13 +47,13 @@ def open_source(
         except Exception as e:
             raise DataError(f"{stream.origin} raised {type(e).__name__}: {e}") from e
         reads = [stream.parsed(row, number) for number, row in enumerate(found, 1)]
-        return PromptSource(settings, tokenizer, seed, (stream.origin, reads))
-    if settings.curriculum:
+        return PromptSource(settings, tokenizer, seed, (stream.origin, reads), kind)
+    if curriculum := curriculum_of(settings):
         raise ConfigError(
-            f"data.curriculum = {settings.curriculum!r} needs a known number of rows, but "
+            f"data.curriculum = {curriculum!r} needs a known number of rows, but "
             f"{stream.origin} is a stream; set data.limit, or remove data.curriculum"
         )
-    return PromptStream(settings, stream, RowTokenizer(settings, tokenizer), opened)
+    return PromptStream(settings, stream, kind(settings, tokenizer), opened)
 
 
 def _given(rows: Iterable[Any]) -> RowStream:

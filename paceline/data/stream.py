@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline.data.files import ParsedRow
-from paceline.data.rows import BadRow, RowTokenizer, TokenizedRow, check_columns
+from paceline.data.rows import BadRow, RowReader, TokenizedRow
 from paceline.errors import DataError
 from paceline.types import Group, Prompt
 
 if TYPE_CHECKING:
-    from paceline.data.prompts import DataSettings
+    from paceline.data.prompts import RowSettings
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +48,9 @@ class PromptStream:
 
     def __init__(
         self,
-        settings: "DataSettings",
+        settings: "RowSettings",
         stream: RowStream,
-        tokenizer: RowTokenizer,
+        tokenizer: RowReader,
         opened: Iterable[Any],
     ) -> None:
         """Read the first prompt. `opened` are the rows of the first epoch."""
@@ -80,6 +80,9 @@ class PromptStream:
         )
 
     def __getitem__(self, seq: int) -> Prompt:
+        return self.row(seq).prompt()
+
+    def row(self, seq: int) -> TokenizedRow:
         if seq not in self._held:
             if seq < self._next:
                 self._rewind(seq)
@@ -88,7 +91,7 @@ class PromptStream:
             while self._next <= seq:
                 row = self._next_row()
                 self._held[self._next - 1] = row
-        return self._held[seq].prompt()
+        return self._held[seq]
 
     def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Return the first row with its location; the others do not exist yet."""
@@ -100,7 +103,7 @@ class PromptStream:
 
     @property
     def longest(self) -> int:
-        return self._settings.max_prompt_length
+        return self._tokenizer.max_length
 
     @property
     def highest_token(self) -> int:
@@ -108,7 +111,10 @@ class PromptStream:
 
     def observe(self, groups: Sequence[Group]) -> None:
         """Forget prompts that were trained on. Older ones are trained or dropped, too."""
-        newest = max(group.seq for group in groups)
+        self.forget(max(group.seq for group in groups))
+
+    def forget(self, newest: int) -> None:
+        """Forget the rows up to this position, which are not needed any more."""
         self._held = {seq: row for seq, row in self._held.items() if seq > newest}
 
     # -- checkpoints
@@ -159,7 +165,7 @@ class PromptStream:
             if self._taken in self._bad:
                 continue
             if self._taken == 1:
-                check_columns([read.row], self._stream.origin, self._settings.prompt_key)
+                self._tokenizer.check_columns([read.row], self._stream.origin)
             (row,) = self._tokenizer.tokenize([read])
             self._examined = max(self._examined, self._taken)
             if isinstance(row, TokenizedRow):

@@ -88,7 +88,7 @@ class Recorder:
     def step_done(self, step: int, metrics: Metrics, groups: Sequence[Group]) -> None:
         metrics, self._evaluated = metrics | self._evaluated, {}
         self._file.write(
-            json.dumps({"step": step} | {name: _short(value) for name, value in metrics.items()})
+            json.dumps({"step": step} | {name: rounded(value) for name, value in metrics.items()})
             + "\n"
         )
         self._file.flush()
@@ -181,7 +181,7 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
     temporary.replace(path)
 
 
-def _short(value: float) -> float | None:
+def rounded(value: float) -> float | None:
     """Return a rounded number, or None for nan and infinity, which JSON does not have."""
     if not math.isfinite(value):
         return None

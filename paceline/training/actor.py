@@ -15,7 +15,7 @@ from paceline.algo.correction import (
     named_measures,
     off_policy_measures,
 )
-from paceline.algo.loss import LossFn, PolicyLoss
+from paceline.algo.loss import LossFn, PolicyLoss, SupervisedLoss
 from paceline.algo.settings import AlgorithmSettings
 from paceline.errors import DataError
 from paceline.model.packing import select_rows
@@ -64,10 +64,20 @@ class Actor:
         corrected = s.proximal == "recomputed" and at_once
         if corrected:
             batch, measured = correct(batch, self.logprobs(batch), s, step)
-        before = None if self._weights_have_changed else self._fingerprint()
         loss = PolicyLoss(s, step, kl_coef, self._max_length, corrected)
+        return self._train_on(batch, loss, lr, step, measured)
+
+    def fit(self, batch: Batch, step: int) -> Metrics:
+        """Train on the completions of a batch as they are, and return the metrics."""
+        lr = self._train.learning_rate_at(step, self._total_steps)
+        return self._train_on(batch, SupervisedLoss(), lr, step)
+
+    def _train_on(
+        self, batch: Batch, loss: LossFn, lr: float, step: int, measured: Metrics | None = None
+    ) -> Metrics:
+        before = None if self._weights_have_changed else self._fingerprint()
         target = self._train.staleness_kl_target
-        metrics = train_on(self.engine, batch, loss, s, lr, step, target, measured)
+        metrics = train_on(self.engine, batch, loss, self._algorithm, lr, step, target, measured)
         if before is not None:
             self._weights_have_changed = before != self._fingerprint()
             changed = float(self._weights_have_changed)

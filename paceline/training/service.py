@@ -154,9 +154,16 @@ class ActorService(_Trained):
             return self._actor.logprobs(batch)
 
     def update(self, batch: Batch, step: int, kl_coef: float | None = None) -> dict[str, float]:
+        return self._step(lambda: self._actor.update(batch, step, kl_coef))
+
+    def fit(self, batch: Batch, step: int) -> dict[str, float]:
+        """Make a supervised train step."""
+        return self._step(lambda: self._actor.fit(batch, step))
+
+    def _step(self, work: Callable[[], dict[str, float]]) -> dict[str, float]:
         busy = BusyClock()
         with busy, self._on_device.for_step():
-            metrics = self._actor.update(batch, step, kl_coef)
+            metrics = work()
         metrics |= self._on_device.metrics() | {"busy_s": busy.seconds}
         memory = self._phases.metrics() if self._phases else {}
         return {f"train/{name}": value for name, value in metrics.items()} | memory

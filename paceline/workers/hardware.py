@@ -45,7 +45,9 @@ def describe_devices(
     by_name = {node.name: node for node in nodes}
     threads = plans[0].threads
     parts = [f"{roles} on {_where(own, by_name, threads)}" for roles, own in devices.items()]
-    return f"{'; '.join(parts)}; {config.train.dtype}, {_engines(config, plans)}"
+    generates = any(Role.ROLLOUT in plan.roles for plan in plans)
+    engines = f", {_engines(config, plans)}" if generates else ""
+    return f"{'; '.join(parts)}; {config.train.dtype}{engines}"
 
 
 def _engines(config: RunConfig, plans: Sequence[PlannedWorker]) -> str:

@@ -43,18 +43,24 @@ class Layout:
         used = len({device for plan in self.plans for device in plan.devices})
         if not gpus or used == gpus:
             return list(self.scarce)
+        engines = any(Role.ROLLOUT in plan.roles for plan in self.plans)
         return [
             *self.scarce,
             f"{gpus - used} of {gpus} GPUs are not used: train.backend = 'fsdp' trains on all GPUs "
-            "of a pool, and a separate pool for rollout has an engine on each",
+            "of a pool" + engines * ", and a separate pool for rollout has an engine on each",
         ]
 
 
-async def plan_that_fits(config: RunConfig, model_path: str) -> Layout:
-    """Plan a run on the nodes that it would use. Raise ConfigError if it cannot fit."""
+async def plan_that_fits(
+    config: RunConfig, model_path: str, roles: Sequence[Role] | None = None
+) -> Layout:
+    """Plan a run on the nodes that it would use. Raise ConfigError if it cannot fit.
+
+    `roles`: those that are used; default: all of a training run.
+    """
     nodes = await find_nodes(config)
     _check_gpus(config, sum(node.gpus for node in nodes))
-    layout = plan_on(config, load_config(model_path), nodes)
+    layout = plan_on(config, load_config(model_path), nodes, roles)
     check_bfloat16(layout.config)
     return layout
 
@@ -83,18 +89,23 @@ def _check_gpus(config: RunConfig, gpus: int) -> None:
         check_backend(config.train, gpus)
 
 
-def plan_on(config: RunConfig, model: PretrainedConfig, nodes: Sequence[Node]) -> Layout:
+def plan_on(
+    config: RunConfig,
+    model: PretrainedConfig,
+    nodes: Sequence[Node],
+    roles: Sequence[Role] | None = None,
+) -> Layout:
     """Plan a run on these nodes, with all automatic settings set.
 
     Raise DoesNotFit, with the nearest settings that fit.
     """
     models = Models.of(config, model)
-    config, choices = choose(config, models, nodes)
-    plans = plan_workers(config, nodes)
+    config, choices = choose(config, models, nodes, roles)
+    plans = plan_workers(config, nodes, roles)
     try:
         scarce = check_fit(plans, nodes, config, models)
     except DoesNotFit as error:
-        settings = nearest_layout(config, models, nodes)
+        settings = nearest_layout(config, models, nodes, roles)
         advice = (
             f"the nearest layout that fits: {settings}"
             if settings

@@ -22,7 +22,12 @@ Settings = Mapping[str, Any]
 Choice = tuple[int, Settings]  # cost of a change, and the settings it makes
 
 
-def nearest_layout(config: RunConfig, models: Models, nodes: Sequence[Node]) -> str | None:
+def nearest_layout(
+    config: RunConfig,
+    models: Models,
+    nodes: Sequence[Node],
+    roles: Sequence[Role] | None = None,
+) -> str | None:
     """Return the settings of the nearest layout that fits with full micro-batches, as key=value.
 
     It also has room for full KV caches, if there is such a layout. None: nothing fits, or the nodes
@@ -31,13 +36,15 @@ def nearest_layout(config: RunConfig, models: Models, nodes: Sequence[Node]) -> 
     if not any(node.gpus for node in nodes):
         return None
     axes = _axes(config, models, sum(node.gpus for node in nodes))
+    if roles and Role.ROLLOUT not in roles:  # only settings that such a run has
+        axes = [[c for c in axis if all(key.startswith("train.") for key in c[1])] for axis in axes]
     candidates = sorted(itertools.product(*axes), key=lambda each: sum(cost for cost, _ in each))
     nearest: Settings | None = None
     for candidate in candidates[:TRIES]:
         changes = _merged(config, candidate)
-        if not _fits(config, changes, models, nodes, full_cache=False):
+        if not _fits(config, changes, models, nodes, roles, full_cache=False):
             continue
-        if _fits(config, changes, models, nodes, full_cache=True):
+        if _fits(config, changes, models, nodes, roles, full_cache=True):
             return _as_text(config, nodes, changes)
         nearest = changes if nearest is None else nearest
     return None if nearest is None else _as_text(config, nodes, nearest)
@@ -61,7 +68,12 @@ def _merged(config: RunConfig, candidate: Sequence[Choice]) -> Settings:
 
 
 def _fits(
-    config: RunConfig, changes: Settings, models: Models, nodes: Sequence[Node], full_cache: bool
+    config: RunConfig,
+    changes: Settings,
+    models: Models,
+    nodes: Sequence[Node],
+    roles: Sequence[Role] | None,
+    full_cache: bool,
 ) -> bool:
     values = config.model_dump()
     for key, value in changes.items():
@@ -69,7 +81,7 @@ def _fits(
         values[section][name] = value
     try:
         changed = RunConfig.model_validate(values)
-        plans = plan_workers(changed, nodes)
+        plans = plan_workers(changed, nodes, roles)
         return not check_fit(plans, nodes, changed, models, full_cache)
     except (ConfigError, ValidationError):
         return False

@@ -37,7 +37,7 @@ def write_run(folder: Path, engine: SingleDevice, steps: tuple[int, ...] = (2,))
         tokenizer.chat_template = "{{ messages }}"
         tokenizer.save_pretrained(target / "actor")
         GenerationConfig(eos_token_id=[2, 9]).save_pretrained(target / "actor")
-        write_model_card(target / "actor", CONFIG, 2, 0.75)
+        write_model_card(target / "actor", model_card(CONFIG, 2, 0.75))
 
     for step in steps:
         asyncio.run(save_checkpoint(folder / "checkpoints", step, {"step": step}, write, 9))

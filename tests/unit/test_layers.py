@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("observe",),
     ("run", "evaluation"),
     ("job",),
+    ("supervised",),
     ("api",),
     ("cli", "trl"),
     ("__main__",),
@@ -46,7 +47,7 @@ LEAVES = {
     "pyarrow": {"data.files"},
     "datasets": {"data.hub"},
     "rich": {"cli", "observe.display", "observe.plan", "observe.samples"}
-    | {"observe.console", "observe.terminal"},
+    | {"observe.console", "observe.terminal", "supervised.display"},
     "typer": {"cli"},
 }
 HEAVY = {"torch", "transformers"}

@@ -11,12 +11,15 @@ from paceline import errors
 
 TRAIN = "recipe, *, model, data, evaluation_data, reward, steps, environment, fresh, display"
 EVALUATE = "recipe, *, model, data, reward, samples, environment, **settings"
+SFT = "recipe, *, model, data, validation, steps, epochs, fresh, display, **settings"
 SIGNATURES = {
     "train": f"{TRAIN}, **settings",
     "train_async": f"{TRAIN}, **settings",
     "steps": f"{TRAIN}, **settings",
     "evaluate": EVALUATE,
     "evaluate_async": EVALUATE,
+    "sft": SFT,
+    "sft_async": SFT,
     "load_config": "recipe, overrides, values",
     "Run": "run_dir, summary",
     "Step": "step, reward, metrics, groups",
@@ -55,7 +58,8 @@ def test_public_signature_is_pinned(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["train", "train_async", "evaluate", "evaluate_async", "load_config"]
+    "name",
+    ["train", "train_async", "evaluate", "evaluate_async", "sft", "sft_async", "load_config"],
 )
 def test_public_defaults_are_pinned(name: str) -> None:
     for parameter in inspect.signature(getattr(paceline, name)).parameters.values():
@@ -94,6 +98,8 @@ def test_import_is_quick_and_loads_no_torch() -> None:
 def test_functions_keep_their_names_after_import_of_implementation() -> None:
     import paceline.evaluation
     import paceline.run
+    import paceline.supervised.run
     import paceline.training.checkpoint
 
+    assert callable(paceline.sft)
     assert callable(paceline.train) and callable(paceline.evaluate) and callable(paceline.steps)

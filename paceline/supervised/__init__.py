@@ -1,0 +1,1 @@
+"""Supervised fine-tuning: settings, run, results and display of `paceline sft`."""

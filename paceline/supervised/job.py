@@ -1,0 +1,87 @@
+"""A supervised run that a program or the command line asks for.
+
+Waits for: the run, which has a separate thread with an event loop (background.py).
+"""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.background import Background
+from paceline.data.examples import check_example_columns
+from paceline.data.files import find_files, first_rows
+from paceline.early_checks import check_code, check_early
+from paceline.errors import ConfigError
+from paceline.job import Rows, Run, quiet_libraries
+from paceline.supervised.config import SftConfig
+
+if TYPE_CHECKING:
+    from paceline.supervised.display import SftTerminal
+
+
+@dataclass(frozen=True)
+class SftJob:
+    """A configuration, and the rows that a program gives as objects instead of settings."""
+
+    config: SftConfig
+    rows: Rows | None = None
+    validation: Rows | None = None
+
+    def start(self, fresh: bool = False, display: "bool | SftTerminal" = True) -> Background[Run]:
+        config = self.config
+        workers = config.worker_config()
+        check_early(workers, has_rows=True, has_reward=True)
+        self._check_data()
+        quiet_libraries()
+        with ExitStack() as stack:
+            terminal = _terminal(config) if display is True else display or None
+            if terminal:
+                stack.enter_context(terminal)
+            from paceline.inputs import prepare_model
+            from paceline.supervised.run import fine_tune
+
+            prepare_model(workers, terminal.warming_up if terminal else None)
+            if terminal:
+                terminal.starting()
+            closing = stack.pop_all()
+
+        async def work() -> Run:
+            with closing:
+                summary = await fine_tune(
+                    config,
+                    terminal.display if terminal else None,
+                    fresh=fresh,
+                    rows=self.rows,
+                    validation=self.validation,
+                )
+                run = Run(Path(config.run_dir), summary)
+                if terminal:
+                    terminal.finish(summary, str(run.checkpoint))
+            return run
+
+        return Background(work())
+
+    def _check_data(self) -> None:
+        """Raise if files or columns are missing, before torch is imported."""
+        data = self.config.data
+        if self.rows is None:
+            if data.task is None and data.path is None and data.source is None:
+                raise ConfigError(
+                    "there are no rows: set data.path (for example 'examples.jsonl'), data.source "
+                    "or data.task (for example 'sort:5')"
+                )
+            if data.source is not None:
+                check_code("data.source", str(data.source))
+        for path in (data.path, self.config.validation.path):
+            if path is not None:
+                first, *_ = find_files((path,) if isinstance(path, str) else path)
+                if data.on_bad_row == "fail":  # otherwise the first rows may be bad
+                    rows = [read.row for read in first_rows(first)]
+                    check_example_columns(rows, str(first), data)
+
+
+def _terminal(config: SftConfig) -> "SftTerminal":
+    from paceline.supervised.display import SftTerminal
+
+    return SftTerminal(config)

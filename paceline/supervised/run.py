@@ -1,0 +1,218 @@
+"""Supervised fine-tuning from a configuration: the rows of each step go to the actor, which is the
+same as in reinforcement learning.
+
+Waits for: the actor, at most step_timeout_s per call.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import StalledError
+from paceline.observe.health import Health
+from paceline.observe.model_card import card_text, data_name, write_model_card
+from paceline.observe.recorder import write_json
+from paceline.observe.sinks import open_sinks
+from paceline.remote.peak import peak_memory
+from paceline.remote.worker import Worker
+from paceline.run_dir import (
+    Start,
+    explain_disk_errors,
+    find_start,
+    finished_summary,
+    lock_run_dir,
+    log_file,
+    move_aside,
+    recorded_config,
+)
+from paceline.supervised.config import SftConfig
+from paceline.supervised.inputs import Rows, SftInputs, load_sft_inputs
+from paceline.supervised.recorder import LossObserver, LossRecorder
+from paceline.suspend import ignore_suspended_time
+from paceline.training.checkpoint import read_state, save_checkpoint
+from paceline.types import Role
+from paceline.workers.automatic import changed_choices, keep_recorded
+from paceline.workers.hardware import report_choices
+from paceline.workers.layout import plan_that_fits
+from paceline.workers.pools import open_workers
+
+log = logging.getLogger(__name__)
+
+ROLES = [Role.ACTOR]
+
+
+async def fine_tune(
+    config: SftConfig,
+    make_display: Callable[[int, int], LossObserver] | None = None,
+    *,
+    fresh: bool = False,
+    rows: Rows | None = None,
+    validation: Rows | None = None,
+) -> dict[str, Any]:
+    """Run to the last step and return the summary.
+
+    `make_display(first_step, steps)` makes the observer of every step. With `fresh`, an earlier run
+    in the run directory is moved aside once everything else is known to be valid. `rows` and
+    `validation` (held-out rows) replace those of the settings.
+    """
+    ignore_suspended_time(asyncio.get_running_loop())
+    inputs = load_sft_inputs(config, rows, validation)
+    run_dir = Path(config.run_dir)
+    recorded = {} if fresh else recorded_config(run_dir)
+    workers = keep_recorded(config.worker_config(inputs.steps), recorded)
+    layout = await plan_that_fits(workers, inputs.model_path, ROLES)
+    config = config.with_choices(layout.config)
+    inputs = inputs.with_config(config)
+    for warning in (*layout.warnings, *changed_choices(layout.choices, recorded)):
+        log.warning("%s", warning)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(explain_disk_errors(run_dir))
+        if fresh and (aside := move_aside(run_dir)):
+            log.warning("moved the earlier run in %s to %s", run_dir, aside)
+        stack.enter_context(lock_run_dir(run_dir))
+        start = find_start(layout.config, inputs.identity)
+        if start.step >= inputs.steps and (finished := finished_summary(run_dir, start.step)):
+            return finished
+        stack.enter_context(log_file(run_dir / "logs"))
+        report_choices(choice for choice in layout.choices if _concerns(config, choice.name))
+        write_json(run_dir / "config.json", inputs.identity["config"])
+        _, _, started = await open_workers(
+            stack, layout.config, ROLES, inputs.model_path, run_dir / "logs"
+        )
+        run = _Run(config, inputs, started[Role.ACTOR][0], start)
+        await run.restore()
+        summary = await run.train(stack, make_display)
+        write_json(run_dir / "summary.json", summary)
+        return summary
+
+
+def _concerns(config: SftConfig, name: str) -> bool:
+    section, _, last = name.partition(".")
+    return hasattr(getattr(config, section, None), last)
+
+
+class _Run:
+    """One supervised run, once its workers have started."""
+
+    def __init__(self, config: SftConfig, inputs: SftInputs, actor: Worker, start: Start) -> None:
+        self._config, self._inputs, self._actor, self._start = config, inputs, actor, start
+        self._run_dir = Path(config.run_dir)
+        self._validation_first: float | None = None
+        self._health = Health()
+
+    async def restore(self) -> None:
+        """Load the checkpoint that the run resumes from, if there is one."""
+        if self._start.checkpoint:
+            await self._call("load", str(self._start.checkpoint))
+            state = read_state(self._start.checkpoint)
+            self._inputs.source.load_state(state["source"])
+            self._validation_first = state["validation_first"]
+
+    async def train(
+        self, stack: AsyncExitStack, make_display: Callable[[int, int], LossObserver] | None
+    ) -> dict[str, Any]:
+        config, inputs, start = self._config, self._inputs, self._start
+        display = make_display(start.step, inputs.steps) if make_display else None
+        sinks = open_sinks(config.track, self._run_dir, inputs.identity["config"])
+        recorder = LossRecorder(self._run_dir, start.metrics_length, display, sinks)
+        stack.callback(recorder.close)
+        if inputs.held_out and start.step == 0:
+            self._validation_first = await self._validation_loss()
+        recorder.validation_first = self._validation_first
+        save_s = 0.0
+        for step in range(start.step, inputs.steps):
+            metrics = await self._step(step) | {"time/save_s": save_s}
+            recorder.step_done(step + 1, metrics)
+            inputs.source.forget((step + 1) * config.rows_per_step - 1)
+            is_last = step + 1 == inputs.steps
+            save_s = 0.0
+            if is_last or (config.save_every and (step + 1) % config.save_every == 0):
+                begun = time.perf_counter()
+                await self._save(step + 1, recorder)
+                save_s = time.perf_counter() - begun
+        memory = peak_memory() + await self._actor.peak_memory()
+        return recorder.summary(memory)
+
+    async def _step(self, step: int) -> dict[str, float]:
+        config, inputs = self._config, self._inputs
+        begun = time.perf_counter()
+        batch = inputs.batch(config, step)
+        metrics: dict[str, float] = await self._call("fit", batch, step)
+        self._health.check(metrics, step)
+        trained = time.perf_counter()
+        metrics |= {
+            "wall_time_s": time.time(),
+            "train/perplexity": _perplexity(metrics["train/loss"]),
+            "data/rows": float(batch.num_rows),
+            "data/tokens": float(batch.num_tokens),
+            "time/train_s": trained - begun,
+        }
+        done, last = step + 1, inputs.steps
+        if inputs.held_out and (done % config.validation.every == 0 or done == last):
+            loss = await self._validation_loss()
+            metrics |= {
+                "validation/loss": loss,
+                "validation/perplexity": _perplexity(loss),
+                "time/validation_s": time.perf_counter() - trained,
+            }
+        return metrics
+
+    async def _validation_loss(self) -> float:
+        """Return the mean negative log-likelihood of the trained tokens of all held-out rows."""
+        total, tokens = 0.0, 0
+        for batch in self._inputs.validation_batches(self._config):
+            logprobs = await self._call("logprobs", batch)
+            total -= float(logprobs[batch.mask].sum(dtype="float64"))
+            tokens += int(batch.mask.sum())
+        return total / tokens
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        limit = self._config.step_timeout_s
+        try:
+            async with asyncio.timeout(limit):
+                return await self._actor.call(Role.ACTOR, method, *args)
+        except TimeoutError:
+            raise StalledError(
+                f"worker {self._actor.name!r} has not finished {method!r} within step_timeout_s = "
+                f"{limit:g} s"
+            ) from None
+
+    async def _save(self, step: int, recorder: LossRecorder) -> None:
+        config, inputs = self._config, self._inputs
+
+        async def write(target: Path) -> None:
+            await self._actor.call(Role.ACTOR, "save", str(target))
+            # Together with these files the directory is an ordinary Hugging Face model.
+            inputs.tokenizer.save_pretrained(target / Role.ACTOR)
+            inputs.generation.to_json_file(target / Role.ACTOR / "generation_config.json")
+            write_model_card(target / Role.ACTOR, _model_card(config, step, recorder.loss))
+
+        state = {
+            "step": step,
+            "metrics_length": recorder.length,
+            "source": inputs.source.state(),
+            "validation_first": self._validation_first,
+            **inputs.identity,
+        }
+        root = self._run_dir / "checkpoints"
+        await save_checkpoint(root, step, state, write, config.keep_checkpoints)
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def _model_card(config: SftConfig, step: int, loss: float | None) -> str:
+    facts = {
+        "Train steps": str(step),
+        "Loss": "unknown" if loss is None else f"{loss:.4g}",
+        "Data": data_name(config.data),
+        "Rows per step": str(config.rows_per_step),
+        "Learning rate": f"{config.train.learning_rate:g}",
+    }
+    return card_text(config, "supervised fine-tuning", facts, ("sft",))

@@ -1,0 +1,14 @@
+"""Supervised fine-tuning on Ray."""
+
+from pathlib import Path
+
+from tests.e2e.test_runs import weights
+from tests.e2e.test_sft import run
+from tests.models import random_model
+
+
+def test_supervised_run_on_ray_gives_same_weights_as_local(address: str, tmp_path: Path) -> None:
+    model = random_model(tmp_path / "model")
+    run(model, tmp_path / "local")
+    run(model, tmp_path / "ray", "cluster=ray", f"ray.address={address}")
+    assert weights(tmp_path / "ray", 6) == weights(tmp_path / "local", 6)
