@@ -13,6 +13,7 @@ from paceline.data.source import Prompts, open_source
 from paceline.data.tiny import resolve_model
 from paceline.data.tiny_reward import resolve_reward_model
 from paceline.errors import ConfigError, ModelError
+from paceline.model.gguf_cache import report_conversion
 from paceline.model.loading import (
     load_config,
     load_generation_config,
@@ -42,7 +43,7 @@ class Inputs:
 
 
 def prepare_model(config: RunConfig, progress: Callable[[int, int], None] | None = None) -> None:
-    """Create the built-in model if the run uses it and it does not exist yet."""
+    """Create the built-in model or convert a GGUF file, if the run uses one for the first time."""
     resolve_model(config.model, config.data.task, progress)
 
 
@@ -51,6 +52,7 @@ def load_inputs(config: RunConfig, rows: Iterable[Mapping[str, Any]] | None = No
     check_custom(config.algorithm)
     check_sinks(config)
     model_path = resolve_model(config.model, config.data.task)
+    report_conversion(config.model, model_path)
     tokenizer = load_tokenizer(model_path)
     source = open_source(config.data, tokenizer, config.seed, rows)
     identity = {
