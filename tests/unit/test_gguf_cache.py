@@ -23,6 +23,7 @@ from paceline.model.loading import (
     load_tokenizer,
     model_fingerprint,
 )
+from paceline.model.stored_weights import open_stored
 
 pytest.importorskip("gguf")
 from paceline.model import gguf_conversion
@@ -81,6 +82,7 @@ def test_converted_model_equals_model_of_gguf_file(
     assert config["architectures"] == ["Qwen2ForCausalLM"]
     assert config["tie_word_embeddings"] and "quantization_config" not in config
     assert load_tokenizer(str(folder)).chat_template == CHAT_TEMPLATE
+    assert open_stored(str(folder)), "each rank of a sharded trainer can read its part alone"
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
