@@ -1,6 +1,7 @@
 """The console during a run: what is being loaded, then the display, then the summary."""
 
 import logging
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -61,7 +62,7 @@ class ModelProgress:
             TextColumn("remaining"),
             TimeRemainingColumn(),
         )
-        self._task = self._bar.add_task("conversion", total=None)
+        self._task = self._bar.add_task("conversion", start=False)
         self._live: Live | None = None
         self._quarters = -1
 
@@ -93,7 +94,8 @@ class ModelProgress:
         if self._live is None:
             if self._status:
                 self._status.stop()  # a terminal has one moving part at a time
-            title = f"converting {escape(self._model)} (only once)"
+            self._bar.start_task(self._task)
+            title = f"converting {escape(Path(self._model).name)} (only once)"
             width = min(88, self._console.width)
             panel = Panel(self._bar, title=title, width=width, border_style="cyan")
             self._live = Live(panel, console=self._console, refresh_per_second=4, transient=True)
