@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ModelError
+from paceline.errors import ModelError, PacelineError
 from paceline.model.cache import (
     cache_folder,
     fallback_folder,
@@ -174,6 +174,13 @@ def _explained(file: Path, folder: Path) -> Iterator[None]:
             f"cannot write the conversion of {file} to {folder}: {error.strerror or error}; set "
             "PACELINE_CACHE to a directory with enough space, or write it to a directory of your "
             "choice with `paceline model get`"
+        ) from error
+    except PacelineError:
+        raise
+    except Exception as error:  # transformers and the format raise dozens of types
+        raise ModelError(
+            f"cannot convert {file}: {error or type(error).__name__}; the download may be "
+            "incomplete, or transformers does not support this model in a GGUF file"
         ) from error
 
 

@@ -296,6 +296,26 @@ def test_unwritable_cache_is_reported(tmp_path: Path, monkeypatch: pytest.Monkey
         resolve_model(str(file))
 
 
+@pytest.mark.parametrize("kept", [0.9, 0.01])
+def test_incomplete_gguf_file_is_reported(kept: float, tmp_path: Path, cache: Path) -> None:
+    file = random_gguf(tmp_path / "model.gguf")
+    os.truncate(file, int(kept * file.stat().st_size))
+    with pytest.raises(ModelError, match=r"cannot (load the model in|convert) .*model\.gguf"):
+        resolve_model(str(file))
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]
+
+
+def test_value_that_cannot_be_dequantized_is_reported(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise NotImplementedError("no such type")
+
+    monkeypatch.setattr(gguf_conversion.gguf, "dequantize", fail)
+    with pytest.raises(ModelError, match=r"cannot convert .*: no such type; the download may"):
+        resolve_model(str(random_gguf(tmp_path / "model.gguf")))
+
+
 def test_config_of_gguf_file_is_read_without_conversion(tmp_path: Path, cache: Path) -> None:
     file = random_gguf(tmp_path / "model.gguf")
     assert load_config(str(file)).hidden_size == 64
