@@ -15,6 +15,7 @@ from paceline.data.source import Prompts, open_source
 from paceline.data.tiny import resolve_model
 from paceline.data.tiny_reward import resolve_reward_model
 from paceline.errors import ConfigError, DataError, ModelError
+from paceline.model.gguf_cache import report_conversion
 from paceline.model.loading import (
     load_config,
     load_generation_config,
@@ -45,7 +46,7 @@ class Inputs:
 
 
 def prepare_model(config: RunConfig, progress: Callable[[int, int], None] | None = None) -> None:
-    """Create the built-in models that the run uses and that do not exist yet."""
+    """Create built-in models and convert GGUF files that the run uses for the first time."""
     for name in (config.model, config.algorithm.teacher):
         if name is not None:
             resolve_model(name, config.data.task, progress)
@@ -61,6 +62,7 @@ def load_inputs(
     check_custom(config.algorithm)
     check_sinks(config)
     model_path = resolve_model(config.model, config.data.task)
+    report_conversion(config.model, model_path)
     tokenizer = load_tokenizer(model_path)
     source = open_source(config.data, tokenizer, config.seed, rows)
     identity = {
@@ -77,6 +79,7 @@ def load_inputs(
         identity["reward model"] = model_fingerprint(reward_model)
     if config.algorithm.teacher:
         teacher = resolve_model(config.algorithm.teacher, config.data.task)
+        report_conversion(config.algorithm.teacher, teacher)
         check_teacher(config, teacher, tokenizer, source)
         identity["teacher"] = model_fingerprint(teacher)
     held_out_prompts = _held_out(config, tokenizer, held_out)

@@ -86,7 +86,7 @@ class Job:
             from paceline.inputs import prepare_model
             from paceline.run import train
 
-            prepare_model(config, terminal.warming_up if terminal else None)
+            prepare_model(config, terminal.preparing if terminal else None)
             if terminal:
                 terminal.starting()
             closing = stack.pop_all()
@@ -115,13 +115,21 @@ class Job:
         return Background(work())
 
     def evaluate(
-        self, samples: int = 1, progress: Callable[[int, int], None] | None = None
+        self,
+        samples: int = 1,
+        progress: Callable[[int, int], None] | None = None,
+        preparing: Callable[[int, int], None] | None = None,
     ) -> Background[dict[str, Any]]:
-        """Start the evaluation. `progress(groups done, all groups)` is called after each group."""
+        """Start the evaluation. `progress(groups done, all groups)` is called after each group.
+
+        `preparing(done, total)` is called while a model is created or converted.
+        """
         self._check_early(trains=False)
         quiet_libraries()
         from paceline.evaluation import evaluate, for_evaluation
+        from paceline.inputs import prepare_model
 
+        prepare_model(self.config, preparing)
         config = for_evaluation(self.config, samples)
         return Background(evaluate(config, progress, self.reward, self.environment, self.rows))
 

@@ -7,6 +7,7 @@ Large dependencies are imported where they are used, so `paceline --help` does n
 # isort: off
 from paceline.cli import train
 from paceline.cli import export
+from paceline.cli import model
 from paceline.cli import translate
 from paceline.cli import inspect
 from paceline.cli import jobs
@@ -14,4 +15,4 @@ from paceline.cli import jobs
 
 from paceline.cli.app import app
 
-__all__ = ["app", "export", "inspect", "jobs", "train", "translate"]
+__all__ = ["app", "export", "inspect", "jobs", "model", "train", "translate"]

@@ -49,7 +49,12 @@ def plan(
             check_early(config, has_rows=no_rows, has_reward=no_reward)
         log_to_console()
         with console.status("loading torch and transformers …"):
+            from paceline.inputs import prepare_model
             from paceline.observe.plan import plan_tables
+            from paceline.observe.terminal import ModelProgress
+        if not devices and not shape:
+            with ModelProgress(console, config.model) as preparing:
+                prepare_model(config, preparing)
         tables, warnings = asyncio.run(plan_tables(config, devices, shape))
     except PacelineError as error:
         fail(error)

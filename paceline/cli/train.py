@@ -117,17 +117,19 @@ def evaluate(
         log_to_console()
         with console.status("loading torch and transformers …") as status, ExitStack() as stack:
             from paceline.job import Job
-            from paceline.observe.terminal import DeviceLines
+            from paceline.observe.terminal import DeviceLines, ModelProgress
 
+            preparing = None
             if not as_json:
                 stack.enter_context(DeviceLines(console))
+                preparing = stack.enter_context(ModelProgress(console, config.model, status))
 
             def show_progress(done: int, total: int) -> None:
                 status.update(f"{done} of {total} prompts completed …")
                 if not console.is_terminal and not as_json and done % max(1, total // 10) == 0:
                     console.print(f"{done} of {total} prompts completed", highlight=False)
 
-            found = Job(config).evaluate(samples, show_progress).result()
+            found = Job(config).evaluate(samples, show_progress, preparing).result()
     except PacelineError as error:
         fail(error)
     except KeyboardInterrupt:

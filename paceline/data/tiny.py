@@ -3,19 +3,15 @@
 Supervised warm-up with label smoothing teaches it the task but keeps it unsure of every character,
 like a real model before RL: only some sampled completions are exact, however long the warm-up. The
 teacher for distillation has one more layer and learns the task almost completely. On one machine,
-the same recipe gives the same bits, because warm-up uses one thread and fixed seeds. The models
-are cached in $PACELINE_CACHE, by default ~/.cache/paceline, or in the temporary directory if that
-cannot be written.
+the same recipe gives the same bits, because warm-up uses one thread and fixed seeds. The models are
+kept in the cache (model/cache.py).
 """
 
 import hashlib
 import json
 import logging
 import os
-import shutil
-import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,6 +26,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from paceline import __version__
 from paceline.data.tasks import BUILT_IN_MODELS, Task, get_task
 from paceline.errors import ModelError
+from paceline.model.cache import cache_folder, fallback_folder, install, writable_cache
+from paceline.model.gguf_cache import converted_model
 from paceline.model.loading import no_progress_bars
 from paceline.model.source import model_source
 
@@ -76,15 +74,16 @@ def recipe_of(name: str, task: str) -> Recipe:
 
 
 def resolve_model(name: str, task: str | None = None, progress: Progress | None = None) -> str:
-    """Return the directory or Hugging Face model ID that `name` means.
+    """Return the Hugging Face directory or model ID that `name` means.
 
     "tiny" is the built-in model for `task`, "tiny:<task>" for that task; "tiny-teacher" is the
-    same. A built-in model is created on first use, which takes some seconds.
+    same. A built-in model is created on first use, which takes some seconds, and a GGUF file is
+    converted. `progress` is called with the steps or bytes that are done and their total.
     """
     kind, _, spec = name.partition(":")
     if kind in BUILT_IN_MODELS:
         return str(tiny_model(spec or task or DEFAULT_TASK, progress, kind))
-    return model_source(name)
+    return converted_model(model_source(name), progress)
 
 
 def tiny_model(
@@ -103,64 +102,20 @@ def tiny_model(
 
 def cached_model(name: str, build: Callable[[Path], None]) -> Path:
     """Return the directory of a built-in model; create it with `build` if necessary."""
-    for cache in (cache_folder(), _fallback()):
+    for cache in (cache_folder(), fallback_folder()):
         if os.path.exists(cache / name):  # False if the directory cannot be read
             return cache / name
     folder = writable_cache() / name
     log.info("creating the built-in model %s", folder)
     try:
-        install(folder, build)
+        with no_progress_bars():
+            install(folder, build)
     except OSError as error:
         raise ModelError(
             f"the tiny model cannot be written to {folder}: {error.strerror or error}; "
             "set PACELINE_CACHE to a directory with a few MB of free space"
         ) from error
     return folder
-
-
-def cache_folder() -> Path:
-    """Return $PACELINE_CACHE, by default `paceline` in the user's cache directory."""
-    if chosen := os.environ.get("PACELINE_CACHE"):
-        return Path(os.path.expanduser(chosen))
-    parent = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if parent.startswith("~"):  # a user without a home directory
-        return _fallback()
-    return Path(parent) / "paceline"
-
-
-def writable_cache() -> Path:
-    """Return the cache folder, or one in the temporary directory if it cannot be written."""
-    cache = cache_folder()
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=cache):
-            return cache
-    except OSError as error:
-        instead = _fallback()
-        log.warning(
-            "the cache directory %s cannot be written (%s): the tiny model is stored in %s; "
-            "set PACELINE_CACHE to choose another directory",
-            *(cache, error.strerror or error, instead),
-        )
-        return instead
-
-
-def _fallback() -> Path:
-    """Return a directory per user, because all users share the temporary directory."""
-    return Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}"
-
-
-def install(folder: Path, build: Callable[[Path], None]) -> None:
-    """Build in a temporary directory and rename it, so that no process sees an incomplete model."""
-    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        with no_progress_bars():
-            build(temporary)
-        with suppress(OSError):  # another process was faster and made the same model
-            temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

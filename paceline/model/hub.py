@@ -1,10 +1,12 @@
-"""Question to the Hugging Face hub: does this model exist?"""
+"""The Hugging Face hub: whether it has a model, and downloads of whole models."""
 
 from pathlib import Path
 
 from paceline.errors import ModelError
+from paceline.model.source import model_source
 
 TIMEOUT_S = 3.0
+FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 
 
 def check_hub_model(name: str, setting: str = "model") -> None:
@@ -33,3 +35,19 @@ def check_hub_model(name: str, setting: str = "model") -> None:
         ) from None
     except Exception:  # no connection, a proxy, a mirror without this function
         return
+
+
+def download_model(name: str, folder: Path | None = None) -> Path:
+    """Download weights, config and tokenizer to a directory, by default in the hub's cache."""
+    check_hub_model(name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = snapshot_download(name, local_dir=folder, allow_patterns=list(FILES))
+    except Exception as error:  # the hub and its transports raise dozens of types
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ModelError(
+            f"cannot get model {name!r} from the Hugging Face hub: {reason}. Without network, use "
+            "a local directory or a GGUF file"
+        ) from error
+    return Path(model_source(str(found)))

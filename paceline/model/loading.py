@@ -26,12 +26,12 @@ from transformers import modeling_gguf_pytorch_utils as gguf
 from transformers.utils import logging as hf_logging
 
 from paceline.errors import ModelError
+from paceline.model.cache import sampled_bytes
 from paceline.model.source import ModelFiles, model_files, model_source
 
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "spiece*")
 # Mean relative difference of log-probs from a plain forward pass: in float32 and in bfloat16.
 EXACT, ROUNDED = 1e-4, 0.05
-SAMPLED = 1 << 20  # bytes read at the start, middle and end of a weight file for its fingerprint
 
 
 def load_model(
@@ -127,12 +127,9 @@ def model_fingerprint(name: str) -> str:
     if not files.is_local:
         digest.update(str(getattr(load_config(source), "_commit_hash", "")).encode())
     for file in files.weights:
-        size = file.stat().st_size
-        digest.update(f"{file.name}/{size}".encode())
-        with file.open("rb") as data:
-            for start in (0, max(0, size // 2), max(0, size - SAMPLED)):
-                data.seek(start)
-                digest.update(data.read(SAMPLED))
+        digest.update(f"{file.name}/{file.stat().st_size}".encode())
+        for part in sampled_bytes(file):
+            digest.update(part)
     return digest.hexdigest()
 
 

@@ -4,7 +4,6 @@ in each phase."""
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from itertools import groupby
-from pathlib import Path
 
 from rich.table import Table
 from transformers import PretrainedConfig
@@ -72,9 +71,9 @@ def size(number: int) -> str:
 def _model(config: RunConfig, shape: str | None) -> PretrainedConfig:
     if shape is not None:
         return known_shape(shape)
-    if (Path(config.model).expanduser() / "config.json").is_file():
-        return load_config(config.model)  # planning needs no weights
-    return load_config(resolve_model(config.model, config.data.task))
+    if config.model.partition(":")[0] == "tiny":
+        return load_config(resolve_model(config.model, config.data.task))
+    return load_config(config.model)  # planning needs no weights and converts no GGUF file
 
 
 def _layout_table(layout: Layout, real: bool) -> Table:

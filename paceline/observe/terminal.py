@@ -2,11 +2,25 @@
 
 import logging
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.status import Status
 
 from paceline.config import RunConfig
+from paceline.model import gguf_cache
 from paceline.observe.console import RunConsole
 from paceline.observe.display import Display, print_summary
 from paceline.workers import hardware
@@ -15,31 +29,95 @@ DisplayT = TypeVar("DisplayT", bound=AbstractContextManager[Any])
 
 
 class DeviceLines(logging.Handler):
-    """Handler that shows which devices a run uses, as workers/hardware.py logs them."""
+    """Handler that shows which devices a run uses, and where the conversion of its GGUF file is."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.INFO)
-        self._console, self._logger = console, logging.getLogger(hardware.__name__)
+        self._console = console
+        self._loggers = [logging.getLogger(part.__name__) for part in (hardware, gguf_cache)]
 
     def __enter__(self) -> None:
-        self._logger.setLevel(logging.INFO)
-        self._logger.addHandler(self)
+        for logger in self._loggers:
+            logger.setLevel(logging.INFO)
+            logger.addHandler(self)
 
     def __exit__(self, *_: object) -> None:
-        self._logger.removeHandler(self)
+        for logger in self._loggers:
+            logger.removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno == logging.INFO:  # warnings are shown with all others
             self._console.print(record.getMessage(), markup=False, highlight=False, soft_wrap=True)
 
 
+class ModelProgress:
+    """What is shown while the tiny model is created or a GGUF file is converted, both only once.
+
+    A conversion has a panel with a bar, or a line per quarter where output is not a terminal.
+    """
+
+    def __init__(self, console: Console, model: str, status: Status | None = None) -> None:
+        self._console, self._model, self._status = console, model, status
+        self._bar = Progress(
+            BarColumn(bar_width=max(4, min(40, console.width - 50))),
+            DownloadColumn(),
+            TimeElapsedColumn(),
+            TextColumn("remaining"),
+            TimeRemainingColumn(),
+        )
+        self._task = self._bar.add_task("conversion", start=False)
+        self._live: Live | None = None
+        self._quarters = -1
+
+    def __enter__(self) -> "ModelProgress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+            self._live = None
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._model.startswith("tiny"):  # a built-in model
+            if self._status:
+                text = f"warming up the tiny model (only once): step {done} of {total} …"
+                self._status.update(text)
+        elif self._console.is_terminal:
+            self._show(done, total)
+        elif done * 4 // total > self._quarters:
+            self._quarters = done * 4 // total
+            self._console.print(
+                f"converting {self._model} (only once): {done / 1e9:.1f} of {total / 1e9:.1f} GB",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
+
+    def _show(self, done: int, total: int) -> None:
+        if self._live is None:
+            if self._status:
+                self._status.stop()  # a terminal has one moving part at a time
+            self._bar.start_task(self._task)
+            title = f"converting {escape(Path(self._model).name)} (only once)"
+            width = min(88, self._console.width)
+            panel = Panel(self._bar, title=title, width=width, border_style="cyan")
+            self._live = Live(panel, console=self._console, refresh_per_second=4, transient=True)
+            self._live.start()
+        self._bar.update(self._task, completed=done, total=total)
+        if done >= total:
+            self.__exit__()
+            if self._status:
+                self._status.start()
+
+
 class StartTerminal:
     """What every run shows until its first step."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, model: str, console: Console | None = None) -> None:
         self._console = console or RunConsole()
         self._status = self._console.status("loading torch and transformers …")
         self._devices = DeviceLines(self._console)
+        self.preparing = ModelProgress(self._console, model, self._status)
         self._display: AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> Self:
@@ -49,12 +127,10 @@ class StartTerminal:
 
     def __exit__(self, *_: object) -> None:
         self._devices.__exit__(None, None, None)
+        self.preparing.__exit__()
         self._status.stop()
         if self._display:
             self._display.__exit__(None, None, None)
-
-    def warming_up(self, step: int, total: int) -> None:
-        self._status.update(f"warming up the tiny model (only once): step {step} of {total} …")
 
     def starting(self) -> None:
         text = "loading the model and starting the workers …"
@@ -85,7 +161,7 @@ class Terminal(StartTerminal):
     """What `paceline train` and `paceline.train` show."""
 
     def __init__(self, config: RunConfig, console: Console | None = None) -> None:
-        super().__init__(console)
+        super().__init__(config.model, console)
         self._config = config
 
     def display(self, first_step: int) -> Display:

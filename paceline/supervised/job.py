@@ -41,7 +41,7 @@ class SftJob:
             from paceline.inputs import prepare_model
             from paceline.supervised.run import fine_tune
 
-            prepare_model(workers, terminal.warming_up if terminal else None)
+            prepare_model(workers, terminal.preparing if terminal else None)
             if terminal:
                 terminal.starting()
             closing = stack.pop_all()

@@ -46,6 +46,7 @@ LEAVES = {
     "peft": {"training.lora"},
     "pyarrow": {"data.files"},
     "datasets": {"data.hub"},
+    "gguf": {"model.gguf_conversion"},
     "rich": {"cli", "observe.display", "observe.plan", "observe.samples"}
     | {"observe.console", "observe.terminal", "supervised.display"},
     "typer": {"cli"},

@@ -1,6 +1,8 @@
 """Tiny model: reproducible, safe to create concurrently, loadable like any model."""
 
 import multiprocessing
+import os
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import torch
 from paceline.data import tiny
 from paceline.data.tiny import resolve_model
 from paceline.errors import ConfigError, ModelError
+from paceline.model.cache import cache_folder, install
 from paceline.model.loading import load_model, load_tokenizer, model_fingerprint
 
 SHORT = {"max_steps": 3, "batch": 8, "hidden": 48, "ffn": 32}
@@ -84,11 +87,11 @@ def test_chat_template_keeps_tokens_of_single_message() -> None:
 
 
 def _make(cache: str, done: "multiprocessing.Queue[str]") -> None:
-    tiny.os.environ["PACELINE_CACHE"] = cache
+    os.environ["PACELINE_CACHE"] = cache
     recipe = replace(tiny.Recipe("sort:5"), **SHORT)
-    folder = tiny.cache_folder() / recipe.folder
+    folder = cache_folder() / recipe.folder
     model = tiny.make_model(recipe, tiny.make_tokenizer())
-    tiny.install(folder, lambda temporary: model.save_pretrained(temporary))
+    install(folder, lambda temporary: model.save_pretrained(temporary))
     done.put(model_fingerprint(str(folder)))
 
 
@@ -172,7 +175,7 @@ def test_tiny_model_is_cached_in_temporary_directory_when_home_is_not_writable(
     for name in ("PACELINE_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(tiny.tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     folder = resolve_model("tiny")
     assert Path(folder).parent.parent == tmp_path / "tmp"
     assert load_model(folder).config.model_type == "qwen2"
@@ -187,7 +190,7 @@ def test_tiny_model_names_variable_when_no_directory_is_writable(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "file" / "cache"))
-    monkeypatch.setattr(tiny.tempfile, "tempdir", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
     with pytest.raises(ModelError, match=r"cannot be written to .*; set PACELINE_CACHE"):
         resolve_model("tiny")
 
@@ -195,6 +198,6 @@ def test_tiny_model_names_variable_when_no_directory_is_writable(
 def test_cache_folder_follows_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PACELINE_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert tiny.cache_folder() == Path("/x/paceline")
+    assert cache_folder() == Path("/x/paceline")
     monkeypatch.setenv("PACELINE_CACHE", "/y")
-    assert tiny.cache_folder() == Path("/y")
+    assert cache_folder() == Path("/y")

@@ -19,53 +19,8 @@ from paceline.model.loading import (
 from paceline.training.settings import TrainSettings
 from paceline.training.single import SingleDevice
 
-gguf = pytest.importorskip("gguf")
-
-NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "model.layers": "blk",
-}
-
-
-def write(file: Path, model: torch.nn.Module, tokenizer: "tiny.PreTrainedTokenizerFast") -> None:
-    config = model.config
-    writer = gguf.GGUFWriter(file, "qwen2")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10_000.0)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    # The format requires at least one merge.
-    tokens = [*tokenizer.convert_ids_to_tokens(range(len(tokenizer))), "ab"]
-    writer.add_token_list(tokens)
-    writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    for name, tensor in model.state_dict().items():
-        if name != "lm_head.weight":
-            for transformers_name, gguf_name in NAMES.items():
-                name = name.replace(transformers_name, gguf_name)
-            writer.add_tensor(name, tensor.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+pytest.importorskip("gguf")
+from tests.gguf_files import write_gguf
 
 
 def test_gguf_file_gives_same_model(
@@ -79,7 +34,7 @@ def test_gguf_file_gives_same_model(
     )
     tokenizer = tiny.make_tokenizer()
     model = tiny.make_model(replace(tiny.Recipe("sort:5"), max_steps=2, hidden=192), tokenizer)
-    write(tmp_path / "tiny.gguf", model, tokenizer)
+    write_gguf(tmp_path / "tiny.gguf", model, tokenizer)
     loaded = load_model(str(tmp_path))
     ids = torch.tensor([tokenizer("sort 31=").input_ids])
     with torch.no_grad():
@@ -99,14 +54,17 @@ def test_gguf_file_gives_same_model(
         )
 
 
-def test_gguf_file_is_selected_by_path_when_directory_has_several(tmp_path: Path) -> None:
+def test_gguf_file_is_selected_by_path_when_directory_has_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
     tokenizer = tiny.make_tokenizer()
     models = {
         name: tiny.make_model(replace(tiny.Recipe("sort:5"), max_steps=1, seed=seed), tokenizer)
         for seed, name in enumerate(("a.gguf", "b [q4].gguf"))
     }
     for name, model in models.items():
-        write(tmp_path / name, model, tokenizer)
+        write_gguf(tmp_path / name, model, tokenizer)
     with pytest.raises(ModelError, match=r"2 GGUF files; select one: model=.*\.gguf"):
         load_model(str(tmp_path))
     ids = torch.tensor([tokenizer("sort 31=").input_ids])
