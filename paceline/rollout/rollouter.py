@@ -58,6 +58,8 @@ class RolloutSettings(Settings):
     kv_memory_fraction: float = automatic(0.5, gt=0, le=1)
     """Maximum fraction of a GPU's free memory for the KV cache. The engine never takes more than
     `slots` sequences need. auto: what training leaves."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Type of the KV cache. auto: train.dtype; fp8: float8 (e4m3), half the memory of bfloat16."""
     generation_timeout: float = Field(120.0, gt=0)
     """Maximum seconds per completion, from when an engine accepts its prompt to its last token.
     Time spent paused does not count."""

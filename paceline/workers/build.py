@@ -15,6 +15,7 @@ import torch
 from paceline.config import RunConfig
 from paceline.data.tiny_reward import resolve_reward_model
 from paceline.model.engine_weights import engine_weights
+from paceline.model.fp8 import FP8
 from paceline.model.loading import default_device, load_config, load_model, load_tokenizer
 from paceline.model.stored_weights import open_empty
 from paceline.model.weights import EngineWeights
@@ -148,6 +149,7 @@ def _native(
         max_length=longest,
         decode=load_tokenizer(model_path).decode if config.rollout.stop else None,
         kv_memory_fraction=config.rollout.kv_memory_fraction,
+        kv_dtype=FP8 if config.rollout.kv_cache_dtype == "fp8" else None,
     )
     if actor is None:
         return RolloutService(engine)
@@ -196,6 +198,7 @@ def _vllm(
         "slots": config.slots,
         "max_length": config.data.max_prompt_length + config.rollout.max_response_length,
         "kv_memory_fraction": config.rollout.kv_memory_fraction,
+        "kv_cache_dtype": config.rollout.kv_cache_dtype,
         "sleeps": config.train.offload and actor is not None,
         "team": team,
         "pipeline_parallel": config.rollout.pipeline_parallel,

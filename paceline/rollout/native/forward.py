@@ -31,9 +31,15 @@ Attend = Callable[[Tensor, Tensor], Tensor]
 
 class Forward:
     def __init__(
-        self, config: PretrainedConfig, weights: DecoderWeights, slots: int, max_length: int
+        self,
+        config: PretrainedConfig,
+        weights: DecoderWeights,
+        slots: int,
+        max_length: int,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.weights = weights
+        self.kv_dtype = kv_dtype or weights.embedding.dtype
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.dim, self.eps = head_dim(config), config.rms_norm_eps
         self.group_rows = max(16, next_power_of_two(self.heads // self.kv_heads))
@@ -44,7 +50,7 @@ class Forward:
         self.slots, self.pages_each = slots, -(-max_length // PAGE)
         device = weights.embedding.device
         numbers = len(weights.layers) * self.kv_heads * 2 * PAGE * self.dim
-        self.page_bytes = numbers * weights.embedding.element_size()
+        self.page_bytes = numbers * self.kv_dtype.itemsize
         positions = torch.arange(max_length, device=device).float()
         angles = positions[:, None] * weights.inv_freq.to(device)
         self.cos, self.sin = angles.cos() * weights.rope_scale, angles.sin() * weights.rope_scale
@@ -299,7 +305,7 @@ class Cache:
 
         shape = (len(weights.layers), pages, forward.kv_heads, 2, PAGE, forward.dim)
         return cls(
-            kv=torch.zeros(shape, dtype=weights.embedding.dtype, device=device),
+            kv=torch.zeros(shape, dtype=forward.kv_dtype, device=device),
             table=ints(slots, forward.pages_each),
             tick=ints(1),
             places=ints(slots),

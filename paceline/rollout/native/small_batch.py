@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paceline.model.operations import next_power_of_two
-from paceline.rollout.native.kernels import LAST, PAGE_TL, join
+from paceline.rollout.native.kernels import LAST, PAGE_TL, from_cache, join, to_cache
 
 MAX_ROWS = 16
 BLOCK = 128  # positions of a sequence that attention reads at a time
@@ -222,13 +222,16 @@ def _rotated(
 
 
 @triton.jit
-def _block(base, table_row, n, end, KV: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+def _block(
+    base, table_row, n, end,
+    KV: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
     """Load keys and values of positions n..n + BLOCK; those beyond the end are 0."""
     o, d = n + tl.arange(0, BLOCK), tl.arange(0, DIM)[None, :]
     inside = (o < end)[:, None]
     page = tl.load(table_row + o // PAGE_TL, mask=o < end, other=0).to(tl.int64)
     here = (base + page * (KV * 2 * PAGE_TL * DIM) + (o % PAGE_TL) * DIM)[:, None] + d
-    return tl.load(here, mask=inside, other=0), tl.load(here + PAGE_TL * DIM, mask=inside, other=0)
+    return from_cache(here, inside, dtype), from_cache(here + PAGE_TL * DIM, inside, dtype)
 
 
 @triton.jit
@@ -263,11 +266,12 @@ def attend(
         return
     GROUP: tl.constexpr = HEADS // KV
     HALF: tl.constexpr = DIM // 2
-    dtype: tl.constexpr = cache.dtype.element_ty
+    dtype: tl.constexpr = out.dtype.element_ty
+    kept: tl.constexpr = cache.dtype.element_ty
     newest = chunk == first + count - 1
     end = tl.where(newest, stop - 1, stop)
     base, table_row = cache + kv * (2 * PAGE_TL * DIM), table + row * width
-    k, v = _block(base, table_row, start, end, KV, DIM, BLOCK)
+    k, v = _block(base, table_row, start, end, KV, DIM, BLOCK, dtype)
     g, d = tl.arange(0, QUERIES)[:, None], tl.arange(0, DIM)[None, :]
     position, place = tl.load(positions + row), tl.load(places + row).to(tl.int64)
     c, s = tl.load(cos + position * HALF + d % HALF), tl.load(sin + position * HALF + d % HALF)
@@ -277,7 +281,8 @@ def attend(
     mine = g < GROUP
     q = _rotated(here + (kv * GROUP + g) * DIM, q_norm, c, s, eps, mine, DIM, NORMED, dtype)
     new_k = _rotated(here + (HEADS + kv) * DIM, k_norm, c, s, eps, d >= 0, DIM, NORMED, dtype)
-    new_v = tl.load(here + (HEADS + KV + kv) * DIM + d).to(dtype)
+    new_k = to_cache(new_k, kept)
+    new_v = to_cache(tl.load(here + (HEADS + KV + kv) * DIM + d).to(dtype), kept)
     if newest:
         there = (
             cache
@@ -292,7 +297,7 @@ def attend(
     values = tl.zeros([QUERIES, DIM], tl.float32) + tl.where(newest, new_v.to(tl.float32), 0.0)
     most, mass, values = _accumulate(q, k, v, start, end, scale, most, mass, values, BLOCK)
     for n in range(start + BLOCK, end, BLOCK):
-        k, v = _block(base, table_row, n, end, KV, DIM, BLOCK)
+        k, v = _block(base, table_row, n, end, KV, DIM, BLOCK, dtype)
         most, mass, values = _accumulate(q, k, v, n, end, scale, most, mass, values, BLOCK)
     values = values / mass[:, None]
     there = out + row * (HEADS * DIM) + (kv * GROUP + g) * DIM + d
