@@ -241,7 +241,8 @@ class RunConfig(Settings):
     @property
     def shares_weights(self) -> bool:
         """Whether the engine computes with the trainer's parameters, which every step changes."""
-        copies = self.placement.overlap or self.train.lora is not None
+        fp8 = self.rollout.weight_dtype == "fp8"
+        copies = self.placement.overlap or self.train.lora is not None or fp8
         return self.in_place and not copies and self.rollout.engine == "native"
 
     @property

@@ -11,3 +11,19 @@ def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values as `dtype` stores them; those beyond its range saturate."""
     largest = torch.finfo(dtype).max
     return values.clamp(-largest, largest).to(dtype).to(values.dtype)
+
+
+def quantize(weight: Tensor, target: Tensor, scale: Tensor) -> None:
+    """Store a matrix in FP8, with the factor of each output in `scale`.
+
+    The factors are powers of two, so the stored numbers times their factor are exact in bfloat16,
+    and all kernels compute with the same weights.
+    """
+    weight = weight.to(target.device)
+    exponent = torch.frexp(weight.abs().amax(1).float() / LARGEST).exponent
+    scale.copy_(torch.ldexp(torch.ones_like(scale), exponent))
+    target.copy_(weight / scale.to(weight.dtype)[:, None])
+
+
+def dequantized(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return weight.to(dtype).mul_(scale.to(dtype)[:, None])

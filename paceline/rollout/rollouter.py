@@ -60,6 +60,9 @@ class RolloutSettings(Settings):
     `slots` sequences need. auto: what training leaves."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """Type of the KV cache. auto: train.dtype; fp8: float8 (e4m3), half the memory of bfloat16."""
+    weight_dtype: Literal["auto", "fp8"] = "auto"
+    """Type of the linear layers' weights in the native engine. auto: train.dtype; fp8: float8
+    (e4m3) with a factor per output, quantized at every weight sync."""
     generation_timeout: float = Field(120.0, gt=0)
     """Maximum seconds per completion, from when an engine accepts its prompt to its last token.
     Time spent paused does not count."""
@@ -92,6 +95,16 @@ class RolloutSettings(Settings):
                     f"rollout.{name} = {getattr(self, name)} contradicts rollout.engine = "
                     "'native', which is for models that fit one device; set rollout.engine = 'vllm'"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _native_quantizes(self) -> "RolloutSettings":
+        if self.engine == "vllm" and self.weight_dtype == "fp8":
+            raise ValueError(
+                "rollout.weight_dtype = 'fp8' contradicts rollout.engine = 'vllm', which cannot "
+                "load new weights into a quantized model; remove weight_dtype, or set "
+                "rollout.engine = 'native'"
+            )
         return self
 
     @property

@@ -207,7 +207,8 @@ class WorkerMemory:
 
     def _weights(self) -> int:
         shapes = parameter_shapes(self._models.policy)
-        return weight_bytes(shapes, self._config.train.dtype, self._split)
+        fp8 = self._config.rollout.weight_dtype == "fp8"
+        return weight_bytes(shapes, self._config.train.dtype, self._split, fp8)
 
     def _engine_weights(self) -> Needs:
         return {} if self._in_place else _exact({"engine weights": self._weights()})

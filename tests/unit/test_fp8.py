@@ -8,10 +8,12 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from paceline.config import load_config
-from paceline.errors import ConfigError, ModelError
+from paceline.errors import ConfigError, ModelError, SyncError
 from paceline.model.engine_weights import ModuleWeights
-from paceline.model.fp8 import FP8, rounded
+from paceline.model.fp8 import FP8, dequantized, quantize, rounded
+from paceline.model.fp8_weights import fp8_weights
 from paceline.model.known_shapes import known_shape
+from paceline.model.weights import DecoderWeights
 from paceline.rollout.native.engine import NativeEngine
 from paceline.rollout.vllm_settings import check_kv_cache
 from paceline.types import Completion, Request
@@ -20,7 +22,7 @@ from paceline.workers.fit import memory_of
 from paceline.workers.phase_memory import Models, Phase
 from paceline.workers.pools import plan_workers
 from tests.unit.test_automatic import GSM8K, LAPTOP, chosen
-from tests.unit.test_native_engine import build, engine_of, requests, run
+from tests.unit.test_native_engine import build, check_logprobs, engine_of, requests, run
 
 
 class RoundedCache(DynamicCache):
@@ -88,3 +90,84 @@ def test_vllm_rejects_fp8_cache_without_gpu() -> None:
     check_kv_cache("fp8", gpu=True)
     with pytest.raises(ConfigError, match="kv_cache_dtype"):
         check_kv_cache("fp8", gpu=False)
+
+
+def fp8_engine(module: PreTrainedModel) -> NativeEngine:
+    weights = fp8_weights(DecoderWeights.from_module(module, share=False))
+    return NativeEngine(module.config, weights, slots=8, max_length=128)
+
+
+@torch.no_grad()
+def round_weights(module: PreTrainedModel) -> PreTrainedModel:
+    """Replace the linear layers' weights by what FP8 makes of them."""
+    for name, weight in module.named_parameters():
+        if name.endswith("_proj.weight"):
+            target, scale = torch.empty_like(weight, dtype=FP8), torch.empty(len(weight))
+            quantize(weight, target, scale)
+            weight.copy_(dequantized(target, scale, weight.dtype))
+    return module
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantized_weights_are_within_half_a_step(dtype: torch.dtype) -> None:
+    weight = (torch.randn(50, 64) * torch.logspace(-6, 3, 50)[:, None]).to(dtype)
+    weight[7] = 0
+    target, scale = torch.empty(50, 64, dtype=FP8), torch.empty(50)
+    quantize(weight, target, scale)
+    error = (dequantized(target, scale, torch.float32) - weight.float()).abs()
+    # Three bits of mantissa; the smallest numbers have a fixed step.
+    assert (error <= weight.float().abs() / 16 + scale[:, None] * 2**-10).all()
+    assert (scale.log2() % 1 == 0).all(), "powers of two"
+
+
+def test_quantized_weights_are_exact_in_bfloat16() -> None:
+    target, scale = torch.empty(50, 64, dtype=FP8), torch.empty(50)
+    quantize(torch.randn(50, 64), target, scale)
+    exact = dequantized(target, scale, torch.float32)
+    assert torch.equal(dequantized(target, scale, torch.bfloat16).float(), exact)
+
+
+@pytest.mark.parametrize("name", ["qwen2 tied", "qwen2 untied", "qwen3", "llama3 rope, biases"])
+def test_fp8_weights_give_logprobs_of_rounded_weights(name: str) -> None:
+    module, wanted = build(name), requests(12)
+    done = run(fp8_engine(module), wanted)
+    for request in wanted:
+        check_logprobs(round_weights(module), request, done[request.id])
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_fp8_engine_quantizes_new_weights(streamed: bool) -> None:
+    old, new = build(seed=0), build(seed=1)
+    engine = fp8_engine(old)
+    tensors = dict(new.named_parameters())
+    engine.load(iter(tensors.items()) if streamed else tensors, 1)
+    expected, done = run(fp8_engine(new), requests(8)), run(engine, requests(8))
+    for id, completion in expected.items():
+        assert done[id].tokens.tolist() == completion.tokens.tolist()
+        assert done[id].logprobs.tobytes() == completion.logprobs.tobytes()
+
+
+def test_fp8_engine_keeps_weights_when_new_ones_are_incomplete() -> None:
+    module = build()
+    engine = fp8_engine(module)
+    tensors = {name: tensor * 2 for name, tensor in module.named_parameters()}
+    tensors.pop("model.layers.1.mlp.up_proj.weight")
+    with pytest.raises(SyncError, match="up_proj"):
+        engine.load(tensors, 1)
+    expected, done = run(fp8_engine(module), requests(4)), run(engine, requests(4))
+    assert all(done[id].tokens.tolist() == expected[id].tokens.tolist() for id in expected)
+
+
+def test_fp8_weights_are_rejected_when_engine_calls_module() -> None:
+    with pytest.raises(ModelError, match="weight_dtype"):
+        fp8_weights(ModuleWeights(build(), False))
+
+
+def test_vllm_rejects_fp8_weights() -> None:
+    with pytest.raises(ConfigError, match="cannot load new weights into a quantized model"):
+        load_config(None, ["rollout.engine=vllm", "rollout.weight_dtype=fp8"])
+
+
+def test_engine_has_a_copy_when_weights_are_fp8() -> None:
+    assert load_config().shares_weights
+    assert not load_config(None, ["rollout.weight_dtype=fp8"]).shares_weights

@@ -71,7 +71,9 @@ class CudaBackend:
     ) -> None:
         self.device = weights.head.device
         if kv_dtype is not None:
-            _check_fp8(self.device)
+            _check_fp8("kv_cache_dtype", self.device)
+        if weights.scales:
+            _check_fp8("weight_dtype", self.device)
         self.slots, self.max_length, self.fraction = slots, max_length, kv_memory_fraction
         # Bursts are short, so they take priority over training on the same device.
         self.stream = torch.cuda.Stream(self.device, priority=-1)
@@ -377,11 +379,11 @@ class CudaBackend:
         return [size, size, size, 4 * (size // PAGE + most), most * self.forward.pages_each]
 
 
-def _check_fp8(device: torch.device) -> None:
+def _check_fp8(setting: str, device: torch.device) -> None:
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < FP8_CAPABILITY:
         raise RolloutError(
-            f"rollout.kv_cache_dtype = 'fp8': {torch.cuda.get_device_name(device)} has compute "
+            f"rollout.{setting} = 'fp8': {torch.cuda.get_device_name(device)} has compute "
             f"capability {major}.{minor}; expected at least 8.9 (Ada, Hopper or newer). "
             "Remove the setting"
         )

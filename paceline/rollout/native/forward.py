@@ -14,7 +14,7 @@ from paceline.model.kernels import silu_mul
 from paceline.model.operations import matmul_float32, next_power_of_two
 from paceline.model.shape import head_dim
 from paceline.model.weights import DecoderWeights, Layer, Linear
-from paceline.rollout.native import kernels, small_batch
+from paceline.rollout.native import fp8_matmul, kernels, small_batch
 from paceline.rollout.native.kernels import PAGE
 from paceline.rollout.native.sampling import token_hashes
 
@@ -138,12 +138,13 @@ class Forward:
         """Run all layers on x, in place; unless `whole`, end with the last layer's cache write."""
         last = len(self.weights.layers) - 1
         for index, layer in enumerate(self.weights.layers):
-            qkv = layer.qkv(self._norm(x, layer.input_norm))
+            qkv = _apply(layer.qkv, self._norm(x, layer.input_norm))
             self._rotate_and_cache(layer, qkv, positions, places, cache.kv[index])
             if index == last and not whole:
                 return
-            layer.out.add_to(x, attend(qkv, cache.kv[index]))
-            layer.down.add_to(x, self._silu_mul(layer.gate_up(self._norm(x, layer.mlp_norm))))
+            _add_to(layer.out, x, attend(qkv, cache.kv[index]))
+            gate_up = _apply(layer.gate_up, self._norm(x, layer.mlp_norm))
+            _add_to(layer.down, x, self._silu_mul(gate_up))
 
     def _small_batch_layers(self, state: Tensor, cache: "Cache", rows: int) -> Tensor:
         """Run all layers with the kernels for small batches and return x.
@@ -221,12 +222,13 @@ class Forward:
         """Apply `linear` to the normalized x; if `early`, start before the previous kernel ends."""
         rows, width = residual[0].shape
         bias = linear.weight if linear.bias is None else linear.bias
+        scaled = linear.scale is not None
         small_batch.linear_from_residual[(len(linear.weight) // shape.tile,)](
-            *residual[1:], linear.weight, bias, out, self.eps,
+            *residual[1:], linear.weight, bias, out, self.eps, linear.scale if scaled else bias,
             ROWS=rows, PADDED=next_power_of_two(rows), WIDTH=width, OUT=out.shape[1],
             TILE=shape.tile, PARTS=shape.parts, PART=shape.part,
             TOGETHER=shape.together(width, rows), TILES=tiles, TILES_BLOCK=next_power_of_two(tiles),
-            BIASED=linear.bias is not None, GATED=out.shape[1] < len(linear.weight),
+            BIASED=linear.bias is not None, GATED=out.shape[1] < len(linear.weight), SCALED=scaled,
             launch_pdl=early, num_warps=shape.parts,
         )  # fmt: skip
 
@@ -240,11 +242,12 @@ class Forward:
     ) -> None:
         (rows, width), out = values.shape, residual[0].shape[1]
         bias = linear.weight if linear.bias is None else linear.bias
+        scaled = linear.scale is not None
         small_batch.add_to_residual[(out // shape.tile,)](
-            values, linear.weight, bias, gain, *residual,
+            values, linear.weight, bias, gain, *residual, linear.scale if scaled else bias,
             ROWS=rows, PADDED=next_power_of_two(rows), WIDTH=width, OUT=out,
             TILE=shape.tile, PARTS=shape.parts, PART=shape.part,
-            TOGETHER=shape.together(width, rows), BIASED=linear.bias is not None,
+            TOGETHER=shape.together(width, rows), BIASED=linear.bias is not None, SCALED=scaled,
             launch_pdl=True, num_warps=shape.parts,
         )  # fmt: skip
 
@@ -316,6 +319,17 @@ class Cache:
             floors=ints(slots),
             partial=(floats(splits), floats(splits), floats(splits), ints(splits)),
         )  # fmt: skip
+
+
+def _apply(linear: Linear, x: Tensor) -> Tensor:
+    return linear(x) if linear.scale is None else fp8_matmul.apply(linear, x)
+
+
+def _add_to(linear: Linear, residual: Tensor, x: Tensor) -> None:
+    if linear.scale is None:
+        linear.add_to(residual, x)
+    else:
+        fp8_matmul.add_to(linear, residual, x)
 
 
 def _small_batch_supported(config: PretrainedConfig, weights: DecoderWeights) -> bool:

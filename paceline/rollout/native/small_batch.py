@@ -100,12 +100,11 @@ def _tiles(weight, n, WIDTH: tl.constexpr, PARTS: tl.constexpr, PART: tl.constex
     tiles = ()
     for chunk in tl.static_range((WIDTH + PARTS * PART - 1) // (PARTS * PART)):
         k = _inner(chunk, PARTS, PART)[:, :, None]
-        tile = tl.load(
-            weight + n.to(tl.int64)[None, None, :] * WIDTH + k,
-            mask=k < WIDTH,
-            other=0,
-            eviction_policy="evict_first",
-        )
+        here = weight + n.to(tl.int64)[None, None, :] * WIDTH + k
+        if weight.dtype.element_ty == tl.float8e4nv:
+            tile = tl.load(here, mask=k < WIDTH, other=0.0, eviction_policy="evict_first")
+        else:
+            tile = tl.load(here, mask=k < WIDTH, other=0, eviction_policy="evict_first")
         tiles = tiles + (tile,)  # noqa: RUF005 (Triton does not support unpacking)
     return tiles
 
@@ -132,16 +131,18 @@ def _multiply(
                 inputs = inputs + (x,)  # noqa: RUF005
         for i in tl.static_range(TOGETHER):
             if start + i < CHUNKS:
-                total = tl.dot(inputs[i], tiles[start + i], total)
+                # FP8 is converted here, so that nothing waits for the weights before the inputs.
+                total = tl.dot(inputs[i], tiles[start + i].to(inputs[i].dtype), total)
     return tl.sum(total, 0)
 
 
 @triton.jit
 def linear_from_residual(
-    x_bf16, squares, weight, bias, out, eps,
+    x_bf16, squares, weight, bias, out, eps, scale,
     ROWS: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, OUT: tl.constexpr,
     TILE: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, TOGETHER: tl.constexpr,
     TILES: tl.constexpr, TILES_BLOCK: tl.constexpr, BIASED: tl.constexpr, GATED: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """Store out = linear(norm(x)), or silu(its first half) * its second half if gated.
 
@@ -154,6 +155,8 @@ def linear_from_residual(
     tiles = _tiles(weight, n, WIDTH, PARTS, PART)
     if BIASED:
         offset = tl.load(bias + n).to(tl.float32)[None, :]
+    if SCALED:
+        factor = tl.load(scale + n)[None, :]
     _wait()
     tile = tl.arange(0, TILES_BLOCK)[None, :]
     square = tl.load(
@@ -163,6 +166,8 @@ def linear_from_residual(
         _multiply(x_bf16, tiles, ROWS, PADDED, WIDTH, TILE, PARTS, PART, TOGETHER)
         * tl.rsqrt(tl.sum(square, 1) / WIDTH + eps)[:, None]
     )
+    if SCALED:
+        value *= factor
     if BIASED:
         value += offset
     if GATED:
@@ -178,10 +183,10 @@ def linear_from_residual(
 
 @triton.jit
 def add_to_residual(
-    values, weight, bias, gain, x, x_bf16, squares,
+    values, weight, bias, gain, x, x_bf16, squares, scale,
     ROWS: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, OUT: tl.constexpr,
     TILE: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, TOGETHER: tl.constexpr,
-    BIASED: tl.constexpr,
+    BIASED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Compute x += linear(values) and what the next norm needs.
 
@@ -192,11 +197,15 @@ def add_to_residual(
     gains = tl.load(gain + n).to(tl.float32)[None, :]
     if BIASED:
         offset = tl.load(bias + n).to(tl.float32)[None, :]
+    if SCALED:
+        factor = tl.load(scale + n)[None, :]
     _wait()
     at, inside = r[:, None] * OUT + n[None, :], (r < ROWS)[:, None]
-    value = tl.load(x + at, mask=inside, other=0) + _multiply(
-        values, tiles, ROWS, PADDED, WIDTH, TILE, PARTS, PART, TOGETHER
-    )
+    value = tl.load(x + at, mask=inside, other=0)
+    product = _multiply(values, tiles, ROWS, PADDED, WIDTH, TILE, PARTS, PART, TOGETHER)
+    if SCALED:
+        product *= factor
+    value += product
     if BIASED:
         value += offset
     tl.store(x + at, value, mask=inside)
