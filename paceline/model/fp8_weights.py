@@ -18,7 +18,7 @@ def fp8_weights(weights: EngineWeights) -> DecoderWeights:
     if not isinstance(weights, DecoderWeights):
         raise ModelError(
             "rollout.weight_dtype = 'fp8': the native engine calls the module of this model; "
-            "expected a model with a built-in forward pass (docs/models.md). Remove the setting"
+            "expected a model with a built-in forward pass (docs/engines.md). Remove the setting"
         )
     copy = _Copy(weights.named)
     layers = tuple(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from paceline.config import load_config
+from paceline.config import check_trainable, load_config
 from paceline.errors import ConfigError, ModelError, SyncError
 from paceline.model.engine_weights import ModuleWeights
 from paceline.model.fp8 import FP8, dequantized, quantize, rounded
@@ -23,6 +23,8 @@ from paceline.workers.phase_memory import Models, Phase
 from paceline.workers.pools import plan_workers
 from tests.unit.test_automatic import GSM8K, LAPTOP, chosen
 from tests.unit.test_native_engine import build, check_logprobs, engine_of, requests, run
+
+FP8_WEIGHTS = "rollout.weight_dtype=fp8"
 
 
 class RoundedCache(DynamicCache):
@@ -165,9 +167,38 @@ def test_fp8_weights_are_rejected_when_engine_calls_module() -> None:
 
 def test_vllm_rejects_fp8_weights() -> None:
     with pytest.raises(ConfigError, match="cannot load new weights into a quantized model"):
-        load_config(None, ["rollout.engine=vllm", "rollout.weight_dtype=fp8"])
+        load_config(None, ["rollout.engine=vllm", FP8_WEIGHTS])
 
 
 def test_engine_has_a_copy_when_weights_are_fp8() -> None:
     assert load_config().shares_weights
-    assert not load_config(None, ["rollout.weight_dtype=fp8"]).shares_weights
+    assert not load_config(None, [FP8_WEIGHTS]).shares_weights
+
+
+@pytest.mark.parametrize("setting", ["rollout.kv_cache_dtype=fp8", FP8_WEIGHTS])
+def test_fp8_turns_correction_on(setting: str) -> None:
+    algorithm = load_config(None, [setting, "algorithm.name=dapo"]).algorithm
+    assert (algorithm.correction, algorithm.proximal) == ("truncate", "recomputed")
+    assert load_config(None, ["algorithm.name=dapo"]).algorithm.correction == "none"
+
+
+@pytest.mark.parametrize(
+    ("chosen_by_user", "correction"),
+    [("correction=icepop", "icepop"), ("correction=none", "none"), ("proximal=behavior", "none")],
+)
+def test_fp8_keeps_correction_that_is_set(chosen_by_user: str, correction: str) -> None:
+    config = load_config(None, [FP8_WEIGHTS, f"algorithm.{chosen_by_user}"])
+    assert config.algorithm.correction == correction
+
+
+def test_training_warns_when_fp8_is_not_corrected(caplog: pytest.LogCaptureFixture) -> None:
+    check_trainable(load_config(None, [FP8_WEIGHTS]))
+    assert not caplog.records
+    check_trainable(load_config(None, [FP8_WEIGHTS, "algorithm.correction=none"]))
+    assert "algorithm.correction = 'none'" in caplog.text
+
+
+def test_mismatch_limit_fits_fp8() -> None:
+    assert load_config(None, ["train.dtype=float32"]).mismatch_limit == 0.02
+    assert load_config(None, ["train.dtype=float32", FP8_WEIGHTS]).mismatch_limit == 0.3
+    assert load_config(None, [FP8_WEIGHTS, "sync.mismatch_limit=0.1"]).mismatch_limit == 0.1

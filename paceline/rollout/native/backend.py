@@ -122,7 +122,7 @@ def choose_backend(
             raise ModelError(
                 f"rollout.kv_cache_dtype = 'fp8': the native engine calls the module of "
                 f"{config.model_type}, whose KV cache has the dtype of the weights; expected a "
-                "model with a built-in forward pass (docs/models.md). Remove the setting, or set "
+                "model with a built-in forward pass (docs/engines.md). Remove the setting, or set "
                 "rollout.engine = 'vllm'"
             )
         from paceline.rollout.native.module import ModuleBackend
