@@ -20,8 +20,8 @@ def quantize(weight: Tensor, target: Tensor, scale: Tensor) -> None:
     and all kernels compute with the same weights.
     """
     weight = weight.to(target.device)
-    exponent = torch.frexp(weight.abs().amax(1).float() / LARGEST).exponent
-    scale.copy_(torch.ldexp(torch.ones_like(scale), exponent))
+    exponent = torch.frexp(weight.abs().amax(1).float() / LARGEST).exponent.clamp(-126, 127)
+    scale.copy_(((exponent + 127) << 23).view(torch.float32))  # 2 ** exponent, to the last bit
     target.copy_(weight / scale.to(weight.dtype)[:, None])
 
 

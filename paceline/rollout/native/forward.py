@@ -143,8 +143,9 @@ class Forward:
             if index == last and not whole:
                 return
             _add_to(layer.out, x, attend(qkv, cache.kv[index]))
-            gate_up = _apply(layer.gate_up, self._norm(x, layer.mlp_norm))
-            _add_to(layer.down, x, self._silu_mul(gate_up))
+            _add_to(
+                layer.down, x, self._silu_mul(_apply(layer.gate_up, self._norm(x, layer.mlp_norm)))
+            )
 
     def _small_batch_layers(self, state: Tensor, cache: "Cache", rows: int) -> Tensor:
         """Run all layers with the kernels for small batches and return x.
