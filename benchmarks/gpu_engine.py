@@ -1,6 +1,7 @@
 """Decode speed of the native engine on one GPU, its limits, and the accuracy of its log-probs.
 
     python benchmarks/gpu_engine.py [--quick] [--profile] [--out benchmarks/results/gpu_engine.json]
+    python benchmarks/gpu_engine.py --fp8 [--quick]     # writes gpu_engine_fp8.json
 
 Random weights in the shapes of Qwen2.5-0.5B and 1.5B, 128-token prompts, 512 new tokens, log-probs
 on. The limits are those of memory bandwidth and the matmul rate.
@@ -25,6 +26,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from paceline.model.fp8 import FP8  # noqa: E402
+from paceline.model.fp8_weights import fp8_weights  # noqa: E402
 from paceline.model.weights import DecoderWeights  # noqa: E402
 from paceline.rollout.native.engine import NativeEngine  # noqa: E402
 from paceline.types import Completion, Request, Sampling  # noqa: E402
@@ -50,6 +53,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 # tokens/s of vLLM 0.24 with log-probs on, same GPU and load, measured 2026-11-15
 VLLM = {"0.5B": {64: 11e3, 256: 20e3, 512: 24e3}, "1.5B": {256: 22e3}}
+# FP8 of the KV cache and of the weights
+FP8_VARIANTS = {
+    "auto": (False, False),
+    "kv": (True, False),
+    "weights": (False, True),
+    "kv and weights": (True, True),
+}
 TARGETS = {"0.5B": {64: 35e3, 256: 100e3, 512: 150e3}, "1.5B": {256: 55e3}}
 
 
@@ -158,6 +168,53 @@ def throughput(
     return rows
 
 
+def fp8_engine(
+    model: Qwen2ForCausalLM, variant: str, slots: int, share: bool = True
+) -> NativeEngine:
+    kv, quantized = FP8_VARIANTS[variant]
+    weights = DecoderWeights.from_module(model, share=share)
+    return NativeEngine(
+        model.config,
+        fp8_weights(weights) if quantized else weights,
+        slots=slots,
+        max_length=PROMPT + NEW,
+        kv_memory_fraction=0.8,
+        kv_dtype=FP8 if kv else None,
+    )
+
+
+def fp8_throughput(shape: str, sizes: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
+    model = make_model(shape)
+    rows = []
+    for n in sizes:
+        for variant in FP8_VARIANTS:
+            engine = fp8_engine(model, variant, n)
+            generate(engine, make_requests([24] * n, 99))
+            times = [generate(engine, make_requests([NEW] * n, r))[1] for r in range(rounds)]
+            rows.append(
+                {
+                    "shape": shape,
+                    "sequences": n,
+                    "fp8": variant,
+                    "tokens_per_s": round(n * NEW / statistics.median(times)),
+                    "decode_only_tokens_per_s": round(steady_rate(engine, n, NEW)),
+                    "kv_cache_bytes": engine.cache_bytes(),
+                    "seconds": [round(t, 3) for t in times],
+                }
+            )
+            print(rows[-1], flush=True)
+            engine.sleep()
+    return rows
+
+
+def fp8_load(shape: str) -> dict[str, float]:
+    """Return the milliseconds to quantize a float32 model on the same GPU."""
+    model = make_model(shape, torch.float32)
+    weights = fp8_weights(DecoderWeights.from_module(model, share=False, dtype=torch.bfloat16))
+    engine = NativeEngine(model.config, weights, slots=8, max_length=PROMPT + NEW)
+    return {"milliseconds": load_time(engine, model)}
+
+
 def steady_rate(engine: NativeEngine, n: int, new: int) -> float:
     """Return tokens per second while all slots decode, without prefill."""
     engine.submit(make_requests([new] * n, 77))
@@ -263,18 +320,13 @@ def stream_rates(engine: NativeEngine, lengths: list[int]) -> tuple[float, float
 
 
 @torch.inference_mode()
-def accuracy(shape: str, dtype: torch.dtype, slots: int) -> dict[str, Any]:
+def accuracy(shape: str, dtype: torch.dtype, slots: int, variant: str = "auto") -> dict[str, Any]:
     """Compare log-probs with a float32 forward pass over the same tokens.
 
     Up to 16 sequences are decoded by separate kernels.
     """
     model = make_model(shape, dtype)
-    engine = NativeEngine(
-        model.config,
-        DecoderWeights.from_module(model, share=False),
-        slots=slots,
-        max_length=PROMPT + NEW,
-    )
+    engine = fp8_engine(model, variant, slots, share=False)
     requests = make_requests([NEW] * 32, 5)
     done, _ = generate(engine, requests)
     engine.sleep()
@@ -295,6 +347,7 @@ def accuracy(shape: str, dtype: torch.dtype, slots: int) -> dict[str, Any]:
     return {
         "shape": shape,
         "dtype": str(dtype).removeprefix("torch."),
+        "fp8": variant,
         "slots": slots,
         "tokens": count,
         "mean_error": total / count,
@@ -323,6 +376,10 @@ def load_weights(shape: str) -> dict[str, float]:
     model = make_model(shape, torch.float32)
     weights = DecoderWeights.from_module(model, share=False, dtype=torch.bfloat16)
     engine = NativeEngine(model.config, weights, slots=8, max_length=PROMPT + NEW)
+    return {"milliseconds": load_time(engine, model)}
+
+
+def load_time(engine: NativeEngine, model: Qwen2ForCausalLM) -> float:
     times = []
     for version in range(6):
         torch.cuda.synchronize()
@@ -330,7 +387,7 @@ def load_weights(shape: str) -> dict[str, float]:
         engine.load(dict(model.named_parameters()), version)
         torch.cuda.synchronize()
         times.append((time.perf_counter() - start) * 1e3)
-    return {"milliseconds": round(statistics.median(times[1:]), 2)}
+    return round(statistics.median(times[1:]), 2)
 
 
 def memory_growth(admissions: int) -> dict[str, Any]:
@@ -387,15 +444,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds, only the 0.5B shape")
     parser.add_argument("--profile", action="store_true", help="only profile by kernel")
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_engine.json"
-    )
+    parser.add_argument("--fp8", action="store_true", help="only compare FP8 with bfloat16")
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    name = "gpu_engine_fp8.json" if options.fp8 else "gpu_engine.json"
+    options.out = options.out or ROOT / "benchmarks" / "results" / name
     ceilings = bandwidth(), matmul_rate()
     torch.cuda.empty_cache()
     results: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(),
-        "command": "python benchmarks/gpu_engine.py" + " --quick" * options.quick,
+        "command": "python benchmarks/gpu_engine.py"
+        + " --fp8" * options.fp8
+        + " --quick" * options.quick,
         "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -424,6 +484,14 @@ def main() -> None:
         record("profile", lambda: [profile("0.5B", 64), profile("0.5B", 512)])
         return
     rounds = 1 if options.quick else 3
+    if options.fp8:
+        shapes = ("0.5B",) if options.quick else ("0.5B", "1.5B")
+        both = [(variant, slots) for variant in FP8_VARIANTS for slots in (16, 32)]
+        for shape in shapes:
+            record(shape, lambda shape=shape: fp8_throughput(shape, (64, 256, 1024), rounds))
+            record(f"sync {shape}", lambda shape=shape: fp8_load(shape))
+        record("accuracy", lambda: [accuracy("0.5B", torch.bfloat16, n, v) for v, n in both])
+        return
     record("0.5B", lambda: throughput("0.5B", (64, 256, 512), rounds, ceilings))
     types = ((torch.bfloat16, 32), (torch.bfloat16, 16), (torch.float32, 32))
     record("accuracy", lambda: [accuracy("0.5B", dtype, slots) for dtype, slots in types])

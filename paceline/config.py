@@ -106,6 +106,19 @@ class RunConfig(Settings):
             sink.check(SINKS)
         return sinks
 
+    @model_validator(mode="before")
+    @classmethod
+    def _correct_fp8(cls, data: Any) -> Any:
+        """Correct the difference between an engine with FP8 and the trainer, by default."""
+        if not isinstance(data, Mapping):
+            return data
+        algorithm = data.get("algorithm", {})
+        if isinstance(algorithm, Mapping) and _has_fp8(data.get("rollout")):
+            chosen = "correction" in algorithm or "proximal" in algorithm
+            algorithm = algorithm if chosen else {**algorithm, "correction": "truncate"}
+            return {**data, "algorithm": algorithm}
+        return data
+
     @model_validator(mode="after")
     def _groups_are_consistent(self) -> "RunConfig":
         if self.max_queue_size < self.groups_per_step:
@@ -234,7 +247,8 @@ class RunConfig(Settings):
 
     @property
     def mismatch_limit(self) -> float:
-        return self.sync.mismatch_limit or MISMATCH_LIMITS[self.train.dtype]
+        kind = "fp8" if self.rollout.has_fp8 else self.train.dtype
+        return self.sync.mismatch_limit or MISMATCH_LIMITS[kind]
 
     @property
     def in_place(self) -> bool:
@@ -254,7 +268,8 @@ class RunConfig(Settings):
     @property
     def shares_weights(self) -> bool:
         """Whether the engine computes with the trainer's parameters, which every step changes."""
-        copies = self.placement.overlap or self.train.lora is not None
+        fp8 = self.rollout.weight_dtype == "fp8"
+        copies = self.placement.overlap or self.train.lora is not None or fp8
         return self.in_place and not copies and self.rollout.engine == "native"
 
     @property
@@ -412,9 +427,21 @@ def drop_alternatives(values: dict[str, Any], given: set[str]) -> None:
                 values[section].pop(name, None)
 
 
+def _has_fp8(rollout: Any) -> bool:
+    if isinstance(rollout, Mapping):
+        return "fp8" in (rollout.get("kv_cache_dtype"), rollout.get("weight_dtype"))
+    return isinstance(rollout, RolloutSettings) and rollout.has_fp8
+
+
 def check_trainable(config: RunConfig) -> None:
     """Raise ConfigError for settings that are valid only for evaluation."""
     rollout = config.rollout
+    if rollout.has_fp8 and config.algorithm.correction == "none":
+        log.warning(
+            "algorithm.correction = 'none' with FP8 in the rollout engine: the probabilities of "
+            "the engine differ from the trainer's, and nothing bounds their ratio. Set "
+            "algorithm.correction = 'truncate'"
+        )
     if rollout.temperature == 0:
         raise ConfigError(
             "rollout.temperature = 0: greedy completions of a prompt are all equal, so training "

@@ -46,6 +46,8 @@ FOREIGN_NAMES = {
         "rollout.slots": "max_num_seqs max_concurrency max_concurrent_requests",
         "rollout.kv_memory_fraction": "gpu_memory_utilization vllm_gpu_memory_utilization "
         "mem_fraction_static",
+        "rollout.kv_cache_dtype": "kv_dtype kv_cache_type kv_cache_precision",
+        "rollout.weight_dtype": "quantization weight_quantization rollout_quantization",
         "rollout.environment": "environment_factory rollout_func agent_loop tools env",
         "rollout.generation_timeout": "request_timeout timeout",
         "algorithm.name": "adv_estimator advantage_estimator algo estimator",

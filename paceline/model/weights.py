@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paceline.errors import ModelError, SyncError
+from paceline.model.fp8 import dequantized, quantize
 from paceline.model.shape import head_dim
 from paceline.model.support import ALTERNATIVE, check_fast
 
@@ -36,15 +37,19 @@ class EngineWeights(Protocol):
 class Linear:
     weight: Tensor
     bias: Tensor | None
+    scale: Tensor | None = None  # factor of each output, if the weight is FP8
 
     def __call__(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight, self.bias)
+        return nn.functional.linear(x, self._matrix(x.dtype), self.bias)
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
-        """Compute residual += self(x) without a temporary tensor."""
-        residual.addmm_(x, self.weight.t())
+        """Compute residual += self(x) without a temporary result."""
+        residual.addmm_(x, self._matrix(x.dtype).t())
         if self.bias is not None:
             residual.add_(self.bias)
+
+    def _matrix(self, dtype: torch.dtype) -> Tensor:
+        return self.weight if self.scale is None else dequantized(self.weight, self.scale, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,7 @@ class DecoderWeights:
     inv_freq: Tensor  # rotary frequencies, as the model computes them
     rope_scale: float  # factor on cos and sin
     named: dict[str, Tensor] = field(repr=False)  # by Hugging Face name: the same memory as above
+    scales: dict[str, Tensor] = field(default_factory=dict, repr=False)  # of the FP8 weights
 
     @classmethod
     def from_module(
@@ -117,9 +123,8 @@ class DecoderWeights:
         return len(self.embedding)
 
     def load(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
-        load_by_name(
-            self.named, tensors, {"lm_head.weight"} if self.head is self.embedding else set()
-        )
+        also = {"lm_head.weight"} if self.head is self.embedding else set[str]()
+        load_by_name(self.named, tensors, also, scales=self.scales)
 
     def zeros(self, dtype: torch.dtype) -> "DecoderWeights":
         """Return zeros that are fused and tied in the same way."""
@@ -168,16 +173,18 @@ def load_by_name(
     tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
     also: AbstractSet[str],
     optional: Mapping[str, Tensor] | None = None,
+    scales: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Copy new values into all of `named`, or into none and raise SyncError if a name is wrong.
 
     Of an iterator, one tensor is held at a time, and an error is known only at its end.
     `also`: names that may be present and are ignored, such as the second name of a tied weight.
     Tensors in `optional` are copied if they are present. Of a mapping, one tensor is held at a
-    time.
+    time. Weights with an entry in `scales` are FP8 and quantized.
     """
+    scales = scales or {}
     if isinstance(tensors, Iterator):
-        _stream_by_name(named, tensors, also, optional or {})
+        _stream_by_name(named, tensors, also, optional or {}, scales)
         return
     incoming = tensors if isinstance(tensors, Mapping) else dict(tensors)
     targets = named | {
@@ -188,10 +195,11 @@ def load_by_name(
     with torch.no_grad():
         if isinstance(tensors, dict) and next(iter(named.values())).is_cuda:
             # One launch: each copy alone would finish before the next could start.
-            torch._foreach_copy_(list(targets.values()), [incoming[name] for name in targets])
-            return
+            plain = {name: target for name, target in targets.items() if name not in scales}
+            torch._foreach_copy_(list(plain.values()), [incoming[name] for name in plain])
+            targets = {name: targets[name] for name in scales}
         for name, target in targets.items():
-            target.copy_(incoming[name])
+            _store(incoming[name], target, scales.get(name))
 
 
 def _stream_by_name(
@@ -199,6 +207,7 @@ def _stream_by_name(
     tensors: Iterable[tuple[str, Tensor]],
     also: AbstractSet[str],
     optional: Mapping[str, Tensor],
+    scales: Mapping[str, Tensor],
 ) -> None:
     """Copy values as they arrive, so that one tensor is held at a time."""
     arrived: dict[str, tuple[int, ...]] = {}
@@ -207,8 +216,15 @@ def _stream_by_name(
             arrived[name] = tuple(tensor.shape)
             target = named.get(name, optional.get(name))
             if target is not None and target.shape == tensor.shape:
-                target.copy_(tensor)
+                _store(tensor, target, scales.get(name))
     check_weights(arrived, {name: tuple(t.shape) for name, t in named.items()}, {*also, *optional})
+
+
+def _store(tensor: Tensor, target: Tensor, scale: Tensor | None) -> None:
+    if scale is None:
+        target.copy_(tensor)
+    else:
+        quantize(tensor, target, scale)
 
 
 def check_weights(

@@ -59,6 +59,12 @@ class RolloutSettings(Settings):
     kv_memory_fraction: float = automatic(0.5, gt=0, le=1)
     """Maximum fraction of a GPU's free memory for the KV cache. The engine never takes more than
     `slots` sequences need. auto: what training leaves."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Type of the KV cache. auto: train.dtype; fp8: float8 (e4m3), half the memory of bfloat16.
+    Sets algorithm.correction = "truncate", unless correction or proximal is set."""
+    weight_dtype: Literal["auto", "fp8"] = "auto"
+    """Type of the linear layers' weights in the native engine. auto: train.dtype; fp8: float8
+    (e4m3) with a factor per output, quantized at every weight sync. Also sets the correction."""
     generation_timeout: float = Field(120.0, gt=0)
     """Maximum seconds per completion, from when an engine accepts its prompt to its last token.
     Time spent paused does not count."""
@@ -92,6 +98,21 @@ class RolloutSettings(Settings):
                     "'native', which is for models that fit one device; set rollout.engine = 'vllm'"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _native_quantizes(self) -> "RolloutSettings":
+        if self.engine == "vllm" and self.weight_dtype == "fp8":
+            raise ValueError(
+                "rollout.weight_dtype = 'fp8' contradicts rollout.engine = 'vllm', which cannot "
+                "load new weights into a quantized model; remove weight_dtype, or set "
+                "rollout.engine = 'native'"
+            )
+        return self
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether the engine's log-probs have the precision of FP8."""
+        return "fp8" in (self.kv_cache_dtype, self.weight_dtype)
 
     @property
     def ranks(self) -> int:

@@ -8,7 +8,7 @@ between decode steps, and vLLM ends with the process. On several devices this is
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
@@ -60,6 +60,7 @@ class VllmEngine:
         max_length: int,
         decode: Callable[[list[int]], str] | None = None,
         kv_memory_fraction: float = 0.5,
+        kv_cache_dtype: Literal["auto", "fp8"] = "auto",
         sleeps: bool = False,
         team: Team | None = None,
         pipeline_parallel: int = 1,
@@ -77,6 +78,7 @@ class VllmEngine:
             slots=slots,
             max_length=max_length,
             kv_memory_fraction=kv_memory_fraction,
+            kv_cache_dtype=kv_cache_dtype,
             sleeps=sleeps,
             team=team,
             pipeline_parallel=pipeline_parallel,

@@ -70,8 +70,11 @@ def full_kv_bytes(
     return blocks * BLOCK * 2 * layers * heads * size * item
 
 
-def weight_bytes(weights: Mapping[str, tuple[int, ...]], dtype: str, split: Split) -> int:
-    """Return the size of the weights of the rank that has the most."""
+def weight_bytes(
+    weights: Mapping[str, tuple[int, ...]], dtype: str, split: Split, fp8: bool = False
+) -> int:
+    """Return the size of the weights of the rank that has the most. `fp8`: those of the layers."""
+    item = getattr(torch, dtype).itemsize
     layers = root = largest = 0
     for name, shape in weights.items():
         count = torch.Size(shape).numel()
@@ -80,8 +83,9 @@ def weight_bytes(weights: Mapping[str, tuple[int, ...]], dtype: str, split: Spli
         else:
             root, largest = root + count, max(largest, count)
     # The first stage has the embedding, and the last one the output layer.
-    count = layers // split.pipeline + (root if split.pipeline == 1 else largest)
-    return count // split.tensor * getattr(torch, dtype).itemsize
+    size = layers // split.pipeline * (1 if fp8 else item)
+    size += (root if split.pipeline == 1 else largest) * item
+    return size // split.tensor
 
 
 def memory_fraction(size: int) -> float:

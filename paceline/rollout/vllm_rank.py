@@ -10,7 +10,7 @@ completion does not depend on batch composition, and a resumed one equals an uni
 import atexit
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # run the engine in this process
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # version 2 supports no logits processors
@@ -46,7 +46,7 @@ from paceline.rollout.vllm_memory import (
     memory_fraction,
     weight_bytes,
 )
-from paceline.rollout.vllm_settings import VllmSettings
+from paceline.rollout.vllm_settings import VllmSettings, check_kv_cache
 from paceline.types import Sampling
 
 EXTRA_ARGS_KEY = "paceline"  # key of Paceline's entry in the extra arguments of a request
@@ -163,6 +163,7 @@ class VllmRank:
         slots: int,
         max_length: int,
         kv_memory_fraction: float,
+        kv_cache_dtype: Literal["auto", "fp8"] = "auto",
         sleeps: bool = False,
         team: Team | None = None,
         pipeline_parallel: int = 1,
@@ -172,6 +173,7 @@ class VllmRank:
         sleeps: on a GPU, `sleep` frees the memory of weights and KV cache. `team`: the ranks of the
         engine if it has several, divided into `pipeline_parallel` stages.
         """
+        check_kv_cache(kv_cache_dtype, torch.cuda.is_available())
         config = load_config(model_path)
         split = Split(team.size // pipeline_parallel if team else 1, pipeline_parallel)
         split.check(config)
@@ -179,7 +181,8 @@ class VllmRank:
         self.expected = expected_weights(config)
         self._sleeps = sleeps and torch.cuda.is_available()
         weights = weight_bytes(self.expected, dtype, split)
-        cache = kv_bytes(config, weights, dtype, slots, max_length, kv_memory_fraction, split)
+        kept = "float8_e4m3fn" if kv_cache_dtype == "fp8" else dtype
+        cache = kv_bytes(config, weights, kept, slots, max_length, kv_memory_fraction, split)
         cache = team.smallest(cache) if team else cache  # all ranks schedule alike
         self._bytes = {WEIGHTS: weights, CACHE: cache}
         self._asleep: list[str] = []  # parts of the memory that are freed
@@ -195,6 +198,7 @@ class VllmRank:
                     8192 if torch.cuda.is_available() else 2048, max_length, slots
                 ),
                 kv_cache_memory_bytes=cache,
+                kv_cache_dtype=kv_cache_dtype,
                 gpu_memory_utilization=memory_fraction(sum(self._bytes.values())),
                 enforce_eager=settings.eager or not torch.cuda.is_available(),
                 enable_sleep_mode=self._sleeps,

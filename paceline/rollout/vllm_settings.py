@@ -33,6 +33,15 @@ def check_vllm() -> str:
     )
 
 
+def check_kv_cache(dtype: str, gpu: bool) -> None:
+    if dtype == "fp8" and not gpu:
+        raise ConfigError(
+            "rollout.kv_cache_dtype = 'fp8' with rollout.engine = 'vllm': there is no GPU, and "
+            "vLLM has no such KV cache on CPUs; expected 'auto'. Remove the setting, or set "
+            "rollout.engine = 'native'"
+        )
+
+
 def _span() -> str:
     return f"{_dotted(OLDEST)} to {_dotted(NEWEST)}"
 

@@ -1,9 +1,9 @@
 """Builds the parts of a worker, inside that worker: its roles decide what it loads.
 
 If actor and rollout share a worker, the engine's weights are the trainer's parameters. With LoRA,
-vLLM or placement.overlap the engine has a copy. With LoRA, the reference model is the actor without
-its adapters, unless there is a teacher. In a group of ranks, every rank has an engine with a copy
-of the weights, which all ranks gather together; a reward model runs on rank 0.
+vLLM, placement.overlap or FP8 weights the engine has a copy. With LoRA, the reference model is the
+actor without its adapters, unless there is a teacher. In a group of ranks, every rank has an engine
+with a copy of the weights, which all ranks gather together; a reward model runs on rank 0.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,8 @@ from paceline.config import RunConfig
 from paceline.data.tiny import resolve_model
 from paceline.data.tiny_reward import resolve_reward_model
 from paceline.model.engine_weights import engine_weights
+from paceline.model.fp8 import FP8
+from paceline.model.fp8_weights import fp8_weights
 from paceline.model.loading import default_device, load_config, load_model, load_tokenizer
 from paceline.model.stored_weights import open_empty
 from paceline.model.weights import EngineWeights
@@ -136,11 +138,11 @@ def _native(
     trained: TrainEngine | None,
     trainer: SingleDevice | None,
 ) -> RolloutService:
-    overlap = config.placement.overlap
+    overlap, fp8 = config.placement.overlap, config.rollout.weight_dtype == "fp8"
     longest = config.data.max_prompt_length + config.rollout.max_response_length
-    weights = trainer.rollout_weights(longest, copy=overlap) if trainer else None
+    weights = trainer.rollout_weights(longest, copy=overlap or fp8) if trainer else None
     # An engine with a copy of the weights loads new ones from the trainer.
-    copies = trainer is not None and (weights is None or overlap)
+    copies = trainer is not None and (weights is None or overlap or fp8)
     if weights is None and trained is not None and trainer is None:
         weights = _gathered(trained, model_path, config.train.dtype, longest)
     if weights is None:
@@ -149,11 +151,12 @@ def _native(
         weights = engine_weights(model, share=actor is None, max_length=longest)
     engine = NativeEngine(
         load_config(model_path),
-        weights,
+        fp8_weights(weights) if fp8 else weights,
         slots=config.slots,
         max_length=longest,
         decode=load_tokenizer(model_path).decode if config.rollout.stop else None,
         kv_memory_fraction=config.rollout.kv_memory_fraction,
+        kv_dtype=FP8 if config.rollout.kv_cache_dtype == "fp8" else None,
     )
     if actor is None:
         return RolloutService(engine)
@@ -202,6 +205,7 @@ def _vllm(
         "slots": config.slots,
         "max_length": config.data.max_prompt_length + config.rollout.max_response_length,
         "kv_memory_fraction": config.rollout.kv_memory_fraction,
+        "kv_cache_dtype": config.rollout.kv_cache_dtype,
         "sleeps": config.train.offload and actor is not None,
         "team": team,
         "pipeline_parallel": config.rollout.pipeline_parallel,

@@ -221,7 +221,8 @@ class WorkerMemory:
 
     def _weights(self) -> int:
         shapes = parameter_shapes(self._models.policy)
-        return weight_bytes(shapes, self._config.train.dtype, self._split)
+        fp8 = self._config.rollout.weight_dtype == "fp8"
+        return weight_bytes(shapes, self._config.train.dtype, self._split, fp8)
 
     def _engine_weights(self) -> Needs:
         return {} if self._in_place else _exact({"engine weights": self._weights()})
@@ -231,7 +232,9 @@ class WorkerMemory:
         config, shape = self._config, model_shape(self._models.policy)
         heads = -(-shape.kv_heads // self._split.tensor)
         layers = -(-shape.layers // self._split.pipeline)
-        token = 2 * layers * heads * shape.head_dim * self._item
+        # Without a GPU, the native engine rounds to FP8 but stores what it computes with.
+        fp8 = self._gpu and config.rollout.kv_cache_dtype == "fp8"
+        token = 2 * layers * heads * shape.head_dim * (1 if fp8 else self._item)
         sequence = token * (config.data.max_prompt_length + config.rollout.max_response_length)
         full = sequence * config.slots
         if self._gpu and self._device_bytes:

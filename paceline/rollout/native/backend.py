@@ -111,8 +111,20 @@ def choose_backend(
     slots: int,
     max_length: int,
     kv_memory_fraction: float,
+    kv_dtype: torch.dtype | None = None,
 ) -> "Backend":
+    """Return the fastest backend for this model.
+
+    `kv_dtype`: type of the KV cache if it is not that of the weights.
+    """
     if not isinstance(weights, DecoderWeights):
+        if kv_dtype is not None:
+            raise ModelError(
+                f"rollout.kv_cache_dtype = 'fp8': the native engine calls the module of "
+                f"{config.model_type}, whose KV cache has the dtype of the weights; expected a "
+                "model with a built-in forward pass (docs/engines.md). Remove the setting, or set "
+                "rollout.engine = 'vllm'"
+            )
         from paceline.rollout.native.module import ModuleBackend
 
         assert isinstance(weights, ModuleWeights), "there are two kinds of weights"
@@ -131,8 +143,8 @@ def choose_backend(
     ):
         from paceline.rollout.native.cuda import CudaBackend
 
-        return CudaBackend(config, weights, slots, max_length, kv_memory_fraction)
-    return SimpleBackend(config, weights, slots, max_length)
+        return CudaBackend(config, weights, slots, max_length, kv_memory_fraction, kv_dtype)
+    return SimpleBackend(config, weights, slots, max_length, kv_dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +188,15 @@ class SimpleBackend(StepByStep):
     """Backend for the built-in forward pass on any device."""
 
     def __init__(
-        self, config: PretrainedConfig, weights: DecoderWeights, slots: int, max_length: int
+        self,
+        config: PretrainedConfig,
+        weights: DecoderWeights,
+        slots: int,
+        max_length: int,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self._weights = weights
-        self._model = Decoder(config, weights, slots, max_length)
+        self._model = Decoder(config, weights, slots, max_length, kv_dtype)
 
     def prefill(self, chunks: list[PrefillChunk], row: int) -> None:
         """Prefill the longest contexts first; pad to the longest of a forward pass."""

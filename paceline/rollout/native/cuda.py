@@ -37,6 +37,7 @@ FORWARD_TOKENS = 8192  # maximum tokens per prefill pass, to bound its memory
 # Numbers of tokens with a CUDA graph for prefill, and the tokens per sequence that it has room for.
 PREFILL_SIZES = (128, 256, 512, 1024, 2048, 4096)
 SEQUENCE_TOKENS = 16
+FP8_CAPABILITY = (8, 9)  # the first GPUs that convert float8_e4m3fn
 # Batch sizes with a CUDA graph; larger ones are multiples of 128.
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 
@@ -66,14 +67,19 @@ class CudaBackend:
         slots: int,
         max_length: int,
         kv_memory_fraction: float,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.device = weights.head.device
+        if kv_dtype is not None:
+            _check_fp8("kv_cache_dtype", self.device)
+        if weights.scales:
+            _check_fp8("weight_dtype", self.device)
         self.slots, self.max_length, self.fraction = slots, max_length, kv_memory_fraction
         # Bursts are short, so they take priority over training on the same device.
         self.stream = torch.cuda.Stream(self.device, priority=-1)
         self._wait_for_caller()
         with self._on_stream():
-            self.forward = Forward(config, weights, slots, max_length)
+            self.forward = Forward(config, weights, slots, max_length, kv_dtype)
             self.state = torch.zeros(len(State), slots, dtype=torch.int32, device=self.device)
             self.out = torch.zeros(MAX_STEPS, 2, slots, dtype=torch.int32, device=self.device)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
@@ -188,6 +194,7 @@ class CudaBackend:
             pages = np.array([copy.pages[last] for copy in copies], np.int32)
             with self._on_stream():
                 kv, page = self.cache.kv, source.pages[last]
+                kv = kv.view(torch.uint8) if kv.itemsize == 1 else kv  # not all kernels know FP8
                 repeated = kv[:, page : page + 1].expand(-1, len(copies), -1, -1, -1, -1)
                 kv.index_copy_(1, self._upload(pages).long(), repeated)
 
@@ -370,6 +377,16 @@ class CudaBackend:
         """Return the lengths of the parts of a prefill's input: see `Forward.prefill`."""
         most = size // SEQUENCE_TOKENS  # sequences
         return [size, size, size, 4 * (size // PAGE + most), most * self.forward.pages_each]
+
+
+def _check_fp8(setting: str, device: torch.device) -> None:
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < FP8_CAPABILITY:
+        raise RolloutError(
+            f"rollout.{setting} = 'fp8': {torch.cuda.get_device_name(device)} has compute "
+            f"capability {major}.{minor}; expected at least 8.9 (Ada, Hopper or newer). "
+            "Remove the setting"
+        )
 
 
 def _padded(parts: list[NDArray[np.int32]], lengths: list[int]) -> NDArray[np.int32]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -85,6 +86,7 @@ class NativeEngine:
         version: int = 0,
         decode: Callable[[list[int]], str] | None = None,
         kv_memory_fraction: float = 0.5,
+        kv_dtype: torch.dtype | None = None,
         backend: Backend | None = None,
     ) -> None:
         """Create an engine.
@@ -93,12 +95,13 @@ class NativeEngine:
         max_length: maximum tokens of prompt and completion together.
         decode: converts tokens to text; required for stop strings.
         kv_memory_fraction: fraction of a GPU's free memory for the KV cache.
+        kv_dtype: type of the KV cache if it is not that of the weights (FP8).
         """
         max_length = min(max_length, position_limit(config) or max_length)
         self._weights, self._memory = weights, ReleasableMemory(weights.named.values())
         self._vocabulary = weights.vocabulary
         self._backend = backend or choose_backend(
-            config, weights, slots, max_length, kv_memory_fraction
+            config, weights, slots, max_length, kv_memory_fraction, kv_dtype
         )
         self._slots = Slots(slots, max_length)
         self._decode = decode

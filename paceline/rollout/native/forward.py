@@ -14,7 +14,7 @@ from paceline.model.kernels import silu_mul
 from paceline.model.operations import matmul_float32, next_power_of_two
 from paceline.model.shape import head_dim
 from paceline.model.weights import DecoderWeights, Layer, Linear
-from paceline.rollout.native import kernels, small_batch
+from paceline.rollout.native import fp8_matmul, kernels, small_batch
 from paceline.rollout.native.kernels import PAGE
 from paceline.rollout.native.sampling import token_hashes
 
@@ -31,9 +31,15 @@ Attend = Callable[[Tensor, Tensor], Tensor]
 
 class Forward:
     def __init__(
-        self, config: PretrainedConfig, weights: DecoderWeights, slots: int, max_length: int
+        self,
+        config: PretrainedConfig,
+        weights: DecoderWeights,
+        slots: int,
+        max_length: int,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.weights = weights
+        self.kv_dtype = kv_dtype or weights.embedding.dtype
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.dim, self.eps = head_dim(config), config.rms_norm_eps
         self.group_rows = max(16, next_power_of_two(self.heads // self.kv_heads))
@@ -44,7 +50,7 @@ class Forward:
         self.slots, self.pages_each = slots, -(-max_length // PAGE)
         device = weights.embedding.device
         numbers = len(weights.layers) * self.kv_heads * 2 * PAGE * self.dim
-        self.page_bytes = numbers * weights.embedding.element_size()
+        self.page_bytes = numbers * self.kv_dtype.itemsize
         positions = torch.arange(max_length, device=device).float()
         angles = positions[:, None] * weights.inv_freq.to(device)
         self.cos, self.sin = angles.cos() * weights.rope_scale, angles.sin() * weights.rope_scale
@@ -132,12 +138,14 @@ class Forward:
         """Run all layers on x, in place; unless `whole`, end with the last layer's cache write."""
         last = len(self.weights.layers) - 1
         for index, layer in enumerate(self.weights.layers):
-            qkv = layer.qkv(self._norm(x, layer.input_norm))
+            qkv = _apply(layer.qkv, self._norm(x, layer.input_norm))
             self._rotate_and_cache(layer, qkv, positions, places, cache.kv[index])
             if index == last and not whole:
                 return
-            layer.out.add_to(x, attend(qkv, cache.kv[index]))
-            layer.down.add_to(x, self._silu_mul(layer.gate_up(self._norm(x, layer.mlp_norm))))
+            _add_to(layer.out, x, attend(qkv, cache.kv[index]))
+            _add_to(
+                layer.down, x, self._silu_mul(_apply(layer.gate_up, self._norm(x, layer.mlp_norm)))
+            )
 
     def _small_batch_layers(self, state: Tensor, cache: "Cache", rows: int) -> Tensor:
         """Run all layers with the kernels for small batches and return x.
@@ -215,12 +223,13 @@ class Forward:
         """Apply `linear` to the normalized x; if `early`, start before the previous kernel ends."""
         rows, width = residual[0].shape
         bias = linear.weight if linear.bias is None else linear.bias
+        scaled = linear.scale is not None
         small_batch.linear_from_residual[(len(linear.weight) // shape.tile,)](
-            *residual[1:], linear.weight, bias, out, self.eps,
+            *residual[1:], linear.weight, bias, out, self.eps, linear.scale if scaled else bias,
             ROWS=rows, PADDED=next_power_of_two(rows), WIDTH=width, OUT=out.shape[1],
             TILE=shape.tile, PARTS=shape.parts, PART=shape.part,
             TOGETHER=shape.together(width, rows), TILES=tiles, TILES_BLOCK=next_power_of_two(tiles),
-            BIASED=linear.bias is not None, GATED=out.shape[1] < len(linear.weight),
+            BIASED=linear.bias is not None, GATED=out.shape[1] < len(linear.weight), SCALED=scaled,
             launch_pdl=early, num_warps=shape.parts,
         )  # fmt: skip
 
@@ -234,11 +243,12 @@ class Forward:
     ) -> None:
         (rows, width), out = values.shape, residual[0].shape[1]
         bias = linear.weight if linear.bias is None else linear.bias
+        scaled = linear.scale is not None
         small_batch.add_to_residual[(out // shape.tile,)](
-            values, linear.weight, bias, gain, *residual,
+            values, linear.weight, bias, gain, *residual, linear.scale if scaled else bias,
             ROWS=rows, PADDED=next_power_of_two(rows), WIDTH=width, OUT=out,
             TILE=shape.tile, PARTS=shape.parts, PART=shape.part,
-            TOGETHER=shape.together(width, rows), BIASED=linear.bias is not None,
+            TOGETHER=shape.together(width, rows), BIASED=linear.bias is not None, SCALED=scaled,
             launch_pdl=True, num_warps=shape.parts,
         )  # fmt: skip
 
@@ -299,7 +309,7 @@ class Cache:
 
         shape = (len(weights.layers), pages, forward.kv_heads, 2, PAGE, forward.dim)
         return cls(
-            kv=torch.zeros(shape, dtype=weights.embedding.dtype, device=device),
+            kv=torch.zeros(shape, dtype=forward.kv_dtype, device=device),
             table=ints(slots, forward.pages_each),
             tick=ints(1),
             places=ints(slots),
@@ -310,6 +320,17 @@ class Cache:
             floors=ints(slots),
             partial=(floats(splits), floats(splits), floats(splits), ints(splits)),
         )  # fmt: skip
+
+
+def _apply(linear: Linear, x: Tensor) -> Tensor:
+    return linear(x) if linear.scale is None else fp8_matmul.apply(linear, x)
+
+
+def _add_to(linear: Linear, residual: Tensor, x: Tensor) -> None:
+    if linear.scale is None:
+        linear.add_to(residual, x)
+    else:
+        fp8_matmul.add_to(linear, residual, x)
 
 
 def _small_batch_supported(config: PretrainedConfig, weights: DecoderWeights) -> bool:

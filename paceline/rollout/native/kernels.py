@@ -37,6 +37,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 # Keeps u strictly inside (0, 1), so that a token of probability 0 never wins.
 U_STEP = tl.constexpr(2.0**-31 * (1 - 2.0**-20))
 LOWEST = tl.constexpr(-(2**31))
+FP8_MAX = tl.constexpr(448.0)  # largest number of float8_e4m3fn
 
 
 @triton.jit
@@ -48,6 +49,24 @@ def norm(x, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     scale = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
     value = value * scale * tl.load(weight + at, mask=inside, other=0).to(tl.float32)
     tl.store(out + row * WIDTH + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def to_cache(x, dtype: tl.constexpr):
+    """Convert keys or values to the type of the cache; FP8 saturates."""
+    if dtype == tl.float8e4nv:
+        x = tl.minimum(tl.maximum(x.to(tl.float32), -FP8_MAX), FP8_MAX)
+    return x.to(dtype)
+
+
+@triton.jit
+def from_cache(here, mask, dtype: tl.constexpr):
+    """Load keys or values; those outside the mask are 0, and FP8 becomes `dtype`."""
+    if here.dtype.element_ty == tl.float8e4nv:
+        x = tl.load(here, mask=mask, other=0.0).to(dtype)
+    else:
+        x = tl.load(here, mask=mask, other=0)
+    return x
 
 
 @triton.jit
@@ -82,8 +101,9 @@ def rotate_and_cache(
     other = tl.maximum(head - HEADS, 0)  # keys, then values
     part = ((place // PAGE_TL) * KV + other % KV) * 2 + other // KV
     there = cache + part * (PAGE_TL * DIM) + (place % PAGE_TL) * DIM + at
-    tl.store(there, x, mask=(head >= HEADS) & inside)
-    tl.store(there + HALF, y, mask=(head >= HEADS) & inside)
+    kept: tl.constexpr = cache.dtype.element_ty
+    tl.store(there, to_cache(x, kept), mask=(head >= HEADS) & inside)
+    tl.store(there + HALF, to_cache(y, kept), mask=(head >= HEADS) & inside)
 
 
 @triton.jit
@@ -142,8 +162,10 @@ def _attend(
     for n in range(start, stop, PAGE_TL):
         here = base + page * (KV * 2 * PAGE_TL * DIM) + (o[:, None] * DIM + d[None, :])
         k = tl.load(here)
+        if k.dtype == tl.float8e4nv:
+            k = k.to(q.dtype)
         # Positions beyond the end are uninitialized, and 0 * nan is not 0.
-        v = tl.load(here + PAGE_TL * DIM, mask=(n + o)[:, None] < stop, other=0)
+        v = from_cache(here + PAGE_TL * DIM, (n + o)[:, None] < stop, q.dtype)
         # The next page is loaded early, so that loads overlap.
         page = tl.load(table_row + (n // PAGE_TL + 1), mask=n + PAGE_TL < stop, other=0).to(
             tl.int64

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from paceline.model.fp8 import rounded
 from paceline.model.shape import head_dim
 from paceline.model.weights import DecoderWeights, Layer
 
@@ -23,9 +24,17 @@ MIN_SAVING = 4096  # positions; less does not pay for the additional operations
 
 class Decoder:
     def __init__(
-        self, config: PretrainedConfig, weights: DecoderWeights, slots: int, max_length: int
+        self,
+        config: PretrainedConfig,
+        weights: DecoderWeights,
+        slots: int,
+        max_length: int,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.weights = weights
+        # The cache holds numbers of this type, but in the dtype of the weights: converting it for
+        # every step would take longer than attention.
+        self.kv_dtype = kv_dtype
         self.max_length = max_length
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim, self.eps = head_dim(config), config.rms_norm_eps
@@ -186,6 +195,8 @@ class Decoder:
             torch.mul(normed[:, self.heads :], layer.k_norm, out=qkv[:, self.heads : end])
         rotated = (qkv * cos).addcmul_(qkv.roll(self.head_dim // 2, -1), sin)  # halves swapped
         kv = rotated[:, self.heads :].view(len(x), 2, self.kv_heads, -1).transpose(1, 2)
+        if self.kv_dtype is not None:
+            kv = rounded(kv, self.kv_dtype)
         return rotated[:, : self.heads], kv
 
     def _mlp(self, layer: Layer, x: Tensor) -> None:

@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paceline.model.operations import next_power_of_two
-from paceline.rollout.native.kernels import LAST, PAGE_TL, join
+from paceline.rollout.native.kernels import LAST, PAGE_TL, from_cache, join, to_cache
 
 MAX_ROWS = 16
 BLOCK = 128  # positions of a sequence that attention reads at a time
@@ -100,12 +100,11 @@ def _tiles(weight, n, WIDTH: tl.constexpr, PARTS: tl.constexpr, PART: tl.constex
     tiles = ()
     for chunk in tl.static_range((WIDTH + PARTS * PART - 1) // (PARTS * PART)):
         k = _inner(chunk, PARTS, PART)[:, :, None]
-        tile = tl.load(
-            weight + n.to(tl.int64)[None, None, :] * WIDTH + k,
-            mask=k < WIDTH,
-            other=0,
-            eviction_policy="evict_first",
-        )
+        here = weight + n.to(tl.int64)[None, None, :] * WIDTH + k
+        if weight.dtype.element_ty == tl.float8e4nv:
+            tile = tl.load(here, mask=k < WIDTH, other=0.0, eviction_policy="evict_first")
+        else:
+            tile = tl.load(here, mask=k < WIDTH, other=0, eviction_policy="evict_first")
         tiles = tiles + (tile,)  # noqa: RUF005 (Triton does not support unpacking)
     return tiles
 
@@ -132,16 +131,18 @@ def _multiply(
                 inputs = inputs + (x,)  # noqa: RUF005
         for i in tl.static_range(TOGETHER):
             if start + i < CHUNKS:
-                total = tl.dot(inputs[i], tiles[start + i], total)
+                # FP8 is converted here, so that nothing waits for the weights before the inputs.
+                total = tl.dot(inputs[i], tiles[start + i].to(inputs[i].dtype), total)
     return tl.sum(total, 0)
 
 
 @triton.jit
 def linear_from_residual(
-    x_bf16, squares, weight, bias, out, eps,
+    x_bf16, squares, weight, bias, out, eps, scale,
     ROWS: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, OUT: tl.constexpr,
     TILE: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, TOGETHER: tl.constexpr,
     TILES: tl.constexpr, TILES_BLOCK: tl.constexpr, BIASED: tl.constexpr, GATED: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """Store out = linear(norm(x)), or silu(its first half) * its second half if gated.
 
@@ -154,6 +155,8 @@ def linear_from_residual(
     tiles = _tiles(weight, n, WIDTH, PARTS, PART)
     if BIASED:
         offset = tl.load(bias + n).to(tl.float32)[None, :]
+    if SCALED:
+        factor = tl.load(scale + n)[None, :]
     _wait()
     tile = tl.arange(0, TILES_BLOCK)[None, :]
     square = tl.load(
@@ -163,6 +166,8 @@ def linear_from_residual(
         _multiply(x_bf16, tiles, ROWS, PADDED, WIDTH, TILE, PARTS, PART, TOGETHER)
         * tl.rsqrt(tl.sum(square, 1) / WIDTH + eps)[:, None]
     )
+    if SCALED:
+        value *= factor
     if BIASED:
         value += offset
     if GATED:
@@ -178,10 +183,10 @@ def linear_from_residual(
 
 @triton.jit
 def add_to_residual(
-    values, weight, bias, gain, x, x_bf16, squares,
+    values, weight, bias, gain, x, x_bf16, squares, scale,
     ROWS: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, OUT: tl.constexpr,
     TILE: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, TOGETHER: tl.constexpr,
-    BIASED: tl.constexpr,
+    BIASED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Compute x += linear(values) and what the next norm needs.
 
@@ -192,11 +197,15 @@ def add_to_residual(
     gains = tl.load(gain + n).to(tl.float32)[None, :]
     if BIASED:
         offset = tl.load(bias + n).to(tl.float32)[None, :]
+    if SCALED:
+        factor = tl.load(scale + n)[None, :]
     _wait()
     at, inside = r[:, None] * OUT + n[None, :], (r < ROWS)[:, None]
-    value = tl.load(x + at, mask=inside, other=0) + _multiply(
-        values, tiles, ROWS, PADDED, WIDTH, TILE, PARTS, PART, TOGETHER
-    )
+    value = tl.load(x + at, mask=inside, other=0)
+    product = _multiply(values, tiles, ROWS, PADDED, WIDTH, TILE, PARTS, PART, TOGETHER)
+    if SCALED:
+        product *= factor
+    value += product
     if BIASED:
         value += offset
     tl.store(x + at, value, mask=inside)
@@ -222,13 +231,16 @@ def _rotated(
 
 
 @triton.jit
-def _block(base, table_row, n, end, KV: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+def _block(
+    base, table_row, n, end,
+    KV: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
     """Load keys and values of positions n..n + BLOCK; those beyond the end are 0."""
     o, d = n + tl.arange(0, BLOCK), tl.arange(0, DIM)[None, :]
     inside = (o < end)[:, None]
     page = tl.load(table_row + o // PAGE_TL, mask=o < end, other=0).to(tl.int64)
     here = (base + page * (KV * 2 * PAGE_TL * DIM) + (o % PAGE_TL) * DIM)[:, None] + d
-    return tl.load(here, mask=inside, other=0), tl.load(here + PAGE_TL * DIM, mask=inside, other=0)
+    return from_cache(here, inside, dtype), from_cache(here + PAGE_TL * DIM, inside, dtype)
 
 
 @triton.jit
@@ -263,11 +275,12 @@ def attend(
         return
     GROUP: tl.constexpr = HEADS // KV
     HALF: tl.constexpr = DIM // 2
-    dtype: tl.constexpr = cache.dtype.element_ty
+    dtype: tl.constexpr = out.dtype.element_ty
+    kept: tl.constexpr = cache.dtype.element_ty
     newest = chunk == first + count - 1
     end = tl.where(newest, stop - 1, stop)
     base, table_row = cache + kv * (2 * PAGE_TL * DIM), table + row * width
-    k, v = _block(base, table_row, start, end, KV, DIM, BLOCK)
+    k, v = _block(base, table_row, start, end, KV, DIM, BLOCK, dtype)
     g, d = tl.arange(0, QUERIES)[:, None], tl.arange(0, DIM)[None, :]
     position, place = tl.load(positions + row), tl.load(places + row).to(tl.int64)
     c, s = tl.load(cos + position * HALF + d % HALF), tl.load(sin + position * HALF + d % HALF)
@@ -277,7 +290,8 @@ def attend(
     mine = g < GROUP
     q = _rotated(here + (kv * GROUP + g) * DIM, q_norm, c, s, eps, mine, DIM, NORMED, dtype)
     new_k = _rotated(here + (HEADS + kv) * DIM, k_norm, c, s, eps, d >= 0, DIM, NORMED, dtype)
-    new_v = tl.load(here + (HEADS + KV + kv) * DIM + d).to(dtype)
+    new_k = to_cache(new_k, kept)
+    new_v = to_cache(tl.load(here + (HEADS + KV + kv) * DIM + d).to(dtype), kept)
     if newest:
         there = (
             cache
@@ -292,7 +306,7 @@ def attend(
     values = tl.zeros([QUERIES, DIM], tl.float32) + tl.where(newest, new_v.to(tl.float32), 0.0)
     most, mass, values = _accumulate(q, k, v, start, end, scale, most, mass, values, BLOCK)
     for n in range(start + BLOCK, end, BLOCK):
-        k, v = _block(base, table_row, n, end, KV, DIM, BLOCK)
+        k, v = _block(base, table_row, n, end, KV, DIM, BLOCK, dtype)
         most, mass, values = _accumulate(q, k, v, n, end, scale, most, mass, values, BLOCK)
     values = values / mass[:, None]
     there = out + row * (HEADS * DIM) + (kv * GROUP + g) * DIM + d

@@ -1,0 +1,39 @@
+"""Runs whose engine has an FP8 KV cache and FP8 weights, on a CPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_runs import SEPARATE, run, weights
+from tests.models import random_model
+
+FP8 = ["rollout.kv_cache_dtype=fp8", "rollout.weight_dtype=fp8"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return random_model(tmp_path_factory.mktemp("model"))
+
+
+def test_fp8_run_is_the_same_in_every_placement(model: str, tmp_path: Path) -> None:
+    placements = {"hybrid": [], "separate": SEPARATE, "overlap": ["placement.overlap=true"]}
+    for name, settings in placements.items():
+        run(model, tmp_path / name, *FP8, *settings)
+    assert len({weights(tmp_path / name, 4) for name in placements}) == 1
+
+
+@pytest.mark.parametrize("setting", FP8)
+def test_fp8_run_reports_difference_of_engine_and_trainer(
+    model: str, tmp_path: Path, setting: str
+) -> None:
+    run(model, tmp_path, setting)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
+    differences = [step["train/logprob_diff_mean"] for step in steps]
+    assert len(differences) == 4 and all(1e-5 < each < 0.3 for each in differences)
+
+
+def test_fp8_run_keeps_up_when_generation_is_ahead(model: str, tmp_path: Path) -> None:
+    ahead = ["schedule.max_staleness=2", "schedule.on_sync=swap", *SEPARATE]
+    assert run(model, tmp_path, *FP8, *ahead)["steps"] == 4
