@@ -72,6 +72,7 @@ def test_ranks_that_offload_train_like_one_device_and_resume_on_it(
     assert steps_of(tmp_path)[3]["train/loss"] == pytest.approx(one[3]["train/loss"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_interrupted_completions_survive_train_steps_in_shared_pool(
     model: str, tmp_path: Path
 ) -> None:

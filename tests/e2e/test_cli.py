@@ -97,6 +97,7 @@ def test_train_shows_devices_at_start(recipe: Path, tmp_path: Path) -> None:
     assert line in (tmp_path / "run" / "logs" / "main.log").read_text()
 
 
+@pytest.mark.slow
 def test_train_continues_when_reader_of_output_is_gone(recipe: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "paceline", "train", str(recipe)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -16,6 +16,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return random_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.slow
 def test_fp8_run_is_the_same_in_every_placement(model: str, tmp_path: Path) -> None:
     placements = {"hybrid": [], "separate": SEPARATE, "overlap": ["placement.overlap=true"]}
     for name, settings in placements.items():
@@ -34,6 +35,7 @@ def test_fp8_run_reports_difference_of_engine_and_trainer(
     assert len(differences) == 4 and all(1e-5 < each < 0.3 for each in differences)
 
 
+@pytest.mark.slow
 def test_fp8_run_keeps_up_when_generation_is_ahead(model: str, tmp_path: Path) -> None:
     ahead = ["schedule.max_staleness=2", "schedule.on_sync=swap", *SEPARATE]
     assert run(model, tmp_path, *FP8, *ahead)["steps"] == 4

@@ -123,7 +123,9 @@ def test_engine_that_joins_fetches_and_is_in_next_broadcast_group(tmp_path: Path
     asyncio.run(check())
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
 def test_other_engines_get_weights_when_member_is_killed_or_suspended(
     how: signal.Signals, tmp_path: Path
 ) -> None:
