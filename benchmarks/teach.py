@@ -62,6 +62,7 @@ TASKS = {
             "data.on_bad_row": "skip",
             "rollout.max_response_length": 320,
             "train.learning_rate": 2e-6,
+            "algorithm.aggregation": "token",  # as TRL's default
         },
         every=10,
         steps=100,
