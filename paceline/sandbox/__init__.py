@@ -7,7 +7,7 @@
 Imports only the standard library, because reward processes import it and must start fast.
 """
 
-from paceline.sandbox.runner import check, run
+from paceline.sandbox.runner import ALLOW_WEAK, check, run
 from paceline.sandbox.supervisor import Result
 
-__all__ = ["Result", "check", "run"]
+__all__ = ["ALLOW_WEAK", "Result", "check", "run"]

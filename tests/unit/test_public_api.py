@@ -78,7 +78,7 @@ def test_public_members_are_pinned(name: str) -> None:
 
 
 def test_sandbox_is_pinned() -> None:
-    assert set(paceline.sandbox.__all__) == {"Result", "check", "run"}
+    assert set(paceline.sandbox.__all__) == {"ALLOW_WEAK", "Result", "check", "run"}
     assert names_of(paceline.sandbox.run) == f"{SANDBOX}, readable, allow_weak"
     members = {name for name in dir(paceline.sandbox.Result) if not name.startswith("_")}
     fields = {"stdout", "stderr", "exit_code", "stopped", "sandbox"}
