@@ -49,7 +49,7 @@ class RewardSettings(Settings):
     """Number of processes that run a custom function. auto: one for every 4 cores, at most 8."""
     pass_env: tuple[str, ...] = ()
     """Environment variables that look like secrets (..._TOKEN, ..._KEY) and that a custom function
-    gets nevertheless, as names or patterns such as "OPENAI_*". The others are passed always."""
+    gets nevertheless, as names or patterns such as "OPENAI_*". Other secrets are withheld."""
     allow_weak_sandbox: bool = False
     """Run code that the model wrote (python_tests, paceline.sandbox.run) with limits only where
     bubblewrap does not work. If false, that is refused."""

@@ -1,7 +1,7 @@
 """The sandbox that bubblewrap makes of Linux namespaces.
 
-It has no network, a file system of its own with the system's programs and Python, read-only, and
-temporary directories that vanish. Started by root, it drops to a user ID that nothing else has.
+It has no network, the system's programs and Python as its only files, read-only, and temporary
+directories that vanish. Started by root, it drops to a user ID that nothing else has.
 """
 
 import contextlib
@@ -129,7 +129,7 @@ def _mounts(readable: Sequence[Path]) -> Iterator[str]:
 def _python() -> Iterator[str]:
     """Yield the directories of the interpreter: of its environment and of its installation."""
     for path in dict.fromkeys((sys.prefix, sys.base_prefix)):
-        if path in ("/", str(Path.home())):
+        if path in ("/", os.path.expanduser("~")):
             raise Unavailable(f"Python is installed in {path}, which the sandbox would show")
         if path != "/usr":
             yield path

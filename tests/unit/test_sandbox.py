@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,21 @@ def test_any_text_is_a_program(mode: str) -> None:
 def test_program_without_output_ends_at_deadline(mode: str) -> None:
     code = "import os, time; os.close(1); os.close(2); time.sleep(60)"
     assert run(code, timeout_s=0.2).timed_out
+
+
+def test_processes_are_counted(mode: str) -> None:
+    code = (
+        "import os, time\nfor _ in range(30):\n  if os.fork() == 0: time.sleep(60)\ntime.sleep(60)"
+    )
+    result = run(code, processes=8, timeout_s=20)
+    assert result.stopped == "processes" or "Resource temporarily unavailable" in result.stderr
+
+
+def test_programs_run_at_the_same_time(mode: str) -> None:
+    codes = [f"import time; time.sleep(0.2); print({n})" for n in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        results = list(threads.map(lambda code: run(code, timeout_s=20), codes))
+    assert [result.stdout for result in results] == [f"{n}\n" for n in range(8)]
 
 
 @needs_bubblewrap
