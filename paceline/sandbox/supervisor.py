@@ -108,9 +108,11 @@ class _Watch:
 
     def follow(self) -> None:
         """Return when the program has ended or has exceeded a limit."""
-        while not self._has_ended() and self.stopped is None:
+        while self.stopped is None:
             left = max(0.0, self._deadline - time.monotonic())
             self._read(min(left, POLL_S))
+            if self._has_ended():  # also if this process was suspended beyond the deadline
+                return
             self.stopped = self._exceeded()
 
     def end(self) -> None:
