@@ -19,6 +19,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from paceline import sandbox
     from paceline.api import (
         Steps,
         evaluate,
@@ -67,6 +68,7 @@ __all__ = [
     "evaluate",
     "evaluate_async",
     "load_config",
+    "sandbox",
     "sft",
     "sft_async",
     "steps",
@@ -76,6 +78,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "sandbox":
+        return importlib.import_module("paceline.sandbox")
     if name not in _HOME:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)

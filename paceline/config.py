@@ -302,6 +302,7 @@ MAY_CHANGE = {
     *("rollout.slots", "rollout.kv_memory_fraction", "rollout.generation_timeout"),
     *("rollout.tensor_parallel", "rollout.pipeline_parallel", "rollout.max_failed_groups"),
     *("reward.timeout_s", "reward.workers"),
+    *("reward.pass_env", "reward.allow_weak_sandbox"),
     *("epochs", "validation.path", "validation.every"),  # of supervised runs
 }
 # Settings that exclude each other: one on the command line replaces the others in the recipe.

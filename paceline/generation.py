@@ -11,6 +11,7 @@ from paceline.data.chat import stop_token_ids
 from paceline.inputs import Inputs
 from paceline.remote.worker import Worker
 from paceline.reward.model import ModelReward
+from paceline.reward.pool import ProcessReward
 from paceline.reward.reward import (
     BuiltinReward,
     NoReward,
@@ -76,7 +77,7 @@ async def open_scorer(
         return NoReward()
     scorer = await open_reward(config.reward, config.data.task, reward)
     stack.push_async_callback(scorer.close)
-    if isinstance(scorer, BuiltinReward | WeightedReward):
+    if isinstance(scorer, BuiltinReward | ProcessReward | WeightedReward):
         scorer.check(inputs.source.rows())
         if inputs.held_out is not None:
             scorer.check(inputs.held_out.rows())

@@ -127,7 +127,7 @@ def write_functions(directory: Path) -> Path:
 
 
 @asynccontextmanager
-async def opened(function: str, **settings: float) -> AsyncIterator[ProcessReward]:
+async def opened(function: str, **settings: Any) -> AsyncIterator[ProcessReward]:
     reward = await open_reward(
         RewardSettings(function=function, **{"timeout_s": 20.0, **settings}), task=None
     )

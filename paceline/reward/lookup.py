@@ -9,9 +9,14 @@ from importlib.metadata import entry_points
 from paceline.code_search import CodeNotFound, find_code
 from paceline.data.tasks import TASKS, get_task
 from paceline.errors import ConfigError
-from paceline.reward import verify
+from paceline.reward import python_tests, verify
 
 GROUP = "paceline.rewards"
+# Built-in functions that run in separate processes, as custom ones do.
+IN_PROCESSES = {
+    "regex": f"{verify.__name__}:regex",
+    "python_tests": f"{python_tests.__name__}:python_tests",
+}
 
 
 def builtin(name: str) -> verify.Function | None:
@@ -28,12 +33,12 @@ def locate(name: str) -> str:
     """Return the "module:function" or "file.py:function" that a name stands for."""
     if ":" in name:
         return name
-    if name == "regex":
-        return f"{verify.__name__}:regex"
+    if name in IN_PROCESSES:
+        return IN_PROCESSES[name]
     registered = {e.name: e.value for e in entry_points(group=GROUP)}
     if name in registered:
         return registered[name]
-    known = [*verify.IN_PROCESS, "regex", *registered]
+    known = [*verify.IN_PROCESS, *IN_PROCESSES, *registered]
     close = difflib.get_close_matches(name, [*known, *TASKS], n=1)
     hint = f"; did you mean {close[0]!r}?" if close else "."
     raise ConfigError(

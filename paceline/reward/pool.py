@@ -5,13 +5,16 @@ A process that hangs or dies is replaced, and the run continues.
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from paceline.errors import RewardError
+from paceline.errors import ConfigError, DataError, RewardError
 from paceline.reward.calls import Died, Hung, Interrupted, Lost, Overdue, scores_of
 from paceline.reward.function import RewardFunctionError
 from paceline.reward.process import RewardProcess, all_children
+from paceline.reward.secrets import secret_names
 from paceline.types import Prompt, Score, Trajectory
 
 log = logging.getLogger(__name__)
@@ -25,10 +28,27 @@ class ProcessReward:
     """
 
     def __init__(
-        self, function: str, timeout_s: float, workers: int, optional: bool = False
+        self,
+        function: str,
+        timeout_s: float,
+        workers: int,
+        optional: bool = False,
+        *,
+        pass_env: Sequence[str] = (),
+        environment: Mapping[str, str] = MappingProxyType({}),
+        check_row: Callable[[Mapping[str, Any]], object] | None = None,
     ) -> None:
+        """Make the pool. `pass_env`: variables that look like secrets, but are passed.
+
+        `environment`: further variables for the processes. `check_row` raises ValueError for a row
+        that the function cannot score.
+        """
+        self._check_row = check_row
         self._function, self._timeout_s, self._optional = function, timeout_s, optional
         self._count = workers
+        self._withheld = secret_names(os.environ, pass_env)
+        passed = {name: os.environ[name] for name in os.environ if name not in self._withheld}
+        self._environment = passed | dict(environment)
         self._processes: dict[int, RewardProcess] = {}  # by their place in the pool
         self._idle: asyncio.Queue[int | None] = asyncio.Queue()  # None: the pool is closed
         self._replacing = asyncio.Lock()
@@ -38,12 +58,15 @@ class ProcessReward:
 
     async def start(self) -> None:
         """Start all processes and load the function. Raises ConfigError if it cannot be loaded."""
+        if self._withheld:
+            names = ", ".join(self._withheld)
+            log.info("reward %r does not get %s (reward.pass_env)", self._function, names)
         try:
             async with asyncio.TaskGroup() as group:
                 loaded = [group.create_task(self._start(place)) for place in range(self._count)]
         except BaseExceptionGroup as failed:
             await self.close()
-            raise failed.exceptions[0] from None
+            raise self._explained(failed.exceptions[0]) from None
         except BaseException:
             await self.close()
             raise
@@ -59,6 +82,16 @@ class ProcessReward:
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(task)
+
+    def check(self, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+        """Raise DataError for a row that cannot be scored. Each row comes with its location."""
+        if (check_row := self._check_row) is None:
+            return
+        for where, row in rows:
+            try:
+                check_row(row)
+            except ValueError as e:
+                raise DataError(f"{where} cannot be scored with {self._function!r}: {e}") from e
 
     async def close(self) -> None:
         """End all processes. Running calls fail with RewardError."""
@@ -92,7 +125,9 @@ class ProcessReward:
 
     async def _spawn(self, place: int) -> RewardProcess:
         try:
-            process = RewardProcess(self._function, self._timeout_s, self._optional)
+            process = RewardProcess(
+                self._function, self._timeout_s, self._optional, self._environment
+            )
         except OSError as e:
             raise RewardError(
                 f"reward {self._function!r}: could not start a process in addition to "
@@ -161,7 +196,22 @@ class ProcessReward:
         return f"no reply within {self._timeout_s:g} s (reward.timeout_s){end}"
 
     def _error(self, prompt: Prompt, problem: str) -> RewardError:
-        return RewardError(f"reward {self._function!r}, prompt {prompt.uid!r}: {problem}")
+        hint = self._hint(problem)
+        return RewardError(f"reward {self._function!r}, prompt {prompt.uid!r}: {problem}{hint}")
+
+    def _explained(self, error: BaseException) -> BaseException:
+        hint = self._hint(str(error))
+        return ConfigError(f"{error}{hint}") if hint and isinstance(error, ConfigError) else error
+
+    def _hint(self, problem: str) -> str:
+        """Return what to do if a problem names a variable that the process did not get."""
+        for name in self._withheld:
+            if name in problem:
+                return (
+                    f". {name} is set, but looks like a secret, which reward functions do not get; "
+                    f'to pass it: reward.pass_env=["{name}"]'
+                )
+        return ""
 
 
 def _end(idle: Sequence[RewardProcess], busy: Sequence[RewardProcess]) -> None:

@@ -38,7 +38,9 @@ class RewardProcess(asyncio.Protocol):
     The event loop of the run reads the replies, so that no thread has to wait for them.
     """
 
-    def __init__(self, function: str, timeout_s: float, optional: bool) -> None:
+    def __init__(
+        self, function: str, timeout_s: float, optional: bool, environment: Mapping[str, str]
+    ) -> None:
         """Start the process. `optional`: the function may return None."""
         self.function = function
         self.calls = Calls(timeout_s, self._hang)
@@ -52,13 +54,13 @@ class RewardProcess(asyncio.Protocol):
         self._socket, remote = socket.socketpair()
         with remote:
             try:
-                self.process = self._start(remote.fileno())
+                self.process = self._start(remote.fileno(), environment)
             except BaseException:
                 self._socket.close()
                 raise
         threading.Thread(target=self._relay, daemon=True, name="reward-output").start()
 
-    def _start(self, fd: int) -> "subprocess.Popen[bytes]":
+    def _start(self, fd: int, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
         arguments = [str(fd), str(os.getpid()), str(self._timeout_s), self.function]
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         # The kernel kills the process when the thread that started it ends (see remote/parent.py).
@@ -70,7 +72,12 @@ class RewardProcess(asyncio.Protocol):
             stderr=subprocess.STDOUT,
             pass_fds=[fd],
             start_new_session=True,  # a separate process group can be killed as a whole
-            env=os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
+            env={
+                **environment,
+                "PYTHONPATH": path,
+                "PYTHONUNBUFFERED": "1",
+                "OMP_NUM_THREADS": "1",
+            },
         )
 
     async def connect(self) -> None:

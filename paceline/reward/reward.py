@@ -14,12 +14,14 @@ from typing import Any, Protocol, Self, TypeGuard
 
 from pydantic import Field, field_validator, model_validator
 
+from paceline import sandbox
 from paceline.data.tasks import get_task
 from paceline.errors import ConfigError, DataError, RewardError, first_error
 from paceline.reward import verify
 from paceline.reward.function import RewardFunctionError, as_score, call, function_name
-from paceline.reward.lookup import builtin, check_name, locate
+from paceline.reward.lookup import IN_PROCESSES, builtin, check_name, locate
 from paceline.reward.pool import ProcessReward
+from paceline.reward.python_tests import TIMEOUT, row_tests
 from paceline.reward.threads import CallableReward
 from paceline.settings import Settings, automatic
 from paceline.suspend import ignore_suspended_time
@@ -31,9 +33,9 @@ RewardFunction = Callable[[str, Mapping[str, Any]], Any]
 class RewardSettings(Settings):
     function: str | tuple[str, ...] | None = None
     """Reward function reward(completion, row), as "module:function", "file.py:function" or an entry
-    point of the group paceline.rewards; a verifier: exact, last_number, boxed, tagged, regex; or a
-    task. It returns a number, or a dict whose "reward" counts and whose other numbers are recorded.
-    A list of them is summed. Default: the score of the task."""
+    point of the group paceline.rewards; a verifier: exact, last_number, boxed, tagged, regex,
+    python_tests; or a task. It returns a number, or a dict whose "reward" counts and whose other
+    numbers are recorded. A list of them is summed. Default: the score of the task."""
     weights: tuple[float, ...] | None = None
     """Weight of each function in the sum. Default: 1 each."""
     model: str | None = None
@@ -45,6 +47,12 @@ class RewardSettings(Settings):
     the process or thread of the function is replaced."""
     workers: int = automatic(1, ge=1)
     """Number of processes that run a custom function. auto: one for every 4 cores, at most 8."""
+    pass_env: tuple[str, ...] = ()
+    """Environment variables that look like secrets (..._TOKEN, ..._KEY) and that a custom function
+    gets nevertheless, as names or patterns such as "OPENAI_*". Other secrets are withheld."""
+    allow_weak_sandbox: bool = False
+    """Run code that the model wrote (python_tests, paceline.sandbox.run) with limits only where
+    bubblewrap does not work. If false, that is refused."""
 
     @field_validator("function", mode="before")
     @classmethod
@@ -152,7 +160,9 @@ class WeightedReward:
 
     def check(self, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
         """Raise DataError for a row that a built-in function cannot score."""
-        parts = [part for part in self._parts.values() if isinstance(part, BuiltinReward)]
+        parts = [
+            part for part in self._parts.values() if isinstance(part, BuiltinReward | ProcessReward)
+        ]
         if parts:
             for located in rows:
                 for part in parts:
@@ -197,6 +207,12 @@ def check_reward(settings: RewardSettings) -> None:
     """Raise ConfigError for a function that does not exist, without importing or running code."""
     for name in settings.names:
         check_name(name)
+        _check_sandbox(settings, name)
+
+
+def _check_sandbox(settings: RewardSettings, name: str) -> None:
+    if name == "python_tests":
+        sandbox.check(settings.allow_weak_sandbox)
 
 
 async def open_reward(
@@ -215,7 +231,7 @@ async def open_reward(
             raise ConfigError(
                 "prompts from data.path need reward.function: "
                 "'file.py:function', 'module:function' or a verifier "
-                f"({', '.join([*verify.IN_PROCESS, 'regex'])}); or reward.model"
+                f"({', '.join([*verify.IN_PROCESS, *IN_PROCESSES])}); or reward.model"
             )
         given = get_task(task).spec
     several = isinstance(given, Sequence) and not isinstance(given, str) and not _is_reward(given)
@@ -245,7 +261,19 @@ async def _open_one(settings: RewardSettings, reward: AnyReward, optional: bool)
     if function := builtin(reward):
         return BuiltinReward(reward, function)
     spec = await asyncio.to_thread(locate, reward)
-    pool = ProcessReward(spec, settings.timeout_s, settings.workers, optional)
+    await asyncio.to_thread(_check_sandbox, settings, reward)
+    pool = ProcessReward(
+        spec,
+        settings.timeout_s,
+        settings.workers,
+        optional,
+        pass_env=settings.pass_env,
+        environment={
+            sandbox.ALLOW_WEAK: str(int(settings.allow_weak_sandbox)),
+            TIMEOUT: str(settings.timeout_s),
+        },
+        check_row=row_tests if reward == "python_tests" else None,
+    )
     await pool.start()
     return pool
 

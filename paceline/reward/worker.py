@@ -35,6 +35,7 @@ from paceline.reward.function import (
     is_async,
 )
 
+PR_SET_DUMPABLE = 4
 PR_SET_CHILD_SUBREAPER = 36
 EXIT_TIMEOUT_S = 2.0
 
@@ -45,10 +46,21 @@ class Link:
     """The connection to the parent."""
 
     def __init__(self, fd: int) -> None:
+        """Take over the socket. Only this process may use it.
+
+        Programs that the function starts do not inherit it, and a process that it forks closes it:
+        code that the model wrote would set its reward.
+        """
         self._socket = socket.socket(fileno=fd)
+        self._socket.set_inheritable(False)
+        os.register_at_fork(after_in_child=self._forget)
 
     def reply(self, **message: Any) -> None:
         self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def _forget(self) -> None:
+        if (fd := self._socket.detach()) >= 0:  # else a parent has forgotten it
+            os.close(fd)
 
     def watch(self, deliver: Callable[[Any], object]) -> None:
         """Deliver requests from a thread, and None once the parent has disconnected."""
@@ -70,8 +82,10 @@ class Link:
 
 def main(fd: int, parent: int, timeout_s: float, spec: str) -> None:
     end_with_parent(parent)
-    if sys.platform == "linux":  # adopt orphaned grandchildren, so that the parent finds them
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # adopt orphans, so that the parent finds them
+        libc.prctl(PR_SET_DUMPABLE, 0)  # programs of the same user cannot take its descriptors
     link = Link(fd)
     try:
         function = find_callable(spec)

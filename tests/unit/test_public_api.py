@@ -34,6 +34,9 @@ TYPES |= {"Batch", "Completion", "Group", "Prompt", "Score", "Steps", "Trajector
 DEFAULTS = {"display": True, "fresh": False, "samples": 1, "overrides": ()}
 
 
+SANDBOX = "code, *, stdin, timeout_s, cpu_s, memory_mb, processes, output_kb, disk_mb"
+
+
 def names_of(function: object) -> str:
     names, star = [], False
     for parameter in inspect.signature(function).parameters.values():  # type: ignore[arg-type]
@@ -47,7 +50,7 @@ def names_of(function: object) -> str:
 
 
 def test_package_exports_exactly_public_names() -> None:
-    assert set(paceline.__all__) == {*SIGNATURES, *TYPES, "__version__"}
+    assert set(paceline.__all__) == {*SIGNATURES, *TYPES, "sandbox", "__version__"}
     assert all(hasattr(paceline, name) for name in paceline.__all__)
     assert set(paceline.__all__) <= set(dir(paceline))
 
@@ -72,6 +75,14 @@ def test_public_members_are_pinned(name: str) -> None:
     kind = getattr(paceline, name)
     members = {*dir(kind), *getattr(kind, "__dataclass_fields__", ())}
     assert {member for member in members if not member.startswith("_")} == MEMBERS[name]
+
+
+def test_sandbox_is_pinned() -> None:
+    assert set(paceline.sandbox.__all__) == {"ALLOW_WEAK", "Result", "check", "run"}
+    assert names_of(paceline.sandbox.run) == f"{SANDBOX}, readable, allow_weak"
+    members = {name for name in dir(paceline.sandbox.Result) if not name.startswith("_")}
+    fields = {"stdout", "stderr", "exit_code", "stopped", "sandbox"}
+    assert members == fields | {"ok", "timed_out", "truncated"}
 
 
 def test_errors_are_those_of_exit_code_table() -> None:
