@@ -21,6 +21,7 @@ from paceline.rollout.engine import EngineStats
 from paceline.types import Group, Role
 
 if TYPE_CHECKING:
+    from paceline.inputs import Preparing
     from paceline.observe.display import Display
     from paceline.observe.terminal import Terminal
     from paceline.rollout.environment import MakeEnvironment
@@ -118,11 +119,11 @@ class Job:
         self,
         samples: int = 1,
         progress: Callable[[int, int], None] | None = None,
-        preparing: Callable[[int, int], None] | None = None,
+        preparing: "Preparing | None" = None,
     ) -> Background[dict[str, Any]]:
         """Start the evaluation. `progress(groups done, all groups)` is called after each group.
 
-        `preparing(done, total)` is called while a model is created or converted.
+        `preparing(name, done, total)` is called while a model is created or converted.
         """
         self._check_early(trains=False)
         quiet_libraries()

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -43,9 +44,9 @@ def get(
 
         with (
             console.status("reading the model …") as status,
-            ModelProgress(console, name, status) as progress,
+            ModelProgress(console, status) as progress,
         ):
-            found = get_model(name, folder, progress)
+            found = get_model(name, folder, partial(progress, name))
     except PacelineError as error:
         fail(error)
     except KeyboardInterrupt:

@@ -83,9 +83,21 @@ def test_conversion_has_panel_with_bar() -> None:
     console = Console(file=output, force_terminal=True, width=80)
     with (
         console.status("loading …") as status,
-        ModelProgress(console, "model.gguf", status) as progress,
+        ModelProgress(console, status) as progress,
     ):
-        progress(1 * 10**6, 4 * 10**6)
-        progress(4 * 10**6, 4 * 10**6)
+        progress("model.gguf", 1 * 10**6, 4 * 10**6)
+        progress("model.gguf", 4 * 10**6, 4 * 10**6)
     assert "converting model.gguf (only once)" in output.getvalue()
     assert "4.0/4.0 MB" in output.getvalue()
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_conversion_shows_name_of_teacher_after_model(is_terminal: bool) -> None:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=is_terminal, width=80)
+    with ModelProgress(console) as progress:
+        for name in ("model.gguf", "teacher.gguf"):
+            progress(name, 0, 10**6)
+            progress(name, 10**6, 10**6)
+    for name in ("model.gguf", "teacher.gguf"):
+        assert f"converting {name} (only once)" in output.getvalue()
