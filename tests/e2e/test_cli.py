@@ -18,16 +18,10 @@ from paceline.cli import app
 from paceline.cli.app import log_to_console
 from paceline.config import describe_settings, differences, load_config
 from paceline.run_dir import lock_run_dir
-from tests.models import random_model
 from tests.processes import children
 
 ROOT = Path(__file__).parents[2]
 REWARDS = ROOT / "tests" / "rewards.py"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return random_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from paceline.config import load_config
 from paceline.errors import ConfigError, PacelineError
 from paceline.run import train
 from tests.e2e.test_runs import SEPARATE, SMALL, weights
-from tests.models import random_model
 from tests.processes import children
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -20,11 +19,6 @@ FSDP = ["train.backend=fsdp", "placement.train_ranks=2"]
 PLACES = {"in the engine's process": [], "in a process": SEPARATE, "on two ranks": FSDP}
 OTHER_PLACES = ("in a process", pytest.param("on two ranks", marks=pytest.mark.slow))
 ALL_PLACES = ("in the engine's process", *OTHER_PLACES)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return random_model(tmp_path_factory.mktemp("model"))
 
 
 def run(model: str, folder: Path, *settings: str, **values: Any) -> dict[str, Any]:

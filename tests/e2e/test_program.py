@@ -18,7 +18,6 @@ import paceline
 from examples import custom_program
 from examples.custom_environment import TwoTries
 from paceline.workers import automatic
-from tests.models import random_model
 
 README = Path(__file__).parents[2] / "README.md"
 SMALL: dict[str, Any] = {
@@ -32,11 +31,6 @@ ROWS = [{"prompt": f"say {number}", "answer": str(number)} for number in range(4
 
 def score(completion: str, row: dict[str, Any]) -> float:
     return float(row["answer"] in completion)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return random_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -37,11 +37,6 @@ SMALL = [
 ]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return random_model(tmp_path_factory.mktemp("model"))
-
-
 def config(model: str, folder: Path, *settings: str) -> RunConfig:
     return load_config(None, [f"model={model}", f"run_dir={folder}", *SMALL, *settings])
 
