@@ -1,5 +1,6 @@
 """Runs of a GGUF model, and the command that converts one."""
 
+import fcntl
 import io
 from pathlib import Path
 
@@ -64,6 +65,39 @@ def test_model_get_without_directory_serves_later_runs(
     assert "converting" not in output
     assert output.count(f"model: {converted(cache)}, converted from ") == 1
     assert load_model(str(tmp_path / "run/checkpoints/step_00000001/actor"))
+
+
+def test_model_list_names_conversion_and_its_file(tmp_path: Path, cache: Path) -> None:
+    assert f"no converted models in {cache}" in paceline("model", "list").output
+    file = random_gguf(tmp_path / "model.gguf")
+    paceline("model", "get", file)
+    output = paceline("model", "list").output
+    assert f"{converted(cache)} (" in output and f"of {file}" in output
+    assert "unused" not in output
+    file.unlink()
+    assert "unused" in paceline("model", "list").output
+
+
+def test_model_clear_removes_only_unused_conversions(tmp_path: Path, cache: Path) -> None:
+    for name in ("old", "new"):
+        paceline("model", "get", random_gguf(tmp_path / f"{name}.gguf"))
+    (tmp_path / "old.gguf").unlink()
+    assert "removed" in paceline("model", "clear").output
+    assert converted(cache).name.startswith("new-")
+    assert [path.is_dir() for path in cache.glob("[!.]*")] == [True]
+    paceline("model", "clear", "--all")
+    assert not list(cache.glob("[!.]*"))
+
+
+def test_model_clear_leaves_conversion_in_progress(cache: Path) -> None:
+    temporary = cache / ".model-0123456789ab-x1y2z3_4"
+    temporary.mkdir(parents=True)
+    with (cache / ".model-0123456789ab.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        paceline("model", "clear", "--all")
+        assert temporary.exists()
+    paceline("model", "clear")
+    assert not temporary.exists(), "nothing writes it any more"
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate"])
