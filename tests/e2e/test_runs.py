@@ -153,7 +153,8 @@ def test_resumed_sync_run_equals_uninterrupted_run(
 
 
 def test_resumed_async_run_trains_every_prompt_once(model: str, tmp_path: Path) -> None:
-    settings = [*SEPARATE, "schedule.max_staleness=2", "schedule.on_sync=swap"]
+    """On threads: tests/faults/test_whole_run.py resumes a run with processes."""
+    settings = MODES["one device, overlapping"]
     run(model, tmp_path, "steps=3", *settings)
     summary = run(model, tmp_path, "steps=6", *settings)
     events = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
