@@ -27,7 +27,7 @@ import transformers
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu_engine import make_model  # noqa: E402
+from benchmarks.gpu_load import make_model  # noqa: E402
 from benchmarks.gpu_train import COMPLETION, PROMPT, make_batch, update  # noqa: E402
 from paceline.training.engine import TrainEngine  # noqa: E402
 from paceline.training.fsdp import Fsdp  # noqa: E402

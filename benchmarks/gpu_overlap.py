@@ -23,7 +23,7 @@ import triton
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu_engine import PROMPT, make_model, make_requests  # noqa: E402
+from benchmarks.gpu_load import PROMPT, make_model, make_requests  # noqa: E402
 from benchmarks.gpu_train import make_batch  # noqa: E402
 from paceline.algo.loss import PolicyLoss  # noqa: E402
 from paceline.algo.settings import AlgorithmSettings  # noqa: E402

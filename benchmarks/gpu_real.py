@@ -40,6 +40,7 @@ sys.path.insert(0, str(ROOT))
 
 import paceline.run  # noqa: E402
 from benchmarks import gpu_loop  # noqa: E402
+from benchmarks.gpu_load import bandwidth, matmul_rate  # noqa: E402
 from paceline import generation  # noqa: E402
 from paceline.config import RunConfig, load_config  # noqa: E402
 from paceline.reward import verify  # noqa: E402
@@ -143,8 +144,6 @@ class Limit:
 
 
 def gpu_rates() -> tuple[float, float]:
-    from benchmarks.gpu_engine import bandwidth, matmul_rate  # needs triton
-
     rates = bandwidth(), matmul_rate()
     torch.cuda.empty_cache()
     return rates

@@ -24,7 +24,7 @@ import triton
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu_engine import bandwidth, make_model, matmul_rate  # noqa: E402
+from benchmarks.gpu_load import bandwidth, make_model, matmul_rate  # noqa: E402
 from paceline.algo.loss import PolicyLoss  # noqa: E402
 from paceline.algo.settings import AlgorithmSettings  # noqa: E402
 from paceline.training.engine import TrainEngine  # noqa: E402

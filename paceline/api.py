@@ -10,9 +10,9 @@ import re
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
-from paceline.background import SIGNAL_INTERVAL_S
+from paceline.background import SIGNAL_INTERVAL_S, Background
 from paceline.config import RunConfig, load_config
 from paceline.data.files import is_data_file
 from paceline.data.tasks import TASKS
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from paceline.reward.reward import Reward, RewardFunction
     from paceline.rollout.environment import MakeEnvironment
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Source: TypeAlias = Callable[..., Rows]  # called with the seed
 Data: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Rows | Source
 RewardPart: TypeAlias = "str | RewardFunction"
@@ -84,7 +86,7 @@ async def train_async(
 ) -> Run:
     """Train like `train`, while the event loop of the caller continues."""
     job = _job(recipe, model, data, reward, steps, environment, settings, evaluation_data)
-    return await (await asyncio.to_thread(job.train, fresh, display)).wait()
+    return await _end_of(job.train, fresh, display)
 
 
 def steps(
@@ -194,7 +196,7 @@ async def evaluate_async(
 ) -> dict[str, Any]:
     """Score like `evaluate`, while the event loop of the caller continues."""
     job = _job(recipe, model, data, reward, None, environment, settings)
-    return await (await asyncio.to_thread(job.evaluate, samples)).wait()
+    return await _end_of(job.evaluate, samples)
 
 
 def sft(
@@ -216,11 +218,8 @@ def sft(
     validation: held-out rows: a path, a hub dataset or the rows; or settings, as {"rows": 100}.
     settings: any other setting of `paceline settings --sft`.
     """
-    return (
-        _sft_job(recipe, model, data, validation, steps, epochs, settings)
-        .start(fresh, display)
-        .result()
-    )
+    job = _sft_job(recipe, model, data, validation, steps, epochs, settings)
+    return job.start(fresh, display).result()
 
 
 async def sft_async(
@@ -237,7 +236,12 @@ async def sft_async(
 ) -> Run:
     """Fine-tune like `sft`, while the event loop of the caller continues."""
     job = _sft_job(recipe, model, data, validation, steps, epochs, settings)
-    return await (await asyncio.to_thread(job.start, fresh, display)).wait()
+    return await _end_of(job.start, fresh, display)
+
+
+async def _end_of(start: Callable[P, Background[T]], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Start a job in a thread, because that imports torch, and wait for its result."""
+    return await (await asyncio.to_thread(start, *args, **kwargs)).wait()
 
 
 def _sft_job(
@@ -249,8 +253,7 @@ def _sft_job(
     epochs: int | None,
     settings: Mapping[str, Any],
 ) -> SftJob:
-    given = {"model": model and str(model), "steps": steps, "epochs": epochs}
-    values = dict(settings) | {name: value for name, value in given.items() if value is not None}
+    values = _values(settings, model=model and str(model), steps=steps, epochs=epochs)
     rows = _select_data(data, values)
     held_out = _select_validation(validation, values)
     return SftJob(load_sft_config(recipe, values=values), rows, held_out)
@@ -277,11 +280,7 @@ def _job(
     settings: Mapping[str, Any],
     evaluation_data: Data | None = None,
 ) -> Job:
-    values = dict(settings)
-    if model is not None:
-        values["model"] = str(model)
-    if steps is not None:
-        values["steps"] = steps
+    values = _values(settings, model=model and str(model), steps=steps)
     rows = _select_data(data, values)
     held_out = _select_data(evaluation_data, values, "evaluation")
     function = _select_reward(reward, values)
@@ -293,6 +292,11 @@ def _job(
             )
         return Job(recipe, rows, held_out, function, environment)
     return Job(load_config(recipe, values=values), rows, held_out, function, environment)
+
+
+def _values(settings: Mapping[str, Any], **given: Any) -> dict[str, Any]:
+    """Return the settings of a call together with its arguments that are given."""
+    return dict(settings) | {name: value for name, value in given.items() if value is not None}
 
 
 def _select_data(data: Data | None, values: dict[str, Any], section: str = "data") -> Rows | None:

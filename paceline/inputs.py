@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
@@ -30,6 +31,8 @@ from paceline.rollout.vllm_settings import check_vllm
 
 log = logging.getLogger(__name__)
 
+Preparing = Callable[[str, int, int], None]  # (model, steps or bytes done, their total)
+
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
@@ -45,11 +48,11 @@ class Inputs:
         return replace(self, identity={**self.identity, "config": config.model_dump(mode="json")})
 
 
-def prepare_model(config: RunConfig, progress: Callable[[int, int], None] | None = None) -> None:
+def prepare_model(config: RunConfig, progress: Preparing | None = None) -> None:
     """Create built-in models and convert GGUF files that the run uses for the first time."""
     for name in (config.model, config.algorithm.teacher):
         if name is not None:
-            resolve_model(name, config.data.task, progress)
+            resolve_model(name, config.data.task, partial(progress, name) if progress else None)
 
 
 def load_inputs(

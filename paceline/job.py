@@ -6,8 +6,8 @@ Waits for: the run, which has a separate thread with an event loop (background.p
 import asyncio
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,8 +21,9 @@ from paceline.rollout.engine import EngineStats
 from paceline.types import Group, Role
 
 if TYPE_CHECKING:
+    from paceline.inputs import Preparing
     from paceline.observe.display import Display
-    from paceline.observe.terminal import Terminal
+    from paceline.observe.terminal import StartTerminal, Terminal
     from paceline.rollout.environment import MakeEnvironment
 
 Rows: TypeAlias = Iterable[Mapping[str, Any]]
@@ -78,18 +79,9 @@ class Job:
         config = self.config
         check_trainable(config)
         self._check_early(trains=True)
-        quiet_libraries()
-        with ExitStack() as stack:
-            terminal = _terminal(config) if display is True else display or None
-            if terminal:
-                stack.enter_context(terminal)
-            from paceline.inputs import prepare_model
+        terminal = _terminal(config) if display is True else display or None
+        with starting(config, terminal) as closing:
             from paceline.run import train
-
-            prepare_model(config, terminal.preparing if terminal else None)
-            if terminal:
-                terminal.starting()
-            closing = stack.pop_all()
 
         def observers(first_step: int) -> Observer:
             return _Observers(
@@ -118,11 +110,11 @@ class Job:
         self,
         samples: int = 1,
         progress: Callable[[int, int], None] | None = None,
-        preparing: Callable[[int, int], None] | None = None,
+        preparing: "Preparing | None" = None,
     ) -> Background[dict[str, Any]]:
         """Start the evaluation. `progress(groups done, all groups)` is called after each group.
 
-        `preparing(done, total)` is called while a model is created or converted.
+        `preparing(name, done, total)` is called while a model is created or converted.
         """
         self._check_early(trains=False)
         quiet_libraries()
@@ -136,6 +128,26 @@ class Job:
     def _check_early(self, trains: bool) -> None:
         has_rows, has_reward = self.rows is not None, self.reward is not None
         check_early(self.config, trains=trains, has_rows=has_rows, has_reward=has_reward)
+
+
+@contextmanager
+def starting(config: RunConfig, terminal: "StartTerminal | None") -> Iterator[ExitStack]:
+    """Show the terminal while the caller imports what it runs, then prepare the model.
+
+    Yield what the run closes at its end. If the start fails, the terminal is closed at once.
+    """
+    quiet_libraries()
+    closing = ExitStack()
+    with ExitStack() as stack:
+        if terminal:
+            stack.enter_context(terminal)
+        yield closing
+        from paceline.inputs import prepare_model
+
+        prepare_model(config, terminal.preparing if terminal else None)
+        if terminal:
+            terminal.starting()
+        closing.push(stack.pop_all())
 
 
 class _Observers:

@@ -1,5 +1,5 @@
 """Base class of all settings: immutable, and unknown keys are errors. Each component declares its
-settings in its module; `config.py` combines them.
+settings in its module; `config/` combines them.
 
 An automatic setting is chosen for devices, model and load at the start of a run
 (workers/automatic.py), unless it is set. "auto" leaves it unset.

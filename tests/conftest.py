@@ -28,3 +28,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name == "slow":
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the directory of a small random model. Tests must not change it."""
+    from tests.models import random_model  # imports torch
+
+    return random_model(tmp_path_factory.mktemp("model"))

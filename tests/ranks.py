@@ -4,6 +4,8 @@ Every call goes to all ranks; rank 0 returns the result.
 """
 
 import asyncio
+import copy
+import itertools
 import pickle
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
@@ -104,10 +106,11 @@ class Ranks:
     def __init__(self, make: Make, count: int, folder: Path, **settings: Any) -> None:
         """Set `settings` on top of the settings of every engine."""
         self._settings = settings
+        self._usual: Make | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self._made = 0
+        self._keys = itertools.count(1)
 
         async def start() -> WorkerGroup:
             group = process_group(
@@ -127,10 +130,15 @@ class Ranks:
         **options: Any,
     ) -> "RemoteEngine":
         """Create an engine, with `make` if given. Only the last few engines are kept."""
-        self._made += 1
-        settings = settings.model_copy(update=self._settings)
-        self.call("make", self._made, pickle.dumps(model), settings, options, make)
-        return RemoteEngine(self, self._made)
+        key, settings = next(self._keys), settings.model_copy(update=self._settings)
+        self.call("make", key, pickle.dumps(model), settings, options, make or self._usual)
+        return RemoteEngine(self, key)
+
+    def using(self, make: Make | None = None, **settings: Any) -> "Ranks":
+        """Return the same ranks, which create their engines in another way."""
+        other = copy.copy(self)
+        other._usual, other._settings = make, self._settings | settings
+        return other
 
     def call(self, method: str, *args: Any) -> Any:
         return self._wait(self.group.call("engine", method, *args))

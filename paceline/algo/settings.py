@@ -8,6 +8,7 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from paceline.algo.conflicts import check_conflicts, check_ranges
 from paceline.algo.presets import PRESETS
 from paceline.plugins import Plugin
 from paceline.settings import Settings
@@ -165,89 +166,8 @@ class AlgorithmSettings(Settings):
 
     @model_validator(mode="after")
     def _check_conflicts(self) -> Self:
-        corrected = self.correction != "none" or self.reject_range is not None
-        token_level = self.correction_level == "token"
-        conflicts = (
-            (
-                corrected and self.proximal == "behavior",
-                ("correction", "proximal"),
-                "the weight proximal / sampler would be 1 for every token",
-            ),
-            (
-                self.corrects_whole_batch and self.proximal == "interpolated",
-                ("correction", "proximal"),
-                "this correction needs proximal = 'recomputed'",
-            ),
-            (
-                self.correction in ("icepop", "m2po") and not token_level,
-                ("correction", "correction_level"),
-                f"{self.correction} masks tokens",
-            ),
-            (
-                self.normalize == "group" and self.advantage in ("gae", "return", "none"),
-                ("normalize", "advantage"),
-                "this advantage differs between tokens of a completion",
-            ),
-            (
-                self.normalize == "group" and self.advantage == "greedy",
-                ("normalize", "advantage"),
-                "a group of equal rewards has standard deviation 0 but nonzero advantages",
-            ),
-            (
-                self.normalize == "group" and isinstance(self.advantage, Plugin),
-                ("normalize", "advantage"),
-                "a custom advantage is used as it is; use normalize = 'none' or 'batch'",
-            ),
-            (
-                self.kl_target is not None and self.kl_coef == 0,
-                ("kl_target", "kl_coef"),
-                "adaptation multiplies the coefficient, so it must start above 0",
-            ),
-            (
-                self.teacher is not None and self.kl_coef == 0,
-                ("teacher", "kl_coef"),
-                "nothing would use the teacher; set name = 'distill' or kl_coef above 0",
-            ),
-            (
-                self.kl_placement == "advantage" and self.kl_estimator != "k1",
-                ("kl_estimator", "kl_placement"),
-                "as an advantage, only k1 has the gradient of the KL",
-            ),
-            (
-                not self.uses_rewards and not (self.kl_coef and self.kl_placement == "advantage"),
-                ("advantage", "kl_placement" if self.kl_coef else "kl_coef"),
-                "every advantage would be 0; set name = 'distill' or another advantage",
-            ),
-            (
-                not self.uses_rewards and self.dynamic_sampling,
-                ("dynamic_sampling", "advantage"),
-                "groups of equal rewards are as useful as others",
-            ),
-            (
-                not self.uses_rewards and self.overlong == "penalty",
-                ("overlong", "advantage"),
-                "the penalty changes a reward that is not used",
-            ),
-            (
-                not self.uses_rewards and self.kl_target is not None,
-                ("kl_target", "advantage"),
-                "the KL is minimized, not kept at a target",
-            ),
-        )
-        for conflict, (one, other), reason in conflicts:
-            if conflict:
-                raise ValueError(
-                    f"{one} = {getattr(self, one)!r} contradicts "
-                    f"{other} = {getattr(self, other)!r}: {reason}"
-                )
-        for name in ("correction_range", "reject_range", "sapo_temperatures"):
-            bounds = getattr(self, name)
-            if bounds is not None and not 0 <= bounds[0] <= bounds[1]:
-                raise ValueError(f"{name} = {bounds}: expected two numbers, 0 <= first <= second")
-        if self.sapo_temperatures[0] == 0:
-            raise ValueError(
-                f"sapo_temperatures = {self.sapo_temperatures}: expected numbers above 0"
-            )
+        check_conflicts(self)
+        check_ranges(self)
         return self
 
     @model_validator(mode="after")

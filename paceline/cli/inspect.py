@@ -53,7 +53,7 @@ def plan(
             from paceline.observe.plan import plan_tables
             from paceline.observe.terminal import ModelProgress
         if not devices and not shape:
-            with ModelProgress(console, config.model) as preparing:
+            with ModelProgress(console) as preparing:
                 prepare_model(config, preparing)
         tables, warnings = asyncio.run(plan_tables(config, devices, shape))
     except PacelineError as error:

@@ -1,7 +1,8 @@
-"""The command `model get`."""
+"""The commands `model get`, `model list` and `model clear`."""
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,42 @@ app.add_typer(models, name="model")
 @models.callback()
 def main() -> None:
     """Convert GGUF files and download models, once for all runs."""
+
+
+@models.command("list")
+def show() -> None:
+    """List the converted GGUF files in the cache."""
+    from paceline.model.cache import cache_folder
+    from paceline.model.conversions import conversions
+
+    found = list(conversions())
+    for each in found:
+        state = "" if each.is_used else " (unused: the file changed, moved or was not completed)"
+        _print(f"{each.folder} ({each.size / 1e9:,.1f} GB) of {each.source or 'a file'}{state}")
+    if not found:
+        _print(f"no converted models in {cache_folder() / 'models'}")
+
+
+@models.command()
+def clear(
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also remove those that later runs would use.")
+    ] = False,
+) -> None:
+    """Remove converted GGUF files that no run would use: their file changed, moved or is gone."""
+    from paceline.model.conversions import remove_conversions
+
+    try:
+        removed = remove_conversions(everything)
+    except PacelineError as error:
+        fail(error)
+    for each, _ in removed:
+        _print(f"removed {each.folder}")
+    _print(f"{sum(size for _, size in removed) / 1e9:,.1f} GB removed")
+
+
+def _print(line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @models.command()
@@ -43,9 +80,9 @@ def get(
 
         with (
             console.status("reading the model …") as status,
-            ModelProgress(console, name, status) as progress,
+            ModelProgress(console, status) as progress,
         ):
-            found = get_model(name, folder, progress)
+            found = get_model(name, folder, partial(progress, name))
     except PacelineError as error:
         fail(error)
     except KeyboardInterrupt:

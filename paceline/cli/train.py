@@ -122,7 +122,7 @@ def evaluate(
             preparing = None
             if not as_json:
                 stack.enter_context(DeviceLines(console))
-                preparing = stack.enter_context(ModelProgress(console, config.model, status))
+                preparing = stack.enter_context(ModelProgress(console, status))
 
             def show_progress(done: int, total: int) -> None:
                 status.update(f"{done} of {total} prompts completed …")

@@ -56,8 +56,9 @@ class ModelProgress:
     A conversion has a panel with a bar, or a line per quarter where output is not a terminal.
     """
 
-    def __init__(self, console: Console, model: str, status: Status | None = None) -> None:
-        self._console, self._model, self._status = console, model, status
+    def __init__(self, console: Console, status: Status | None = None) -> None:
+        self._console, self._status = console, status
+        self._model = ""  # that is being prepared
         self._bar = Progress(
             BarColumn(bar_width=max(4, min(40, console.width - 50))),
             DownloadColumn(),
@@ -77,10 +78,12 @@ class ModelProgress:
             self._live.stop()
             self._live = None
 
-    def __call__(self, done: int, total: int) -> None:
-        if self._model.startswith("tiny"):  # a built-in model
+    def __call__(self, model: str, done: int, total: int) -> None:
+        if model != self._model:
+            self._model, self._quarters = model, -1
+        if model.startswith("tiny"):  # a built-in model
             if self._status:
-                text = f"warming up the tiny model (only once): step {done} of {total} …"
+                text = f"warming up the {model} model (only once): step {done} of {total} …"
                 self._status.update(text)
         elif self._console.is_terminal:
             self._show(done, total)
@@ -97,7 +100,7 @@ class ModelProgress:
         if self._live is None:
             if self._status:
                 self._status.stop()  # a terminal has one moving part at a time
-            self._bar.start_task(self._task)
+            self._bar.reset(self._task)
             title = f"converting {escape(Path(self._model).name)} (only once)"
             width = min(88, self._console.width)
             panel = Panel(self._bar, title=title, width=width, border_style="cyan")
@@ -113,11 +116,11 @@ class ModelProgress:
 class StartTerminal:
     """What every run shows until its first step."""
 
-    def __init__(self, model: str, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None) -> None:
         self._console = console or RunConsole()
         self._status = self._console.status("loading torch and transformers …")
         self._devices = DeviceLines(self._console)
-        self.preparing = ModelProgress(self._console, model, self._status)
+        self.preparing = ModelProgress(self._console, self._status)
         self._display: AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> Self:
@@ -161,7 +164,7 @@ class Terminal(StartTerminal):
     """What `paceline train` and `paceline.train` show."""
 
     def __init__(self, config: RunConfig, console: Console | None = None) -> None:
-        super().__init__(config.model, console)
+        super().__init__(console)
         self._config = config
 
     def display(self, first_step: int) -> Display:

@@ -3,25 +3,18 @@
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-from pydantic import AliasChoices, Field, ValidationError, field_validator, model_validator
+from pydantic import AliasChoices, Field, ValidationError, model_validator
 
-from paceline.config import (
-    RunConfig,
-    apply_setting,
-    drop_alternatives,
-    parse_setting,
-    validated,
-)
+from paceline.config.base import RunSettings
+from paceline.config.loading import combine, given_settings, recipe_settings
+from paceline.config.run import RunConfig
 from paceline.data.examples import ExampleSettings
 from paceline.hints import explain
 from paceline.placement import PlacementSettings, RaySettings
-from paceline.plugins import Plugin
-from paceline.recipe import find_recipe, read_recipe
 from paceline.settings import Settings, automatic, open_settings, with_settings
 from paceline.training.settings import TrainSettings
-from paceline.translate.hydra import flatten
 
 
 class SftTrainSettings(TrainSettings):
@@ -61,12 +54,9 @@ class ValidationSettings(Settings):
         return self
 
 
-class SftConfig(Settings):
+class SftConfig(RunSettings):
     LISTED_BY: ClassVar[str] = "paceline settings --sft"
 
-    model: str = "tiny"
-    """Local directory, GGUF file, Hugging Face model ID, or "tiny": a built-in model, created for
-    the selected task on first use."""
     run_dir: str = Field("runs/sft", min_length=1)
     """Directory of metrics, logs, summary and checkpoints. A run in it is resumed."""
     seed: int = Field(0, ge=0)
@@ -81,26 +71,14 @@ class SftConfig(Settings):
     """Number of train steps, which replaces `epochs`. Default: as many as `epochs` need."""
     save_every: int = Field(100, ge=0)
     """Train steps between checkpoints. 0: only at the end."""
-    keep_checkpoints: int = Field(2, ge=1)
-    """Number of checkpoints to keep."""
     step_timeout_s: float = Field(600.0, gt=0)
     """Maximum seconds for a train step, and for each batch of held-out rows."""
-    cluster: Literal["local", "ray"] = "local"
-    """Where workers run: in processes of this machine, or on Ray."""
-    track: tuple[Plugin, ...] = ()
-    """Sinks that get the metrics of each step: custom functions or classes, as "file.py:function".
-    """
 
     data: ExampleSettings = ExampleSettings()
     validation: ValidationSettings = ValidationSettings()
     train: SftTrainSettings = SftTrainSettings()
     placement: SftPlacementSettings = SftPlacementSettings()
     ray: RaySettings = RaySettings()
-
-    @field_validator("track", mode="before")
-    @classmethod
-    def _one_sink_is_a_list(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str | Plugin) or callable(value) else value
 
     @model_validator(mode="after")
     def _workers_are_consistent(self) -> "SftConfig":
@@ -139,7 +117,7 @@ class SftConfig(Settings):
         return with_settings(self, chosen)
 
 
-COMMON = ("model", "run_dir", "seed", "step_timeout_s", "cluster", "track", "train", "ray")
+COMMON = (*RunSettings.model_fields, "train", "ray")
 
 
 def load_sft_config(
@@ -152,14 +130,5 @@ def load_sft_config(
     `values` are Python objects by name: nested mappings or dotted names. Raise ConfigError with a
     line per mistake.
     """
-    found: dict[str, Any] = {}
-    own: list[tuple[str, Any]] = []
-    if recipe is not None:
-        path = find_recipe(recipe)
-        own = [("run_dir", f"runs/{path.stem}"), *flatten(read_recipe(path))]
-    given = [*flatten(values or {}), *(parse_setting(override) for override in overrides)]
-    for settings in (own, given):
-        for key, value in settings:
-            apply_setting(found, key, value, SftConfig)
-        drop_alternatives(found, {key for key, value in settings if value is not None})
-    return validated(SftConfig, found, recipe)
+    layers = (recipe_settings(recipe), given_settings(overrides, values))
+    return combine(SftConfig, layers, recipe)

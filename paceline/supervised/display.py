@@ -78,7 +78,7 @@ class SftTerminal(StartTerminal):
     """What `paceline sft` and `paceline.sft` show."""
 
     def __init__(self, config: SftConfig, console: Console | None = None) -> None:
-        super().__init__(config.model, console)
+        super().__init__(console)
         self._config, self._steps = config, 0
 
     def display(self, first_step: int, steps: int) -> LossDisplay:

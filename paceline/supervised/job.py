@@ -3,7 +3,6 @@
 Waits for: the run, which has a separate thread with an event loop (background.py).
 """
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ from paceline.data.examples import check_example_columns
 from paceline.data.files import find_files, first_rows
 from paceline.early_checks import check_code, check_early
 from paceline.errors import ConfigError
-from paceline.job import Rows, Run, quiet_libraries
+from paceline.job import Rows, Run, starting
 from paceline.supervised.config import SftConfig
 
 if TYPE_CHECKING:
@@ -33,18 +32,9 @@ class SftJob:
         workers = config.worker_config()
         check_early(workers, has_rows=True, has_reward=True)
         self._check_data()
-        quiet_libraries()
-        with ExitStack() as stack:
-            terminal = _terminal(config) if display is True else display or None
-            if terminal:
-                stack.enter_context(terminal)
-            from paceline.inputs import prepare_model
+        terminal = _terminal(config) if display is True else display or None
+        with starting(workers, terminal) as closing:
             from paceline.supervised.run import fine_tune
-
-            prepare_model(workers, terminal.preparing if terminal else None)
-            if terminal:
-                terminal.starting()
-            closing = stack.pop_all()
 
         async def work() -> Run:
             with closing:

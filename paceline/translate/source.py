@@ -4,6 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+ACTOR = "actor_rollout_ref.actor."
+MODEL = "actor_rollout_ref.model."
+ROLLOUT = "actor_rollout_ref.rollout."
+PROGRAM = "program"  # the module that a command starts, for example verl.trainer.main_ppo
+
 
 @dataclass(slots=True)
 class Translation:

@@ -8,9 +8,9 @@ from typing import Any
 
 from paceline.algo.presets import PRESETS
 from paceline.algo.settings import CUSTOM, EFFECTIVE_WITH, AlgorithmSettings
-from paceline.translate import groups
-from paceline.translate.groups import ACTOR, CORRECTION, MODEL, ROLLOUT
-from paceline.translate.source import Source, Translation
+from paceline.translate import algorithm_groups, groups
+from paceline.translate.algorithm_groups import CORRECTION
+from paceline.translate.source import ACTOR, MODEL, PROGRAM, ROLLOUT, Source, Translation
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,18 +122,18 @@ TABLE: dict[str, Entry] = {
     f"{ACTOR}ppo_epochs": Same("algorithm.epochs"),
     f"{ACTOR}ppo_max_token_len_per_gpu": Same("train.micro_batch_tokens"),
     f"{ACTOR}grad_clip": Same("train.max_grad_norm"),
-    f"{ACTOR}clip_ratio": Part(groups.clip),
-    f"{ACTOR}clip_ratio_low": Part(groups.clip),
-    f"{ACTOR}clip_ratio_high": Part(groups.clip),
+    f"{ACTOR}clip_ratio": Part(algorithm_groups.clip),
+    f"{ACTOR}clip_ratio_low": Part(algorithm_groups.clip),
+    f"{ACTOR}clip_ratio_high": Part(algorithm_groups.clip),
     f"{ACTOR}clip_ratio_c": Same("algorithm.dual_clip"),
-    f"{ACTOR}loss_agg_mode": Part(groups.algorithm),
-    f"{ACTOR}loss_scale_factor": Part(groups.algorithm),
-    f"{ACTOR}policy_loss.loss_mode": Part(groups.algorithm),
+    f"{ACTOR}loss_agg_mode": Part(algorithm_groups.algorithm),
+    f"{ACTOR}loss_scale_factor": Part(algorithm_groups.algorithm),
+    f"{ACTOR}policy_loss.loss_mode": Part(algorithm_groups.algorithm),
     f"{ACTOR}entropy_coeff": Same("algorithm.entropy_coef"),
-    f"{ACTOR}use_kl_loss": Part(groups.kl),
-    f"{ACTOR}kl_loss_coef": Part(groups.kl),
-    f"{ACTOR}kl_loss_type": Part(groups.kl),
-    f"{ACTOR}tis_imp_ratio_cap": Part(groups.correction),
+    f"{ACTOR}use_kl_loss": Part(algorithm_groups.kl),
+    f"{ACTOR}kl_loss_coef": Part(algorithm_groups.kl),
+    f"{ACTOR}kl_loss_type": Part(algorithm_groups.kl),
+    f"{ACTOR}tis_imp_ratio_cap": Part(algorithm_groups.correction),
     f"{ACTOR}optim.lr": Part(groups.learning_rate),
     f"{ACTOR}optim.lr_warmup_steps": Part(groups.learning_rate),
     f"{ACTOR}optim.lr_warmup_steps_ratio": Part(groups.learning_rate),
@@ -192,17 +192,17 @@ TABLE: dict[str, Entry] = {
     "actor_rollout_ref.hybrid_engine": Part(groups.placement),
     "actor_rollout_ref.*": UNNEEDED,
     # critic and reward
-    "critic.optim.lr": Part(groups.critic),
-    "critic.model.path": Part(groups.critic),
-    "critic.cliprange_value": Part(groups.critic),
+    "critic.optim.lr": Part(algorithm_groups.critic),
+    "critic.model.path": Part(algorithm_groups.critic),
+    "critic.cliprange_value": Part(algorithm_groups.critic),
     "critic.*": AS_ACTOR,
     "reward_model.enable": Part(groups.reward),
     "reward_model.model.path": Part(groups.reward),
     "reward_model.reward_manager": Missing("nearest: reward.function", ("naive", "dapo")),
     "reward_model.sandbox_fusion.url": Missing("nearest: a custom reward.function"),
     **{
-        f"{prefix}{name}": Part(groups.overlong)
-        for prefix in groups.OVERLONG
+        f"{prefix}{name}": Part(algorithm_groups.overlong)
+        for prefix in algorithm_groups.OVERLONG
         for name in ("enable", "len", "penalty_factor")
     },
     "reward_model.*": UNNEEDED,
@@ -217,13 +217,13 @@ TABLE: dict[str, Entry] = {
     "custom_reward_function.name": Part(groups.reward),
     "custom_reward_function.reward_kwargs.*": Missing("nearest: defaults of the function"),
     # algorithm
-    "algorithm.adv_estimator": Part(groups.algorithm),
-    "algorithm.norm_adv_by_std_in_grpo": Part(groups.algorithm),
-    "algorithm.use_kl_in_reward": Part(groups.kl),
-    "algorithm.kl_penalty": Part(groups.kl),
-    "algorithm.kl_ctrl.kl_coef": Part(groups.kl),
-    "algorithm.kl_ctrl.type": Part(groups.kl),
-    "algorithm.kl_ctrl.target_kl": Part(groups.kl),
+    "algorithm.adv_estimator": Part(algorithm_groups.algorithm),
+    "algorithm.norm_adv_by_std_in_grpo": Part(algorithm_groups.algorithm),
+    "algorithm.use_kl_in_reward": Part(algorithm_groups.kl),
+    "algorithm.kl_penalty": Part(algorithm_groups.kl),
+    "algorithm.kl_ctrl.kl_coef": Part(algorithm_groups.kl),
+    "algorithm.kl_ctrl.type": Part(algorithm_groups.kl),
+    "algorithm.kl_ctrl.target_kl": Part(algorithm_groups.kl),
     "algorithm.kl_ctrl.horizon": Ignored("nearest: algorithm.kl_target"),
     "algorithm.filter_groups.enable": Same("algorithm.dynamic_sampling"),
     "algorithm.filter_groups.*": UNNEEDED,
@@ -237,7 +237,7 @@ TABLE: dict[str, Entry] = {
             *(f"{CORRECTION}bypass_mode", f"{CORRECTION}rollout_rs"),
             "async_training.compute_prox_log_prob",
         ),
-        Part(groups.correction),
+        Part(algorithm_groups.correction),
     ),
     "algorithm.rollout_is_veto_threshold": Missing("nearest: algorithm.reject_range"),
     f"{CORRECTION}rollout_is_batch_normalize": Missing("weights are not normalized"),
@@ -285,7 +285,7 @@ TABLE: dict[str, Entry] = {
     "rollout.total_epochs": Ignored("Paceline counts steps"),
     "rollout.test_freq": Part(groups.evaluation),
     # other sections
-    groups.PROGRAM: Part(groups.placement),
+    PROGRAM: Part(groups.placement),
     **dict.fromkeys(
         (
             *("ray_kwargs.*", "ray_init.*", "global_profiler.*", "transfer_queue.*", "hydra.*"),
@@ -295,7 +295,7 @@ TABLE: dict[str, Entry] = {
     ),
 }
 SHARED = {"data", "rollout", "algorithm", "reward"}  # sections that both have
-SECTIONS = {name.split(".")[0] for name in TABLE} - SHARED - {groups.PROGRAM}
+SECTIONS = {name.split(".")[0] for name in TABLE} - SHARED - {PROGRAM}
 GROUPS = tuple(dict.fromkeys(entry.group for entry in TABLE.values() if isinstance(entry, Part)))
 
 # Defaults of verl that differ from Paceline's and change what is learned. They complete a

@@ -1,6 +1,5 @@
 """Ranks that read their slices from files hold the weights of a model loaded as a whole."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from paceline.training.engine import TrainEngine
 from paceline.training.fsdp import Fsdp
 from paceline.training.settings import TrainSettings
 from tests.architectures import tiny_architecture
+from tests.contract.conftest import FsdpRanks
 from tests.contract.test_train_engine import LOSS, random_batch, same_bits, tiny, weights_of
 from tests.ranks import Ranks
 
@@ -44,25 +44,14 @@ def _refuse(path: str) -> None:
     raise ModelError(f"{path} was loaded as a whole")
 
 
-@pytest.fixture(scope="module")
-def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ranks]]:
-    made = {
-        name: Ranks(Fsdp, 2, tmp_path_factory.mktemp(name), backend="fsdp", tensor_parallel=size)
-        for name, size in (("data", 1), ("tensor", 2))
-    }
-    yield made
-    for ranks in made.values():
-        ranks.close()
-
-
 @pytest.fixture(params=["data", "tensor"])
-def ranks(request: pytest.FixtureRequest, groups: dict[str, Ranks]) -> Ranks:
-    return groups[request.param]
+def ranks(request: pytest.FixtureRequest, fsdp_ranks: FsdpRanks) -> Ranks:
+    return fsdp_ranks[2].using(tensor_parallel=2) if request.param == "tensor" else fsdp_ranks[2]
 
 
 @pytest.fixture
-def data_ranks(groups: dict[str, Ranks]) -> Ranks:
-    return groups["data"]
+def data_ranks(fsdp_ranks: FsdpRanks) -> Ranks:
+    return fsdp_ranks[2]
 
 
 def engines(ranks: Ranks, path: Path, settings: TrainSettings = SETTINGS, **more: Any) -> Any:

@@ -3,7 +3,6 @@
 Plain torch replaces the GPU kernels (on a GPU: tests/gpu/test_train_gpu.py).
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from paceline.training.fsdp import Fsdp
 from paceline.training.settings import TrainSettings
 from paceline.training.sharded_decoder import ShardedDecoder
 from paceline.training.single import SingleDevice
+from tests.contract.conftest import FsdpRanks
 from tests.contract.test_train_engine import (
     LOSS,
     MODELS,
@@ -53,12 +53,8 @@ def add_matmul(to: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 @pytest.fixture(scope="module", params=[1, 2])
-def ranks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Ranks]:
-    made = Ranks(FusedFsdp, request.param, tmp_path_factory.mktemp("ranks"), backend="fsdp")
-    yield made
-    made.close()
+def ranks(request: pytest.FixtureRequest, fsdp_ranks: FsdpRanks) -> Ranks:
+    return fsdp_ranks[request.param].using(FusedFsdp)
 
 
 @pytest.mark.parametrize("name", MODELS)

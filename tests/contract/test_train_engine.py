@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,11 @@ from paceline.algo.settings import AlgorithmSettings
 from paceline.errors import CheckpointError, ConfigError, DataError
 from paceline.training.actor import Actor
 from paceline.training.engine import TrainEngine
-from paceline.training.fsdp import Fsdp
 from paceline.training.settings import TrainSettings
 from paceline.training.single import SingleDevice
 from paceline.types import Batch, FloatArray
-from tests.ranks import Ranks, RemoteEngine
+from tests.contract.conftest import FsdpRanks
+from tests.ranks import RemoteEngine
 
 VOCABULARY, TEMPERATURE = 37, 0.8
 EngineFactory = Callable[..., TrainEngine]  # (model, settings, temperature=, head=)
@@ -41,15 +41,8 @@ MODELS = ("llama", "qwen2", "qwen2-tied", "qwen3")
 
 
 @pytest.fixture(scope="module", params=["single", "fsdp on two ranks"])
-def build(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[EngineFactory]:
-    if request.param == "single":
-        yield SingleDevice
-        return
-    ranks = Ranks(Fsdp, 2, tmp_path_factory.mktemp("ranks"), backend="fsdp")
-    yield ranks
-    ranks.close()
+def build(request: pytest.FixtureRequest, fsdp_ranks: FsdpRanks) -> EngineFactory:
+    return SingleDevice if request.param == "single" else fsdp_ranks[2]
 
 
 def tiny(name: str) -> PreTrainedModel:

@@ -1,6 +1,5 @@
 """FSDP on several ranks gives the results of a single device and exchanges checkpoints with it."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from paceline.training.settings import TrainSettings
 from paceline.training.single import SingleDevice
 from paceline.types import Batch, Request, Sampling
 from tests.architectures import tiny_architecture
+from tests.contract.conftest import FsdpRanks
 from tests.contract.test_train_engine import (
     LOSS,
     TEMPERATURE,
@@ -36,38 +36,27 @@ from tests.contract.test_train_engine import (
     tiny,
     weights_of,
 )
-from tests.ranks import Ranks
 
 SETTINGS = TrainSettings(learning_rate=1e-4, micro_batch_tokens=40, weight_decay=0.1)
 NAMES = {"1": (1, 1), "2": (2, 1), "2 x tensor 2": (4, 2)}  # total ranks, tensor-parallel ranks
 
 
 class Groups:
-    """Groups of ranks by name, started on first use."""
+    """Ways to make an engine, by name: on one device or on groups of ranks."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._started: dict[str, Any] = {"single": SingleDevice}
+    def __init__(self, ranks: FsdpRanks) -> None:
+        self._ranks = ranks
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._started:
-            count, tensor = NAMES[name]
-            folder = self._folder / name.replace(" ", "_")
-            folder.mkdir()
-            self._started[name] = Ranks(Fsdp, count, folder, backend="fsdp", tensor_parallel=tensor)
-        return self._started[name]
-
-    def close(self) -> None:
-        for ranks in self._started.values():
-            if isinstance(ranks, Ranks):
-                ranks.close()
+        if name == "single":
+            return SingleDevice
+        count, tensor = NAMES[name]
+        return self._ranks[count].using(tensor_parallel=tensor)
 
 
-@pytest.fixture(scope="module")
-def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Groups]:
-    made = Groups(tmp_path_factory.mktemp("groups"))
-    yield made
-    made.close()
+@pytest.fixture
+def groups(fsdp_ranks: FsdpRanks) -> Groups:
+    return Groups(fsdp_ranks)
 
 
 @dataclass(frozen=True)

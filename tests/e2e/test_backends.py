@@ -15,17 +15,11 @@ from paceline.errors import ConfigError, WorkerDied
 from paceline.run import train
 from tests.e2e.test_runs import SEPARATE, run
 from tests.hybrid import IN_FLIGHT, Run
-from tests.models import random_model
 from tests.processes import children
 
 TO_COMPARE = ["train.learning_rate=1e-4", "save_samples=100", "save_every=1", "keep_checkpoints=9"]
 FSDP = ["train.backend=fsdp", "placement.train_ranks=2"]
 RECIPES = Path(__file__).parents[2] / "recipes"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return random_model(tmp_path_factory.mktemp("model"))
 
 
 def actor_weights(folder: Path, step: int) -> dict[str, torch.Tensor]:

@@ -33,11 +33,6 @@ LEARNS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return random_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return a model of another size."""
     return random_model(tmp_path_factory.mktemp("teacher"), hidden=64, layers=3, seed=1)

@@ -12,7 +12,6 @@ from paceline.config import load_config
 from paceline.errors import ConfigError, PacelineError
 from paceline.run import train
 from tests.e2e.test_runs import SEPARATE, SMALL, weights
-from tests.models import random_model
 from tests.processes import children
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -20,11 +19,6 @@ FSDP = ["train.backend=fsdp", "placement.train_ranks=2"]
 PLACES = {"in the engine's process": [], "in a process": SEPARATE, "on two ranks": FSDP}
 OTHER_PLACES = ("in a process", pytest.param("on two ranks", marks=pytest.mark.slow))
 ALL_PLACES = ("in the engine's process", *OTHER_PLACES)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return random_model(tmp_path_factory.mktemp("model"))
 
 
 def run(model: str, folder: Path, *settings: str, **values: Any) -> dict[str, Any]:
@@ -67,7 +61,9 @@ def test_function_of_program_trains_like_built_in_loss(
         return scale * -advantages * logprobs
 
     run(model, tmp_path / "own", "steps=2", *PLACES[place], algorithm={"loss": plain})
-    run(model, tmp_path / "pg", "steps=2", *PLACES[place], algorithm={"loss": "pg"})
+    # A process does not change the weights (test_runs.py); ranks do, by rounding.
+    same = [] if place == "in a process" else PLACES[place]
+    run(model, tmp_path / "pg", "steps=2", *same, algorithm={"loss": "pg"})
     assert weights(tmp_path / "own", 2) == weights(tmp_path / "pg", 2)
 
 
@@ -87,7 +83,7 @@ def test_wrong_advantage_ends_run_with_its_name(model: str, tmp_path: Path) -> N
 @pytest.mark.slow
 def test_resumed_run_on_stream_equals_uninterrupted_run(model: str, tmp_path: Path) -> None:
     settings = [f"data.source={EXAMPLES}/custom_source.py:rows", "data.max_prompt_length=32"]
-    chosen = [s for s in SMALL if not s.startswith("data.")] + settings + SEPARATE
+    chosen = [s for s in SMALL if not s.startswith("data.")] + settings
 
     def go(folder: str, steps: int) -> None:
         more = [f"model={model}", f"run_dir={tmp_path / folder}", f"steps={steps}"]

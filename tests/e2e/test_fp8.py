@@ -6,14 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.test_runs import SEPARATE, run, weights
-from tests.models import random_model
 
 FP8 = ["rollout.kv_cache_dtype=fp8", "rollout.weight_dtype=fp8"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return random_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.slow

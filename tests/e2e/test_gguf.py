@@ -1,5 +1,6 @@
 """Runs of a GGUF model, and the command that converts one."""
 
+import fcntl
 import io
 from pathlib import Path
 
@@ -66,6 +67,39 @@ def test_model_get_without_directory_serves_later_runs(
     assert load_model(str(tmp_path / "run/checkpoints/step_00000001/actor"))
 
 
+def test_model_list_names_conversion_and_its_file(tmp_path: Path, cache: Path) -> None:
+    assert f"no converted models in {cache}" in paceline("model", "list").output
+    file = random_gguf(tmp_path / "model.gguf")
+    paceline("model", "get", file)
+    output = paceline("model", "list").output
+    assert f"{converted(cache)} (" in output and f"of {file}" in output
+    assert "unused" not in output
+    file.unlink()
+    assert "unused" in paceline("model", "list").output
+
+
+def test_model_clear_removes_only_unused_conversions(tmp_path: Path, cache: Path) -> None:
+    for name in ("old", "new"):
+        paceline("model", "get", random_gguf(tmp_path / f"{name}.gguf"))
+    (tmp_path / "old.gguf").unlink()
+    assert "removed" in paceline("model", "clear").output
+    assert converted(cache).name.startswith("new-")
+    assert [path.is_dir() for path in cache.glob("[!.]*")] == [True]
+    paceline("model", "clear", "--all")
+    assert not list(cache.glob("[!.]*"))
+
+
+def test_model_clear_leaves_conversion_in_progress(cache: Path) -> None:
+    temporary = cache / ".model-0123456789ab-x1y2z3_4"
+    temporary.mkdir(parents=True)
+    with (cache / ".model-0123456789ab.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        paceline("model", "clear", "--all")
+        assert temporary.exists()
+    paceline("model", "clear")
+    assert not temporary.exists(), "nothing writes it any more"
+
+
 @pytest.mark.parametrize("command", ["train", "evaluate"])
 def test_run_converts_gguf_file_by_itself(command: str, recipe: Path, cache: Path) -> None:
     output = paceline(command, recipe).output
@@ -83,9 +117,21 @@ def test_conversion_has_panel_with_bar() -> None:
     console = Console(file=output, force_terminal=True, width=80)
     with (
         console.status("loading …") as status,
-        ModelProgress(console, "model.gguf", status) as progress,
+        ModelProgress(console, status) as progress,
     ):
-        progress(1 * 10**6, 4 * 10**6)
-        progress(4 * 10**6, 4 * 10**6)
+        progress("model.gguf", 1 * 10**6, 4 * 10**6)
+        progress("model.gguf", 4 * 10**6, 4 * 10**6)
     assert "converting model.gguf (only once)" in output.getvalue()
     assert "4.0/4.0 MB" in output.getvalue()
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_conversion_shows_name_of_teacher_after_model(is_terminal: bool) -> None:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=is_terminal, width=80)
+    with ModelProgress(console) as progress:
+        for name in ("model.gguf", "teacher.gguf"):
+            progress(name, 0, 10**6)
+            progress(name, 10**6, 10**6)
+    for name in ("model.gguf", "teacher.gguf"):
+        assert f"converting {name} (only once)" in output.getvalue()

@@ -8,7 +8,6 @@ import pytest
 
 import paceline
 from paceline.errors import ConfigError
-from tests.models import random_model
 
 ROWS = [{"prompt": f"say {i}", "answer": str(i)} for i in range(40)]
 SETTINGS: dict[str, Any] = {
@@ -34,11 +33,6 @@ MODES = {
 
 def letters(completion: str, row: dict[str, Any]) -> float:
     return sum(c.isalpha() for c in completion) / 10
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return random_model(tmp_path_factory.mktemp("model"))
 
 
 def train(model: str, run_dir: Path, **more: Any) -> paceline.Run:

@@ -3,17 +3,11 @@
 import pytest
 
 from tests.hybrid import HybridRanks, KilledRanks, Run, single_run, table
-from tests.models import random_model
 
 FSDP = {
     "data parallel": ["train.backend=fsdp"],
     "tensor parallel": ["train.backend=fsdp", "train.tensor_parallel=2"],
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return random_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

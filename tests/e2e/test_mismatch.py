@@ -9,13 +9,7 @@ import pytest
 from paceline.errors import MismatchError
 from paceline.run import train
 from tests.e2e.test_runs import SEPARATE, config
-from tests.models import random_model
 from tests.vllm import faults
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return random_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ import paceline
 from examples import custom_program
 from examples.custom_environment import TwoTries
 from paceline.workers import automatic
-from tests.models import random_model
 
 README = Path(__file__).parents[2] / "README.md"
 SMALL: dict[str, Any] = {
@@ -32,11 +31,6 @@ ROWS = [{"prompt": f"say {number}", "answer": str(number)} for number in range(4
 
 def score(completion: str, row: dict[str, Any]) -> float:
     return float(row["answer"] in completion)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return random_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -182,20 +176,6 @@ def test_error_of_reward_function_ends_run(small: dict[str, Any]) -> None:
         paceline.train(data=ROWS, reward=broken, steps=1, **small)
 
 
-def test_hanging_reward_function_ends_run(small: dict[str, Any], tmp_path: Path) -> None:
-    """The whole program ends, too: no thread is waited for."""
-    program = f"""
-        import time, paceline
-        try:
-            paceline.train(data="copy:3", reward=lambda c, r: time.sleep(1000), **{small!r},
-                           **{{"reward.timeout_s": 0.5}})
-        except paceline.PacelineError as error:
-            print(error)
-    """
-    found = run_program(program, tmp_path)
-    assert "no reply within 0.5 s (reward.timeout_s)" in found.stdout
-
-
 def test_program_needs_no_main_guard(small: dict[str, Any], tmp_path: Path) -> None:
     """The trainer is a separate process here, and the loss travels there from the program."""
     program = f"""
@@ -212,27 +192,20 @@ def test_program_needs_no_main_guard(small: dict[str, Any], tmp_path: Path) -> N
     assert run_program(program, tmp_path).stdout.endswith("2 steps\n")
 
 
-def test_control_c_ends_program_and_its_processes(small: dict[str, Any], tmp_path: Path) -> None:
-    program = f"""
+def test_control_c_ends_program_without_file(small: dict[str, Any], tmp_path: Path) -> None:
+    program = f"""if True:
         import paceline
         for step in paceline.steps(data="copy:3", steps=100000, **{small!r}):
             print(step.step, flush=True)
     """
-    (tmp_path / "program.py").write_text(textwrap.dedent(program))
     started = subprocess.Popen(
-        [sys.executable, "program.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, text=True
     )
     assert started.stdout is not None
     assert started.stdout.readline() == "1\n"
     started.send_signal(signal.SIGINT)
     started.stdout.read()
     assert started.wait(60) != 0
-
-
-def test_python_c_trains(small: dict[str, Any], tmp_path: Path) -> None:
-    program = f"import paceline; paceline.train(data='copy:3', steps=1, **{small!r})"
-    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, timeout=120)
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1
 
 
 def run_program(program: str, folder: Path) -> "subprocess.CompletedProcess[str]":

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import paceline
-from tests.models import random_model
 
 ROOT = Path(__file__).parents[2]
 SETTINGS: dict[str, Any] = {
@@ -33,11 +32,6 @@ def hang(completion, row):
 
 paceline.train(reward=hang, **{settings!r})
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return random_model(tmp_path_factory.mktemp("model"))
 
 
 def start(**settings: Any) -> "subprocess.Popen[str]":

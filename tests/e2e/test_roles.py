@@ -27,16 +27,11 @@ from paceline.workers.build import build_parts
 from paceline.workers.local import LocalCluster
 from paceline.workers.pools import close_workers, plan_workers, start_workers
 from tests.e2e.test_runs import SEPARATE, SMALL, config, run, weights
-from tests.models import random_model, random_reward_model
+from tests.models import random_reward_model
 
 LORA = ["train.lora.rank=4", "train.learning_rate=1e-2"]
 PROMPT = (5, 9, 13, 2, 7)
 MODES = {"hybrid": [], "separate": SEPARATE}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return random_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

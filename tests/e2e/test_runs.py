@@ -37,11 +37,6 @@ SMALL = [
 ]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return random_model(tmp_path_factory.mktemp("model"))
-
-
 def config(model: str, folder: Path, *settings: str) -> RunConfig:
     return load_config(None, [f"model={model}", f"run_dir={folder}", *SMALL, *settings])
 
@@ -158,7 +153,8 @@ def test_resumed_sync_run_equals_uninterrupted_run(
 
 
 def test_resumed_async_run_trains_every_prompt_once(model: str, tmp_path: Path) -> None:
-    settings = [*SEPARATE, "schedule.max_staleness=2", "schedule.on_sync=swap"]
+    """On threads: tests/faults/test_whole_run.py resumes a run with processes."""
+    settings = MODES["one device, overlapping"]
     run(model, tmp_path, "steps=3", *settings)
     summary = run(model, tmp_path, "steps=6", *settings)
     events = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]

@@ -20,7 +20,6 @@ from paceline.errors import CheckpointError, ConfigError, DataError, WorkerDied
 from paceline.supervised.config import load_sft_config
 from paceline.supervised.run import fine_tune
 from tests.e2e.test_runs import weights
-from tests.models import random_model
 from tests.processes import children
 
 SMALL = [
@@ -38,11 +37,6 @@ FSDP = {
     "data parallel": ["train.backend=fsdp", "placement.train_ranks=2"],
     "tensor parallel": ["train.backend=fsdp", "train.tensor_parallel=2"],
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return random_model(tmp_path_factory.mktemp("model"))
 
 
 def run(model: str, folder: Path, *settings: str) -> dict[str, Any]:

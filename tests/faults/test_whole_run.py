@@ -14,17 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-import pytest
 
 from tests.faults.test_workers import SETTINGS
-from tests.models import random_model
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return random_model(tmp_path_factory.mktemp("model"))
 
 
 class Run:

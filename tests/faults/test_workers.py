@@ -16,7 +16,6 @@ from paceline.config import RunConfig, load_config
 from paceline.control import send_command
 from paceline.errors import ConfigError, WorkerDied
 from paceline.run import train
-from tests.models import random_model
 from tests.processes import children
 
 SETTINGS = [
@@ -36,11 +35,6 @@ SETTINGS = [
     "train.learning_rate=1e-3",
     f"reward.function={Path(__file__).parents[1]}/rewards.py:letters",
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return random_model(tmp_path_factory.mktemp("model"))
 
 
 def config(model: str, run_dir: Path, *settings: str) -> RunConfig:

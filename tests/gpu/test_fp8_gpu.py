@@ -15,10 +15,9 @@ from tests.gpu.test_native_gpu import (
     MODELS,
     build,
     engine_of,
-    logprob_error,
+    logprob_errors,
     mixed,
     run,
-    untruncated,
 )
 
 pytestmark = [
@@ -49,9 +48,7 @@ def fp8_engine(
 
 def errors(module: PreTrainedModel, done: dict[str, Completion]) -> np.ndarray:
     """Return the distance of all log-probs to those of the unrounded model in float32."""
-    exact = module.cuda().float()
-    plain = [request for request in mixed() if untruncated(request)]
-    return np.concatenate([logprob_error(exact, r, done[r.id]) for r in plain])
+    return logprob_errors(module, mixed(), done)
 
 
 @torch.no_grad()

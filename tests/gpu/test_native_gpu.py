@@ -131,6 +131,14 @@ def untruncated(request: Request) -> bool:
     return request.sampling.top_k == 0 and request.sampling.top_p == 1.0
 
 
+def logprob_errors(
+    module: PreTrainedModel, wanted: list[Request], done: dict[str, Completion]
+) -> np.ndarray:
+    """Return the distance of all log-probs to those of the model in float32."""
+    exact, plain = module.cuda().float(), filter(untruncated, wanted)
+    return np.concatenate([logprob_error(exact, request, done[request.id]) for request in plain])
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_completions_equal_cpu_and_logprobs_equal_transformers(name: str) -> None:
     expected = run(engine_of(build(name), "cpu"), mixed())
@@ -149,14 +157,7 @@ def test_completions_equal_cpu_and_logprobs_equal_transformers(name: str) -> Non
 def test_bfloat16_logprobs_are_close_to_float32() -> None:
     module = build("qwen2, 7 heads to a kv head, tied", seed=2).cuda().bfloat16()
     done = run(engine_of(module), mixed())
-    exact = module.float()
-    errors = np.concatenate(
-        [
-            logprob_error(exact, request, done[request.id])
-            for request in mixed()
-            if untruncated(request)
-        ]
-    )
+    errors = logprob_errors(module, mixed(), done)
     assert errors.mean() < 0.02 and errors.max() < 0.2
 
 

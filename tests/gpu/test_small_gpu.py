@@ -6,16 +6,15 @@ import torch
 from transformers import PreTrainedModel
 
 from paceline.rollout.native.engine import NativeEngine
-from paceline.types import Completion, Request, Sampling
+from paceline.types import Request, Sampling
 from tests.gpu.test_native_gpu import (
     MODELS,
     VOCABULARY,
     build,
     engine_of,
-    logprob_error,
+    logprob_errors,
     mixed,
     run,
-    untruncated,
 )
 
 pytestmark = [
@@ -35,19 +34,6 @@ def bfloat16_engine(module: PreTrainedModel, small: bool = True, **options) -> N
     return engine
 
 
-def errors(
-    module: PreTrainedModel, wanted: list[Request], done: dict[str, Completion]
-) -> np.ndarray:
-    exact = module.float()
-    return np.concatenate(
-        [
-            logprob_error(exact, request, done[request.id])
-            for request in wanted
-            if untruncated(request)
-        ]
-    )
-
-
 def long() -> list[Request]:
     """Return prompts that attention splits into several chunks."""
     random = np.random.default_rng(1)
@@ -63,15 +49,17 @@ def long() -> list[Request]:
 @pytest.mark.parametrize("name", MODELS)
 def test_small_batch_kernels_are_as_accurate_as_ordinary_ones(name: str, requests) -> None:
     module = build(name)
-    small = errors(module, requests(), run(bfloat16_engine(module), requests()))
-    ordinary = errors(module, requests(), run(bfloat16_engine(module, small=False), requests()))
+    small = logprob_errors(module, requests(), run(bfloat16_engine(module), requests()))
+    ordinary = logprob_errors(
+        module, requests(), run(bfloat16_engine(module, small=False), requests())
+    )
     assert small.mean() < 1.1 * ordinary.mean()
     assert small.max() < 1.5 * ordinary.max()
 
 
 def test_small_batch_logprobs_are_close_to_float32_when_model_is_untrained() -> None:
     module = build("qwen2, 7 heads to a kv head, tied", seed=2)
-    found = errors(module, mixed(), run(bfloat16_engine(module), mixed()))
+    found = logprob_errors(module, mixed(), run(bfloat16_engine(module), mixed()))
     assert found.mean() < 0.02 and found.max() < 0.2, (found.mean(), found.max())
 
 

@@ -42,8 +42,7 @@ def make(
             parallel_state.get_pipeline_model_parallel_world_size(),
         )
         if found != (tensor, pipeline):
-            gc.collect()  # free the engines of the old layout
-            parallel_state.destroy_model_parallel()
+            _destroy_groups()
     weights = model.state_dict()
     settings = settings.model_copy(
         update={"tensor_parallel": tensor, "pipeline_parallel": pipeline}
@@ -57,6 +56,20 @@ def make(
         for layer in engine._model.decoder.layers:
             layer.self_attention.core_attention = _SeesOneRow()
     return engine
+
+
+def _destroy_groups() -> None:
+    """End the layout. Engines of it cannot be used any more.
+
+    Megatron only forgets its groups. Each of them has threads, and a rank would collect thousands.
+    """
+    from megatron.core import parallel_state
+
+    for group in parallel_state._global_process_group_list:
+        if group is not None:  # None is the group of all ranks
+            torch.distributed.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
+    gc.collect()  # free the engines of the old layout, which also refer to the groups
 
 
 class _SeesOneRow(torch.nn.Module):

@@ -3,18 +3,12 @@
 import pytest
 
 from tests.hybrid import HybridRanks, KilledRanks, Run, single_run, table
-from tests.models import random_model
 
 MEGATRON = {
     "data parallel": ["train.backend=megatron"],
     "tensor parallel": ["train.backend=megatron", "train.tensor_parallel=2"],
     "pipeline parallel": ["train.backend=megatron", "train.pipeline_parallel=2"],
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return random_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

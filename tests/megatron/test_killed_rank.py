@@ -1,8 +1,4 @@
-"""A rank that is killed ends its group.
-
-The ranks of other tests have thousands of threads, because every layout has process groups of its
-own. They must be gone when new ranks start, so this test has a module to itself.
-"""
+"""A rank that is killed ends its group, which is therefore not shared with other tests."""
 
 import os
 import signal

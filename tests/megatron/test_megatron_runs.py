@@ -12,7 +12,6 @@ from paceline.config import load_config
 from paceline.errors import PacelineError
 from paceline.run import train
 from tests.megatron.cpu_workers import cpu_workers
-from tests.models import random_model
 from tests.processes import children
 
 ROOT = Path(__file__).parents[2]
@@ -23,11 +22,6 @@ SMALL = [
     "placement.threads=1",
     "data.max_prompt_length=32",
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return random_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from paceline.observe.plan import plan_tables
 from paceline.remote.worker import Worker
 from paceline.run import train
 from tests.e2e.test_runs import SEPARATE, SMALL, config, run, weights
-from tests.models import random_model
 
 FAULTS = 5  # percent of Ray's calls
 SPLIT = [
@@ -26,11 +25,6 @@ SPLIT = [
     "placement.rollout=actor_rollout_ref_pool",
     "placement.critic=critic_pool",
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return random_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

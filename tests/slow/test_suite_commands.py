@@ -22,29 +22,24 @@ def command(name: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
 def test_e2e_command_passes_every_check() -> None:
     done = command("run_e2e_test.sh")
     assert done.returncode == 0, done.stdout
     assert "all 10 checks passed" in done.stdout and "FAIL" not in done.stdout, done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["run_e2e_test.sh", "run_benchmark.sh"])
-def test_command_exits_with_2_when_strategy_is_unknown(name: str) -> None:
-    done = command(name, ACTOR_STRATEGY="zero3")
+@pytest.mark.parametrize(
+    ("name", "python"),
+    [("run_benchmark.sh", {}), ("run_e2e_test.sh", {"PYTHON": sys.executable})],
+    ids=["benchmark", "e2e with PYTHON"],
+)
+def test_command_exits_with_2_when_strategy_is_unknown(name: str, python: dict[str, str]) -> None:
+    done = command(name, ACTOR_STRATEGY="zero3", **python)
+    # the error shows that the interpreter ran as far as reading the environment
     message = "ACTOR_STRATEGY=zero3: expected one of single, fsdp2, megatron"
     assert done.returncode == 2 and message in done.stdout, done.stdout
 
 
-@pytest.mark.slow
-def test_command_uses_interpreter_when_python_is_set() -> None:
-    done = command("run_e2e_test.sh", PYTHON=sys.executable, ACTOR_STRATEGY="zero3")
-    # the error shows that the interpreter ran as far as reading the environment
-    assert done.returncode == 2 and "ACTOR_STRATEGY=zero3: expected" in done.stdout, done.stdout
-
-
-@pytest.mark.slow
 def test_command_reports_python_when_it_does_not_run() -> None:
     done = command("run_e2e_test.sh", PYTHON="no-such-python")
     assert "PYTHON=no-such-python does not run" in done.stdout, done.stdout

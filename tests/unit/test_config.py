@@ -13,13 +13,6 @@ from paceline.config import check_trainable, describe_settings, load_config
 from paceline.errors import ConfigError
 from paceline.hints import FOREIGN_NAMES
 from paceline.recipe import built_in_recipes, describe_recipe
-from tests.models import random_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return random_model(tmp_path_factory.mktemp("model"))
-
 
 TWO_STEPS = ["schedule.max_staleness=1", "schedule.sync_every=2"]
 

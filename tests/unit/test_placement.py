@@ -20,7 +20,6 @@ from paceline.workers.devices import ResourcePool, split
 from paceline.workers.fit import check_fit
 from paceline.workers.phase_memory import Models
 from paceline.workers.pools import plan_workers
-from tests.models import random_model
 from tests.processes import children
 
 GB = 1 << 30
@@ -223,11 +222,6 @@ def test_workers_are_pinned_to_cores_when_there_are_enough() -> None:
     assert plan([node])["main"].cores == (), "a single worker may use every core"
     ranks = plan([node], *SEPARATE, "train.backend=fsdp", "placement.train_ranks=3")
     assert ranks["train"].cores == (0, 1, 2) and ranks["rollout"].cores == (3,)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return random_model(tmp_path_factory.mktemp("model"))
 
 
 def fit(config: RunConfig, model: str, nodes: Sequence[Node]) -> list[str]:

@@ -15,7 +15,6 @@ from paceline.data.tiny import make_tokenizer
 from paceline.supervised.inputs import make_batch
 from paceline.training.settings import TrainSettings
 from paceline.training.single import SingleDevice
-from tests.models import random_model
 
 TALK = [
     {"role": "user", "content": "one"},
@@ -29,11 +28,6 @@ ROWS = [
     {"prompt": "a", "completion": "a completion that is much longer than its prompt"},
     {"messages": TALK},
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return random_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from paceline.model.kernels import silu_mul
 from paceline.model.operations import matmul_float32, next_power_of_two
 from paceline.model.shape import head_dim
 from paceline.model.weights import DecoderWeights, Layer, Linear
-from paceline.rollout.native import fp8_matmul, kernels, small_batch
+from paceline.rollout.native import fp8_matmul, kernels, sampling_kernels, small_batch
 from paceline.rollout.native.kernels import PAGE
 from paceline.rollout.native.sampling import token_hashes
 
@@ -83,16 +83,16 @@ class Forward:
         logits = matmul_float32(self._norm(x, self.weights.norm), self.weights.head.t())
         vocabulary = len(self.weights.head)
         if truncated:
-            kernels.truncate[(rows,)](
+            sampling_kernels.truncate[(rows,)](
                 logits, state, cache.floors, state.stride(0),
                 VOCABULARY=vocabulary, BLOCK=4096, num_warps=8,
             )  # fmt: skip
         splits = SPLITS if rows > small_batch.MAX_ROWS else MORE_SPLITS
-        kernels.sample[(rows, splits)](
+        sampling_kernels.sample[(rows, splits)](
             logits, self.hashes, state, cache.floors, *cache.partial, state.stride(0),
             VOCABULARY=vocabulary, SPLITS=splits, BLOCK=1024, TRUNCATED=truncated,
         )  # fmt: skip
-        kernels.advance[(rows,)](
+        sampling_kernels.advance[(rows,)](
             logits, state, *cache.partial, cache.tick, out, state.stride(0),
             VOCABULARY=vocabulary, SPLITS=splits, num_warps=1,
         )  # fmt: skip

@@ -1,61 +1,34 @@
-"""All settings of a run: a recipe plus `key=value` overrides, checked before anything starts.
+"""The settings of a run of reinforcement learning, combined.
 
-Each component declares its settings; this file combines them, checks rules that concern several of
-them, and translates settings of verl.
+Each component declares its settings; this file combines them and checks rules that concern several
+of them.
 """
 
-import functools
-import json
 import logging
-import tomllib
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import permutations
-from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from collections.abc import Mapping
+from typing import Any
 
-from pydantic import AliasChoices, Field, ValidationError, field_validator, model_validator
+from pydantic import AliasChoices, Field, model_validator
 
 from paceline.algo.settings import AlgorithmSettings
+from paceline.config.base import RunSettings
 from paceline.data.held_out import EvaluationSettings
 from paceline.data.prompts import DataSettings
 from paceline.errors import ConfigError
-from paceline.hints import FOREIGN_NAMES, explain
 from paceline.placement import PlacementSettings, RaySettings
-from paceline.plugins import Plugin
 from paceline.queue.message_queue import QueueSettings
-from paceline.recipe import find_recipe, read_recipe
 from paceline.reward.reward import RewardSettings
 from paceline.rollout.fleet import FleetSettings
 from paceline.rollout.rollouter import RolloutSettings
 from paceline.schedule import ScheduleSettings
-from paceline.settings import (
-    AUTO,
-    Settings,
-    SettingsT,
-    all_names,
-    find_section,
-    is_automatic,
-    walk_settings,
-)
 from paceline.sync.settings import MISMATCH_LIMITS, SyncSettings
 from paceline.training.settings import TrainSettings
-from paceline.translate.hydra import flatten, read_value
-from paceline.translate.verl import is_foreign, translate
 from paceline.types import Role
 
 log = logging.getLogger(__name__)
 
-SINKS = "paceline.sinks"  # entry points of track
 
-
-class RunConfig(Settings):
-    model: str = "tiny"
-    """Local directory, GGUF file, Hugging Face model ID, or "tiny": a built-in model, created for
-    the selected task on first use."""
-    run_dir: str = Field("runs/default", min_length=1)
-    """Directory of metrics, ledger, logs, summary and checkpoints. A run in it is resumed."""
-    seed: int = Field(0, ge=0)
-    """Seed of sampling, data order and adapters."""
+class RunConfig(RunSettings):
     steps: int = Field(100, ge=1, validation_alias=AliasChoices("steps", "total_training_steps"))
     """Number of train steps."""
     groups_per_step: int = Field(
@@ -64,22 +37,11 @@ class RunConfig(Settings):
     """Prompts per train step."""
     group_size: int = Field(8, ge=1)
     """Completions per prompt."""
-    save_every: int = Field(50, ge=0)
-    """Train steps between checkpoints. 0: only at the end."""
-    keep_checkpoints: int = Field(2, ge=1)
-    """Number of checkpoints to keep."""
     save_samples: int = Field(1, ge=0)
     """Number of prompts per step whose completions and rewards are saved to samples.jsonl. 0: none.
     """
-    step_timeout_s: float = Field(600.0, gt=0)
-    """Maximum seconds for a train step."""
     stall_timeout_s: float = Field(300.0, gt=0)
     """Maximum seconds without a new token, group or train step before the run fails."""
-    cluster: Literal["local", "ray"] = "local"
-    """Where workers run: in processes of this machine, or on Ray."""
-    track: tuple[Plugin, ...] = ()
-    """Sinks that get the metrics of each step: custom functions or classes, as "file.py:function".
-    """
 
     data: DataSettings = DataSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
@@ -93,18 +55,6 @@ class RunConfig(Settings):
     sync: SyncSettings = SyncSettings()
     placement: PlacementSettings = PlacementSettings()
     ray: RaySettings = RaySettings()
-
-    @field_validator("track", mode="before")
-    @classmethod
-    def _one_sink_is_a_list(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str | Plugin) or callable(value) else value
-
-    @field_validator("track")
-    @classmethod
-    def _known_sinks(cls, sinks: tuple[Plugin, ...]) -> tuple[Plugin, ...]:
-        for sink in sinks:
-            sink.check(SINKS)
-        return sinks
 
     @model_validator(mode="before")
     @classmethod
@@ -305,127 +255,20 @@ MAY_CHANGE = {
     *("reward.pass_env", "reward.allow_weak_sandbox"),
     *("epochs", "validation.path", "validation.every"),  # of supervised runs
 }
-# Settings that exclude each other: one on the command line replaces the others in the recipe.
-ALTERNATIVES = (
-    ("data.task", "data.path", "data.source"),
-    ("evaluation.task", "evaluation.path", "evaluation.source"),
-    ("reward.function", "reward.model"),
-    ("validation.path", "validation.rows"),
-)
 
 
-def load_config(
-    recipe: str | Path | None = None,
-    overrides: Sequence[str] = (),
-    values: Mapping[str, Any] | None = None,
-) -> RunConfig:
-    """Read a recipe, then apply `values` and `key=value` overrides, in this order.
-
-    `values` are Python objects by name: nested mappings or dotted names. Raise ConfigError with a
-    line per mistake.
-    """
-    found: dict[str, Any] = {}
-    own: list[tuple[str, Any]] = []
-    if recipe is not None:
-        path = find_recipe(recipe)
-        own = [("run_dir", f"runs/{path.stem}"), *flatten(read_recipe(path))]
-        if any(key == "rows_per_step" for key, _ in own):
-            raise ConfigError(
-                f"recipe {recipe} is for supervised fine-tuning; run it with: paceline sft {recipe}"
-            )
-    own, foreign = _split(own)
-    given, more = _split(
-        [*flatten(values or {}), *(parse_setting(override) for override in overrides)]
-    )
-    # Settings of verl, as in its command, complete each other wherever they are given.
-    complete = recipe is None or bool(foreign)
-    translated = _translate(foreign | more, dict(own + given), complete)
-    for settings in (own, translated, given):
-        for key, value in settings:
-            apply_setting(found, key, value, RunConfig)
-        drop_alternatives(found, {key for key, value in settings if value is not None})
-    return validated(RunConfig, found, recipe)
-
-
-def validated(
-    model: type[SettingsT], values: Mapping[str, Any], recipe: str | Path | None
-) -> SettingsT:
-    """Return the checked settings. Raise ConfigError with a line per mistake."""
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        where = f" in {recipe}" if recipe is not None else ""
-        lines = [line for problem in error.errors() for line in explain(problem, model)]
-        raise ConfigError(
-            f"{len(lines)} wrong setting{'s' if len(lines) > 1 else ''}{where}:\n"
-            + "\n".join(f"  {x}" for x in lines)
-        ) from None
-
-
-def split_settings(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return Paceline's settings and verl's, both by dotted name."""
-    own, foreign = _split(flatten(values))
-    return dict(own), foreign
-
-
-def _split(settings: Iterable[tuple[str, Any]]) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
-    own: list[tuple[str, Any]] = []
-    foreign: dict[str, Any] = {}
-    for key, value in settings:
-        if _is_foreign(key, value):
-            foreign[key] = value
-        else:
-            own.append((key, value))
-    return own, foreign
-
-
-def is_setting(key: str) -> bool:
-    """Return whether a dotted name is one of Paceline's settings or sections."""
-    return key in _own_names()
-
-
-def _is_foreign(key: str, value: Any) -> bool:
-    return not is_setting(key) and is_foreign(key, value)
-
-
-@functools.cache
-def _own_names() -> frozenset[str]:
-    """Return the dotted names of all settings and sections."""
-    names = set()
-    for setting, field in walk_settings(RunConfig):
-        *sections, _ = setting.split(".")
-        names |= {".".join([*sections, name]) for name in all_names(setting, field)}
-        names |= {".".join(sections[:end]) for end in range(1, len(sections) + 1)}
-    return frozenset(names)
-
-
-def _translate(
-    foreign: Mapping[str, Any], base: Mapping[str, Any], complete: bool
-) -> list[tuple[str, Any]]:
-    """Translate verl's settings. Raise ConfigError if one has no counterpart."""
-    translation = translate(foreign, base, complete)
-    if translation.missing:
-        raise ConfigError(
-            f"{len(translation.missing)} of verl's settings cannot be used:\n"
-            + "\n".join(f"  {name}: {reason}" for name, reason in translation.missing.items())
-            + "\nRemove them. `paceline translate` with the same file or settings writes a recipe "
-            "and lists everything that differs"
-        )
-    if translation.notes:
-        log.warning(
-            "ignored or changed settings of verl: %s (`paceline translate` gives the reasons)",
-            ", ".join(translation.notes),
-        )
-    return list(translation.settings.items())
-
-
-def drop_alternatives(values: dict[str, Any], given: set[str]) -> None:
-    """Remove from a recipe what excludes a given setting."""
-    for names in ALTERNATIVES:
-        for chosen, other in permutations(names, 2):
-            section, name = other.split(".")
-            if chosen in given and other not in given and isinstance(values[section], dict):
-                values[section].pop(name, None)
+def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+    """Return the settings that differ between two configurations and must not change."""
+    found = []
+    for key in sorted(before.keys() | now.keys()):
+        if f"{prefix}{key}" in MAY_CHANGE:
+            continue
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found.append(f"{prefix}{key}: was {old!r}, is now {new!r}")
+    return found
 
 
 def _has_fp8(rollout: Any) -> bool:
@@ -459,79 +302,3 @@ def check_trainable(config: RunConfig) -> None:
             f"algorithm.teacher = {config.model!r} is the policy itself; set it to another model, "
             "or remove it to use the initial policy as the reference"
         )
-
-
-def describe_settings(
-    under: str = "", model: type[Settings] = RunConfig
-) -> list[tuple[str, str, str]]:
-    """Return name, default and description of every setting whose name starts with `under`.
-
-    If there is none, return those whose name contains it, or that other libraries call so.
-    """
-    found: list[tuple[str, str, str]] = []
-    for name, field in walk_settings(model):
-        words = (field.description or "").split()
-        if get_origin(field.annotation) is Literal:
-            words.append(f"One of {', '.join(get_args(field.annotation))}.")
-        default = AUTO if is_automatic(field) else _as_written(field.get_default())
-        found.append((name, default, " ".join(words)))
-    starts = [row for row in found if row[0].startswith(under)]
-    return starts or [row for row in found if under in row[0] or FOREIGN_NAMES.get(under) == row[0]]
-
-
-def _as_written(value: Any) -> str:
-    """Format a value as on the command line."""
-    if value is None:
-        return "unset"
-    return json.dumps(value) if isinstance(value, bool | tuple) else str(value)
-
-
-def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    """Return the settings that differ between two configurations and must not change."""
-    found = []
-    for key in sorted(before.keys() | now.keys()):
-        if f"{prefix}{key}" in MAY_CHANGE:
-            continue
-        old, new = before.get(key), now.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            found += differences(old, new, f"{prefix}{key}.")
-        elif old != new:
-            found.append(f"{prefix}{key}: was {old!r}, is now {new!r}")
-    return found
-
-
-def parse_setting(override: str) -> tuple[str, Any]:
-    """Split `key=value` and read the value as TOML does, or as Hydra does for a key of verl."""
-    key, equals, text = override.partition("=")
-    key = key.strip()
-    if not equals or not key:
-        raise ConfigError(
-            f"{override!r} is not a setting; write key=value, for example schedule.max_staleness=2"
-        )
-    if _is_foreign(key.lstrip("+"), text):
-        return key.lstrip("+"), read_value(text)
-    try:
-        return key, tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return key, text  # a bare word is a string: data.task=sort:5
-
-
-def apply_setting(values: dict[str, Any], key: str, value: Any, model: type[Settings]) -> None:
-    """Set a dotted name in nested dicts, under whatever name of the setting was set before."""
-    *sections, name = key.split(".")
-    target = values
-    for section in sections:
-        target = target.setdefault(section, {})
-        if not isinstance(target, dict):
-            raise ConfigError(f"{key}={value}: {section!r} is a single setting, not a section")
-    for alias in _aliases(sections, name, model):
-        target.pop(alias, None)
-    target[name] = value
-
-
-def _aliases(sections: Sequence[str], name: str, model: type[Settings]) -> list[str]:
-    """Return all names of a setting, so that the command line replaces any of them."""
-    for field_name, field in find_section(model, sections).model_fields.items():
-        if name in (names := all_names(field_name, field)):
-            return names
-    return []

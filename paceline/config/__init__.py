@@ -1,0 +1,19 @@
+"""All settings of a run: a recipe plus `key=value` overrides, checked before anything starts."""
+
+from paceline.config.base import SINKS, RunSettings
+from paceline.config.listing import describe_settings
+from paceline.config.loading import is_setting, load_config, split_settings
+from paceline.config.run import MAY_CHANGE, RunConfig, check_trainable, differences
+
+__all__ = [
+    "MAY_CHANGE",
+    "SINKS",
+    "RunConfig",
+    "RunSettings",
+    "check_trainable",
+    "describe_settings",
+    "differences",
+    "is_setting",
+    "load_config",
+    "split_settings",
+]
