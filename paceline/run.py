@@ -19,6 +19,7 @@ from paceline.generation import Generation, open_generation, open_scorer
 from paceline.held_out import HeldOut
 from paceline.inputs import Inputs, load_inputs
 from paceline.loop import Loop, LoopSettings, Observer
+from paceline.model.loading import save_tokenizer
 from paceline.observe.collapse import CollapseMonitor
 from paceline.observe.health import Health
 from paceline.observe.mismatch import MismatchMonitor
@@ -239,7 +240,7 @@ class _Run:
         async def write(target: Path) -> None:
             await trainer.save(target)
             # Together with these files the directory is an ordinary Hugging Face model.
-            inputs.tokenizer.save_pretrained(target / Role.ACTOR)
+            save_tokenizer(inputs.tokenizer, target / Role.ACTOR)
             inputs.generation.to_json_file(target / Role.ACTOR / "generation_config.json")
             card = model_card(self._config, step, recorder.reward)
             write_model_card(target / Role.ACTOR, card)

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from paceline.config import RunConfig, differences
 from paceline.errors import CheckpointError
+from paceline.printable import LogFormatter
 from paceline.queue.ledger import LedgerState
 from paceline.training.checkpoint import latest_checkpoint, read_state
 from paceline.types import Role
@@ -164,7 +165,7 @@ def log_file(folder: Path) -> Iterator[None]:
     """Log this process, warnings and the output of reward functions included, to main.log."""
     folder.mkdir(exist_ok=True)
     logger, handler = logging.getLogger("paceline"), _LogFile(folder / "main.log")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    handler.setFormatter(LogFormatter())
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

@@ -23,6 +23,7 @@ from contextlib import suppress
 from typing import Any
 
 from paceline.plugins import PluginError, find_callable
+from paceline.printable import unicode_output
 from paceline.remote.parent import end_with_parent
 from paceline.reward.function import (
     RewardFunctionError,
@@ -70,6 +71,7 @@ class Link:
 
 def main(fd: int, parent: int, timeout_s: float, spec: str) -> None:
     end_with_parent(parent)
+    unicode_output()
     if sys.platform == "linux":  # adopt orphaned grandchildren, so that the parent finds them
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     link = Link(fd)

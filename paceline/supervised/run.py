@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import StalledError
+from paceline.model.loading import save_tokenizer
 from paceline.observe.health import Health
 from paceline.observe.model_card import card_text, data_name, write_model_card
 from paceline.observe.recorder import write_json
@@ -188,7 +189,7 @@ class _Run:
         async def write(target: Path) -> None:
             await self._actor.call(Role.ACTOR, "save", str(target))
             # Together with these files the directory is an ordinary Hugging Face model.
-            inputs.tokenizer.save_pretrained(target / Role.ACTOR)
+            save_tokenizer(inputs.tokenizer, target / Role.ACTOR)
             inputs.generation.to_json_file(target / Role.ACTOR / "generation_config.json")
             write_model_card(target / Role.ACTOR, _model_card(config, step, recorder.loss))
 
