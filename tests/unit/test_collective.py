@@ -10,12 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
 
 from paceline.remote.process import ProcessWorker
-from paceline.remote.worker import Worker
 from paceline.rollout.service import RolloutService
 from paceline.sync import collective
 from paceline.sync.collective import Collective, CollectiveTarget
@@ -72,7 +72,9 @@ def build_engine() -> Mapping[str, Any]:
 
 
 @asynccontextmanager
-async def started(folder: Path, count: int) -> AsyncIterator[tuple[Worker, list[ProcessWorker]]]:
+async def started(
+    folder: Path, count: int
+) -> AsyncIterator[tuple[ProcessWorker, list[ProcessWorker]]]:
     def start(name: str, build: Any) -> ProcessWorker:
         return ProcessWorker(name, build, (), cores=[], threads=1, log_path=folder / f"{name}.log")
 
@@ -119,6 +121,13 @@ def test_engine_that_joins_fetches_and_is_in_next_broadcast_group(tmp_path: Path
             assert values == [{first + 1}] * 3
             assert await sync(transport, engines, 2) == first + 2
             assert await members(engines) == [True, True, True]
+            listening = {
+                connection.laddr.ip
+                for worker in (trainer, *engines)
+                for connection in psutil.Process(worker.process.pid).net_connections("inet")
+                if connection.status == psutil.CONN_LISTEN
+            }
+            assert listening == {"127.0.0.1"}
 
     asyncio.run(check())
 
