@@ -17,7 +17,8 @@ from paceline.config import RunConfig, differences
 from paceline.errors import CheckpointError
 from paceline.printable import LogFormatter
 from paceline.queue.ledger import LedgerState
-from paceline.training.checkpoint import latest_checkpoint, read_state
+from paceline.training.checkpoint import latest_checkpoint
+from paceline.training.manifest import read_run_state
 from paceline.types import Role
 
 
@@ -72,7 +73,7 @@ def finished_summary(folder: Path, step: int) -> dict[str, Any] | None:
 def recorded_config(folder: Path) -> dict[str, Any]:
     """Return the settings of the run that would be resumed; none if there is no checkpoint."""
     checkpoint = latest_checkpoint(folder / "checkpoints")
-    found: dict[str, Any] = read_state(checkpoint)["config"] if checkpoint else {}
+    found: dict[str, Any] = read_run_state(checkpoint)["config"] if checkpoint else {}
     return found
 
 
@@ -87,7 +88,7 @@ def find_start(config: RunConfig, identity: dict[str, Any]) -> Start:
         )
     if checkpoint is None:
         return Start(None, 0, None, 0)
-    state = read_state(checkpoint)
+    state = read_run_state(checkpoint)
     found = differences(state["config"], identity["config"])
     found += [
         f"{name}: its content changed"

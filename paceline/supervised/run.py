@@ -36,6 +36,7 @@ from paceline.supervised.inputs import Rows, SftInputs, load_sft_inputs
 from paceline.supervised.recorder import LossObserver, LossRecorder
 from paceline.suspend import ignore_suspended_time
 from paceline.training.checkpoint import read_state, save_checkpoint
+from paceline.training.manifest import reading_state
 from paceline.types import Role
 from paceline.workers.automatic import changed_choices, keep_recorded
 from paceline.workers.hardware import report_choices
@@ -111,8 +112,9 @@ class _Run:
         if self._start.checkpoint:
             await self._call("load", str(self._start.checkpoint))
             state = read_state(self._start.checkpoint)
-            self._inputs.source.load_state(state["source"])
-            self._validation_first = state["validation_first"]
+            with reading_state(self._start.checkpoint):
+                self._inputs.source.load_state(state["source"])
+                self._validation_first = state["validation_first"]
 
     async def train(
         self, stack: AsyncExitStack, make_display: Callable[[int, int], LossObserver] | None

@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from paceline.data.files import find_files, read_files
 from paceline.data.prompts import DataSettings, PromptSource
 from paceline.data.tiny import make_tokenizer
 from paceline.errors import ConfigError, DataError
@@ -158,6 +160,36 @@ def test_rows_with_same_id_get_unique_uid(tmp_path: Path) -> None:
     )
     prompts = source(path, shuffle=False)
     assert [prompts[i].uid for i in range(3)] == ["q1", "q2", "q1 (a.jsonl:3)"]
+
+
+def test_no_row_is_lost_when_made_up_uid_is_the_id_of_another(tmp_path: Path) -> None:
+    ids = ["a (rows.jsonl:3)", "a", "a", "a", "a (rows.jsonl:4)", 1, "1", None, "rows.jsonl:8"]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"p{i}", "id": i}) + "\n" for i in ids))
+    source = PromptSource(DataSettings(path=str(path), shuffle=False), TOKENIZER, 0)
+    assert len(source) == len({source[seq].uid for seq in range(len(ids))}) == len(ids)
+
+
+@pytest.mark.parametrize("name", ["../secret.jsonl", "/etc/secret.jsonl", "x/../../secret.jsonl"])
+def test_saved_dataset_reads_only_files_of_its_directory(name: str, tmp_path: Path) -> None:
+    (tmp_path / "secret.jsonl").write_text('{"prompt": "a secret"}\n')
+    saved = tmp_path / "saved"
+    (saved / "x").mkdir(parents=True)
+    (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    with pytest.raises(DataError, match=r"does not describe a saved dataset.*is not the name of"):
+        find_files((str(saved),))
+
+
+def test_pipe_is_rejected_instead_of_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rows.jsonl")
+    with pytest.raises(DataError, match="is not a regular file"):
+        find_files((str(tmp_path / "rows.jsonl"),))
+
+
+def test_integer_with_thousands_of_digits_is_a_bad_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b", "n": ' + "9" * 5000 + "}\n")
+    assert [bool(read.problem) for read in read_files([path])] == [False, True]
 
 
 def test_row_without_id_gets_location_as_uid(tmp_path: Path) -> None:
