@@ -71,7 +71,6 @@ class Link:
 
 def main(fd: int, parent: int, timeout_s: float, spec: str) -> None:
     end_with_parent(parent)
-    unicode_output()
     if sys.platform == "linux":  # adopt orphaned grandchildren, so that the parent finds them
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     link = Link(fd)
@@ -173,4 +172,5 @@ class _Runner:
 
 
 if __name__ == "__main__":
+    unicode_output()
     main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4])
