@@ -69,23 +69,15 @@ def test_proof_of_one_connection_is_worth_nothing_in_another(server: Listener) -
             receive(second, 1)
 
 
-def test_a_thousand_silent_connections_hold_no_threads_and_few_descriptors(
-    server: Listener,
-) -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = min(before[1], 4096) if before[1] > 0 else 4096
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], wanted), before[1]))
+def test_silent_connections_hold_no_threads_and_few_descriptors(server: Listener) -> None:
     process = psutil.Process()
     threads = process.num_threads()
-    try:
-        with ExitStack() as stack:
-            for _ in range(1000):
-                stack.enter_context(socket.create_connection((HOST, server.port), timeout=5))
-            assert served(server)
-            assert len(server._strangers) <= listener.MAX_STRANGERS
-            assert process.num_threads() <= threads + 1
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    with ExitStack() as stack:
+        for _ in range(200):
+            stack.enter_context(socket.create_connection((HOST, server.port), timeout=5))
+        assert served(server)
+        assert len(server._strangers) <= listener.MAX_STRANGERS
+        assert process.num_threads() <= threads + 1
 
 
 def test_server_accepts_again_after_descriptors_ran_out(

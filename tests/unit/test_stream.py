@@ -1,9 +1,12 @@
 """Weight transfer over TCP: complete or not at all, from the trainer or from another engine."""
 
+import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -153,3 +156,19 @@ def test_slow_reader_gets_old_version_while_new_one_is_published() -> None:
     assert same(reader.tensors(old), 1)
     with pytest.raises(SyncError, match="version 1 was replaced by version 2"):
         engine.tensors(old)
+
+
+def test_engine_gets_weights_while_a_thousand_silent_connections_are_open() -> None:
+    trainer = source()
+    weights = Weights(1, trainer.write(tensors(1), 1))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        with ExitStack() as stack:
+            # They share the process with the server, which has 150 descriptors for itself.
+            free = psutil.Process().num_fds() + 1150
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free, max(free, limits[1])))
+            for _ in range(1000):
+                stack.enter_context(socket.create_connection((HOST, trainer.address), timeout=5))
+            assert same(received(target(trainer.address), weights), 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
