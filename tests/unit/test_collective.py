@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from paceline.sync.collective import Collective, CollectiveTarget
 from paceline.sync.transport import SOURCE, TARGET
 from paceline.sync.weights import Weights
 from paceline.training.service import ActorService
-from tests.processes import children
+from tests.processes import children, listening
 
 SHAPES = {"a": (1 << 20,), "b": (3, 5), "c": (1 << 20, 2)}
 
@@ -121,13 +120,7 @@ def test_engine_that_joins_fetches_and_is_in_next_broadcast_group(tmp_path: Path
             assert values == [{first + 1}] * 3
             assert await sync(transport, engines, 2) == first + 2
             assert await members(engines) == [True, True, True]
-            listening = {
-                connection.laddr.ip
-                for worker in (trainer, *engines)
-                for connection in psutil.Process(worker.process.pid).net_connections("inet")
-                if connection.status == psutil.CONN_LISTEN
-            }
-            assert listening == {"127.0.0.1"}
+            assert listening(w.process.pid for w in (trainer, *engines)) == {"127.0.0.1"}
 
     asyncio.run(check())
 

@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import os
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,23 @@ def test_error_names_broken_parquet_file(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"not parquet at all")
     with pytest.raises(DataError, match=r"a\.parquet is not a readable Parquet file"):
         source(str(tmp_path / "a.parquet"))
+
+
+@pytest.mark.parametrize("wrong", [0x7FFFFFF0, -5], ids=["beyond the data", "negative"])
+def test_arrow_file_with_wrong_offsets_is_an_error_and_no_crash(wrong: int, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    import pyarrow.ipc
+
+    file = tmp_path / "a.arrow"
+    table = pyarrow.table({"prompt": ["a", "b", "c"]})
+    with pyarrow.OSFile(str(file), "wb") as out, pyarrow.ipc.new_stream(out, table.schema) as to:
+        to.write_table(table)
+    assert len(list(read_files([file]))) == 3
+    whole, damaged = struct.pack("<4i", 0, 1, 2, 3), struct.pack("<4i", 0, 1, wrong, 3)
+    assert whole in file.read_bytes()
+    file.write_bytes(file.read_bytes().replace(whole, damaged))
+    with pytest.raises(DataError, match=r"a\.arrow is not a readable Arrow stream"):
+        list(read_files([file]))
 
 
 def test_path_may_be_list_or_pattern(tmp_path: Path) -> None:
