@@ -5,6 +5,7 @@ Only the owner of the run directory can connect. The socket exists while the job
 """
 
 import asyncio
+import inspect
 import json
 import logging
 import os
@@ -20,6 +21,8 @@ from paceline.errors import ConfigError, PacelineError
 log = logging.getLogger(__name__)
 
 SOCKET = "control.sock"
+MAX_CLIENTS = 512  # connections at the same time
+REQUEST_TIMEOUT_S = 10.0  # for a client to send its command
 MAX_PATH = 100  # bytes of a socket's path that every system accepts
 REPLY_TIMEOUT_S = 600.0  # `add` replies when the new worker has loaded its model
 
@@ -84,11 +87,15 @@ class Control:
         assert task
         self._clients.add(task)
         try:
-            reply = await self._reply(await reader.readline())
+            if len(self._clients) > MAX_CLIENTS:
+                return
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                line = await reader.readline()
+            reply = await self._reply(line)
             writer.write(json.dumps(reply).encode() + b"\n")
             await writer.drain()
-        except (ConnectionError, ValueError, asyncio.CancelledError):
-            pass  # the client left, sent a line without an end, or the job is ending
+        except (OSError, ValueError, asyncio.CancelledError):
+            pass  # the client left, was silent, sent a line without an end, or the job is ending
         finally:
             writer.close()
             self._clients.discard(task)
@@ -100,12 +107,16 @@ class Control:
             request = json.loads(line)
             command = self._commands[request["command"]]
             arguments = request.get("arguments", {})
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             known = ", ".join(self._commands)
             return {"error": f"invalid command: {line[:80]!r}; expected one of {known}"}
         try:
+            inspect.signature(command).bind(**arguments)
+        except TypeError as error:
+            return {"error": f"{request['command']}: {error}"}
+        try:
             return {"value": await command(**arguments)}
-        except (PacelineError, TypeError) as error:
+        except PacelineError as error:
             return {"error": str(error)}
         except Exception as error:
             log.exception("%s failed", request["command"])

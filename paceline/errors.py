@@ -18,9 +18,14 @@ PacelineError                     1
 A message says what happened, where, what was expected and what to do.
 """
 
+from paceline.printable import printable, redacted
+
 
 class PacelineError(Exception):
     exit_code = 1
+
+    def __str__(self) -> str:  # a message may quote a completion, a row or a log
+        return printable(redacted(super().__str__()))
 
 
 class ConfigError(PacelineError, ValueError):

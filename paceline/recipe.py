@@ -45,11 +45,13 @@ def read_recipe(path: Path) -> dict[str, Any]:
     """Return the settings of a file as nested dicts. Raise ConfigError if it cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
-        return _read_yaml(path, text) if path.suffix in YAML else tomllib.loads(text)
-    except (OSError, UnicodeDecodeError) as error:
+        if path.suffix not in YAML:
+            return tomllib.loads(text)
+    except (OSError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"recipe {path} cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # also: an integer with thousands of digits
         raise ConfigError(f"recipe {path} is not valid TOML: {error}") from None
+    return _read_yaml(path, text)
 
 
 def describe_recipe(path: Path) -> str:
@@ -68,7 +70,7 @@ def _read_yaml(path: Path, text: str) -> dict[str, Any]:
 
     try:
         values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"recipe {path} is not valid YAML: {error}") from None
     if not isinstance(values, dict):
         found = "is empty" if values is None else f"is a {type(values).__name__}"

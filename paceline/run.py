@@ -19,6 +19,7 @@ from paceline.generation import Generation, open_generation, open_scorer
 from paceline.held_out import HeldOut
 from paceline.inputs import Inputs, load_inputs
 from paceline.loop import Loop, LoopSettings, Observer
+from paceline.model.loading import save_tokenizer
 from paceline.observe.collapse import CollapseMonitor
 from paceline.observe.health import Health
 from paceline.observe.mismatch import MismatchMonitor
@@ -34,6 +35,7 @@ from paceline.remote.worker import Worker
 from paceline.reward.reward import Rewards, reward_memory
 from paceline.rollout.environment import MakeEnvironment, open_environment
 from paceline.rollout.fleet import Fleet
+from paceline.rollout.rollouter import Rollouter
 from paceline.run_dir import (
     Start,
     explain_disk_errors,
@@ -47,6 +49,7 @@ from paceline.run_dir import (
 from paceline.suspend import ignore_suspended_time
 from paceline.synchronizer import ParameterSynchronizer
 from paceline.training.checkpoint import read_state, save_checkpoint
+from paceline.training.manifest import reading_state
 from paceline.training.trainer import Trainer
 from paceline.types import Group, Role
 from paceline.weight_check import WeightCheck
@@ -194,17 +197,10 @@ class _Run:
             check_weights=_weight_check(config, self._workers[Role.ACTOR][0], fleet),
             evaluations=self._held_out,
         )
-        commands: dict[str, Command] = {
-            "list": fleet.describe,
-            "add": fleet.add,
-            "remove": fleet.remove,
-            "pause": self._rollouter.pause_rollout,
-            "resume": self._rollouter.resume_rollout,
-        }
         if stop is not None:
             stopper = asyncio.create_task(_stop_when(stop, loop))
             stack.callback(stopper.cancel)
-        async with control.serving(commands):
+        async with control.serving(job_commands(fleet, self._rollouter)):
             await loop.run(start.step)
         peak = await self._final_stats(recorder)
         summary = recorder.summary(
@@ -239,7 +235,7 @@ class _Run:
         async def write(target: Path) -> None:
             await trainer.save(target)
             # Together with these files the directory is an ordinary Hugging Face model.
-            inputs.tokenizer.save_pretrained(target / Role.ACTOR)
+            save_tokenizer(inputs.tokenizer, target / Role.ACTOR)
             inputs.generation.to_json_file(target / Role.ACTOR / "generation_config.json")
             card = model_card(self._config, step, recorder.reward)
             write_model_card(target / Role.ACTOR, card)
@@ -260,8 +256,9 @@ class _Run:
     async def _restore(self, checkpoint: Path) -> None:
         await self._trainer.load(checkpoint)
         state = read_state(checkpoint)
-        self._inputs.source.load_state(state["source"])
-        self._trainer.load_state(state["trainer"])
+        with reading_state(checkpoint):
+            self._inputs.source.load_state(state["source"])
+            self._trainer.load_state(state["trainer"])
 
     async def _final_stats(self, recorder: Recorder) -> int:
         """Record the final statistics of the engines; return the peak memory of all processes."""
@@ -271,6 +268,18 @@ class _Run:
         living |= {member.engine.worker for member in members}
         workers = sum(await _replies([worker.peak_memory() for worker in living]))
         return peak_memory() + reward_memory(self._scorer) + workers
+
+
+def job_commands(fleet: Fleet, rollouter: Rollouter) -> dict[str, Command]:
+    """Return the commands that a running job accepts, by name."""
+    return {
+        "list": fleet.describe,
+        "add": fleet.add,
+        "remove": fleet.remove,
+        # Without the parameter `who`: what another name paused, no command could resume.
+        "pause": lambda: rollouter.pause_rollout(),
+        "resume": lambda: rollouter.resume_rollout(),
+    }
 
 
 async def _replies(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

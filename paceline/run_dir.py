@@ -15,8 +15,10 @@ from typing import IO, Any
 
 from paceline.config import RunConfig, differences
 from paceline.errors import CheckpointError
+from paceline.printable import LogFormatter
 from paceline.queue.ledger import LedgerState
-from paceline.training.checkpoint import latest_checkpoint, read_state
+from paceline.training.checkpoint import latest_checkpoint
+from paceline.training.manifest import read_run_state
 from paceline.types import Role
 
 
@@ -71,7 +73,7 @@ def finished_summary(folder: Path, step: int) -> dict[str, Any] | None:
 def recorded_config(folder: Path) -> dict[str, Any]:
     """Return the settings of the run that would be resumed; none if there is no checkpoint."""
     checkpoint = latest_checkpoint(folder / "checkpoints")
-    found: dict[str, Any] = read_state(checkpoint)["config"] if checkpoint else {}
+    found: dict[str, Any] = read_run_state(checkpoint)["config"] if checkpoint else {}
     return found
 
 
@@ -86,7 +88,7 @@ def find_start(config: RunConfig, identity: dict[str, Any]) -> Start:
         )
     if checkpoint is None:
         return Start(None, 0, None, 0)
-    state = read_state(checkpoint)
+    state = read_run_state(checkpoint)
     found = differences(state["config"], identity["config"])
     found += [
         f"{name}: its content changed"
@@ -164,7 +166,7 @@ def log_file(folder: Path) -> Iterator[None]:
     """Log this process, warnings and the output of reward functions included, to main.log."""
     folder.mkdir(exist_ok=True)
     logger, handler = logging.getLogger("paceline"), _LogFile(folder / "main.log")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    handler.setFormatter(LogFormatter())
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

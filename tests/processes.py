@@ -1,4 +1,6 @@
-"""Check for processes that a test has left behind."""
+"""Check for processes that a test has left behind, and for what processes listen on."""
+
+from collections.abc import Iterable
 
 import psutil
 
@@ -15,3 +17,13 @@ def children() -> set[int]:
         except psutil.NoSuchProcess:
             continue
     return found
+
+
+def listening(pids: Iterable[int]) -> set[str]:
+    """Return the addresses on which processes accept connections."""
+    return {
+        connection.laddr.ip
+        for pid in pids
+        for connection in psutil.Process(pid).net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }

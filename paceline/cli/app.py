@@ -1,23 +1,42 @@
 """The `paceline` application: its console, and how warnings and errors are shown."""
 
+import errno
 import logging
-from typing import Annotated, NoReturn
+import sys
+from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from paceline import __version__
 from paceline.errors import PacelineError
-from paceline.observe.console import RunConsole
+from paceline.observe.console import RunConsole, discard_output
+from paceline.printable import redacted
 
-app = typer.Typer(
+
+class _App(typer.Typer):
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Run a command. An output that cannot be written ends it with a sentence."""
+        try:
+            return super().__call__(*args, **options)
+        except OSError as error:  # of the help, which typer prints
+            if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO):
+                raise
+            _print_error(PacelineError(f"the output cannot be written: {error.strerror}"))
+        except PacelineError as error:
+            _print_error(error)
+        discard_output()
+        sys.exit(1)
+
+
+app = _App(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-console = RunConsole()
+console = RunConsole(continues=False)
+errors = RunConsole(stderr=True)
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -53,7 +72,7 @@ class _Warnings(logging.Handler):
 
 
 def warn(message: str) -> None:
-    console.print(f"[yellow]warning:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    console.print(Text("warning:", "yellow"), redacted(message), highlight=False, soft_wrap=True)
 
 
 def log_to_console() -> None:
@@ -62,8 +81,10 @@ def log_to_console() -> None:
 
 def fail(error: PacelineError) -> NoReturn:
     """Print the error without a traceback and exit with its exit code."""
-    message = "\n".join([str(error), *getattr(error, "__notes__", [])])
-    Console(stderr=True).print(
-        "[bold red]error:[/]", escape(message), highlight=False, soft_wrap=True
-    )
+    _print_error(error)
     raise typer.Exit(error.exit_code)
+
+
+def _print_error(error: PacelineError) -> None:
+    message = "\n".join([str(error), *getattr(error, "__notes__", [])])
+    errors.print(Text("error:", "bold red"), message, highlight=False, soft_wrap=True)

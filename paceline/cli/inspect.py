@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
+from rich.text import Text
 
 from paceline.cli.app import app, console, fail, log_to_console, warn
 from paceline.errors import ConfigError, PacelineError
@@ -89,7 +89,7 @@ def tasks() -> None:
     from paceline.data.tasks import describe_tasks
 
     for name, description in describe_tasks():
-        console.print(f"[bold]{name:12}[/] {description}", highlight=False)
+        console.print(Text(f"{name:12}", "bold"), description, highlight=False)
 
 
 @app.command()
@@ -118,5 +118,5 @@ def settings(
         fail(ConfigError(f"no setting contains {prefix!r}; {suggest(prefix, model)}"))
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for name, default, meaning in found:
-        table.add_row(f"[bold]{name}[/]", f"[cyan]{escape(default)}[/]", escape(meaning))
+        table.add_row(Text(name, "bold"), Text(default, "cyan"), meaning)
     console.print(table, highlight=False)

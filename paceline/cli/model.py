@@ -88,6 +88,4 @@ def get(
     except KeyboardInterrupt:
         raise typer.Exit(128 + signal.SIGINT) from None
     size = sum(file.stat().st_size for file in found.iterdir() if file.is_file())
-    console.print(
-        f"{name}: {found} ({size / 1e9:,.1f} GB)", highlight=False, markup=False, soft_wrap=True
-    )
+    console.print(f"{name}: {found} ({size / 1e9:,.1f} GB)", highlight=False, soft_wrap=True)

@@ -51,6 +51,7 @@ def train(
             console.print_json(config.model_dump_json())
             return
         run.config = config
+        console.continues = True
         log_to_console()
         Job(config).train(fresh, Terminal(config, console)).result()
 
@@ -80,6 +81,7 @@ def sft(
             console.print_json(config.model_dump_json())
             return
         run.config = config
+        console.continues = True
         log_to_console()
         SftJob(config).start(fresh, SftTerminal(config, console)).result()
 
@@ -114,6 +116,7 @@ def evaluate(
 
     try:
         config = load_config(recipe, settings or ())
+        console.continues = True
         log_to_console()
         with console.status("loading torch and transformers …") as status, ExitStack() as stack:
             from paceline.job import Job
@@ -130,6 +133,7 @@ def evaluate(
                     console.print(f"{done} of {total} prompts completed", highlight=False)
 
             found = Job(config).evaluate(samples, show_progress, preparing).result()
+        console.require_output()
     except PacelineError as error:
         fail(error)
     except KeyboardInterrupt:

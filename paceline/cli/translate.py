@@ -1,13 +1,12 @@
 """The commands about recipes: list the built-in ones, translate those of verl."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.text import Text
 
-from paceline.cli.app import app, console, fail
+from paceline.cli.app import app, console, errors, fail
 from paceline.errors import ConfigError, PacelineError
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ def recipes() -> None:
     known = built_in_recipes()
     width = max(map(len, known), default=0) + 2
     for name, path in known.items():
-        line = f"[bold]{name:{width}}[/]{describe_recipe(path)}"
+        line = Text.assemble((f"{name:{width}}", "bold"), describe_recipe(path))
         console.print(line, highlight=False, soft_wrap=True)
 
 
@@ -51,18 +50,21 @@ def translate(
         fail(error)
     text = recipe_text(translation, values, "verl's settings")
     if output is None:
-        sys.stdout.write(text)
+        console.print(text, highlight=False, soft_wrap=True, end="")
     else:
         output.write_text(text, encoding="utf-8")
-    errors = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     for title, lines in remarks(translation, values):
-        errors.print("\n".join([f"{title}:", *(f"  {line}" for line in lines)]))
+        _remark("\n".join([f"{title}:", *(f"  {line}" for line in lines)]))
     try:
         _check(translation.settings)
     except ConfigError as error:
-        errors.print(f"The recipe cannot be trained as it is: {error}")
+        _remark(f"The recipe cannot be trained as it is: {error}")
     if output is not None:
-        errors.print(f"wrote {output}; to run it: paceline train {output}")
+        _remark(f"wrote {output}; to run it: paceline train {output}")
+
+
+def _remark(text: str) -> None:
+    errors.print(text, highlight=False, soft_wrap=True)
 
 
 def _translate(given: list[str]) -> "tuple[Translation, dict[str, Any]]":

@@ -39,10 +39,13 @@ def find_files(patterns: tuple[str, ...]) -> list[Path]:
     """Return the files that paths and glob patterns match, each once, in a stable order."""
     files: dict[Path, None] = {}
     for pattern in patterns:
-        plain = Path(pattern).expanduser()
-        matches = [plain]
-        if not plain.exists():
-            matches = sorted(Path(p) for p in glob.glob(str(plain), recursive=True))
+        try:
+            plain = Path(pattern).expanduser()
+            matches = [plain]
+            if not plain.exists():
+                matches = sorted(Path(p) for p in glob.glob(str(plain), recursive=True))
+        except (OSError, ValueError, RuntimeError) as e:  # too long, a null byte, no such user
+            raise DataError(f"data.path = {pattern!r} is not a path: {e}") from e
         if not matches:
             raise DataError(
                 f"no data file at {pattern!r} (relative paths start at {Path.cwd()}); "
@@ -55,6 +58,8 @@ def find_files(patterns: tuple[str, ...]) -> list[Path]:
                         f"{file}: cannot read {file.suffix or 'a file without extension'}; "
                         f"expected one of {', '.join(READABLE)} (text also with .gz)"
                     )
+                if file.exists() and not file.is_file():  # a pipe or a device may never end
+                    raise DataError(f"{file} is not a regular file; expected one of a data set")
                 files[file] = None
     return list(files)
 
@@ -112,9 +117,9 @@ def _saved_dataset(directory: Path) -> list[Path]:
     """
     if (directory / "state.json").is_file():
         try:
-            state = json.loads((directory / "state.json").read_text())
-            return [directory / part["filename"] for part in state["_data_files"]]
-        except (ValueError, KeyError, TypeError) as e:
+            state = json.loads((directory / "state.json").read_text(encoding="utf-8"))
+            return [directory / _plain_name(part["filename"]) for part in state["_data_files"]]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
             raise DataError(
                 f"{directory / 'state.json'} does not describe a saved dataset: {e!r}"
             ) from e
@@ -138,6 +143,13 @@ def _saved_dataset(directory: Path) -> list[Path]:
     )
 
 
+def _plain_name(name: Any) -> str:
+    """Return the name of a file of the dataset. Raise ValueError if it leads elsewhere."""
+    if not isinstance(name, str) or name != Path(name).name or "\0" in name:
+        raise ValueError(f"{name!r} is not the name of a file in this directory")
+    return name
+
+
 def _read_text(file: Path, label: str) -> Iterator[ParsedRow]:
     compressed = file.suffix.lower() == ".gz"
     with gzip.open(file, "rb") if compressed else file.open("rb") as raw:
@@ -159,7 +171,7 @@ def _read_lines(lines: Iterable[bytes], label: str) -> Iterator[ParsedRow]:
             row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except UnicodeDecodeError as e:
             yield ParsedRow(where, {}, f"not UTF-8 (byte {e.start + 1} of the line)")
-        except (json.JSONDecodeError, RecursionError) as e:
+        except (ValueError, RecursionError) as e:  # also: an integer with thousands of digits
             yield ParsedRow(where, {}, f"not JSON ({e})")
         else:
             yield _object(row, where)
@@ -212,10 +224,11 @@ def _read_arrow(file: Path, label: str, batch_rows: int) -> Iterator[ParsedRow]:
         else:
             batches = pyarrow.ipc.open_stream(pyarrow.memory_map(str(file)))
         for batch in batches:
+            batch.validate(full=True)  # pyarrow trusts what it reads: a damaged file crashes it
             for row in batch.to_pylist():
                 number += 1
                 yield ParsedRow(f"{label}:{number}", row)
-    except pyarrow.ArrowException as e:
+    except (pyarrow.ArrowException, ValueError, OverflowError, TypeError) as e:
         is_parquet = _extension(file) == ".parquet"
         kind = "Parquet file" if is_parquet else "Arrow stream as written by the library datasets"
         raise DataError(f"{file} is not a readable {kind} (after row {number}): {e}") from e

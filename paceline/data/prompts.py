@@ -217,7 +217,7 @@ def _load(
         if isinstance(row, BadRow):
             bad.append(row)
             continue
-        if row.uid in rows:  # for example, several questions may share the id of their passage
+        while row.uid in rows:  # for example, several questions may share the id of their passage
             row = replace(row, uid=f"{row.uid} ({row.where})")
         rows[row.uid] = row
     _report(bad, len(rows), origin, settings)

@@ -28,7 +28,7 @@ from paceline.data.tasks import BUILT_IN_MODELS, Task, get_task
 from paceline.errors import ModelError
 from paceline.model.cache import cache_folder, fallback_folder, install, writable_cache
 from paceline.model.gguf_cache import converted_model
-from paceline.model.loading import no_progress_bars
+from paceline.model.loading import no_progress_bars, save_tokenizer
 from paceline.model.source import model_source
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ def tiny_model(
 
     def build(folder: Path) -> None:
         tokenizer = make_tokenizer()
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)
         make_model(recipe, tokenizer, progress).save_pretrained(folder)
 
     return cached_model(recipe.folder, build)

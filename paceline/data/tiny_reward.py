@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForSequenceC
 
 from paceline import __version__
 from paceline.data.tiny import cached_model, make_tokenizer
+from paceline.model.loading import save_tokenizer
 
 SCALE = 15.0  # brings the scores of different completions about 1 apart
 
@@ -22,7 +23,7 @@ def resolve_reward_model(name: str) -> str:
 
 def _build(folder: Path) -> None:
     tokenizer = make_tokenizer()
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Qwen2ForSequenceClassification(_config(tokenizer))

@@ -29,6 +29,7 @@ from paceline.model.loading import (
     load_model,
     load_tokenizer,
     no_progress_bars,
+    save_tokenizer,
 )
 from paceline.model.tensor_file import Layout, Shape, layout_bytes, write_shards
 
@@ -54,7 +55,7 @@ def write_model(file: Path, folder: Path, progress: Progress | None = None) -> N
         _check_space(folder, total)
         write_shards(folder, stored, _counted(form.to_files(tensors), total, progress))
         form.write_config(config, folder)
-        load_tokenizer(str(file)).save_pretrained(folder)
+        save_tokenizer(load_tokenizer(str(file)), folder)
         load_generation_config(str(file)).save_pretrained(folder)
 
 

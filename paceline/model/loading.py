@@ -4,6 +4,8 @@ Every failure is a ModelError that says what was looked for and where.
 """
 
 import hashlib
+import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
@@ -84,6 +86,17 @@ def model_body(model: PreTrainedModel) -> Any:
         return model.base_model
     # Some models store their body under another name than `base_model_prefix` says.
     return next(part for part in model.children() if isinstance(part, PreTrainedModel))
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the tokenizer's files. A full disk is an OSError, as with all other files."""
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # the library tokenizers raises Exception("... (os error 28)")
+        if not (number := re.search(r"\(os error (\d+)\)", str(error))):
+            raise
+        code = int(number[1])
+        raise OSError(code, os.strerror(code), str(folder / "tokenizer.json")) from error
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

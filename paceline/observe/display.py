@@ -11,7 +11,6 @@ from typing import Any
 from rich.console import Console
 from rich.console import Group as Stack
 from rich.live import Live
-from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import (
     BarColumn,
@@ -25,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.loop import Metrics
+from paceline.printable import printable
 from paceline.rollout.engine import EngineStats
 from paceline.types import Group
 
@@ -41,7 +41,7 @@ class Display:
         self, console: Console, title: str, steps: int, first_step: int, max_staleness: int
     ) -> None:
         self._console = console
-        self._title = escape(title)
+        self._title = title
         self._steps, self._first_step = steps, first_step
         self._max_staleness = max_staleness
         self._rewards: deque[float] = deque(maxlen=48)
@@ -189,40 +189,45 @@ class Display:
         if not m:
             grid.add_row("", f"generating the first groups … {self._generated:,} tokens so far")
             return self._framed(Stack(self._progress, grid))
-        rows = {
-            "reward": f"[bold]{m['reward/mean']:.3f}[/]  [green]{_sparkline(self._rewards)}[/]",
+        rows: dict[str, str | Text] = {
+            "reward": _styled(
+                f"[bold]{m['reward/mean']:.3f}[/]  [green]{_sparkline(self._rewards)}[/]"
+            ),
             **self._evaluation_row(),
             **({"KL to teacher": kl} if (kl := self._teacher_kl("")) else {}),
             "staleness": f"mean {m['staleness/mean']:.2f}   "
             f"max {m['staleness/max']:.0f} of {self._max_staleness} allowed",
-            "queue": f"{_gauge(self._queue_utilization)} {self._queue_utilization:.0%} full",
-            "rollout": f"{_gauge(self._rates.get('rollout', 0.0))} {self._busy('rollout')} busy   "
-            f"{self._tokens_per_s} tokens/s trained",
-            "train": f"{_gauge(self._rates.get('train', 0.0))} {self._busy('train')} busy   "
-            f"lr {m.get('train/lr', 0):.1e}",
+            "queue": _gauge(self._queue_utilization, f"{self._queue_utilization:.0%} full"),
+            "rollout": _gauge(
+                self._rates.get("rollout", 0.0),
+                f"{self._busy('rollout')} busy   {self._tokens_per_s} tokens/s trained",
+            ),
+            "train": _gauge(
+                self._rates.get("train", 0.0),
+                f"{self._busy('train')} busy   lr {m.get('train/lr', 0):.1e}",
+            ),
         }
         for name, text in rows.items():
             grid.add_row(name, text)
         if warning := self._truncation_warning(""):
-            grid.add_row("", f"[yellow]{warning}[/]")
-        # Text that the model wrote must control neither the terminal nor the markup.
-        printable = "".join(c if c.isprintable() else "·" for c in self._sample)
-        sample = Text(printable, no_wrap=True, overflow="ellipsis")
+            grid.add_row("", Text(warning, style="yellow"))
+        sample = Text(printable(self._sample), no_wrap=True, overflow="ellipsis")
         return self._framed(Stack(self._progress, grid, sample))
 
-    def _evaluation_row(self) -> dict[str, str]:
+    def _evaluation_row(self) -> dict[str, Text]:
         if not self._evaluations:
             return {}
         step, reward = self._evaluations[-1]
         rewards = [value for _, value in self._evaluations[-48:]]
         return {
-            "held out": f"[bold]{reward:.3f}[/]  [green]{_sparkline(rewards)}[/]  of step {step}"
+            "held out": _styled(
+                f"[bold]{reward:.3f}[/]  [green]{_sparkline(rewards)}[/]  of step {step}"
+            )
         }
 
     def _framed(self, content: Stack) -> Panel:
-        return Panel(
-            content, title=self._title, width=min(88, self._console.width), border_style="cyan"
-        )
+        title = Text(printable(self._title))
+        return Panel(content, title=title, width=min(88, self._console.width), border_style="cyan")
 
 
 def print_summary(console: Console, summary: dict[str, Any], run_dir: str) -> None:
@@ -237,9 +242,8 @@ def print_summary(console: Console, summary: dict[str, Any], run_dir: str) -> No
     table.add_column(overflow="fold")
     ledger = summary["ledger"]
     dropped = sum(ledger["dropped"].values())
-    rows = {
-        "reward, first → last": f"{summary['reward_first']:.3f} → "
-        f"[bold green]{summary['reward_last']:.3f}[/]",
+    rows: dict[str, str | Text] = {
+        "reward, first → last": _change(summary["reward_first"], summary["reward_last"]),
         **_evaluation_rows(summary.get("evaluation")),
         **_distill_row(summary),
         "steps": f"{summary['steps']}  ({summary['steps_per_s']:.2f} per second)",
@@ -267,22 +271,26 @@ def _pass_rates(scores: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {scores[name]:.3f}" for name in scores if name.startswith("pass@"))
 
 
-def _evaluation_rows(found: Mapping[str, Mapping[str, float]] | None) -> dict[str, str]:
+def _evaluation_rows(found: Mapping[str, Mapping[str, float]] | None) -> dict[str, str | Text]:
     """Return the mean reward on held-out prompts, if there were any."""
     if not found:
         return {}
     first, last, best = (found[name] for name in ("first", "last", "best"))
     return {
-        "held out, first → last": f"{first['reward']:.3f} → [bold green]{last['reward']:.3f}[/]",
+        "held out, first → last": _change(first["reward"], last["reward"]),
         "held out, best": f"{best['reward']:.3f} at step {best['step']}, {_pass_rates(best)}",
     }
 
 
-def _distill_row(summary: dict[str, Any]) -> dict[str, str]:
+def _distill_row(summary: dict[str, Any]) -> dict[str, Text]:
     if "distill_kl_first" not in summary:
         return {}
     first, last = summary["distill_kl_first"], summary["distill_kl_last"]
-    return {"KL to teacher, first → last": f"{first:.3f} → [bold green]{last:.3f}[/]"}
+    return {"KL to teacher, first → last": _change(first, last)}
+
+
+def _change(first: float, last: float) -> Text:
+    return _styled(f"{first:.3f} → [bold green]{last:.3f}[/]")
 
 
 def _memory_rows(phases: Mapping[str, int], planned: Mapping[str, Sequence[int]]) -> dict[str, str]:
@@ -318,7 +326,7 @@ def workers_table(rows: Sequence[dict[str, Any]]) -> Table:
     for row in rows:
         color = {"live": "green", "dead": "red"}.get(row["state"], "yellow")
         numbers = (row["version"], row["load"], f"{row['tokens_per_s']:,.0f}", row["incarnation"])
-        table.add_row(row["name"], row["node"], f"[{color}]{row['state']}[/]", *map(str, numbers))
+        table.add_row(row["name"], row["node"], Text(row["state"], color), *map(str, numbers))
     return table
 
 
@@ -329,6 +337,11 @@ def _sparkline(values: Sequence[float]) -> str:
     )
 
 
-def _gauge(fraction: float, width: int = 20) -> str:
+def _gauge(fraction: float, text: str, width: int = 20) -> Text:
     full = round(max(0.0, min(1.0, fraction)) * width)
-    return f"[cyan]{'━' * full}[/][dim]{'━' * (width - full)}[/]"
+    return _styled(f"[cyan]{'━' * full}[/][dim]{'━' * (width - full)}[/] {text}")
+
+
+def _styled(markup: str) -> Text:
+    """Return text with styles. Only for text of Paceline: data could contain markup."""
+    return Text.from_markup(markup)

@@ -119,7 +119,7 @@ def _memory_table(layout: Layout) -> Table:
             table.add_row(first, name, *cells)
             first = ""
         sums = [total(phases[phase]) if phase in phases else None for phase in Phase]
-        table.add_row("", "[bold]total", *(f"[bold]{_cell(each)}" for each in sums))
+        table.add_row("", "total", *map(_cell, sums), style="bold")
         table.add_section()
     return table
 

@@ -14,6 +14,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from paceline.errors import CheckpointError
+from paceline.printable import printable
 from paceline.types import Group, Trajectory
 
 NAME = "samples.jsonl"
@@ -66,16 +67,16 @@ def read_samples(run_dir: Path, step: int | None = None) -> list[dict[str, Any]]
 
 def samples_panel(row: dict[str, Any]) -> Panel:
     """Return a panel with a prompt and its completions, best first."""
-    parts: list[Text] = [Text(_printable(row["prompt"]), style="bold")]
+    parts: list[Text] = [Text(printable(row["prompt"].strip()), style="bold")]
     for sample in sorted(row["completions"], key=lambda sample: -sample["reward"]):
         details = "".join(f", {name} {value:g}" for name, value in sample["details"].items())
         truncated = ", truncated" if sample["finish"] == "length" else ""
         heading = f"\nreward {sample['reward']:g}{details}, {sample['tokens']} tokens{truncated}"
-        parts.append(Text(heading, style="cyan"))
-        parts += _turns(sample) or [Text(_printable(sample["text"]))]
+        parts.append(Text(printable(heading), style="cyan"))
+        parts += _turns(sample) or [Text(printable(sample["text"].strip()))]
     return Panel(
         Lines(*parts),
-        title=f"step {row['step']}: {row['uid']}, staleness {row['staleness']}",
+        title=Text(printable(f"step {row['step']}: {row['uid']}, staleness {row['staleness']}")),
         title_align="left",
     )
 
@@ -85,15 +86,10 @@ def _turns(sample: dict[str, Any]) -> list[Text]:
     parts = []
     for number, turn in enumerate(sample.get("turns", ()), 1):
         if turn["prompt"]:
-            parts.append(Text(f"environment: {_printable(turn['prompt'])}", style="dim"))
+            parts.append(Text(f"environment: {printable(turn['prompt'].strip())}", style="dim"))
         reward = f" (reward {turn['reward']:g})" if turn["reward"] else ""
-        parts.append(Text(f"turn {number}{reward}: {_printable(turn['text'])}"))
+        parts.append(Text(f"turn {number}{reward}: {printable(turn['text'].strip())}"))
     return parts
-
-
-def _printable(text: str) -> str:
-    """Replace control characters: a model's text must not control the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text.strip())
 
 
 def _row(step: int, group: Group, decode: Callable[[list[int]], str]) -> dict[str, Any]:

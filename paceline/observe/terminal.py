@@ -7,7 +7,6 @@ from typing import Any, Self, TypeVar
 
 from rich.console import Console
 from rich.live import Live
-from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import (
     BarColumn,
@@ -18,11 +17,13 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.status import Status
+from rich.text import Text
 
 from paceline.config import RunConfig
 from paceline.model import gguf_cache
 from paceline.observe.console import RunConsole
 from paceline.observe.display import Display, print_summary
+from paceline.printable import printable
 from paceline.workers import hardware
 
 DisplayT = TypeVar("DisplayT", bound=AbstractContextManager[Any])
@@ -47,7 +48,7 @@ class DeviceLines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno == logging.INFO:  # warnings are shown with all others
-            self._console.print(record.getMessage(), markup=False, highlight=False, soft_wrap=True)
+            self._console.print(record.getMessage(), highlight=False, soft_wrap=True)
 
 
 class ModelProgress:
@@ -92,7 +93,6 @@ class ModelProgress:
             self._console.print(
                 f"converting {self._model} (only once): {done / 1e9:.1f} of {total / 1e9:.1f} GB",
                 highlight=False,
-                markup=False,
                 soft_wrap=True,
             )
 
@@ -101,7 +101,7 @@ class ModelProgress:
             if self._status:
                 self._status.stop()  # a terminal has one moving part at a time
             self._bar.reset(self._task)
-            title = f"converting {escape(Path(self._model).name)} (only once)"
+            title = Text(printable(f"converting {Path(self._model).name} (only once)"))
             width = min(88, self._console.width)
             panel = Panel(self._bar, title=title, width=width, border_style="cyan")
             self._live = Live(panel, console=self._console, refresh_per_second=4, transient=True)

@@ -20,6 +20,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
+from paceline.printable import log_to_stderr
 from paceline.remote.message import Call, Deferred, Event, Reply, portable
 from paceline.remote.parent import end_with_parent
 from paceline.remote.parts import Parts, concurrent_parts
@@ -199,7 +200,7 @@ def main() -> None:
     end_with_parent(int(sys.argv[2]))
     # Ctrl-C goes to the controller, which stops the workers in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    log_to_stderr()
     gc.disable()  # an eighth of the time of large imports, which leave little garbage
     channel: Connection[Any, Any] = Connection(int(sys.argv[1]))
     # These errors mean that the controller has exited.

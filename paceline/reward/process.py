@@ -21,13 +21,20 @@ from typing import Any
 from paceline.errors import ConfigError
 from paceline.remote.peak import peak_memory_of
 from paceline.reward.calls import GRACE_S, Calls, Died, Interrupted, Lost, Overdue
-from paceline.reward.function import RewardFunctionError, as_score
+from paceline.reward.function import RewardFunctionError, as_optional_reward, as_score
 from paceline.types import Score
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0  # a reward function may import torch
 EXIT_TIMEOUT_S = 1.0  # lets a process flush its files when the pool closes
+
+MAX_REPLY = 16 << 20  # bytes
+# What a reply raises that the worker has not written: user code shares its process.
+INVALID = (
+    *(ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError),
+    asyncio.InvalidStateError,
+)
 
 Children = dict[int, list[int]]  # process ID -> IDs of its children
 
@@ -140,8 +147,15 @@ class RewardProcess(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         *lines, self._unread = (self._unread + data).split(b"\n")
-        for line in lines:
-            self._receive(json.loads(line))
+        try:
+            for line in lines:
+                self._receive(json.loads(line))
+            if len(self._unread) > MAX_REPLY:
+                raise ValueError(f"more than {MAX_REPLY} bytes without an end")
+        except INVALID as error:
+            log.warning("reward %r: an invalid reply: %s", self.function, error)
+            assert self._transport is not None
+            self._transport.abort()  # as if the process had exited: it is replaced
 
     def connection_lost(self, error: Exception | None) -> None:
         self._reporting = self._loop.create_task(self._report_death())
@@ -165,7 +179,7 @@ class RewardProcess(asyncio.Protocol):
         if "overdue" in message:
             return Overdue()
         try:
-            return as_score(message["reward"], self._optional)
+            return as_score(as_optional_reward(message["reward"]), self._optional)
         except RewardFunctionError as e:
             return e
 

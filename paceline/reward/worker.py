@@ -23,6 +23,7 @@ from contextlib import suppress
 from typing import Any
 
 from paceline.plugins import PluginError, find_callable
+from paceline.printable import unicode_output
 from paceline.remote.parent import end_with_parent
 from paceline.reward.function import (
     RewardFunctionError,
@@ -185,4 +186,5 @@ class _Runner:
 
 
 if __name__ == "__main__":
+    unicode_output()
     main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4])

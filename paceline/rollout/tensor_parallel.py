@@ -18,11 +18,12 @@ inside a call (`release`), a follower performs inside the same call.
 """
 
 import os
+import queue
 import secrets
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 import torch
@@ -32,9 +33,11 @@ from torch import Tensor
 from paceline.errors import RolloutError, SyncError
 from paceline.model.loading import default_device
 from paceline.remote.group import address_in_group
+from paceline.remote.listener import Listener, connect
 from paceline.sync.block import Layout, layout_of
 
 WAIT_S = 0.005  # for an operation of the leader, before a follower looks for calls again
+JOIN_TIMEOUT_S = 60.0  # for the followers to connect
 CALL = "call"  # marks a call of the controller to the whole group
 
 Tensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -70,14 +73,22 @@ class Team:
         key = secrets.token_bytes(32)
         addresses: list[Any] = [None] * world
         if self.leads:
-            listener = Listener((address_in_group(), 0), backlog=size, authkey=key)
-            dist.all_gather_object(addresses, (listener.address, key))
-            self.channels = [listener.accept() for _ in range(size - 1)]
-            listener.close()
+            followers: queue.SimpleQueue[Connection[Any, Any]] = queue.SimpleQueue()
+            host = address_in_group()
+            listener = Listener(host, key, 0, lambda found, _: followers.put(_channel(found)))
+            dist.all_gather_object(addresses, ((host, listener.port), key))
+            try:
+                self.channels = [followers.get(timeout=JOIN_TIMEOUT_S) for _ in range(size - 1)]
+            except queue.Empty:
+                raise RolloutError(
+                    f"not all of {size} ranks connected to rank {rank} within {JOIN_TIMEOUT_S:g} s"
+                ) from None
+            finally:
+                listener.close()
         else:
             dist.all_gather_object(addresses, None)
             address, key = addresses[self.leader]
-            self.channels = [Client(address, authkey=key)]
+            self.channels = [_channel(connect(address, key, b"", JOIN_TIMEOUT_S))]
         for channel in self.channels:
             _send_at_once(channel)
 
@@ -293,6 +304,11 @@ def _load_all(own: EngineRank, incoming: Iterator[tuple[str, Tensor]]) -> None:
     finally:
         for _ in incoming:
             pass
+
+
+def _channel(connection: socket.socket) -> "Connection[Any, Any]":
+    connection.settimeout(None)
+    return Connection(connection.detach())
 
 
 def _send_at_once(channel: "Connection[Any, Any]") -> None:

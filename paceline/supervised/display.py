@@ -6,7 +6,6 @@ from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -15,6 +14,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from paceline.loop import Metrics
 from paceline.observe.display import STATUS_INTERVAL_S
@@ -27,7 +27,7 @@ class LossDisplay:
     """The observer that shows a supervised run to the user."""
 
     def __init__(self, console: Console, title: str, steps: int, first_step: int) -> None:
-        self._console, self._title = console, escape(title)
+        self._console, self._title = console, title
         self._steps, self._first_step = steps, first_step
         self._tokens = 0.0
         self._started = self._last_line = time.perf_counter()
@@ -97,7 +97,9 @@ def print_summary(console: Console, summary: dict[str, Any], run_dir: str, check
     table.add_column(overflow="fold")
     table.add_column(overflow="fold")
     first, last = summary["loss_first"], summary["loss_last"]
-    rows = {"loss, first → last": f"{first:.4f} → [bold green]{last:.4f}[/]"}
+    rows: dict[str, str | Text] = {
+        "loss, first → last": Text.assemble(f"{first:.4f} → ", (f"{last:.4f}", "bold green"))
+    }
     if "validation_loss" in summary:
         first, last = summary["validation_loss_first"], summary["validation_loss"]
         perplexity = summary["validation_perplexity"]

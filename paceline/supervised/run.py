@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import StalledError
+from paceline.model.loading import save_tokenizer
 from paceline.observe.health import Health
 from paceline.observe.model_card import card_text, data_name, write_model_card
 from paceline.observe.recorder import write_json
@@ -35,6 +36,7 @@ from paceline.supervised.inputs import Rows, SftInputs, load_sft_inputs
 from paceline.supervised.recorder import LossObserver, LossRecorder
 from paceline.suspend import ignore_suspended_time
 from paceline.training.checkpoint import read_state, save_checkpoint
+from paceline.training.manifest import reading_state
 from paceline.types import Role
 from paceline.workers.automatic import changed_choices, keep_recorded
 from paceline.workers.hardware import report_choices
@@ -110,8 +112,9 @@ class _Run:
         if self._start.checkpoint:
             await self._call("load", str(self._start.checkpoint))
             state = read_state(self._start.checkpoint)
-            self._inputs.source.load_state(state["source"])
-            self._validation_first = state["validation_first"]
+            with reading_state(self._start.checkpoint):
+                self._inputs.source.load_state(state["source"])
+                self._validation_first = state["validation_first"]
 
     async def train(
         self, stack: AsyncExitStack, make_display: Callable[[int, int], LossObserver] | None
@@ -188,7 +191,7 @@ class _Run:
         async def write(target: Path) -> None:
             await self._actor.call(Role.ACTOR, "save", str(target))
             # Together with these files the directory is an ordinary Hugging Face model.
-            inputs.tokenizer.save_pretrained(target / Role.ACTOR)
+            save_tokenizer(inputs.tokenizer, target / Role.ACTOR)
             inputs.generation.to_json_file(target / Role.ACTOR / "generation_config.json")
             write_model_card(target / Role.ACTOR, _model_card(config, step, recorder.loss))
 

@@ -20,10 +20,12 @@ import torch
 
 from paceline.errors import SyncError, WorkerDied
 from paceline.remote.group import use_interface
+from paceline.remote.listener import Address
 from paceline.remote.message import Deferred
 from paceline.remote.worker import Worker, mark_seen
 from paceline.sync.block import CHUNK, Layout, Tensors
-from paceline.sync.stream import Address, Stream, StreamSource, StreamTarget, WeightBuffer
+from paceline.sync.meeting import Meeting, meet
+from paceline.sync.stream import Stream, StreamSource, StreamTarget, WeightBuffer
 from paceline.sync.transport import SOURCE, TARGET, publish
 from paceline.sync.weights import Weights
 
@@ -37,14 +39,11 @@ AHEAD = 3  # chunks that are broadcast at the same time
 class BroadcastGroup:
     """The trainer (rank 0) and some engines, separate from any other process group of theirs."""
 
-    def __init__(self, store: Address, epoch: int, rank: int, size: int) -> None:
+    def __init__(self, store: Address, token: bytes, epoch: int, rank: int, size: int) -> None:
         dist: Any = torch.distributed
         use_interface(store[0])
-        meet_timeout = timedelta(seconds=MEET_TIMEOUT_S)
-        meeting = dist.TCPStore(
-            *store, is_master=False, wait_for_workers=False, timeout=meet_timeout
-        )
-        prefix = dist.PrefixStore(f"broadcast group {epoch}", meeting)
+        self._meeting = meet(store, token, MEET_TIMEOUT_S)  # the group does not keep it alive
+        prefix = dist.PrefixStore(f"broadcast group {epoch}", self._meeting)
         timeout = timedelta(seconds=TIMEOUT_S)
         if torch.cuda.is_available():
             options = dist.ProcessGroupNCCL.Options()
@@ -104,20 +103,20 @@ class PendingBroadcasts:
 
 class CollectiveSource(StreamSource):
     def __init__(self, layout: Layout, host: str, token: bytes) -> None:
-        dist: Any = torch.distributed
         super().__init__(layout, host, token)
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        self._store_address: Address = host, self._store.port
+        self._token, self._meeting = token, Meeting(host, token)
         self._broadcast_group: BroadcastGroup | None = None
         self._sender = threading.Thread()
 
     def store_address(self) -> Address:
         """Return where the members of a group meet."""
-        return self._store_address
+        return self._meeting.address
 
     def join(self, epoch: int, size: int) -> None:
-        store = self._store_address
-        self._broadcast_group = BroadcastGroup(store, epoch, 0, size) if size > 1 else None
+        self._broadcast_group = None
+        if size > 1:
+            address = self._meeting.address
+            self._broadcast_group = BroadcastGroup(address, self._token, epoch, 0, size)
 
     def write(self, tensors: Tensors, version: int) -> int:
         if self._sender.is_alive():
@@ -162,7 +161,7 @@ class CollectiveTarget(StreamTarget):
         self._broadcast_group: BroadcastGroup | None = None
 
     def join(self, store: Address, epoch: int, rank: int, size: int) -> None:
-        self._broadcast_group = BroadcastGroup(store, epoch, rank, size)
+        self._broadcast_group = BroadcastGroup(store, self._token, epoch, rank, size)
 
     def receive(self, version: int) -> Deferred:
         """Take part in a broadcast and return whether all of it arrived that way."""
@@ -254,7 +253,7 @@ class Collective(Stream):
         try:
             async with asyncio.timeout(MEET_TIMEOUT_S):
                 await asyncio.gather(*calls)
-        except (TimeoutError, RuntimeError, SyncError, WorkerDied) as error:
+        except (OSError, RuntimeError, SyncError, WorkerDied) as error:
             log.warning(
                 "could not form a broadcast group of %d processes; engines fetch the weights "
                 "over TCP: %s",

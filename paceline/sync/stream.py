@@ -7,7 +7,6 @@ the trainer sends each byte at most twice), and loads them once the checksum mat
 connection to one source fails, the engine continues with the trainer from the byte it has reached.
 """
 
-import hmac
 import logging
 import secrets
 import socket
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from paceline.errors import SyncError
+from paceline.remote.listener import Address, Listener, connect
 from paceline.remote.message import Deferred
 from paceline.remote.worker import Worker, mark_seen
 from paceline.sync.block import CHUNK, Layout, Tensors, WeightBlock, add_to_checksum, check
@@ -27,9 +27,7 @@ from paceline.sync.weights import Weights
 
 log = logging.getLogger(__name__)
 
-Address = tuple[str, int]
-
-REQUEST = struct.Struct("!32sqq")  # token, version, first byte wanted
+REQUEST = struct.Struct("!qq")  # version, first byte wanted
 SILENCE_S = 5.0  # without a byte from one source before the next is tried
 READER_TIMEOUT_S = 0.02  # for a reader to finish before memory for another version is allocated
 FAN_OUT = 2  # engines that fetch from one source
@@ -101,27 +99,14 @@ class StreamServer:
         buffer: Callable[[], WeightBuffer],
         changed: threading.Condition,
     ) -> None:
-        self._token, self._buffer, self._changed = token, buffer, changed
-        self._socket = socket.create_server((host, 0))
-        self.port: int = self._socket.getsockname()[1]
-        threading.Thread(target=self._accept, name="weights", daemon=True).start()
+        self._buffer, self._changed = buffer, changed
+        self.port = Listener(host, token, REQUEST.size, self._serve).port
 
-    def _accept(self) -> None:
-        while True:
-            connection, _ = self._socket.accept()
-            threading.Thread(
-                target=self._serve, args=(connection,), name="weights", daemon=True
-            ).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        with connection:
-            try:
-                prepare(connection)
-                token, version, start = REQUEST.unpack(_receive(connection, REQUEST.size))
-                if hmac.compare_digest(token, self._token):
-                    self._send(connection, version, start)
-            except OSError as error:
-                log.info("sending weights ended: %s", error)
+    def _serve(self, connection: socket.socket, request: bytes) -> None:
+        prepare(connection)
+        version, start = REQUEST.unpack(request)
+        if start >= 0:
+            self._send(connection, version, start)
 
     def _send(self, connection: socket.socket, version: int, sent: int) -> None:
         with self._changed:
@@ -248,9 +233,9 @@ class StreamTarget:
         buffer.fail("; ".join(problems))
 
     def _fetch_from(self, source: Address, buffer: WeightBuffer, version: int) -> None:
-        with socket.create_connection(source, timeout=SILENCE_S) as connection:
+        request = REQUEST.pack(version, buffer.filled)
+        with connect(source, self._token, request, SILENCE_S) as connection:
             prepare(connection)
-            connection.sendall(REQUEST.pack(self._token, version, buffer.filled))
             while not buffer.done:
                 start, end = buffer.next_chunk()
                 chunk = buffer.block.bytes[start:end]
@@ -322,12 +307,3 @@ def prepare(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def _receive(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        if not (part := connection.recv(size - len(data))):
-            raise ConnectionError("the connection ended early")
-        data += part
-    return data

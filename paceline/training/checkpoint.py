@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import CheckpointError
+from paceline.training.manifest import MANIFEST as MANIFEST
+from paceline.training.manifest import read_manifest
+from paceline.training.manifest import read_state as read_state
 
 log = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
 # A subdirectory of the actor's: transformers would load a directory with an adapter_config.json as
 # an adapter.
 ADAPTER = "adapter"
@@ -107,17 +109,8 @@ def latest_checkpoint(root: Path) -> Path | None:
     return None
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "state.json").read_text())
-
-
 def verify_checkpoint(folder: Path) -> None:
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        expected: dict[str, str] = manifest["files"]
-        schema = manifest["schema"]
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"checkpoint {folder} has no readable {MANIFEST}: {error}") from error
+    schema, expected = read_manifest(folder)
     if schema != SCHEMA:
         raise CheckpointError(
             f"checkpoint {folder} has schema {schema}; expected {SCHEMA}. Resume it with the "

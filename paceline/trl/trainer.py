@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import paceline
 from paceline.errors import ConfigError
+from paceline.printable import printable
 from paceline.trl import translate
 from paceline.trl.callbacks import Callbacks
 from paceline.trl.config import GRPOConfig
@@ -164,7 +165,7 @@ class GRPOTrainer:
 
     def log_metrics(self, split: str, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            print(f"  {split} {name} = {value}")
+            print(printable(f"  {split} {name} = {value}"))
 
     # -- TRL's attributes
 

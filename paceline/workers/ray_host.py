@@ -14,6 +14,7 @@ import threading
 from collections.abc import Mapping
 from typing import IO
 
+from paceline.printable import log_to_stderr
 from paceline.remote.host import build_and_serve
 from paceline.remote.mailbox import Mailbox
 from paceline.remote.message import portable
@@ -29,9 +30,7 @@ class RayHost:
     def __init__(self, environment: Mapping[str, str]) -> None:
         os.environ.update(environment)
         self._text = _redirect_output()
-        logging.basicConfig(
-            level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", force=True
-        )
+        log_to_stderr()
         self._mailbox = Mailbox()
         self._listening: socket.socket | None = None
         self._lock = threading.Lock()

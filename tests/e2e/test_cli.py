@@ -102,7 +102,7 @@ def test_train_continues_when_reader_of_output_is_gone(recipe: Path, tmp_path: P
         errors = process.stderr.read()
     assert process.returncode == 0 and not errors, errors
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
-    assert "the reader of the output" in (tmp_path / "run" / "logs" / "main.log").read_text()
+    assert "its reader has exited" in (tmp_path / "run" / "logs" / "main.log").read_text()
 
 
 def test_train_reports_finished_run_when_all_steps_are_done(recipe: Path) -> None:

@@ -145,3 +145,16 @@ def test_event_loop_runs_while_large_checkpoint_is_finished(tmp_path: Path) -> N
 
     asyncio.run(both())
     assert ticks >= 5
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json"])
+@pytest.mark.timeout(20)
+def test_pipe_in_checkpoint_is_damage_and_not_waited_for(name: str, tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(CheckpointError, match=name):
+        verify_checkpoint(folder)
+    (folder / name).rename(folder / "state.json")
+    with pytest.raises(CheckpointError, match="no regular file"):
+        read_state(folder)

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from paceline.remote.process import ProcessWorker
-from paceline.remote.worker import Worker
 from paceline.rollout.service import RolloutService
 from paceline.sync import collective
 from paceline.sync.collective import Collective, CollectiveTarget
 from paceline.sync.transport import SOURCE, TARGET
 from paceline.sync.weights import Weights
 from paceline.training.service import ActorService
-from tests.processes import children
+from tests.processes import children, listening
 
 SHAPES = {"a": (1 << 20,), "b": (3, 5), "c": (1 << 20, 2)}
 
@@ -72,7 +71,9 @@ def build_engine() -> Mapping[str, Any]:
 
 
 @asynccontextmanager
-async def started(folder: Path, count: int) -> AsyncIterator[tuple[Worker, list[ProcessWorker]]]:
+async def started(
+    folder: Path, count: int
+) -> AsyncIterator[tuple[ProcessWorker, list[ProcessWorker]]]:
     def start(name: str, build: Any) -> ProcessWorker:
         return ProcessWorker(name, build, (), cores=[], threads=1, log_path=folder / f"{name}.log")
 
@@ -119,6 +120,7 @@ def test_engine_that_joins_fetches_and_is_in_next_broadcast_group(tmp_path: Path
             assert values == [{first + 1}] * 3
             assert await sync(transport, engines, 2) == first + 2
             assert await members(engines) == [True, True, True]
+            assert listening(w.process.pid for w in (trainer, *engines)) == {"127.0.0.1"}
 
     asyncio.run(check())
 

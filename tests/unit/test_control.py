@@ -3,8 +3,9 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from paceline import control
 from paceline.cli import app
 from paceline.control import SOCKET, Control, send_command
 from paceline.errors import ConfigError
+from paceline.run import job_commands
 
 ROWS = [
     {
@@ -111,7 +113,7 @@ def test_job_replaces_socket_of_killed_job_and_admits_only_its_owner(tmp_path: P
     ("command", "arguments", "message"),
     [
         ("fly", {}, "invalid command"),
-        ("add", {"number": 1}, "unexpected keyword"),
+        ("add", {"number": 1}, "add: missing a required argument"),
         ("break", {}, "break failed: .*no more processes"),
     ],
 )
@@ -197,3 +199,69 @@ def test_job_serves_200_clients_when_others_send_garbage(
 
     asyncio.run(run())
     assert not caplog.records
+
+
+def test_pause_takes_no_name_because_resume_would_not_know_it(tmp_path: Path) -> None:
+    held: set[str] = set()
+
+    class Rollouter:
+        async def pause_rollout(self, who: str = "user") -> bool:
+            held.add(who)
+            return True
+
+        async def resume_rollout(self, who: str = "user") -> bool:
+            held.discard(who)
+            return True
+
+    fleet: Any = SimpleNamespace(describe=rows, add=add, remove=add)
+
+    async def run() -> None:
+        job: Any = Rollouter()
+        async with Control(tmp_path) as control, control.serving(job_commands(fleet, job)):
+            with pytest.raises(ConfigError, match="unexpected keyword argument 'who'"):
+                await asyncio.to_thread(send_command, tmp_path, "pause", who="x")
+            assert held == set()
+            await asyncio.to_thread(send_command, tmp_path, "pause")
+            assert held == {"user"}
+            await asyncio.to_thread(send_command, tmp_path, "resume")
+            assert held == set()
+
+    asyncio.run(run())
+
+
+def test_silent_client_is_dropped_at_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "REQUEST_TIMEOUT_S", 0.1)
+
+    def wait() -> bytes:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(5)
+            connection.connect(str(tmp_path / SOCKET))
+            return connection.recv(1)
+
+    async def run() -> bytes:
+        async with job(tmp_path):
+            return await asyncio.to_thread(wait)
+
+    assert asyncio.run(run()) == b""
+
+
+def test_more_clients_than_allowed_are_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "MAX_CLIENTS", 3)
+
+    def wait() -> list[bytes]:
+        with ExitStack() as stack:
+            clients = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(4)]
+            for client in clients:
+                client.settimeout(5)
+                client.connect(str(tmp_path / SOCKET))
+            return [clients[3].recv(1)]
+
+    async def run() -> list[bytes]:
+        async with job(tmp_path):
+            return await asyncio.to_thread(wait)
+
+    assert asyncio.run(run()) == [b""]

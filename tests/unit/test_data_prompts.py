@@ -4,6 +4,8 @@ import csv
 import gzip
 import io
 import json
+import os
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from paceline.data.files import find_files, read_files
 from paceline.data.prompts import DataSettings, PromptSource
 from paceline.data.tiny import make_tokenizer
 from paceline.errors import ConfigError, DataError
@@ -104,6 +107,23 @@ def test_error_names_broken_parquet_file(tmp_path: Path) -> None:
         source(str(tmp_path / "a.parquet"))
 
 
+@pytest.mark.parametrize("wrong", [0x7FFFFFF0, -5], ids=["beyond the data", "negative"])
+def test_arrow_file_with_wrong_offsets_is_an_error_and_no_crash(wrong: int, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    import pyarrow.ipc
+
+    file = tmp_path / "a.arrow"
+    table = pyarrow.table({"prompt": ["a", "b", "c"]})
+    with pyarrow.OSFile(str(file), "wb") as out, pyarrow.ipc.new_stream(out, table.schema) as to:
+        to.write_table(table)
+    assert len(list(read_files([file]))) == 3
+    whole, damaged = struct.pack("<4i", 0, 1, 2, 3), struct.pack("<4i", 0, 1, wrong, 3)
+    assert whole in file.read_bytes()
+    file.write_bytes(file.read_bytes().replace(whole, damaged))
+    with pytest.raises(DataError, match=r"a\.arrow is not a readable Arrow stream"):
+        list(read_files([file]))
+
+
 def test_path_may_be_list_or_pattern(tmp_path: Path) -> None:
     first = write(tmp_path / "1.jsonl", {"prompt": "a"})
     write(tmp_path / "2.jsonl", {"prompt": "b"})
@@ -158,6 +178,36 @@ def test_rows_with_same_id_get_unique_uid(tmp_path: Path) -> None:
     )
     prompts = source(path, shuffle=False)
     assert [prompts[i].uid for i in range(3)] == ["q1", "q2", "q1 (a.jsonl:3)"]
+
+
+def test_no_row_is_lost_when_made_up_uid_is_the_id_of_another(tmp_path: Path) -> None:
+    ids = ["a (rows.jsonl:3)", "a", "a", "a", "a (rows.jsonl:4)", 1, "1", None, "rows.jsonl:8"]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"p{i}", "id": i}) + "\n" for i in ids))
+    source = PromptSource(DataSettings(path=str(path), shuffle=False), TOKENIZER, 0)
+    assert len(source) == len({source[seq].uid for seq in range(len(ids))}) == len(ids)
+
+
+@pytest.mark.parametrize("name", ["../secret.jsonl", "/etc/secret.jsonl", "x/../../secret.jsonl"])
+def test_saved_dataset_reads_only_files_of_its_directory(name: str, tmp_path: Path) -> None:
+    (tmp_path / "secret.jsonl").write_text('{"prompt": "a secret"}\n')
+    saved = tmp_path / "saved"
+    (saved / "x").mkdir(parents=True)
+    (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    with pytest.raises(DataError, match=r"does not describe a saved dataset.*is not the name of"):
+        find_files((str(saved),))
+
+
+def test_pipe_is_rejected_instead_of_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rows.jsonl")
+    with pytest.raises(DataError, match="is not a regular file"):
+        find_files((str(tmp_path / "rows.jsonl"),))
+
+
+def test_integer_with_thousands_of_digits_is_a_bad_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b", "n": ' + "9" * 5000 + "}\n")
+    assert [bool(read.problem) for read in read_files([path])] == [False, True]
 
 
 def test_row_without_id_gets_location_as_uid(tmp_path: Path) -> None:

@@ -4,9 +4,9 @@ import io
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from paceline.observe import display
+from paceline.observe.console import RunConsole
 from paceline.observe.display import Display
 from paceline.rollout.engine import EngineStats
 from paceline.types import Group, Prompt, Trajectory
@@ -54,7 +54,7 @@ def make_display(
     width: int = 200, terminal: bool = False, **settings: Any
 ) -> tuple[Display, io.StringIO]:
     written = io.StringIO()
-    console = Console(file=written, width=width, force_terminal=terminal, color_system=None)
+    console = RunConsole(file=written, width=width, force_terminal=terminal, color_system=None)
     settings = {"steps": 100, "first_step": 0, "max_staleness": 2, **settings}
     return Display(console, "runs/[x]", **settings), written
 
@@ -139,7 +139,7 @@ def test_display_prints_status_when_30_seconds_pass_without_output(clock: Clock)
 def test_panel_fits_terminal_and_escapes_text_of_model(width: int, clock: Clock) -> None:
     shown, _ = make_display(width, terminal=True)
     written = io.StringIO()
-    console = Console(file=written, width=width, color_system=None)
+    console = RunConsole(file=written, width=width, color_system=None)
     console.print(shown._panel())
     clock.now += 1
     shown.step_done(1, METRICS, [GROUP])
@@ -158,7 +158,7 @@ def test_summary_shows_memory_of_each_rank_and_phase() -> None:
     phases["rank_1_train"] = 2 << 30
     summary: dict[str, Any] = {**dict.fromkeys(rates, 1), "ledger": ledger, "memory_phases": phases}
     summary["memory_planned"] = {"generate": (3 << 30, 3 << 30), "train": (1 << 30, 4 << 30)}
-    console = Console(file=io.StringIO(), width=100)
+    console = RunConsole(file=io.StringIO(), width=100)
     display.print_summary(console, summary, "runs/x")
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "memory of rank 0, GiB" in text and "generate 1.00, train 2.00" in text

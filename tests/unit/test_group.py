@@ -14,7 +14,7 @@ import pytest
 from paceline.errors import DataError, WorkerDied
 from paceline.remote.group import WorkerGroup
 from paceline.remote.process import process_group
-from tests.processes import children
+from tests.processes import children, listening
 
 
 class Part:
@@ -76,6 +76,7 @@ def test_group_replies_as_one_worker(tmp_path: Path) -> None:
             assert await asyncio.gather(*replies) == [2 * number + 1 for number in range(5)]
             assert await ranks.call("first", "pid") == ranks.ranks[0].process.pid
             assert await ranks.peak_memory() > 100e6
+            assert listening(rank.process.pid for rank in ranks.ranks) <= {"127.0.0.1"}
 
     asyncio.run(check())
 

@@ -237,3 +237,30 @@ async def test_peak_memory_counts_all_workers(functions: Path) -> None:
         assert before > 2 * 5e6, "an interpreter needs that much"
         await score(reward, "a")
         assert reward.peak_memory() > before + 90e6
+
+
+FORGING = """
+import os, stat
+LINES = ["[" * 100_000, "[]", "{}", '{"ready": true, "concurrent": false}', '{"number": []}']
+def score(completion, row):
+    for fd in range(3, 64):
+        try:
+            if completion.isdigit() and stat.S_ISSOCK(os.fstat(fd).st_mode):
+                os.write(fd, LINES[int(completion)].encode() + b"\\n")
+        except OSError:
+            pass
+    return 1.0
+"""
+
+
+@in_loop
+async def test_forged_reply_is_an_error_of_its_group_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "forging.py").write_text(FORGING)
+    async with opened(f"{tmp_path}/forging.py:score", timeout_s=5) as reward:
+        for line in range(5):
+            with pytest.raises(RewardError):
+                await score(reward, str(line))
+        assert await score(reward, "a") == [1.0]
+    assert "an invalid reply" in caplog.text and "Traceback" not in caplog.text

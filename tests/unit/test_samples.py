@@ -111,7 +111,7 @@ def test_panel_shows_best_completion_first_and_marks_truncated(tmp_path: Path) -
     text = shown(tmp_path)
     assert (
         text.index("reward 2, format 0.5, 3 tokens, truncated")
-        < text.index("fine [b]·[2J")
+        < text.index("fine [b]\\u001b[2J")
         < text.index("reward 1")
         < text.index("poor")
     )
@@ -133,7 +133,7 @@ def test_panel_shows_every_turn_of_conversation_in_order(tmp_path: Path) -> None
         "Q",
         "",
         "reward 1.5, 20 tokens",
-        "turn 1: ask ·[2J",
+        "turn 1: ask \\u001b[2J",
         "environment: tool: 4",
         "turn 2: again",
         "environment: tool: 5",

@@ -1,0 +1,131 @@
+"""Connections of a run: strangers get nothing, hold nothing and keep nobody waiting."""
+
+import os
+import random
+import resource
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import psutil
+import pytest
+
+from paceline.remote import listener
+from paceline.remote.listener import NONCE, PROOF, Listener, connect, receive
+
+HOST, TOKEN, HELLO = "127.0.0.1", b"t" * 32, b"hello"
+
+
+def echo(connection: socket.socket, message: bytes) -> None:
+    connection.sendall(message * 2)
+
+
+@pytest.fixture
+def server() -> Iterator[Listener]:
+    made = Listener(HOST, TOKEN, len(HELLO), echo)
+    yield made
+    made.close()
+
+
+def served(server: Listener, token: bytes = TOKEN) -> bool:
+    with connect((HOST, server.port), token, HELLO, 5) as connection:
+        return receive(connection, 10) == HELLO * 2
+
+
+def test_client_with_token_is_served_and_others_are_not(server: Listener) -> None:
+    assert served(server)
+    with pytest.raises(ConnectionError, match="ended early"):
+        served(server, b"x" * 32)
+
+
+def test_client_leaves_when_server_does_not_know_the_token() -> None:
+    with socket.create_server((HOST, 0)) as stranger:
+        stranger.settimeout(5)
+
+        def pretend() -> None:
+            connection, _ = stranger.accept()
+            with connection:
+                connection.sendall(bytes(NONCE))
+                receive(connection, NONCE + len(HELLO) + PROOF)
+                connection.sendall(bytes(PROOF))
+
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        with pytest.raises(ConnectionError, match="does not know the token"):
+            connect(stranger.getsockname(), TOKEN, HELLO, 5)
+        thread.join()
+
+
+def test_proof_of_one_connection_is_worth_nothing_in_another(server: Listener) -> None:
+    with socket.create_connection((HOST, server.port), timeout=5) as first:
+        challenge, nonce = receive(first, NONCE), bytes(NONCE)
+        sent = nonce + HELLO + listener._proof(TOKEN, b"client", challenge + HELLO)
+    with socket.create_connection((HOST, server.port), timeout=5) as second:
+        receive(second, NONCE)
+        second.sendall(sent)
+        with pytest.raises(ConnectionError):
+            receive(second, 1)
+
+
+def test_silent_connections_hold_no_threads_and_few_descriptors(server: Listener) -> None:
+    process = psutil.Process()
+    threads = process.num_threads()
+    with ExitStack() as stack:
+        for _ in range(200):
+            stack.enter_context(socket.create_connection((HOST, server.port), timeout=5))
+        assert served(server)
+        assert len(server._strangers) <= listener.MAX_STRANGERS
+        assert process.num_threads() <= threads + 1
+
+
+def test_server_accepts_again_after_descriptors_ran_out(
+    server: Listener, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used: list[int] = []
+    client = socket.socket()
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (psutil.Process().num_fds() + 20, before[1]))
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                used.append(os.dup(0))
+        client.connect((HOST, server.port))
+        deadline = time.monotonic() + 5
+        while "was not accepted" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for descriptor in used:
+            os.close(descriptor)
+        client.close()
+    assert "Too many open files" in caplog.text
+    assert served(server)
+
+
+def test_slow_or_silent_stranger_is_dropped_at_its_deadline(
+    monkeypatch: pytest.MonkeyPatch, server: Listener
+) -> None:
+    monkeypatch.setattr(listener, "PROOF_TIMEOUT_S", 0.3)
+    with socket.create_connection((HOST, server.port), timeout=5) as slow:
+        receive(slow, NONCE)
+        began = time.monotonic()
+        slow.settimeout(0.05)
+        with pytest.raises(OSError):
+            while time.monotonic() - began < 5:  # a byte now and then does not prolong it
+                slow.sendall(b"x")
+                try:
+                    if not slow.recv(1):
+                        raise ConnectionError
+                except TimeoutError:
+                    pass
+        assert time.monotonic() - began < 3
+
+
+def test_random_bytes_are_refused_without_an_error(server: Listener) -> None:
+    generator = random.Random(0)
+    for _ in range(300):
+        with socket.create_connection((HOST, server.port), timeout=5) as connection:
+            connection.sendall(generator.randbytes(generator.randrange(1, 200)))
+    assert served(server)
