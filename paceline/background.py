@@ -1,25 +1,35 @@
 """A coroutine on a separate thread with its event loop.
 
 The public functions run this way, so that they work in a script, in a notebook whose event loop is
-already running, and from a thread, and so that blocking code of the caller cannot delay a run.
+already running, and from a thread, and so that blocking code of the caller cannot delay a run. A
+coroutine whose event loop is blocked, for example by time.sleep, cannot be cancelled: it is
+abandoned, and cleans up if it ever continues.
 """
 
 import asyncio
 import atexit
 import concurrent.futures.thread  # registers its hook for the end of the program before ours
+import logging
+import sys
+import sysconfig
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from paceline.openmp import end_idle_threads
+from paceline.suspend import SuspendAwareClock
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 # A signal that another thread receives does not wake the main thread, which handles it. So no wait
 # is longer than this.
 SIGNAL_INTERVAL_S = 0.2
+BLOCKED_S = 5.0  # an event loop that does not answer for so long is abandoned when it is cancelled
 
 
 class Background(Generic[T]):
@@ -29,7 +39,7 @@ class Background(Generic[T]):
         self._future: Future[T] = Future()
         self._loop = asyncio.new_event_loop()
         self._task: asyncio.Task[T] = self._loop.create_task(work)
-        self._ending = False
+        self._ending = self._abandoned = False
         end_idle_threads()
         # A daemon, so that a second Ctrl-C ends the program even if the clean-up hangs.
         self._thread = threading.Thread(target=self._run, name="paceline", daemon=True)
@@ -70,33 +80,93 @@ class Background(Generic[T]):
             self._loop.call_soon_threadsafe(request)
 
     def cancel(self) -> None:
-        """Cancel the coroutine and wait until it has cleaned up."""
+        """Cancel the coroutine and wait until it has cleaned up, unless its loop is blocked.
+
+        A second Ctrl-C ends the wait.
+        """
+        if self._abandoned:
+            return
+        answered = threading.Event()
+
+        def cancel() -> None:
+            answered.set()
+            self._task.cancel()
+
         with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._task.cancel)
-        self._join()
+            self._loop.call_soon_threadsafe(cancel)
+        try:
+            self._join(answered)
+        except BaseException:
+            self._abandoned = True  # the end of the program does not wait for it again
+            raise
 
     def finish(self) -> None:
         """Wait if the coroutine returns soon; cancel it otherwise."""
         self._join() if self._ending else self.cancel()
 
-    def _join(self) -> None:
-        while self._thread.is_alive():
+    def abandon(self, error: BaseException) -> None:
+        """Raise `error` for everyone who waits for the result, though the thread may be blocked."""
+        self._abandoned = True
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._task.cancel)
+        with suppress(concurrent.futures.InvalidStateError):  # it has just ended
+            self._future.set_exception(error)
+
+    @staticmethod
+    def current() -> "Background[Any] | None":
+        """Return the one whose event loop runs on this thread."""
+        return getattr(_THREAD, "running", None)
+
+    def _join(self, answered: threading.Event | None = None) -> None:
+        """Wait for the thread; not longer than BLOCKED_S if its loop has not answered by then."""
+        clock = SuspendAwareClock()
+        begun = clock.now()
+        while self._thread.is_alive() and not self._abandoned:
             self._thread.join(SIGNAL_INTERVAL_S)
+            if answered is None or answered.is_set():
+                continue
+            if clock.now(waited=SIGNAL_INTERVAL_S) - begun > BLOCKED_S:
+                log.warning("gave up waiting for the run: %s", self.blocked_at())
+                self.abandon(asyncio.CancelledError())
+
+    def blocked_at(self) -> str:
+        """Say which line of which file the event loop is in."""
+        return f"its event loop is blocked at {location(self._thread.ident)}"
 
     def _run(self) -> None:
+        _THREAD.running = self
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 result = runner.run(_result(self._task))
         except BaseException as error:
-            self._future.set_exception(error)
+            with suppress(concurrent.futures.InvalidStateError):  # it was abandoned
+                self._future.set_exception(error)
         else:
-            self._future.set_result(result)
+            with suppress(concurrent.futures.InvalidStateError):
+                self._future.set_result(result)
 
 
 async def _result(task: "asyncio.Task[T]") -> T:
     return await task
 
 
+def location(thread: int | None) -> str:
+    """Return the line that a thread executes; the innermost one in the code of a user, if any."""
+    frame = sys._current_frames().get(thread or 0)
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    if not frames:
+        return "an unknown line"
+    libraries = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib"))
+    others = (*libraries, str(Path(__file__).parent), "<")
+    own = [found for found in frames if not found.f_code.co_filename.startswith(others)]
+    chosen = (own or frames)[0]
+    return f"{chosen.f_code.co_filename}:{chosen.f_lineno} in {chosen.f_code.co_name}"
+
+
+_THREAD = threading.local()
 _RUNNING: "weakref.WeakSet[Background[Any]]" = weakref.WeakSet()
 
 

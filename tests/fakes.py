@@ -277,6 +277,7 @@ class World:
     min_group_size: int | None = None
     greedy_baseline: bool = False
     generation_timeout: float = 1e5
+    episode_timeout_s: float | None = None
     stall_timeout_s: float = 1e4
     step_timeout_s: float = 0.0
     elastic: bool = False
@@ -326,6 +327,7 @@ class World:
             seed=self.seed,
             on_sync=self.schedule.on_sync,
             generation_timeout=self.generation_timeout,
+            episode_timeout_s=self.episode_timeout_s,
             hedge_after_s=self.hedge_after_s,
             slots=self.slots,
         )
@@ -350,6 +352,7 @@ class World:
                 dynamic_sampling=self.dynamic_sampling,
                 stall_timeout_s=self.stall_timeout_s,
                 step_timeout_s=self.step_timeout_s,
+                episode_timeout_s=self.episode_timeout_s or 10 * self.generation_timeout,
                 takes_turns=self.takes_turns,
             ),
             source=FakeSource(),

@@ -1,8 +1,10 @@
 """Coroutines on a thread: results, errors, cancellation and the end of the program."""
 
 import asyncio
+import signal
 import subprocess
 import sys
+import textwrap
 import threading
 
 import pytest
@@ -98,3 +100,91 @@ started.wait()
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
     )
     assert found.stdout.strip() == expected
+
+
+BLOCKED = """
+    import asyncio, time
+    from paceline.background import Background
+
+    async def work():
+        print("blocked", flush=True)
+        time.sleep(1000)
+
+    Background(work()).result()
+"""
+
+
+def test_interrupt_ends_program_whose_event_loop_is_blocked() -> None:
+    program = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(BLOCKED)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with program:
+        try:
+            assert program.stdout is not None and program.stdout.readline() == "blocked\n"
+            program.send_signal(signal.SIGINT)
+            _, errors = program.communicate(timeout=30)
+        finally:
+            program.kill()
+    assert "KeyboardInterrupt" in errors
+    assert "its event loop is blocked at <string>:7 in work" in errors
+
+
+HANGING_CLEAN_UP = """
+    import asyncio, contextlib
+    from paceline.background import Background
+
+    async def work():
+        try:
+            print("running", flush=True)
+            await asyncio.Event().wait()
+        finally:
+            print("cleaning up", flush=True)
+            while True:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.Event().wait()
+
+    Background(work()).result()
+"""
+
+
+def test_second_interrupt_ends_program_whose_clean_up_hangs() -> None:
+    program = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(HANGING_CLEAN_UP)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with program:
+        try:
+            for line in ("running\n", "cleaning up\n"):
+                assert program.stdout is not None and program.stdout.readline() == line
+                program.send_signal(signal.SIGINT)
+            _, errors = program.communicate(timeout=30)
+        finally:
+            program.kill()
+    assert "KeyboardInterrupt" in errors
+
+
+def test_abandoned_coroutine_cleans_up_when_it_continues() -> None:
+    blocked, go_on, cleaned = threading.Event(), threading.Event(), threading.Event()
+
+    async def work() -> None:
+        blocked.set()
+        go_on.wait()
+        assert Background.current() is running
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            cleaned.set()
+
+    running = Background(work())
+    assert blocked.wait(10)
+    running.abandon(KeyError("lost"))
+    with pytest.raises(KeyError, match="lost"):
+        running.result()
+    assert not cleaned.is_set()
+    go_on.set()
+    assert cleaned.wait(10)
