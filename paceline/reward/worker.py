@@ -8,6 +8,7 @@ with its parent, even while the function runs. It starts fast, because it import
 library.
 """
 
+import atexit
 import ctypes
 import json
 import os
@@ -24,6 +25,7 @@ from typing import Any
 
 from paceline.plugins import PluginError, find_callable
 from paceline.remote.parent import end_with_parent
+from paceline.reward.descendants import VARIABLE, kill_descendants
 from paceline.reward.function import (
     RewardFunctionError,
     call,
@@ -70,6 +72,8 @@ class Link:
 
 def main(fd: int, parent: int, timeout_s: float, spec: str) -> None:
     end_with_parent(parent)
+    # Registered first, so that it is called after what the function has registered.
+    atexit.register(kill_descendants, [os.getpid()], [os.environ.get(VARIABLE, "")])
     if sys.platform == "linux":  # adopt orphaned grandchildren, so that the parent finds them
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     link = Link(fd)
