@@ -9,7 +9,9 @@ abandoned, and cleans up if it ever continues.
 import asyncio
 import atexit
 import concurrent.futures.thread  # registers its hook for the end of the program before ours
+import functools
 import logging
+import queue
 import sys
 import sysconfig
 import threading
@@ -29,6 +31,7 @@ T = TypeVar("T")
 # A signal that another thread receives does not wake the main thread, which handles it. So no wait
 # is longer than this.
 SIGNAL_INTERVAL_S = 0.2
+MAX_THREADS = 128  # of asyncio.to_thread; hung calls must not keep a run from its clean-up
 BLOCKED_S = 5.0  # an event loop that does not answer for so long is abandoned when it is cancelled
 
 
@@ -38,6 +41,7 @@ class Background(Generic[T]):
     def __init__(self, work: Coroutine[Any, Any, T]) -> None:
         self._future: Future[T] = Future()
         self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(DaemonThreads())
         self._task: asyncio.Task[T] = self._loop.create_task(work)
         self._ending = self._abandoned = False
         end_idle_threads()
@@ -144,6 +148,48 @@ class Background(Generic[T]):
         else:
             with suppress(concurrent.futures.InvalidStateError):
                 self._future.set_result(result)
+
+
+class DaemonThreads(concurrent.futures.ThreadPoolExecutor):
+    """Threads of asyncio.to_thread that neither the end of a run nor of the program waits for.
+
+    A call that never returns, for example of a tool in an environment, can be cancelled this way.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+        self._calls = queue.SimpleQueue()
+        self._lock, self._count, self._free = threading.Lock(), 0, 0
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+        with self._lock:
+            self._free -= 1  # below 0: calls that wait for a thread
+            if self._free < 0 and self._count < MAX_THREADS:
+                self._count += 1
+                self._free += 1
+                threading.Thread(target=self._serve, name="paceline-call", daemon=True).start()
+        self._calls.put((future, functools.partial(fn, *args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End idle threads, and busy ones after their call. Returns at once."""
+        with self._lock:
+            for _ in range(self._count):
+                self._calls.put(None)
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            future, function = call
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except BaseException as error:
+                    future.set_exception(error)
+            del call, future, function  # they may hold large objects while the thread waits
+            with self._lock:
+                self._free += 1
 
 
 async def _result(task: "asyncio.Task[T]") -> T:

@@ -168,6 +168,38 @@ def test_second_interrupt_ends_program_whose_clean_up_hangs() -> None:
     assert "KeyboardInterrupt" in errors
 
 
+HANGING_CALL = """
+    import asyncio, time
+    from paceline.background import Background
+
+    async def work():
+        async with asyncio.timeout(0.5):
+            await asyncio.to_thread(time.sleep, 1000)
+
+    Background(work()).result()
+"""
+
+
+def test_program_ends_though_call_on_thread_never_returns() -> None:
+    program = [sys.executable, "-c", textwrap.dedent(HANGING_CALL)]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=30, check=False)
+    assert "TimeoutError" in ended.stderr
+
+
+def test_calls_on_threads_return_values_and_errors() -> None:
+    def number(n: int) -> int:
+        if n == 13:
+            raise ValueError("13")
+        return n
+
+    async def work() -> list[object]:
+        calls = [asyncio.to_thread(number, n) for n in range(300)]  # more than there are threads
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    found = Background(work()).result()
+    assert str(found.pop(13)) == "13" and found == [n for n in range(300) if n != 13]
+
+
 def test_abandoned_coroutine_cleans_up_when_it_continues() -> None:
     blocked, go_on, cleaned = threading.Event(), threading.Event(), threading.Event()
 
