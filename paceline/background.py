@@ -32,7 +32,8 @@ T = TypeVar("T")
 # is longer than this.
 SIGNAL_INTERVAL_S = 0.2
 MAX_THREADS = 128  # of asyncio.to_thread; hung calls must not keep a run from its clean-up
-BLOCKED_S = 5.0  # an event loop that does not answer for so long is abandoned when it is cancelled
+# An event loop that does not answer for so long is abandoned when it is cancelled.
+BLOCKED_S, CLEAN_UP_BLOCKED_S = 5.0, 30.0
 
 
 class Background(Generic[T]):
@@ -80,8 +81,7 @@ class Background(Generic[T]):
         Does nothing if the coroutine has ended.
         """
         self._ending = True
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(request)
+        self._post(request)
 
     def cancel(self) -> None:
         """Cancel the coroutine and wait until it has cleaned up, unless its loop is blocked.
@@ -90,29 +90,24 @@ class Background(Generic[T]):
         """
         if self._abandoned:
             return
-        answered = threading.Event()
-
-        def cancel() -> None:
-            answered.set()
-            self._task.cancel()
-
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(cancel)
+        self._post(self._task.cancel)
         try:
-            self._join(answered)
+            self._join_or_abandon()
         except BaseException:
             self._abandoned = True  # the end of the program does not wait for it again
             raise
 
     def finish(self) -> None:
         """Wait if the coroutine returns soon; cancel it otherwise."""
-        self._join() if self._ending else self.cancel()
+        if not self._ending:
+            return self.cancel()
+        while self._thread.is_alive() and not self._abandoned:
+            self._thread.join(SIGNAL_INTERVAL_S)
 
     def abandon(self, error: BaseException) -> None:
         """Raise `error` for everyone who waits for the result, though the thread may be blocked."""
         self._abandoned = True
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._task.cancel)
+        self._post(self._task.cancel)
         with suppress(concurrent.futures.InvalidStateError):  # it has just ended
             self._future.set_exception(error)
 
@@ -121,17 +116,25 @@ class Background(Generic[T]):
         """Return the one whose event loop runs on this thread."""
         return getattr(_THREAD, "running", None)
 
-    def _join(self, answered: threading.Event | None = None) -> None:
-        """Wait for the thread; not longer than BLOCKED_S if its loop has not answered by then."""
-        clock = SuspendAwareClock()
-        begun = clock.now()
+    def _join_or_abandon(self) -> None:
+        """Wait for the thread, as long as its event loop answers."""
+        clock, answered, limit_s = SuspendAwareClock(), threading.Event(), BLOCKED_S
+        asked_at = clock.now()
+        self._post(answered.set)
         while self._thread.is_alive() and not self._abandoned:
             self._thread.join(SIGNAL_INTERVAL_S)
-            if answered is None or answered.is_set():
-                continue
-            if clock.now(waited=SIGNAL_INTERVAL_S) - begun > BLOCKED_S:
+            now = clock.now(waited=SIGNAL_INTERVAL_S)
+            if answered.is_set():  # it cleans up now
+                answered.clear()
+                asked_at, limit_s = now, CLEAN_UP_BLOCKED_S
+                self._post(answered.set)
+            elif now - asked_at > limit_s and self._thread.is_alive():
                 log.warning("gave up waiting for the run: %s", self.blocked_at())
                 self.abandon(asyncio.CancelledError())
+
+    def _post(self, callback: Callable[[], object]) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(callback)
 
     def blocked_at(self) -> str:
         """Say which line of which file the event loop is in."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.errors import SyncError, WorkerDied
+from paceline.errors import StalledError, SyncError, WorkerDied
 from paceline.loop import Evaluations, Loop, LoopSettings
 from paceline.notifier import Notifier
 from paceline.queue.admission import Admission
@@ -294,6 +294,7 @@ class World:
     guards: Sequence[tuple[str, asyncio.Future[None]]] = ()
     check_weights: Callable[[Sequence[Group], int], Awaitable[None]] | None = None
     make_evaluations: "Callable[[World], Evaluations] | None" = None
+    report_stall: Callable[[str], StalledError] | None = None
 
     def build(self, ledger: Ledger | None = None) -> Loop:
         rng = random.Random(self.seed)
@@ -368,6 +369,7 @@ class World:
             guards=self.guards,
             check_weights=self.check_weights,
             evaluations=self.make_evaluations(self) if self.make_evaluations else None,
+            report_stall=self.report_stall,
         )
         return self.loop
 

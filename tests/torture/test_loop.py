@@ -448,3 +448,14 @@ def test_episode_deadline_excludes_paused_time() -> None:
         await running
 
     run_virtual(scenario())
+
+
+def test_stall_is_reported_before_the_run_ends() -> None:
+    def report(problem: str) -> StalledError:
+        return StalledError(f"{problem}; and the stacks")
+
+    world = World(stall_timeout_s=60, report_stall=report)
+    loop = world.build()
+    world.engines[0].freeze()
+    with pytest.raises(StalledError, match=r"no progress for 6\d s .*; and the stacks"):
+        run_virtual(loop.run())

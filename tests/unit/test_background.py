@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from paceline import background
 from paceline.background import Background
 
 
@@ -178,6 +179,25 @@ HANGING_CALL = """
 
     Background(work()).result()
 """
+
+
+def test_clean_up_that_blocks_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "CLEAN_UP_BLOCKED_S", 0.5)
+    started, end = threading.Event(), threading.Event()
+
+    async def work() -> None:
+        try:
+            started.set()
+            await asyncio.Event().wait()
+        finally:
+            end.wait()
+
+    running = Background(work())
+    assert started.wait(10)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        running.result()
+    end.set()
 
 
 def test_program_ends_though_call_on_thread_never_returns() -> None:

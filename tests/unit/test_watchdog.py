@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,11 @@ from paceline.background import Background
 from paceline.errors import StalledError, WorkerDied
 from paceline.remote.process import ProcessWorker
 from paceline.remote.thread import ThreadWorker
+from paceline.remote.worker import Worker
+from paceline.types import Role
 from paceline.watchdog import Patience, Progress, StallMonitor, Watchdog
+from paceline.workers.cluster import Node, PlannedWorker
+from paceline.workers.pools import start_workers
 
 QUIET, BUSY = Patience(10, "stall_timeout_s"), Patience(100, "rollout.episode_timeout_s")
 
@@ -102,15 +107,6 @@ def test_responsive_event_loop_is_left_alone(quick: None) -> None:
     assert Background(run()).result() == "done"
 
 
-class Part:
-    def answer(self) -> int:
-        return 42
-
-
-def build() -> dict[str, Part]:
-    return {"part": Part()}
-
-
 @pytest.mark.parametrize(
     ("number", "error", "message"),
     [
@@ -118,7 +114,7 @@ def build() -> dict[str, Part]:
             signal.SIGSTOP,
             StalledError,
             r"the start took longer than start_timeout_s = 1 s; worker 'w' has not finished "
-            r"part.answer for 1 s; its process \d+ is suspended. Python stacks .*stacks.txt",
+            r"part.upper for 1 s; its process \d+ is suspended. Python stacks .*stacks.txt",
         ),
         (signal.SIGKILL, WorkerDied, "worker 'w' died .*SIGKILL"),
     ],
@@ -126,19 +122,19 @@ def build() -> dict[str, Part]:
 def test_stage_of_start_fails_when_worker_is_suspended_or_killed(
     tmp_path: Path, number: signal.Signals, error: type[Exception], message: str
 ) -> None:
-    async def start() -> int:
+    async def start() -> str:
         worker = ProcessWorker(
-            "w", build, (), cores=[], threads=1, log_path=tmp_path / "worker.log"
+            "w", dict, ({"part": "a"},), cores=[], threads=1, log_path=tmp_path / "worker.log"
         )
         try:
             await worker.ready()
             watching = Watchdog(lambda: [worker], 100.0, tmp_path)
             limit = Patience(60.0, "start_timeout_s")
-            assert await watching.within(limit, "x", worker.call("part", "answer")) == 42
+            assert await watching.within(limit, "x", worker.call("part", "upper")) == "A"
             assert worker.pid
             os.kill(worker.pid, number)
             limit = Patience(1.0, "start_timeout_s")
-            return await watching.within(limit, "the start", worker.call("part", "answer"))
+            return await watching.within(limit, "the start", worker.call("part", "upper"))
         finally:
             await worker.close()
 
@@ -146,3 +142,34 @@ def test_stage_of_start_fails_when_worker_is_suspended_or_killed(
         asyncio.run(start())
     if number == signal.SIGSTOP:
         assert "no reply; it is suspended" in (tmp_path / "stacks.txt").read_text()
+
+
+class SlowCluster:
+    """Cluster whose workers never finish their start."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def nodes(self) -> list[Node]:
+        return []
+
+    async def reserve(self, plans: Sequence[PlannedWorker]) -> None:
+        return
+
+    async def start(self, plan: PlannedWorker) -> Worker:
+        log = self._folder / "worker.log"
+        return ProcessWorker(plan.name, time.sleep, (1000,), cores=[], threads=1, log_path=log)
+
+    async def close(self) -> None:
+        return
+
+
+def test_worker_that_never_gets_ready_is_named_with_its_stack(tmp_path: Path) -> None:
+    plans = [PlannedWorker("w", (Role.ROLLOUT,))]
+    with pytest.raises(
+        WorkerDied,
+        match=r"not all workers were ready within start_timeout_s = 1 s; "
+        r"worker 'w' has not finished start for 1 s",
+    ):
+        asyncio.run(start_workers(SlowCluster(tmp_path), plans, 1.0, tmp_path))
+    assert "worker 'w', process" in (tmp_path / "stacks.txt").read_text()
