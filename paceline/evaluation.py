@@ -24,6 +24,7 @@ from paceline.schedule import ScheduleSettings
 from paceline.settings import open_settings
 from paceline.suspend import ignore_suspended_time
 from paceline.types import Group, Role
+from paceline.watchdog import Watchdog
 from paceline.workers.automatic import GPU_SLOTS
 from paceline.workers.layout import choose_settings
 
@@ -71,6 +72,7 @@ async def evaluate(
         scorer = await open_scorer(stack, config, inputs, reward)
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
         generation = await open_generation(stack, config, roles, inputs, agent, scorer, logs)
+        stack.enter_context(Watchdog(generation.living_workers, config.stall_timeout_s))
         engines = len(generation.workers[Role.ROLLOUT])
         room = asyncio.Semaphore(engines * config.groups_per_step)
         groups: list[Group] = []

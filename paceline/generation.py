@@ -39,6 +39,12 @@ class Generation:
     rollouter: Rollouter
     scorer: Reward
 
+    def living_workers(self) -> list[Worker]:
+        """Return the workers that run now; replacements of engines included."""
+        found = {id(worker): worker for workers in self.workers.values() for worker in workers}
+        found |= {id(member.engine.worker): member.engine.worker for member in self.fleet}
+        return [worker for worker in found.values() if not worker.died.done()]
+
 
 async def open_generation(
     stack: AsyncExitStack,
@@ -99,7 +105,7 @@ def _fleet(
         plan = by_name.get(name) or PlannedWorker(
             name, (Role.ROLLOUT,), ranks, plans[0].threads, pool=pool
         )
-        return EngineClient(await start_worker(cluster, plan))
+        return EngineClient(await start_worker(cluster, plan, config.start_timeout_s))
 
     return Fleet(
         [EngineClient(worker) for worker in engine_workers(config, plans, workers)],
@@ -134,6 +140,7 @@ def _rollouter(
         seed=config.seed,
         on_sync=config.schedule.on_sync,
         generation_timeout=settings.generation_timeout,
+        episode_timeout_s=settings.episode_timeout_s,
         hedge_after_s=config.fleet.hedge_after_s,
         slots=settings.slots,
     )

@@ -6,7 +6,7 @@
     evaluate* engines, reward                       scores of held-out prompts     its engine
     train     the groups_per_step oldest groups     a step, then new weights       rollout
     check*    engines, trainer                      MismatchError                  its engine
-    watch     (polls every second)                  StalledError, live statistics  -
+    watch     (polls every second; watchdog.py)     StalledError, live statistics  -
     fleet     heartbeats and deaths of engines      their replacements             -
     guard*    the death of any other worker         WorkerDied                     -
 
@@ -42,6 +42,7 @@ from paceline.settings import Settings
 from paceline.synchronizer import ParameterSynchronizer
 from paceline.training.assembly import assemble
 from paceline.types import Batch, Group, Prompt
+from paceline.watchdog import Patience, Progress, StallMonitor, Waits
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class LoopSettings(Settings):
     dynamic_sampling: bool = False
     stall_timeout_s: float = 300.0
     step_timeout_s: float = 0.0  # of a train step, weight sync or checkpoint, if it is longer
+    episode_timeout_s: float = 0.0  # without a group, while tokens are generated, if it is longer
     takes_turns: bool = False  # engines and trainer alternate, so a train step ends evaluations
 
 
@@ -111,10 +113,14 @@ class Loop:
         guards: Sequence[tuple[str, asyncio.Future[None]]] = (),
         check_weights: Callable[[Sequence[Group], int], Awaitable[None]] | None = None,
         evaluations: Evaluations | None = None,
+        report_stall: Callable[[str], StalledError] | None = None,
     ) -> None:
-        """`check_weights`: starts a check that the engines have a version's weights."""
+        """`check_weights`: starts a check that the engines have a version's weights.
+
+        `report_stall` turns a description into the error; it may block for some seconds.
+        """
         self.step = 0  # number of completed steps; also the trainer's policy version
-        self.waiting_for: dict[str, str] = {}  # by task, for the error of a stalled run
+        self.waiting_for = Waits()  # by task, for the error of a stalled run
         self._settings = settings
         self._source = source
         self._rollouter = rollouter
@@ -130,6 +136,8 @@ class Loop:
         self._guards = guards
         self._check_weights = check_weights
         self._check: asyncio.Task[None] | None = None  # of the last version
+        self._report_stall = report_stall
+        self._problem = ""  # that the watchdog has noticed
         self._evaluations = evaluations
         self._evaluation: asyncio.Task[None] | None = None
         self._sync_due = False  # but an evaluation needs the engines' weights
@@ -343,21 +351,14 @@ class Loop:
 
     async def _watch(self) -> None:
         clock = asyncio.get_running_loop().time
-        last, moved = None, clock()
+        check = self.stall_check(clock())
         while True:
             await asyncio.sleep(1.0)
-            stats = self._fleet.stats()
-            self._observer.engines_polled(stats, self._queue.utilization)
-            now = (
-                self.step,
-                self._queue.counts.put,
-                sum(s.tokens for s in stats),
-                self._rollouter.paused,
-            )
-            if now != last or self._rollouter.paused_by("user"):
-                last, moved = now, clock()
-            elif (still_s := clock() - moved) > self._patience_s:
-                raise self._stalled(still_s)
+            self._observer.engines_polled(self._fleet.stats(), self._queue.utilization)
+            if problem := self._problem or check(clock()):
+                waits = [*self.waiting_for.describe(clock()), *self._rollouter.group_stages()]
+                waits += self._fleet.unavailable_engines()
+                raise await self._stalled(f"{problem}: {'; '.join(waits)}")
 
     # --- groups ---
 
@@ -438,29 +439,35 @@ class Loop:
             self._stopping = True  # further cancellations are a consequence
             raise
 
-    @property
-    def _patience_s(self) -> float:
-        """Maximum seconds without progress; a step or checkpoint may take step_timeout_s."""
-        return (
-            self._settings.stall_timeout_s
-            if self._taking
-            else max(self._settings.stall_timeout_s, self._settings.step_timeout_s)
-        )
+    def stall_check(self, now: float) -> Callable[[float], str | None]:
+        """Return a function that says, at a time, whether the run has stalled. For any thread."""
+        monitor = StallMonitor(now)
+        return lambda now: monitor.check(self._progress(), now, *self._patience())
 
-    def _stalled(self, still_s: float) -> StalledError:
-        waiting_for = "; ".join(
-            [f"{who} waits for {what}" for who, what in self.waiting_for.items()]
-            + self._rollouter.group_stages()
-            + self._fleet.unavailable_engines()
-        )
-        limit = (
-            "stall_timeout_s"
-            if self._patience_s == self._settings.stall_timeout_s
-            else "step_timeout_s"
-        )
-        return StalledError(
-            f"no progress for {still_s:.0f} s ({limit} = {self._patience_s:g}): {waiting_for}"
-        )
+    def stalled(self, problem: str) -> None:
+        """End the run with a StalledError, soon."""
+        self._problem = problem
+
+    async def _stalled(self, problem: str) -> StalledError:
+        if self._report_stall is None:
+            return StalledError(problem)
+        return await asyncio.to_thread(self._report_stall, problem)
+
+    def _progress(self) -> Progress | None:
+        if self._rollouter.paused_by("user"):
+            return None
+        tokens = sum(stats.tokens for stats in self._fleet.stats())
+        return Progress((self.step, self._rollouter.finished, self._rollouter.paused), tokens)
+
+    def _patience(self) -> tuple[Patience, Patience]:
+        """Return the limits without a sign of life, and without a group while tokens are made."""
+        settings = self._settings
+        quiet = Patience(settings.stall_timeout_s, "stall_timeout_s")
+        step = Patience(settings.step_timeout_s, "step_timeout_s")
+        episode = Patience(settings.episode_timeout_s, "rollout.episode_timeout_s")
+        if not self._taking:  # a train step, weight sync or checkpoint is running
+            return max(quiet, step), max(quiet, step, episode)
+        return quiet, max(quiet, episode)
 
 
 async def _wait_for(death: asyncio.Future[None]) -> None:

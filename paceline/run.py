@@ -7,6 +7,7 @@ Everything that can be rejected is rejected before the first worker starts.
 import asyncio
 import gc
 import logging
+import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -52,6 +53,7 @@ from paceline.training.checkpoint import read_state, save_checkpoint
 from paceline.training.manifest import reading_state
 from paceline.training.trainer import Trainer
 from paceline.types import Group, Role
+from paceline.watchdog import Patience, Watchdog
 from paceline.weight_check import WeightCheck
 from paceline.workers.automatic import changed_choices, keep_recorded
 from paceline.workers.hardware import report_choices
@@ -111,6 +113,7 @@ async def train(
             stack, config, training_roles(config), inputs, agent, scorer, run_dir / "logs"
         )
         run = _Run(config, inputs, generation, start)
+        stack.enter_context(run.watchdog)
         await run.prepare()
         summary = await run.train(stack, control, make_display, stop)
         if summary["memory_phases"]:
@@ -129,6 +132,9 @@ class _Run:
         self._workers, self._fleet = generation.workers, generation.fleet
         self._rollouter, self._scorer = generation.rollouter, generation.scorer
         self._run_dir = Path(config.run_dir)
+        self.watchdog = Watchdog(
+            generation.living_workers, config.stall_timeout_s, self._run_dir / "logs"
+        )
         collapse = CollapseMonitor()
         self._trainer = Trainer(
             self._workers[Role.ACTOR][0],
@@ -144,10 +150,12 @@ class _Run:
     async def prepare(self) -> None:
         """Restore the checkpoint and load its weights into the engines, to test the transport."""
         config = self._config
+        within = partial(self.watchdog.within, Patience(config.start_timeout_s, "start_timeout_s"))
         if self._start.checkpoint:
-            await self._restore(self._start.checkpoint)
+            await within("loading the checkpoint", self._restore(self._start.checkpoint))
+        transport = open_transport(config, self._workers)
         self._synchronizer = ParameterSynchronizer(
-            await open_transport(config, self._workers),
+            await within("connecting the trainer and the engines", transport),
             self._fleet,
             self._rollouter,
             config.schedule.on_sync,
@@ -155,7 +163,7 @@ class _Run:
             # With max_staleness = 0 nothing is generated during a train step.
             config.takes_turns and config.schedule.max_staleness > 0,
         )
-        await self._synchronizer.sync_weights(self._start.step)
+        await within("the first weight sync", self._synchronizer.sync_weights(self._start.step))
         gc.freeze()  # collections then skip what the libraries hold, which takes tenths of a second
 
     async def train(
@@ -196,7 +204,9 @@ class _Run:
             ],
             check_weights=_weight_check(config, self._workers[Role.ACTOR][0], fleet),
             evaluations=self._held_out,
+            report_stall=self.watchdog.report,
         )
+        self.watchdog.watch(loop.stall_check(time.monotonic()), loop.stalled)
         if stop is not None:
             stopper = asyncio.create_task(_stop_when(stop, loop))
             stack.callback(stopper.cancel)
@@ -316,6 +326,7 @@ def _loop_settings(config: RunConfig) -> LoopSettings:
         max_failed_groups=config.rollout.max_failed_groups,
         dynamic_sampling=config.algorithm.dynamic_sampling,
         stall_timeout_s=config.stall_timeout_s,
+        episode_timeout_s=config.rollout.episode_limit_s,
         step_timeout_s=config.step_timeout_s,
         takes_turns=config.takes_turns,
     )

@@ -147,7 +147,7 @@ class Workers:
         self._sampling = config.rollout.sampling(ends)
         self._cluster = await open_cluster(config, model_path, self._logs)
         plans = plan_workers(config, self._cluster.nodes())
-        self._workers = await start_workers(self._cluster, plans)
+        self._workers = await start_workers(self._cluster, plans, config.start_timeout_s)
         engines = engine_workers(config, plans, self._workers[Role.ROLLOUT])
         self._engines = [EngineClient(worker) for worker in engines]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.errors import SyncError, WorkerDied
+from paceline.errors import StalledError, SyncError, WorkerDied
 from paceline.loop import Evaluations, Loop, LoopSettings
 from paceline.notifier import Notifier
 from paceline.queue.admission import Admission
@@ -277,6 +277,7 @@ class World:
     min_group_size: int | None = None
     greedy_baseline: bool = False
     generation_timeout: float = 1e5
+    episode_timeout_s: float | None = None
     stall_timeout_s: float = 1e4
     step_timeout_s: float = 0.0
     elastic: bool = False
@@ -293,6 +294,7 @@ class World:
     guards: Sequence[tuple[str, asyncio.Future[None]]] = ()
     check_weights: Callable[[Sequence[Group], int], Awaitable[None]] | None = None
     make_evaluations: "Callable[[World], Evaluations] | None" = None
+    report_stall: Callable[[str], StalledError] | None = None
 
     def build(self, ledger: Ledger | None = None) -> Loop:
         rng = random.Random(self.seed)
@@ -326,6 +328,7 @@ class World:
             seed=self.seed,
             on_sync=self.schedule.on_sync,
             generation_timeout=self.generation_timeout,
+            episode_timeout_s=self.episode_timeout_s,
             hedge_after_s=self.hedge_after_s,
             slots=self.slots,
         )
@@ -350,6 +353,7 @@ class World:
                 dynamic_sampling=self.dynamic_sampling,
                 stall_timeout_s=self.stall_timeout_s,
                 step_timeout_s=self.step_timeout_s,
+                episode_timeout_s=self.episode_timeout_s or 10 * self.generation_timeout,
                 takes_turns=self.takes_turns,
             ),
             source=FakeSource(),
@@ -365,6 +369,7 @@ class World:
             guards=self.guards,
             check_weights=self.check_weights,
             evaluations=self.make_evaluations(self) if self.make_evaluations else None,
+            report_stall=self.report_stall,
         )
         return self.loop
 

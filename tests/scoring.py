@@ -75,6 +75,18 @@ FUNCTIONS = textwrap.dedent("""
             child = subprocess.Popen(sleep, start_new_session=session)
             with open(row["pids"], "a") as f: f.write(f"{child.pid}\\n")
         time.sleep(600)
+    def daemon(completion, row, chain=False):
+        if os.fork() == 0:  # the child ends at once, so that its child is an orphan
+            os.setsid()
+            while os.fork() == 0:
+                with open(row["pids"], "a") as f: f.write(f"{os.getpid()}\\n")
+                time.sleep(0.01 if chain else 600)
+            os._exit(0)
+        os.wait()
+        while not os.path.exists(row["pids"]): time.sleep(0.01)
+        if completion == "die": os._exit(3)
+        return 1.0
+    def chain_of_daemons(completion, row): return daemon(completion, row, chain=True)
     def sometimes(completion, row):
         if completion == "hang": time.sleep(600)
         return 1.0

@@ -40,8 +40,12 @@ class RunConfig(RunSettings):
     save_samples: int = Field(1, ge=0)
     """Number of prompts per step whose completions and rewards are saved to samples.jsonl. 0: none.
     """
+    start_timeout_s: float = Field(600.0, gt=0)
+    """Maximum seconds for each stage of the start: loading models, loading the checkpoint,
+    connecting trainer and engines, the first weight sync."""
     stall_timeout_s: float = Field(300.0, gt=0)
-    """Maximum seconds without a new token, group or train step before the run fails."""
+    """Maximum seconds without a new token, group or train step, or with a blocked event loop,
+    before the run fails. Tokens alone count for rollout.episode_timeout_s, if that is longer."""
 
     data: DataSettings = DataSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
@@ -243,6 +247,7 @@ class RunConfig(RunSettings):
 # workers). Data may move; its content is compared.
 MAY_CHANGE = {
     *("run_dir", "steps", "save_every", "keep_checkpoints", "save_samples", "track"),
+    "start_timeout_s",
     *("step_timeout_s", "stall_timeout_s", "sync", "fleet", "cluster", "ray", "data.path"),
     "evaluation",
     *("train.backend", "train.tensor_parallel", "train.pipeline_parallel", "train.offload"),
@@ -250,6 +255,7 @@ MAY_CHANGE = {
     *("placement.train_ranks", "placement.rollout_workers", "placement.threads"),
     "placement.min_gpus",
     *("rollout.slots", "rollout.kv_memory_fraction", "rollout.generation_timeout"),
+    "rollout.episode_timeout_s",
     *("rollout.tensor_parallel", "rollout.pipeline_parallel", "rollout.max_failed_groups"),
     *("reward.timeout_s", "reward.workers"),
     *("reward.pass_env", "reward.allow_weak_sandbox"),

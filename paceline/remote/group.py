@@ -33,6 +33,7 @@ class Rank(Worker):
 
     def __init__(self, name: str, log_path: Path) -> None:
         super().__init__(name)
+        self.pid: int | None = None  # of its process, if that is on this machine
         self._log_path = log_path
 
     @abstractmethod
@@ -40,12 +41,21 @@ class Rank(Worker):
 
     def last_lines(self) -> str:
         """Return the last lines of its log, formatted to follow a message."""
-        if not self._log_path.exists():
-            return ""
-        with self._log_path.open("rb") as log:
-            log.seek(max(0, self._log_path.stat().st_size - LAST_BYTES))
-            lines = log.read().decode(errors="replace").splitlines()[-8:]
+        lines = self.log_since(max(0, self.log_size() - LAST_BYTES)).splitlines()[-8:]
         return f"; last lines of {self._log_path}:\n  " + "\n  ".join(lines) if lines else ""
+
+    def log_size(self) -> int:
+        """Return the bytes of its log; 0 if there is none."""
+        with contextlib.suppress(OSError):
+            return self._log_path.stat().st_size
+        return 0
+
+    def log_since(self, start: int) -> str:
+        """Return its log from this byte on; nothing if it cannot be read (no file descriptor)."""
+        with contextlib.suppress(OSError), self._log_path.open("rb") as log:
+            log.seek(start)
+            return log.read().decode(errors="replace")
+        return ""
 
     async def peak_memory(self) -> int:
         return await self.call("host", "peak_memory")

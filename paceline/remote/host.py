@@ -25,6 +25,7 @@ from paceline.remote.message import Call, Deferred, Event, Reply, portable
 from paceline.remote.parent import end_with_parent
 from paceline.remote.parts import Parts, concurrent_parts
 from paceline.remote.peak import peak_memory
+from paceline.remote.stacks import write_stacks_on_signal
 
 log = logging.getLogger(__name__)
 
@@ -200,6 +201,7 @@ def main() -> None:
     end_with_parent(int(sys.argv[2]))
     # Ctrl-C goes to the controller, which stops the workers in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    write_stacks_on_signal()
     log_to_stderr()
     gc.disable()  # an eighth of the time of large imports, which leave little garbage
     channel: Connection[Any, Any] = Connection(int(sys.argv[1]))

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.remote.group import Rank, WorkerGroup, start_rank
+from paceline.remote.parent import is_suspended
 from paceline.remote.worker import Build
 
 # What a signal says about its cause, and what to try.
@@ -71,6 +72,7 @@ class ProcessWorker(Rank):
                 stdout=output,
                 stderr=output,
             )
+        self.pid = self.process.pid
         theirs.close()
         if cores and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(self.process.pid, cores)
@@ -114,8 +116,8 @@ class ProcessWorker(Rank):
     async def close(self) -> None:
         self._closing = True
         self.send(None)
-        if self.starting:
-            self.process.kill()  # it reads nothing while it starts, and has no state to lose
+        if self.starting or is_suspended(self.process.pid):
+            self.process.kill()  # it reads nothing now, and has no state to lose
         try:
             await asyncio.to_thread(self.process.wait, 5)
         except subprocess.TimeoutExpired:

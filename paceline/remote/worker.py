@@ -32,6 +32,7 @@ class Worker(ABC):
         self._ids = itertools.count(1)
         self._started: asyncio.Future[Any] = self._loop.create_future()
         self._pending: dict[int, tuple[str, asyncio.Future[Any]]] = {0: ("start", self._started)}
+        self._sent_s: dict[int, float] = {0: self._loop.time()}  # when each of these was sent
         self._listeners: dict[str, Callable[[Any], None]] = {}
         self._closing = False
 
@@ -50,6 +51,7 @@ class Worker(ABC):
         call = Call(next(self._ids), part, method, args)
         future = self._loop.create_future()
         self._pending[call.id] = (f"{part}.{method}", future)
+        self._sent_s[call.id] = self._loop.time()
         try:
             self.send(call)
         except OSError:
@@ -64,8 +66,12 @@ class Worker(ABC):
         return not self._started.done()
 
     def waiting_for(self) -> list[str]:
-        """Return the names of the calls that have not been answered."""
-        return [what for what, _ in self._pending.values()]
+        """Return the calls that have not been answered, and since when."""
+        now = self._loop.time()
+        return [
+            f"{what} for {now - self._sent_s[number]:.0f} s"
+            for number, (what, _) in list(self._pending.items())
+        ]
 
     async def peak_memory(self) -> int:
         """Return the peak bytes of its process, or 0 if that is the controller's process."""
@@ -90,6 +96,7 @@ class Worker(ABC):
             self._listeners[message.part](message.value)
             return
         _, future = self._pending.pop(message.id)
+        del self._sent_s[message.id]
         if future.done():
             return
         if message.error is not None:

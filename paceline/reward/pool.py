@@ -6,6 +6,7 @@ A process that hangs or dies is replaced, and the run continues.
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from paceline.errors import ConfigError, DataError, RewardError
 from paceline.reward.calls import Died, Hung, Interrupted, Lost, Overdue, scores_of
 from paceline.reward.function import RewardFunctionError
-from paceline.reward.process import RewardProcess, all_children
+from paceline.reward.process import EXIT_TIMEOUT_S, RewardProcess, kill_all
 from paceline.reward.secrets import secret_names
 from paceline.types import Prompt, Score, Trajectory
 
@@ -164,8 +165,10 @@ class ProcessReward:
                 await process.ready()
                 return await scores_of(process.submit(completions, row))
             except Lost as e:
+                if isinstance(e, Hung) and process.suspended:  # not the fault of the function
+                    e = Died(f"{self._late(e)}; it was suspended")
                 await self._replace(place, process, e)
-                raise
+                raise e from None
         finally:
             if not self._concurrent:
                 self._idle.put_nowait(place)
@@ -215,8 +218,8 @@ class ProcessReward:
 
 
 def _end(idle: Sequence[RewardProcess], busy: Sequence[RewardProcess]) -> None:
-    children = all_children()  # read only once, because there may be hundreds of processes
-    for process in busy:
-        process.kill(children)
+    kill_all(busy)
+    deadline = time.monotonic() + EXIT_TIMEOUT_S
     for process in idle:
-        process.finish(children)
+        process.wait(max(0.0, deadline - time.monotonic()))
+    kill_all(idle)

@@ -15,18 +15,20 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
+from paceline.remote.parent import is_suspended
 from paceline.remote.peak import peak_memory_of
 from paceline.reward.calls import GRACE_S, Calls, Died, Interrupted, Lost, Overdue
+from paceline.reward.descendants import VARIABLE, kill_descendants, new_mark
 from paceline.reward.function import RewardFunctionError, as_optional_reward, as_score
 from paceline.types import Score
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0  # a reward function may import torch
+READ_S = 0.5  # to read what a process has sent before it exited
 EXIT_TIMEOUT_S = 1.0  # lets a process flush its files when the pool closes
 
 MAX_REPLY = 16 << 20  # bytes
@@ -35,8 +37,6 @@ INVALID = (
     *(ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError),
     asyncio.InvalidStateError,
 )
-
-Children = dict[int, list[int]]  # process ID -> IDs of its children
 
 
 class RewardProcess(asyncio.Protocol):
@@ -50,11 +50,13 @@ class RewardProcess(asyncio.Protocol):
     ) -> None:
         """Start the process. `optional`: the function may return None."""
         self.function = function
+        self.mark = new_mark()  # of the process and its descendants
         self.calls = Calls(timeout_s, self._hang)
         self._timeout_s, self._optional = timeout_s, optional
         self._lost: Lost | None = None
         self._unread = b""
         self._transport: asyncio.Transport | None = None
+        self._exit_fd: int | None = None  # readable once the process has exited
         self._loop = asyncio.get_running_loop()
         self._loaded: asyncio.Future[bool] = self._loop.create_future()
         self._loaded.add_done_callback(lambda loaded: loaded.cancelled() or loaded.exception())
@@ -81,6 +83,7 @@ class RewardProcess(asyncio.Protocol):
             start_new_session=True,  # a separate process group can be killed as a whole
             env={
                 **environment,
+                VARIABLE: self.mark,
                 "PYTHONPATH": path,
                 "PYTHONUNBUFFERED": "1",
                 "OMP_NUM_THREADS": "1",
@@ -91,6 +94,10 @@ class RewardProcess(asyncio.Protocol):
         self._transport, _ = await self._loop.create_unix_connection(
             lambda: self, sock=self._socket
         )
+        # A child of the process may keep the connection open after the process has exited.
+        with suppress(OSError, AttributeError):  # too many open files, or not Linux
+            self._exit_fd = os.pidfd_open(self.process.pid)
+            self._loop.add_reader(self._exit_fd, self._exited)
 
     async def ready(self) -> bool:
         """Wait until the function is loaded. Return whether it scores completions concurrently.
@@ -125,21 +132,17 @@ class RewardProcess(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    def finish(self, children: Children) -> None:
-        """Wait briefly for a disconnected process to exit, then kill it."""
+    def wait(self, seconds: float) -> None:
+        """Wait briefly for a disconnected process to exit."""
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(EXIT_TIMEOUT_S)
-        self.kill(children)
+            self.process.wait(seconds)
 
-    def kill(self, children: Children | None = None) -> None:
-        children = all_children() if children is None else children
-        descendants = _descendants(self.process.pid, children)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        for pid in descendants:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait()
+    def kill(self) -> None:
+        kill_all([self])
+
+    @property
+    def suspended(self) -> bool:
+        return is_suspended(self.process.pid)
 
     def peak_memory(self) -> int:
         """Return the peak resident bytes of the process (Linux; elsewhere 0)."""
@@ -157,7 +160,19 @@ class RewardProcess(asyncio.Protocol):
             assert self._transport is not None
             self._transport.abort()  # as if the process had exited: it is replaced
 
+    def _exited(self) -> None:
+        self._forget_exit()
+        if self._transport is not None:  # the last replies may not have been read yet
+            self._loop.call_later(READ_S, self._transport.abort)
+
+    def _forget_exit(self) -> None:
+        if self._exit_fd is not None:
+            self._loop.remove_reader(self._exit_fd)
+            os.close(self._exit_fd)
+            self._exit_fd = None
+
     def connection_lost(self, error: Exception | None) -> None:
+        self._forget_exit()
         self._reporting = self._loop.create_task(self._report_death())
 
     def _receive(self, message: dict[str, Any]) -> None:
@@ -203,23 +218,18 @@ class RewardProcess(asyncio.Protocol):
                 log.info("reward output: %s", line.decode(errors="replace").rstrip())
 
 
-def all_children() -> Children:
-    """Return the children of every process (Linux; elsewhere killing the process group must do)."""
-    children: Children = {}
-    with suppress(OSError):  # /proc cannot be read when there are too many open files
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            with suppress(OSError, ValueError, IndexError):
-                fields = stat.read_text().rpartition(")")[2].split()
-                children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
-    return children
-
-
-def _descendants(pid: int, children: Children) -> list[int]:
-    """Return all descendants of a process, including those that left its process group."""
-    found = list(children.get(pid, ()))
-    for child in found:
-        found.extend(children.get(child, ()))
-    return found
+def kill_all(processes: Sequence[RewardProcess]) -> None:
+    """Kill processes with all their descendants."""
+    pids = [process.process.pid for process in processes if process.process.poll() is None]
+    for pid in pids:  # stopped, a process adopts orphans but starts nothing more
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+    kill_descendants(pids, [process.mark for process in processes])
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+    for process in processes:
+        process.process.wait()
 
 
 def _exit(code: int | None) -> str:

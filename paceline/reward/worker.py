@@ -8,6 +8,7 @@ with its parent, even while the function runs. It starts fast, because it import
 library.
 """
 
+import atexit
 import ctypes
 import json
 import os
@@ -25,6 +26,7 @@ from typing import Any
 from paceline.plugins import PluginError, find_callable
 from paceline.printable import unicode_output
 from paceline.remote.parent import end_with_parent
+from paceline.reward.descendants import VARIABLE, kill_descendants
 from paceline.reward.function import (
     RewardFunctionError,
     call,
@@ -83,6 +85,8 @@ class Link:
 
 def main(fd: int, parent: int, timeout_s: float, spec: str) -> None:
     end_with_parent(parent)
+    # Registered first, so that it is called after what the function has registered.
+    atexit.register(kill_descendants, [os.getpid()], [os.environ.get(VARIABLE, "")])
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # adopt orphans, so that the parent finds them

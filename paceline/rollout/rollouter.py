@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -29,6 +29,7 @@ from paceline.types import Completion, Finish, Group, OnSync, Prompt, Request, S
 
 log = logging.getLogger(__name__)
 
+EPISODE_GENERATIONS = 10  # default of rollout.episode_timeout_s, in generation timeouts
 GREEDY = -1  # trajectory index of the greedy completion, the baseline of some algorithms
 
 
@@ -68,6 +69,9 @@ class RolloutSettings(Settings):
     generation_timeout: float = Field(120.0, gt=0)
     """Maximum seconds per completion, from when an engine accepts its prompt to its last token.
     Time spent paused does not count."""
+    episode_timeout_s: float | None = Field(None, gt=0)
+    """Maximum seconds per trajectory with all its turns and tools. Time spent paused does not
+    count. Default: 10 times generation_timeout."""
     min_group_size: int | None = Field(None, ge=1)
     """Minimum number of trajectories that must finish in time; the group is trained without the
     late ones. Default: group_size."""
@@ -115,6 +119,10 @@ class RolloutSettings(Settings):
         return "fp8" in (self.kv_cache_dtype, self.weight_dtype)
 
     @property
+    def episode_limit_s(self) -> float:
+        return self.episode_timeout_s or EPISODE_GENERATIONS * self.generation_timeout
+
+    @property
     def ranks(self) -> int:
         """Devices of an engine."""
         return self.tensor_parallel * self.pipeline_parallel
@@ -134,6 +142,7 @@ class Rollouter:
         seed: int,
         on_sync: OnSync,
         generation_timeout: float,
+        episode_timeout_s: float | None = None,
         hedge_after_s: float | None = None,
         slots: int | None = None,
     ) -> None:
@@ -151,9 +160,12 @@ class Rollouter:
         self._seed = seed
         self._on_sync = on_sync
         self._timeout = generation_timeout
+        self._episode_s = episode_timeout_s or EPISODE_GENERATIONS * generation_timeout
         self._ids = itertools.count()
-        self._stages: dict[int, str] = {}  # current stage of each group
-        # Deadlines of running generations, with the seconds that were left when paused.
+        self._ended: Counter[str] = Counter()  # shared with the variants
+        # Current stage of each group, and when it began.
+        self._stages: dict[int, tuple[str, float]] = {}
+        # Deadlines of generations and episodes, with the seconds that were left when paused.
         self._deadlines: dict[asyncio.Timeout, float] = {}
 
     def variant(self, temperature: float, group_size: int) -> "Rollouter":
@@ -169,11 +181,12 @@ class Rollouter:
 
     async def run(self, seq: int, prompt: Prompt) -> Group:
         """Generate and score all trajectories of a prompt. Raises RolloutError or RewardError."""
-        self._stages[seq] = "generated"
+        self._enter(seq, "generated")
         try:
             return await self._run(seq, prompt)
         finally:
             del self._stages[seq]
+            self._ended.update(["group"])
 
     async def _run(self, seq: int, prompt: Prompt) -> Group:
         clock = asyncio.get_running_loop().time
@@ -195,7 +208,7 @@ class Rollouter:
         results = [task.result() for task in tasks]
         baseline = results.pop() if self._greedy_baseline else None
         trajectories = [trajectory for trajectory in results if trajectory is not None]
-        self._stages[seq] = "scored by the reward"
+        self._enter(seq, "scored by the reward")
         scored = await self._score(prompt, trajectories + ([baseline] if baseline else []))
         return Group(
             seq,
@@ -225,12 +238,24 @@ class Rollouter:
             for trajectory, score in zip(trajectories, named, strict=True)
         )
 
+    @property
+    def finished(self) -> int:
+        """Number of groups that have ended, those of its variants and failed ones included."""
+        return self._ended["group"]
+
     def group_stages(self) -> list[str]:
-        """Describe how many groups are in which stage."""
+        """Describe how many groups are in which stage, and since when the oldest is."""
+        now, stages = asyncio.get_running_loop().time(), list(self._stages.items())
+        counts = Counter(stage for _, (stage, _) in stages)
+        oldest = {stage: (now - since, seq) for seq, (stage, since) in reversed(stages)}
         return [
-            f"{count} group(s) are being {stage}"
-            for stage, count in Counter(self._stages.values()).items()
+            f"{count} group(s) are being {stage} (group {oldest[stage][1]} for "
+            f"{oldest[stage][0]:.0f} s)"
+            for stage, count in counts.items()
         ]
+
+    def _enter(self, seq: int, stage: str) -> None:
+        self._stages[seq] = stage, asyncio.get_running_loop().time()
 
     @property
     def paused(self) -> bool:
@@ -286,10 +311,9 @@ class Rollouter:
         failures: list[RolloutError],
     ) -> Trajectory | None:
         """Generate one trajectory; None if it failed and the group may continue without it."""
+        generate = self._generate(assignment, seq, index, prompt)
         try:
-            return await self._environment.run(
-                prompt, self._generate(assignment, seq, index, prompt)
-            )
+            return await self._episode(self._environment.run(prompt, generate), index, prompt)
         except RolloutError as error:
             failures.append(error)
             if len(failures) > self._may_fail or index == GREEDY:
@@ -299,6 +323,22 @@ class Rollouter:
         finally:
             if assignment.release():
                 self.changed.notify_all()
+
+    async def _episode(
+        self, episode: Awaitable[Trajectory], index: int, prompt: Prompt
+    ) -> Trajectory:
+        try:
+            async with asyncio.timeout(self._episode_s) as deadline:
+                self._deadlines[deadline] = self._episode_s
+                try:
+                    return await episode
+                finally:
+                    del self._deadlines[deadline]
+        except TimeoutError:
+            raise RolloutError(
+                f"trajectory {index} of prompt {prompt.uid} took longer than "
+                f"rollout.episode_timeout_s = {self._episode_s:g} s"
+            ) from None
 
     def _generate(
         self, assignment: EngineAssignment, seq: int, index: int, prompt: Prompt

@@ -16,13 +16,12 @@ from pathlib import Path
 from paceline.config import RunConfig
 from paceline.errors import PacelineError, WorkerDied
 from paceline.placement import TRAINED_ROLES
+from paceline.remote.stacks import unanswered, write_stacks
 from paceline.remote.worker import Worker
 from paceline.types import Role
 from paceline.workers.cluster import Cluster, Device, Node, PlannedWorker
 from paceline.workers.devices import Placement
 from paceline.workers.hardware import report_devices
-
-START_TIMEOUT_S = 300.0  # importing torch from a slow disk takes minutes
 
 
 async def open_cluster(config: RunConfig, model_path: str, log_folder: Path) -> Cluster:
@@ -173,19 +172,22 @@ async def open_workers(
     nodes = cluster.nodes()
     plans = plan_workers(config, nodes, roles)
     report_devices(config, nodes, plans)
-    workers = await start_workers(cluster, plans)
+    workers = await start_workers(cluster, plans, config.start_timeout_s, log_folder)
     stack.push_async_callback(close_workers, workers)
     return cluster, plans, workers
 
 
 async def start_workers(
-    cluster: Cluster, plans: Sequence[PlannedWorker]
+    cluster: Cluster, plans: Sequence[PlannedWorker], limit_s: float, log_folder: Path | None = None
 ) -> dict[Role, list[Worker]]:
-    """Start all workers and wait until each has loaded its models."""
+    """Start all workers and wait until each has loaded its models.
+
+    If that takes longer than `limit_s`, their stacks go to the log folder.
+    """
     workers: list[Worker] = []
     by_role: dict[Role, list[Worker]] = {role: [] for role in Role}
     try:
-        async with asyncio.timeout(START_TIMEOUT_S):
+        async with asyncio.timeout(limit_s):
             await cluster.reserve(plans)
             for plan in plans:
                 worker = await _start(cluster, plan)
@@ -193,31 +195,37 @@ async def start_workers(
                 for role in plan.roles:
                     by_role[role].append(worker)
             await asyncio.gather(*(_ready(worker) for worker in workers))
-    except BaseException as error:
+    except TimeoutError:
+        late = [text for worker in workers for text in unanswered(worker)]
+        problem = "; ".join([f"not all workers were ready within {_limit(limit_s)}", *late])
+        if log_folder is not None:
+            await asyncio.to_thread(write_stacks, log_folder / "stacks.txt", problem, workers)
         await close_workers(by_role)
-        if isinstance(error, TimeoutError):
-            raise WorkerDied(
-                f"not all workers were ready within {START_TIMEOUT_S:g} s: "
-                f"{[plan.name for plan in plans]}"
-            ) from None
+        raise WorkerDied(problem) from None
+    except BaseException:
+        await close_workers(by_role)
         raise
     return by_role
 
 
-async def start_worker(cluster: Cluster, plan: PlannedWorker) -> Worker:
+async def start_worker(cluster: Cluster, plan: PlannedWorker, limit_s: float) -> Worker:
     """Start one worker during a run and wait until it has loaded its models."""
     worker = await _start(cluster, plan)
     try:
-        async with asyncio.timeout(START_TIMEOUT_S):
+        async with asyncio.timeout(limit_s):
             await _ready(worker)
     except BaseException as error:
         await worker.close()
         if isinstance(error, TimeoutError):
             raise WorkerDied(
-                f"worker {plan.name!r} was not ready within {START_TIMEOUT_S:g} s"
+                f"worker {plan.name!r} was not ready within {_limit(limit_s)}"
             ) from None
         raise
     return worker
+
+
+def _limit(seconds: float) -> str:
+    return f"start_timeout_s = {seconds:g} s"
 
 
 async def _start(cluster: Cluster, plan: PlannedWorker) -> Worker:

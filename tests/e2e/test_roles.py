@@ -63,7 +63,7 @@ def batch() -> Batch:
 @asynccontextmanager
 async def started(chosen: RunConfig, folder: Path) -> AsyncIterator[dict[Role, list[Worker]]]:
     cluster = LocalCluster(chosen, chosen.model, folder)
-    workers = await start_workers(cluster, plan_workers(chosen, cluster.nodes()))
+    workers = await start_workers(cluster, plan_workers(chosen, cluster.nodes()), 300)
     try:
         yield workers
     finally:

@@ -21,8 +21,9 @@ from paceline.errors import (
 )
 from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger
+from paceline.rollout.environment import Generate
 from paceline.schedule import ScheduleSettings
-from paceline.types import OnSync, Prompt
+from paceline.types import OnSync, Prompt, Trajectory
 from tests.fakes import FakeEngine, World
 from tests.virtual import run_virtual
 
@@ -380,8 +381,8 @@ def test_stall_error_names_workers_that_are_missing() -> None:
 
     with pytest.raises(
         StalledError,
-        match=r"3 group\(s\) are being generated; worker 'rollout-0' is being started; "
-        "worker 'rollout-1' is being started",
+        match=r"3 group\(s\) are being generated \(group 0 for 6\d s\); "
+        "worker 'rollout-0' is being started; worker 'rollout-1' is being started",
     ):
         run_virtual(scenario())
 
@@ -419,3 +420,42 @@ def test_ledger_rejects_settling_group_twice() -> None:
     ledger.trained(seq, uid="a", step=0, staleness=0)
     with pytest.raises(LedgerError, match="settled before"):
         ledger.drop(seq, "stale")
+
+
+class Endless:
+    """Environment that generates turn after turn."""
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+        while True:
+            await generate(prompt.tokens)
+
+
+def test_endless_episode_fails_at_its_deadline() -> None:
+    world = World(environment=Endless(), episode_timeout_s=100, stall_timeout_s=1e4)
+    with pytest.raises(RolloutError, match=r"rollout.episode_timeout_s = 100 s"):
+        run_virtual(world.build().run(), limit_s=150)
+
+
+def test_episode_deadline_excludes_paused_time() -> None:
+    async def scenario() -> None:
+        world = World(episode_timeout_s=100)
+        loop = world.build()
+        running = asyncio.ensure_future(loop.run())
+        await asyncio.sleep(1)
+        await world.rollouter.pause_rollout()
+        await asyncio.sleep(1000)
+        await world.rollouter.resume_rollout()
+        await running
+
+    run_virtual(scenario())
+
+
+def test_stall_is_reported_before_the_run_ends() -> None:
+    def report(problem: str) -> StalledError:
+        return StalledError(f"{problem}; and the stacks")
+
+    world = World(stall_timeout_s=60, report_stall=report)
+    loop = world.build()
+    world.engines[0].freeze()
+    with pytest.raises(StalledError, match=r"no progress for 6\d s .*; and the stacks"):
+        run_virtual(loop.run())

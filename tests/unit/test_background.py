@@ -1,12 +1,15 @@
 """Coroutines on a thread: results, errors, cancellation and the end of the program."""
 
 import asyncio
+import signal
 import subprocess
 import sys
+import textwrap
 import threading
 
 import pytest
 
+from paceline import background
 from paceline.background import Background
 
 
@@ -98,3 +101,142 @@ started.wait()
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
     )
     assert found.stdout.strip() == expected
+
+
+BLOCKED = """
+    import asyncio, time
+    from paceline.background import Background
+
+    async def work():
+        print("blocked", flush=True)
+        time.sleep(1000)
+
+    Background(work()).result()
+"""
+
+
+def test_interrupt_ends_program_whose_event_loop_is_blocked() -> None:
+    program = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(BLOCKED)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with program:
+        try:
+            assert program.stdout is not None and program.stdout.readline() == "blocked\n"
+            program.send_signal(signal.SIGINT)
+            _, errors = program.communicate(timeout=30)
+        finally:
+            program.kill()
+    assert "KeyboardInterrupt" in errors
+    assert "its event loop is blocked at <string>:7 in work" in errors
+
+
+HANGING_CLEAN_UP = """
+    import asyncio, contextlib
+    from paceline.background import Background
+
+    async def work():
+        try:
+            print("running", flush=True)
+            await asyncio.Event().wait()
+        finally:
+            print("cleaning up", flush=True)
+            while True:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.Event().wait()
+
+    Background(work()).result()
+"""
+
+
+def test_second_interrupt_ends_program_whose_clean_up_hangs() -> None:
+    program = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(HANGING_CLEAN_UP)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with program:
+        try:
+            for line in ("running\n", "cleaning up\n"):
+                assert program.stdout is not None and program.stdout.readline() == line
+                program.send_signal(signal.SIGINT)
+            _, errors = program.communicate(timeout=30)
+        finally:
+            program.kill()
+    assert "KeyboardInterrupt" in errors
+
+
+HANGING_CALL = """
+    import asyncio, time
+    from paceline.background import Background
+
+    async def work():
+        async with asyncio.timeout(0.5):
+            await asyncio.to_thread(time.sleep, 1000)
+
+    Background(work()).result()
+"""
+
+
+def test_clean_up_that_blocks_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "CLEAN_UP_BLOCKED_S", 0.5)
+    started, end = threading.Event(), threading.Event()
+
+    async def work() -> None:
+        try:
+            started.set()
+            await asyncio.Event().wait()
+        finally:
+            end.wait()
+
+    running = Background(work())
+    assert started.wait(10)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        running.result()
+    end.set()
+
+
+def test_program_ends_though_call_on_thread_never_returns() -> None:
+    program = [sys.executable, "-c", textwrap.dedent(HANGING_CALL)]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=30, check=False)
+    assert "TimeoutError" in ended.stderr
+
+
+def test_calls_on_threads_return_values_and_errors() -> None:
+    def number(n: int) -> int:
+        if n == 13:
+            raise ValueError("13")
+        return n
+
+    async def work() -> list[object]:
+        calls = [asyncio.to_thread(number, n) for n in range(300)]  # more than there are threads
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    found = Background(work()).result()
+    assert str(found.pop(13)) == "13" and found == [n for n in range(300) if n != 13]
+
+
+def test_abandoned_coroutine_cleans_up_when_it_continues() -> None:
+    blocked, go_on, cleaned = threading.Event(), threading.Event(), threading.Event()
+
+    async def work() -> None:
+        blocked.set()
+        go_on.wait()
+        assert Background.current() is running
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            cleaned.set()
+
+    running = Background(work())
+    assert blocked.wait(10)
+    running.abandon(KeyError("lost"))
+    with pytest.raises(KeyError, match="lost"):
+        running.result()
+    assert not cleaned.is_set()
+    go_on.set()
+    assert cleaned.wait(10)

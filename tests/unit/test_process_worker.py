@@ -1,8 +1,11 @@
 """Worker process: it is declared dead if its reply cannot be unpickled."""
 
 import asyncio
+import os
+import resource
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +64,41 @@ def test_worker_names_remedy_when_cpu_rejects_instruction(tmp_path: Path) -> Non
                     r"the environment variable ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16\)",
                 ):
                     await worker.died
+        finally:
+            await worker.close()
+
+    asyncio.run(scenario())
+
+
+@contextmanager
+def no_file_descriptors() -> Iterator[None]:
+    """Take all file descriptors that this process may open."""
+    limits, taken = resource.getrlimit(resource.RLIMIT_NOFILE), []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/dev/fd"))), limits[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for fd in taken:
+            os.close(fd)
+
+
+def test_death_is_noticed_without_free_file_descriptors(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        worker = ProcessWorker("w", build, (), cores=[], threads=1, log_path=tmp_path / "log")
+        try:
+            async with asyncio.timeout(30):
+                await worker.ready()
+            with no_file_descriptors():
+                with pytest.raises(OSError, match="Too many open files"):
+                    os.open(os.devnull, os.O_RDONLY)
+                worker.process.kill()
+                with pytest.raises(WorkerDied, match="SIGKILL"):
+                    async with asyncio.timeout(10):
+                        await asyncio.shield(worker.died)
         finally:
             await worker.close()
 

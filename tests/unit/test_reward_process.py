@@ -6,6 +6,7 @@ import resource
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,34 @@ async def test_descendants_are_killed_with_hanging_worker(functions: Path, tmp_p
     pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
     await until(lambda: not any(alive(pid) for pid in pids))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="descendants are found through /proc")
+@pytest.mark.parametrize("name", ["daemon", "chain_of_daemons"])
+@pytest.mark.parametrize("completion", ["a", "die"])
+@in_loop
+async def test_daemons_of_function_are_killed(
+    functions: Path, tmp_path: Path, name: str, completion: str
+) -> None:
+    pids = tmp_path / "pids"
+    async with opened(f"{functions}:{name}", timeout_s=60.0) as reward:
+        with suppress(RewardError):
+            async with asyncio.timeout(30):  # children keep the connection of a dead worker open
+                await score(reward, completion, pids=str(pids))
+    started = [int(line) for line in pids.read_text().split()]
+    assert started
+    await until(lambda: not any(alive(pid) for pid in started))
+    assert pids.read_text().split() == [str(pid) for pid in started], "a daemon still forks"
+
+
+@in_loop
+async def test_group_is_scored_again_when_worker_is_suspended(functions: Path) -> None:
+    async with opened(f"{functions}:good", timeout_s=0.5) as reward:
+        (before,) = reward.pids
+        os.kill(before, signal.SIGSTOP)
+        async with asyncio.timeout(20):  # a row that does not fit into the buffer of the socket
+            assert await score(reward, "ab", big="x" * 1_000_000) == [3.0]
+        assert reward.pids != [before] and not alive(before)
 
 
 @in_loop
