@@ -1,6 +1,5 @@
 """Evaluation during training, in real runs."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 
 import paceline
 from paceline.errors import ConfigError
+from paceline.line_file import intact_rows
 from tests.models import random_model
 
 ROWS = [{"prompt": f"say {i}", "answer": str(i)} for i in range(40)]
@@ -54,7 +54,7 @@ def train(model: str, run_dir: Path, **more: Any) -> paceline.Run:
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+    return list(intact_rows(run_dir / "evaluations.jsonl"))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -94,6 +94,8 @@ def test_evaluation_during_training_equals_evaluation_of_the_checkpoint(
 
 def test_resumed_run_evaluates_what_is_missing(model: str, tmp_path: Path) -> None:
     train(model, tmp_path, steps=2)
+    with (tmp_path / "evaluations.jsonl").open("ab") as file:
+        file.write(b'{"step": 3, "rewa')  # a crash, or a full disk
     run = train(model, tmp_path, steps=4)
     assert [line["step"] for line in lines(tmp_path)] == [0, 2, 4]
     assert run.summary["evaluation"]["first"]["step"] == 0

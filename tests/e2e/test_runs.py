@@ -4,6 +4,7 @@ import asyncio
 import errno
 import hashlib
 import json
+import logging
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from paceline.config import RunConfig, load_config
 from paceline.errors import CheckpointError, WorkerDied
+from paceline.line_file import intact_rows
 from paceline.run import train
 from paceline.run_dir import lock_run_dir
 from paceline.workers.local import LocalCluster
@@ -257,22 +259,69 @@ def test_run_fails_with_cause_when_disk_is_full(model: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl"])
-def test_resume_fails_when_metrics_or_ledger_is_damaged(
+def test_resume_fails_when_part_of_metrics_or_ledger_is_missing(
     name: str, model: str, tmp_path: Path
 ) -> None:
     run(model, tmp_path, "steps=1")
     content = (tmp_path / name).read_bytes()
-    for damaged, what in (
-        (b"", "a part is missing"),
-        (content[:-9], "a part is missing"),
-        (b"x" * len(content), "it is corrupted"),
-    ):
+    for damaged in (b"", content[:-9]):
         (tmp_path / name).write_bytes(damaged)
-        message = f"{name} does not match the checkpoint of step 1: {what}"
+        message = f"{name} does not match the checkpoint of step 1: a part is missing"
         with pytest.raises(CheckpointError, match=message):
             run(model, tmp_path, "steps=2")
     (tmp_path / name).write_bytes(content + b'{"half a li')
     assert run(model, tmp_path, "steps=2")["steps"] == 2
+
+
+def test_resume_names_damaged_line_of_ledger_and_skips_one_of_other_files(
+    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A ledger line decides which prompts are trained; other lines are only read by people."""
+    run(model, tmp_path, "steps=3")
+    ledger = (tmp_path / "ledger.jsonl").read_bytes()
+    for damaged in (ledger.replace(b'"seq": 1', b'"seq": 2', 1), ledger[:-1] + b"x"):
+        (tmp_path / "ledger.jsonl").write_bytes(damaged)
+        message = r"ledger.jsonl does not match .* line (2|24) is damaged. Restore the file"
+        with pytest.raises(CheckpointError, match=message):
+            run(model, tmp_path, "steps=4")
+    (tmp_path / "ledger.jsonl").write_bytes(ledger)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        content = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(content.replace(b'"step": 2', b'"step": 6', 1))
+    with caplog.at_level(logging.WARNING, "paceline"):
+        assert run(model, tmp_path, "steps=4")["steps"] == 4
+    assert "metrics.jsonl: line 2 is damaged and is skipped" in caplog.text
+    assert [row["step"] for row in intact_rows(tmp_path / "metrics.jsonl")] == [1, 3, 4]
+
+
+@pytest.mark.parametrize("act", ["rename", "delete", "replace"])
+def test_run_fails_when_run_directory_is_moved_or_deleted(
+    act: str, model: str, tmp_path: Path
+) -> None:
+    folder, other = tmp_path / "run", tmp_path / "other"
+
+    class Mover:
+        def step_done(self, step: int, *_: object) -> None:
+            if step == 3 and act == "delete":
+                shutil.rmtree(folder)
+            elif step == 3:
+                folder.rename(other)
+            if step == 3 and act == "replace":
+                shutil.copytree(other, folder, ignore=shutil.ignore_patterns("*.sock"))
+
+        def engines_polled(self, *_: object) -> None:
+            return
+
+    what = "deleted" if act == "delete" else f"moved to {other}/ledger.jsonl"
+    chosen = config(model, folder, "steps=3", "save_every=2")
+    with pytest.raises(CheckpointError, match=f"run_dir = {folder}: ledger.jsonl was {what} while"):
+        asyncio.run(train(chosen, lambda _: Mover()))
+    if act == "replace":
+        assert not (folder / "summary.json").exists()
+    else:
+        assert not folder.exists(), "the run created its directory again"
+    if act == "rename":
+        assert run(model, other, "steps=3", "save_every=2")["steps"] == 3
 
 
 @pytest.mark.parametrize("damage", ["missing", "invalid", "outdated"])

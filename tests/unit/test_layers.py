@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parents[2] / "paceline"
 # one layer are independent of each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("__init__", "types", "errors", "settings", "code_search", "notifier", "suspend", "openmp"),
-    ("plugins", "schedule", "placement", "recipe", "hints", "background"),
+    ("plugins", "schedule", "placement", "recipe", "hints", "background", "line_file"),
     ("model", "remote"),
     ("data", "algo", "queue"),
     ("reward", "sync"),
