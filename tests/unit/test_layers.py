@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parents[2] / "paceline"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("__init__", "types", "errors", "settings", "code_search", "notifier", "suspend", "openmp"),
     ("plugins", "schedule", "placement", "recipe", "hints", "background", "line_file"),
-    ("model", "remote"),
+    ("model", "remote", "auditor"),
     ("data", "algo", "queue"),
     ("reward", "sync"),
     ("rollout", "training"),
