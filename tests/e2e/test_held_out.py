@@ -8,6 +8,7 @@ import pytest
 import paceline
 from paceline.errors import ConfigError
 from paceline.line_file import intact_rows
+from tests.audits import assert_consistent
 from tests.models import random_model
 
 ROWS = [{"prompt": f"say {i}", "answer": str(i)} for i in range(40)]
@@ -76,6 +77,7 @@ def test_first_last_and_every_second_version_is_evaluated_and_the_best_is_kept(
         assert link.resolve().name == f"step_{best['step']:08d}"
     reported = [m["evaluation/reward"] for m in run.metrics if "evaluation/reward" in m]
     assert reported[0] == pytest.approx(found[0]["reward"], abs=1e-5)
+    assert_consistent(tmp_path)
 
 
 def test_evaluation_during_training_equals_evaluation_of_the_checkpoint(
@@ -99,6 +101,7 @@ def test_resumed_run_evaluates_what_is_missing(model: str, tmp_path: Path) -> No
     run = train(model, tmp_path, steps=4)
     assert [line["step"] for line in lines(tmp_path)] == [0, 2, 4]
     assert run.summary["evaluation"]["first"]["step"] == 0
+    assert_consistent(tmp_path)
 
 
 def test_evaluation_does_not_change_what_is_learned(model: str, tmp_path: Path) -> None:

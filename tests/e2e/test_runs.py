@@ -22,6 +22,7 @@ from paceline.line_file import intact_rows
 from paceline.run import train
 from paceline.run_dir import lock_run_dir
 from paceline.workers.local import LocalCluster
+from tests.audits import assert_consistent
 from tests.models import random_model
 from tests.processes import children
 
@@ -136,6 +137,7 @@ def test_mode_trains_every_prompt_once_within_staleness_bound(
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert max(row["train/logprob_diff_max"] for row in rows if row["staleness/max"] == 0) < 1e-4
     assert children() == before, "a child process is still running"
+    assert_consistent(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +159,7 @@ def test_resumed_sync_run_equals_uninterrupted_run(
     assert weights(whole, 6) == weights(parts, 6)
     assert _rewards(whole) == _rewards(parts)
     assert (whole / "ledger.jsonl").read_text() == (parts / "ledger.jsonl").read_text()
+    assert_consistent(parts)
 
 
 def test_resumed_async_run_trains_every_prompt_once(model: str, tmp_path: Path) -> None:
@@ -167,6 +170,7 @@ def test_resumed_async_run_trains_every_prompt_once(model: str, tmp_path: Path) 
     assert [event["seq"] for event in events if event["event"] == "trained"] == list(range(24))
     assert any(event["event"] == "reissued" for event in events)
     assert summary["steps"] == 6 and summary["ledger"]["trained"] == 24
+    assert_consistent(tmp_path)
 
 
 def test_run_resumes_from_last_checkpoint_when_killed(model: str, tmp_path: Path) -> None:
@@ -187,10 +191,12 @@ def test_run_resumes_from_last_checkpoint_when_killed(model: str, tmp_path: Path
     with pytest.raises(Stop):
         asyncio.run(train(config(model, killed, "steps=6", "save_every=2"), lambda _: Killer()))
     assert len((killed / "metrics.jsonl").read_text().splitlines()) == 5
+    assert_consistent(killed)
     run(model, killed, "steps=6", "save_every=2")
     assert weights(whole, 6) == weights(killed, 6)
     assert _rewards(whole) == _rewards(killed)
     assert (whole / "ledger.jsonl").read_text() == (killed / "ledger.jsonl").read_text()
+    assert_consistent(killed)
 
 
 def test_checkpoint_is_loadable_by_transformers_and_new_run(model: str, tmp_path: Path) -> None:
@@ -322,6 +328,7 @@ def test_run_fails_when_run_directory_is_moved_or_deleted(
         assert not folder.exists(), "the run created its directory again"
     if act == "rename":
         assert run(model, other, "steps=3", "save_every=2")["steps"] == 3
+        assert_consistent(other)
 
 
 @pytest.mark.parametrize("damage", ["missing", "invalid", "outdated"])
@@ -361,6 +368,7 @@ def test_run_fails_and_names_worker_when_worker_is_killed(
     with pytest.raises(WorkerDied, match=f"worker '{victim}' died .killed by signal 9"):
         asyncio.run(asyncio.wait_for(train(chosen, lambda _: Killer()), 60))
     assert not children()
+    assert_consistent(tmp_path)
 
 
 def _worker_pids(folder: Path) -> dict[str, int]:

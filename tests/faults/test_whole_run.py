@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.audits import assert_consistent
 from tests.faults.test_workers import SETTINGS
 from tests.models import random_model
 
@@ -110,11 +111,13 @@ def test_run_resumes_without_loss_after_suspension_and_kill(model: str, tmp_path
         left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
         _, left = psutil.wait_procs(left, timeout=5)
         assert not [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
+    assert_consistent(tmp_path)
     log = (tmp_path / "logs" / "main.log").read_text()
     assert "unresponsive" not in log and "no reply" not in log, "the suspension counted as a hang"
     with running(model, tmp_path, f"steps={reached + 3}") as run:
         output = run.process.communicate(timeout=240)[0]
         assert run.process.returncode == 0, output
     check_ledger(tmp_path)
+    assert_consistent(tmp_path)
     assert not list((tmp_path / "checkpoints").glob(".*"))
     assert not (tmp_path / "control.sock").exists()
