@@ -88,7 +88,7 @@ def check_evaluations(
     lines: list[Line],
     metrics: list[Line],
     best: int | None,
-    summary: dict[str, Any] | None,
+    summary: dict[str, Any],
     report: AuditReport,
 ) -> None:
     """Compare the evaluations with those in metrics, the best checkpoint and the summary."""
@@ -124,11 +124,11 @@ def _check_reported(
     """Compare the evaluations that metrics report, in the step after the result."""
     for line in metrics:
         row, where = line.row or {}, f"{METRICS}:{line.number}"
-        step = row.get("evaluation/step")
+        step, reported_in = row.get("evaluation/step"), row.get("step")
         if step is None:
             continue
-        found = rows.get(int(step)) if isinstance(step, float | int) else None
-        if found is None or step >= row.get("step", math.inf):
+        found = next((rows[at] for at in rows if at == step), None)
+        if found is None or (isinstance(reported_in, int) and found["step"] >= reported_in):
             problem = f"reports an evaluation of step {step}, which {EVALUATIONS} does not have"
             report.add("evaluations", where, problem)
         elif not _equal(row.get("evaluation/reward"), found["reward"]):

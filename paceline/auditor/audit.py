@@ -6,7 +6,7 @@ written the last step to one file and not yet to another; such a last step is no
 
 import fcntl
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from paceline.auditor.agreement import (
 )
 from paceline.auditor.checkpoints import Checkpoint, best_step, read_checkpoints
 from paceline.auditor.history import FILE as LEDGER
-from paceline.auditor.history import Counts, History, Limits
+from paceline.auditor.history import Counts, History, read_limits, section
 from paceline.auditor.report import AuditReport
 from paceline.errors import CheckpointError
 from paceline.line_file import Line, read_lines
@@ -46,6 +46,7 @@ def audit(run_dir: str | Path) -> AuditReport:
 class _Audit:
     folder: Path
     report: AuditReport
+    _open: list[str] = field(default_factory=list)  # files whose last line is incomplete
 
     def run(self) -> AuditReport:
         report, config = self.report, self._json("config.json") or {}
@@ -54,11 +55,7 @@ class _Audit:
         metrics = self._lines(METRICS)
         check_steps(metrics, report)
         checkpoints = read_checkpoints(self.folder, report)
-        limits = Limits(
-            _number(config.get("groups_per_step")),
-            _number((config.get("schedule") or {}).get("max_staleness")),
-        )
-        history = History(limits, report)
+        history = History(read_limits(config), report)
         if not supervised:
             lengths = {c.ledger_length for c in checkpoints if c.ledger_length is not None}
             for line in self._lines(LEDGER):
@@ -73,20 +70,30 @@ class _Audit:
             check_metrics(metrics, history, report, complete=ended, active=active)
             check_samples(self._lines(SAMPLES, required=False), history, report)
         evaluations = self._lines(EVALUATIONS, required=False)
-        keeps_best = bool((config.get("evaluation") or {}).get("keep_best"))
+        keeps_best = bool(section(config, "evaluation").get("keep_best"))
         best = best_step(self.folder, report) if keeps_best else None
-        last = (summary or {}).get("evaluation") if ended else None
-        check_evaluations(evaluations, metrics, best, last, report)
+        scores = section(summary or {}, "evaluation") if ended else {}
+        check_evaluations(evaluations, metrics, best, scores, report)
+        if ended:
+            for name in self._open:
+                report.add("files", name, "ends with an incomplete line, but the run has ended")
         self._count(history, steps, checkpoints, evaluations, supervised)
         return report
 
+    def _is_file(self, name: str, required: bool) -> bool:
+        """Return whether there is a regular file; a pipe would let the audit wait for ever."""
+        path = self.folder / name
+        if path.exists() and not path.is_file():
+            self.report.add("files", name, "is not a regular file")
+        elif required and not path.exists():
+            self.report.add("files", name, "is missing")
+        return path.is_file()
+
     def _json(self, name: str, required: bool = True) -> dict[str, Any] | None:
+        if not self._is_file(name, required):
+            return None
         try:
             content = json.loads((self.folder / name).read_bytes())
-        except FileNotFoundError:
-            if required:
-                self.report.add("files", name, "is missing")
-            return None
         except (OSError, ValueError, RecursionError) as error:
             self.report.add("files", name, f"cannot be read: {error}")
             return None
@@ -97,12 +104,12 @@ class _Audit:
 
     def _lines(self, name: str, required: bool = True) -> list[Line]:
         """Return the complete lines, with the keys that are compared; report damaged ones."""
-        path = self.folder / name
-        if not path.exists() and required:
-            self.report.add("files", name, "is missing")
-        lines = [_kept(line, KEYS.get(name)) for line in read_lines(path)]
+        if not self._is_file(name, required):
+            return []
+        lines = [_kept(line, KEYS.get(name)) for line in read_lines(self.folder / name)]
         if lines and not lines[-1].whole:
-            self.report.notes.append(f"{name}: a crash or a running job left the last line open")
+            self.report.notes.append(f"{name}: the last line is incomplete")
+            self._open.append(name)
             lines.pop()
         for line in lines:
             if line.row is None:
@@ -127,6 +134,9 @@ class _Audit:
         steps = {line.end: (line.row or {}).get("step") for line in metrics}
         for checkpoint in checkpoints:
             where, length = f"checkpoints/{checkpoint.name}", checkpoint.metrics_length
+            if checkpoint.limits != history.limits:
+                problem = f"has {checkpoint.limits}, but config.json has {history.limits}"
+                self.report.add("checkpoints", where, problem)
             if length not in steps:
                 problem = f"metrics.jsonl has no line that ends at byte {length}"
                 self.report.add("checkpoints", where, problem)

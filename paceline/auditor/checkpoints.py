@@ -9,10 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.auditor.history import Counts
+from paceline.auditor.history import Counts, Limits, read_limits, section
 from paceline.auditor.report import AuditReport
 
 MAX_THREADS = 16
+# What a file that is not what it should be raises.
+UNREADABLE: tuple[type[Exception], ...] = (
+    *(OSError, ValueError, KeyError, TypeError, AttributeError),
+    *(ArithmeticError, RecursionError),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +28,7 @@ class Checkpoint:
     metrics_length: int
     ledger_length: int | None
     ledger: Counts | None
+    limits: Limits
 
 
 def read_checkpoints(run_dir: Path, report: AuditReport) -> list[Checkpoint]:
@@ -56,10 +62,12 @@ def best_step(run_dir: Path, report: AuditReport) -> int | None:
 
 def _damage(folder: Path) -> Iterator[tuple[str, str]]:
     try:
+        if not (folder / "manifest.json").is_file():
+            raise FileNotFoundError("it is not a regular file")
         manifest = json.loads((folder / "manifest.json").read_bytes())
-        expected = dict(manifest["files"])
+        expected: dict[str, Any] = {**manifest["files"]}
         step = int(manifest["step"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except UNREADABLE as error:
         yield "manifest.json", f"cannot be read: {error!r}"
         return
     if folder.name != f"step_{step:08d}":
@@ -100,8 +108,9 @@ def _state(folder: Path, report: AuditReport) -> Checkpoint | None:
             int(state["metrics_length"]),
             int(ledger["length"]) if ledger else None,
             _counts(ledger) if ledger else None,
+            read_limits(section(state, "config")),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except UNREADABLE as error:
         report.add("checkpoints", where, f"cannot be read: {error!r}")
         return None
     if folder.name != f"step_{checkpoint.step:08d}":

@@ -29,6 +29,20 @@ class Limits:
         return (self.max_staleness + 1) * self.groups_per_step
 
 
+def read_limits(config: dict[str, Any]) -> Limits:
+    per_step = config.get("groups_per_step")
+    bound = section(config, "schedule").get("max_staleness")
+    return Limits(
+        per_step if isinstance(per_step, int) else None, bound if isinstance(bound, int) else None
+    )
+
+
+def section(table: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a table in a table; an empty one if there is none."""
+    found = table.get(name)
+    return found if isinstance(found, dict) else {}
+
+
 @dataclass(frozen=True, slots=True)
 class Trained:
     seq: int

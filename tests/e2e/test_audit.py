@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -363,6 +364,50 @@ def test_audit_finds_wrong_counts_in_summary(run: Path) -> None:
     assert "summary.json: has {" in problems(run, "summary")
 
 
+def test_audit_finds_other_bound_in_config(run: Path) -> None:
+    config = json.loads((run / "config.json").read_text())
+    config["schedule"]["max_staleness"] = 9
+    (run / "config.json").write_text(json.dumps(config))
+    assert "max_staleness=2), but config.json has" in problems(run, "checkpoints")
+
+
+def test_audit_notices_flipped_bits_in_every_file(run: Path) -> None:
+    numbers = random.Random(0)
+    files = sorted(run.glob("*.jsonl")) + [
+        f for f in run.glob("checkpoints/step*/**/*") if f.is_file()
+    ]
+    for path in files:
+        content = path.read_bytes()
+        last = 8 * len(content) - 8  # the first bit of the last byte
+        for bit in (last, *numbers.sample(range(8 * len(content)), 5)):
+            damaged = bytearray(content)
+            damaged[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(damaged)
+            harmless = path.name == "manifest.json" and _same(content, damaged)
+            assert not paceline.audit(run).ok or harmless, (path, bit)
+        path.write_bytes(content)
+    assert_consistent(run)
+
+
+def _same(content: bytes, damaged: bytes) -> bool:
+    """Return whether what the audit reads of two manifests is the same."""
+    try:
+        read = [json.loads(text) for text in (content, damaged)]
+        return all(read[0][key] == read[1][key] for key in ("step", "files"))
+    except (ValueError, KeyError):
+        return False
+
+
+@pytest.mark.parametrize("name", ["summary.json", "config.json", "ledger.jsonl"])
+def test_audit_reports_what_is_not_a_table_or_a_file(name: str, run: Path) -> None:
+    for content in (b"", b"[]", b'{"schedule": 3, "evaluation": 1, "ledger": []}', b"\xff"):
+        (run / name).write_bytes(content)
+        paceline.audit(run)
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    assert f"{name}: is not a regular file" in problems(run, "files")
+
+
 def test_killed_run_has_no_problem(run: Path) -> None:
     """Its ledger ends anywhere after the last step that was flushed."""
     (run / "summary.json").unlink()
@@ -370,7 +415,7 @@ def test_killed_run_has_no_problem(run: Path) -> None:
     content = (run / "ledger.jsonl").read_bytes()
     fifth = content.index(b'"step": 5')
     start = content.rindex(b"\n", 0, fifth) + 1
-    for length in range(start, len(content)):
+    for length in range(start, len(content), 3):
         (run / "ledger.jsonl").write_bytes(content[:length])
         report = assert_consistent(run)
     assert any("no summary.json" in note for note in report.notes)
