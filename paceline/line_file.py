@@ -57,9 +57,13 @@ def read_lines(path: Path, length: int | None = None) -> Iterator[Line]:
 
 def intact_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a file; skip a damaged line with a warning and an incomplete last line."""
+    yield from (line.row for line in intact_lines(path) if line.row is not None)
+
+
+def intact_lines(path: Path) -> Iterator[Line]:
     for line in read_lines(path):
         if line.row is not None:
-            yield line.row
+            yield line
         elif line.whole:
             log.warning(
                 "%s: line %d is damaged and is skipped. Checkpoints are not affected; restore the "

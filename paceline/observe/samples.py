@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from paceline.errors import CheckpointError
-from paceline.line_file import LineFile, intact_rows, read_lines
+from paceline.line_file import LineFile, intact_lines, intact_rows, read_lines
 from paceline.types import Group, Trajectory
 
 NAME = "samples.jsonl"
@@ -32,7 +32,7 @@ class Samples:
         self._groups, self._decode = groups, decode
         path = run_dir / NAME
         # Steps after the checkpoint are trained again.
-        kept = (line.end for line in read_lines(path) if _step(line.row) <= first_step)
+        kept = (line.end for line in intact_lines(path) if _step(line.row) <= first_step)
         self._file = LineFile(path, max(kept, default=0))
 
     def step_done(self, step: int, groups: Sequence[Group]) -> None:

@@ -104,10 +104,11 @@ def test_samples_skip_damaged_line_when_run_is_resumed(
     content = path.read_bytes()
     for damage in (b'"s\xfdep"', b'"stap"', b"[]"):
         path.write_bytes(content.replace(b'"step"', damage, 1))
+        caplog.clear()
         write(tmp_path, 3, range(4, 5))
+        assert f"{path}: line 1 is damaged" in caplog.text
         assert [row["step"] for row in intact_rows(path)] == [2, 3, 4]
         assert read_samples(tmp_path, 3)[0]["seq"] == 6
-        assert f"{path}: line 1 is damaged" in caplog.text
 
 
 @pytest.mark.parametrize("line", ['{"step": 1}', '{"step": 1, "prompt": 3, "completions": 7}'])
