@@ -30,6 +30,8 @@ if TYPE_CHECKING:
         train,
         train_async,
     )
+    from paceline.auditor.audit import audit
+    from paceline.auditor.report import AuditReport
     from paceline.config import RunConfig, load_config
     from paceline.errors import PacelineError
     from paceline.job import Run, Step
@@ -41,6 +43,8 @@ _MODULES = {
         *("train", "train_async", "steps", "Steps", "evaluate", "evaluate_async"),
         *("sft", "sft_async"),
     ),
+    "paceline.auditor.audit": ("audit",),
+    "paceline.auditor.report": ("AuditReport",),
     "paceline.config": ("RunConfig", "load_config"),
     "paceline.errors": ("PacelineError",),
     "paceline.job": ("Run", "Step"),
@@ -50,6 +54,7 @@ _MODULES = {
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
+    "AuditReport",
     "Batch",
     "Completion",
     "Environment",
@@ -65,6 +70,7 @@ __all__ = [
     "Trajectory",
     "Turn",
     "__version__",
+    "audit",
     "evaluate",
     "evaluate_async",
     "load_config",

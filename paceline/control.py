@@ -56,6 +56,7 @@ class Control:
             with _short_path(self._run_dir) as path:
                 listening.bind(path)
                 os.chmod(path, 0o600)
+                self._bound = os.stat(path)
         except OSError as error:
             listening.close()
             log.warning(
@@ -73,7 +74,10 @@ class Control:
             return
         self._server.close()
         await self._close_clients()
-        (self._run_dir / SOCKET).unlink(missing_ok=True)
+        path = self._run_dir / SOCKET
+        # If the directory was replaced during the run, its socket is that of another run.
+        if path.exists() and os.path.samestat(path.stat(), self._bound):
+            path.unlink(missing_ok=True)
 
     async def _close_clients(self) -> None:
         for task in list(self._clients):

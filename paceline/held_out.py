@@ -8,7 +8,6 @@ Waits for: the engines and the reward, for as many prompts at a time as fill the
 """
 
 import asyncio
-import json
 import math
 import os
 import time
@@ -20,6 +19,7 @@ import numpy as np
 
 from paceline.data.held_out import EvaluationSettings
 from paceline.errors import RolloutError, first_error
+from paceline.line_file import encode_line, intact_rows
 from paceline.rollout.rollouter import Rollouter
 from paceline.types import Finish, Group, Prompt, Trajectory
 
@@ -99,8 +99,8 @@ class HeldOut:
         scores = score(groups, self._settings.solved_at)
         scores["seconds"] = time.perf_counter() - begun
         self._done.append({"step": step, "wall_time_s": time.time(), **scores})
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(self._done[-1]) + "\n")
+        with self._path.open("ab") as file:
+            file.write(encode_line(self._done[-1]))
         self._link_best(step)
         self._report(step, scores)
 
@@ -141,12 +141,18 @@ class HeldOut:
 
     def _read(self, first_step: int) -> list[dict[str, Any]]:
         """Return the evaluations before a resumed run, and delete later ones from the file."""
-        if not self._path.exists():
-            return []
-        lines = [json.loads(line) for line in self._path.read_text("utf-8").splitlines()]
-        lines = [line for line in lines if line["step"] <= first_step]
-        self._path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
-        return lines
+        rows = [row for row in intact_rows(self._path) if _is_evaluation(row)]
+        rows = [row for row in rows if row["step"] <= first_step]
+        if self._path.exists():
+            temporary = self._path.with_suffix(".tmp")
+            temporary.write_bytes(b"".join(map(encode_line, rows)))
+            temporary.replace(self._path)
+        return rows
+
+
+def _is_evaluation(row: dict[str, Any]) -> bool:
+    """Return whether a line without a checksum has what the choice of the best one needs."""
+    return isinstance(row.get("step"), int) and isinstance(row.get("reward"), float | int)
 
 
 def score(groups: Sequence[Group], solved_at: float) -> Scores:

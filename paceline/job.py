@@ -4,7 +4,6 @@ Waits for: the run, which has a separate thread with an event loop (background.p
 """
 
 import asyncio
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from paceline.background import Background
 from paceline.config import RunConfig, check_trainable
 from paceline.early_checks import check_early
+from paceline.line_file import intact_rows
 from paceline.loop import Metrics, Observer
 from paceline.rollout.engine import EngineStats
 from paceline.types import Group, Role
@@ -44,8 +44,7 @@ class Run:
     @cached_property
     def metrics(self) -> list[Metrics]:
         """The metrics of each step."""
-        lines = (self.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]
+        return list(intact_rows(self.run_dir / "metrics.jsonl"))
 
 
 @dataclass(frozen=True, slots=True)

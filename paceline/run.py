@@ -181,7 +181,9 @@ class _Run:
         stack.callback(ledger.close)
         display = make_display(start.step) if make_display else None
         sinks = open_sinks(config.track, self._run_dir, self._inputs.identity["config"])
-        recorder = Recorder(self._run_dir, start.metrics_length, samples, display, sinks)
+        recorder = Recorder(
+            self._run_dir, start.metrics_length, samples, display, sinks, start.step
+        )
         stack.callback(recorder.close)
         queue = MessageQueue(config.max_queue_size, changed=fleet.changed)
         workers = unique_workers(self._workers)
@@ -212,6 +214,7 @@ class _Run:
             stack.callback(stopper.cancel)
         async with control.serving(job_commands(fleet, self._rollouter)):
             await loop.run(start.step)
+        ledger.flush()  # fails if the directory was moved or deleted after the last step
         peak = await self._final_stats(recorder)
         summary = recorder.summary(
             sync_s=self._synchronizer.seconds, ledger=ledger.counts(), memory_peak_bytes=peak

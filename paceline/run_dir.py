@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from paceline.config import RunConfig, differences
 from paceline.errors import CheckpointError
+from paceline.line_file import read_lines
 from paceline.printable import LogFormatter
 from paceline.queue.ledger import LedgerState
 from paceline.training.checkpoint import latest_checkpoint
@@ -110,30 +111,28 @@ def find_start(config: RunConfig, identity: dict[str, Any]) -> Start:
         LedgerState.from_json(ledger) if ledger else None,
         state["metrics_length"],
     )
-    _check_lines(root.with_name("metrics.jsonl"), start.metrics_length, start.step)
+    # A damaged line of metrics costs a warning when the recorder reads them. The ledger decides
+    # which prompts are trained, so it must be right.
+    _check_length(root.with_name("metrics.jsonl"), start.metrics_length, start.step)
     if ledger:
-        _check_lines(root.with_name("ledger.jsonl"), ledger["length"], start.step)
+        path = root.with_name("ledger.jsonl")
+        _check_length(path, ledger["length"], start.step)
+        for line in read_lines(path, ledger["length"]):
+            if line.row is None or not line.whole:
+                raise _mismatch(path, start.step, f"line {line.number} is damaged")
     return start
 
 
-def _check_lines(path: Path, length: int, step: int) -> None:
-    """Raise if a file does not contain what it did when the checkpoint was written."""
-    content = b""
-    if path.exists():
-        with path.open("rb") as file:
-            content = file.read(length)
-    try:
-        whole = len(content) == length and all(
-            isinstance(json.loads(line), dict) for line in content.splitlines()
-        )
-    except ValueError:
-        whole = False
-    if not whole:
-        what = "a part is missing" if len(content) < length else "it is corrupted"
-        raise CheckpointError(
-            f"{path} does not match the checkpoint of step {step}: {what}. Restore the file, or "
-            "start over with --fresh"
-        )
+def _check_length(path: Path, length: int, step: int) -> None:
+    if (path.stat().st_size if path.exists() else 0) < length:
+        raise _mismatch(path, step, "a part is missing")
+
+
+def _mismatch(path: Path, step: int, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} does not match the checkpoint of step {step}: {what}. Restore the file from a "
+        "backup, or start over with --fresh (in Python: fresh=True)"
+    )
 
 
 @contextmanager

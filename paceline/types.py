@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
+# Largest magnitude of a reward: advantages need its square, in float32.
+MAX_REWARD = 1e18
 
 
 class Role(StrEnum):

@@ -3,7 +3,6 @@ and the contents of summary.json."""
 
 import json
 import math
-import os
 import time
 from array import array
 from collections import Counter
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.line_file import LineFile, intact_rows
 from paceline.loop import Metrics, Observer
 from paceline.observe.samples import Samples
 from paceline.observe.sinks import Sinks
@@ -43,34 +43,30 @@ class Recorder:
         samples: Samples,
         display: Observer | None = None,
         sinks: Sinks | None = None,
+        first_step: int = 0,
     ) -> None:
+        """`length`: bytes of metrics.jsonl that a checkpoint of `first_step` has recorded."""
         self._engines: Sequence[EngineStats] = ()
         self._samples = samples
         self._display = display
         self._evaluated: Metrics = {}  # since the last step
         self._sinks = sinks or Sinks()
-        # One number per step, including the steps before this run.
+        # One number per step whose line is intact, including the steps before this run.
         self._rewards, self._teacher_kl = array("d"), array("d")
-        path = run_dir / "metrics.jsonl"
-        with path.open("ab") as file:
-            file.truncate(length)
-        with path.open(encoding="utf-8") as lines:
-            for row in map(json.loads, lines):
-                self._keep(row)
-        self._earlier_steps = len(self._rewards)
+        self._file = LineFile(run_dir / "metrics.jsonl", length)
+        for row in intact_rows(self._file.path):
+            self._keep(row)
+        self._first_step = self._step = first_step
         self._sums: Counter[str] = Counter()  # of SUMMED
         self._slow = SlowSteps()
         self._maxima: dict[str, float] = {}  # of staleness and memory
         self._polls, self._queue_sum, self._queue_last = 0, 0.0, 0.0
-        self._file = path.open("a", encoding="utf-8")
         self._started = time.perf_counter()
 
     @property
     def length(self) -> int:
         """Bytes written so far. A checkpoint stores it, so that resuming truncates later lines."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return os.fstat(self._file.fileno()).st_size
+        return self._file.durable_length()
 
     @property
     def reward(self) -> float | None:
@@ -87,11 +83,9 @@ class Recorder:
 
     def step_done(self, step: int, metrics: Metrics, groups: Sequence[Group]) -> None:
         metrics, self._evaluated = metrics | self._evaluated, {}
-        self._file.write(
-            json.dumps({"step": step} | {name: rounded(value) for name, value in metrics.items()})
-            + "\n"
-        )
+        self._file.write({"step": step} | {name: rounded(v) for name, v in metrics.items()})
         self._file.flush()
+        self._step = step
         self._keep(metrics)
         self._sums.update({name: metrics.get(name, 0.0) for name in SUMMED})
         for name, value in metrics.items():
@@ -103,12 +97,13 @@ class Recorder:
         if self._display:
             self._display.step_done(step, metrics, groups)
 
-    def _keep(self, metrics: Mapping[str, float | None]) -> None:
+    def _keep(self, metrics: Mapping[str, Any]) -> None:
         for name, kept in (("reward/mean", self._rewards), ("distill/kl", self._teacher_kl)):
-            if (value := metrics.get(name)) is not None:
+            if isinstance(value := metrics.get(name), float | int):
                 kept.append(value)
 
     def engines_polled(self, engines: Sequence[EngineStats], queue_utilization: float) -> None:
+        self._file.check_in_place()  # also in a long step, and while generation is paused
         self._polls += 1
         self._queue_sum += queue_utilization
         self._queue_last = queue_utilization
@@ -134,7 +129,7 @@ class Recorder:
         """
         rewards, sums = self._rewards, self._sums
         wall = max(time.perf_counter() - self._started, 1e-9)
-        steps = len(rewards) - self._earlier_steps
+        steps = self._step - self._first_step
         queue_utilization = sums["queue/utilization"] / max(1, steps)
         if self._polls:
             queue_utilization = self._queue_sum / self._polls
@@ -144,7 +139,7 @@ class Recorder:
         if kl:
             distilled = {"distill_kl_first": kl[0], "distill_kl_last": float(np.mean(kl[-last:]))}
         return {
-            "steps": len(rewards),
+            "steps": self._step,
             "steps_this_run": steps,
             "wall_s": wall,
             # Of the first step, before any update, and of the last tenth of all steps.

@@ -4,8 +4,8 @@ Metrics can look good while completions are not: a reward may be exploited, comp
 or repetitive. `paceline samples` prints this file.
 """
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from paceline.errors import CheckpointError
+from paceline.line_file import LineFile, intact_lines, intact_rows, read_lines
 from paceline.printable import printable
 from paceline.types import Group, Trajectory
 
@@ -31,18 +32,13 @@ class Samples:
     ) -> None:
         self._groups, self._decode = groups, decode
         path = run_dir / NAME
-        temporary = path.with_suffix(".tmp")
         # Steps after the checkpoint are trained again.
-        with temporary.open("w", encoding="utf-8") as kept:
-            kept.writelines(line for line, step in _lines(path) if step <= first_step)
-        temporary.replace(path)
-        # A lone surrogate is written as the escape that JSON has for it.
-        self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
+        kept = (line.end for line in intact_lines(path) if _step(line.row) <= first_step)
+        self._file = LineFile(path, max(kept, default=0))
 
     def step_done(self, step: int, groups: Sequence[Group]) -> None:
         for group in groups[: self._groups]:
-            row = _row(step, group, self._decode)
-            self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            self._file.write(_row(step, group, self._decode), ascii_only=False)
         self._file.flush()
 
     def close(self) -> None:
@@ -56,17 +52,27 @@ def read_samples(run_dir: Path, step: int | None = None) -> list[dict[str, Any]]
         raise CheckpointError(
             f"{path} does not exist; expected a run directory, for example runs/fully_async"
         )
-    steps = [at for _, at in _lines(path)]
+    steps = [at for row in intact_rows(path) if (at := _step(row)) < math.inf]
     if not steps:
         raise CheckpointError(f"{path} is empty: no step is complete yet, or save_samples = 0")
     wanted = steps[-1] if step is None else step
     if wanted not in steps:
         raise CheckpointError(f"{path} has no step {wanted}; it has {steps[0]} to {steps[-1]}")
-    return [json.loads(line) for line, at in _lines(path) if at == wanted]
+    return [line.row for line in read_lines(path) if line.row and _step(line.row) == wanted]
 
 
 def samples_panel(row: dict[str, Any]) -> Panel:
     """Return a panel with a prompt and its completions, best first."""
+    try:
+        return _panel(row)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(
+            f"{NAME}: a line of step {row.get('step')} is damaged: {error!r}; delete the line, or "
+            "restore the file from a backup"
+        ) from error
+
+
+def _panel(row: dict[str, Any]) -> Panel:
     parts: list[Text] = [Text(printable(row["prompt"].strip()), style="bold")]
     for sample in sorted(row["completions"], key=lambda sample: -sample["reward"]):
         details = "".join(f", {name} {value:g}" for name, value in sample["details"].items())
@@ -131,10 +137,7 @@ def _completion(
     return found
 
 
-def _lines(path: Path) -> Iterator[tuple[str, int]]:
-    """Yield each line with its step, except a last line that a crash left incomplete."""
-    if path.exists():
-        with path.open(encoding="utf-8", newline="\n") as file:
-            yield from (
-                (line, int(json.loads(line)["step"])) for line in file if line.endswith("\n")
-            )
+def _step(row: dict[str, Any] | None) -> float:
+    """Return the step of a line; infinity if the line is damaged."""
+    step = row.get("step") if row else None
+    return step if isinstance(step, int) else math.inf

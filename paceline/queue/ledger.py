@@ -1,17 +1,17 @@
 """The ledger: every issued prompt was trained once, dropped for a named reason, or is outstanding.
 
-The file has one JSON line per event. A checkpoint stores the state and the length of the file; a
-resumed run truncates the file there, so that ledger and weights describe the same moment.
+The file has one JSON line with a checksum per event. A checkpoint stores the state and the length
+of the file; a resumed run truncates the file there, so that ledger and weights describe the same
+moment.
 """
 
-import json
-import os
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from paceline.errors import LedgerError
+from paceline.line_file import LineFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,7 @@ class Ledger:
         self.dropped: Counter[str] = Counter(state.dropped)
         self._outstanding: dict[int, None] = dict.fromkeys(state.outstanding)
         self._reissue = list(state.outstanding)
-        self._file: IO[str] | None = None
-        if path is not None:
-            with path.open("ab") as file:
-                file.truncate(state.length)
-            self._file = path.open("a", encoding="utf-8")
+        self._file = LineFile(path, state.length) if path is not None else None
 
     @property
     def outstanding(self) -> list[int]:
@@ -88,19 +84,14 @@ class Ledger:
             raise LedgerError(f"the ledger does not balance: {self.counts()}")
 
     def state(self) -> LedgerState:
-        length = 0
-        if self._file:
-            self.flush(durable=True)
-            length = os.fstat(self._file.fileno()).st_size
+        length = self._file.durable_length() if self._file else 0
         return LedgerState(
             self.next_seq, tuple(self._outstanding), self.trained_count, dict(self.dropped), length
         )
 
-    def flush(self, durable: bool = False) -> None:
+    def flush(self) -> None:
         if self._file:
             self._file.flush()
-            if durable:
-                os.fsync(self._file.fileno())
 
     def close(self) -> None:
         if self._file:
@@ -117,4 +108,4 @@ class Ledger:
 
     def _write(self, event: str, seq: int, **more: Any) -> None:
         if self._file:
-            self._file.write(json.dumps({"event": event, "seq": seq, **more}) + "\n")
+            self._file.write({"event": event, "seq": seq, **more})

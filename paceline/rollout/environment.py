@@ -5,7 +5,6 @@ class `E(tokenizer)` with a method `run`, selected with `rollout.environment = "
 """
 
 import inspect
-import math
 import traceback
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Protocol
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from paceline.data.chat import stop_token_ids, text_decoder
 from paceline.errors import ConfigError, PacelineError, RolloutError
 from paceline.plugins import PluginError, find_callable
-from paceline.types import Completion, Prompt, Trajectory, Turn
+from paceline.types import MAX_REWARD, Completion, Prompt, Trajectory, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -85,9 +84,11 @@ class CustomEnvironment:
                     f"turn {number} does not match a call of generate(); "
                     "pass generate() the tokens of all turns so far, and no others",
                 )
-            if not math.isfinite(turn.reward):
+            if not abs(turn.reward) <= MAX_REWARD:
                 raise self._problem(
-                    prompt, f"turn {number} has the reward {turn.reward}; expected a finite number"
+                    prompt,
+                    f"turn {number} has the reward {turn.reward}; expected a finite number of at "
+                    f"most {MAX_REWARD:g}",
                 )
             tokens += tuple(completion.tokens.tolist())
         return trajectory

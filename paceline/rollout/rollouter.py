@@ -25,7 +25,17 @@ from paceline.rollout.fleet import Fleet
 from paceline.rollout.router import EngineAssignment, Router
 from paceline.rollout.vllm_settings import VllmSettings
 from paceline.settings import Settings, automatic
-from paceline.types import Completion, Finish, Group, OnSync, Prompt, Request, Sampling, Trajectory
+from paceline.types import (
+    MAX_REWARD,
+    Completion,
+    Finish,
+    Group,
+    OnSync,
+    Prompt,
+    Request,
+    Sampling,
+    Trajectory,
+)
 
 log = logging.getLogger(__name__)
 
@@ -227,11 +237,13 @@ class Rollouter:
             dict(score) if isinstance(score, Mapping) else {"reward": score} for score in scores
         ]
         if len(named) != len(trajectories) or not all(
-            math.isfinite(number) for score in named for number in score.values()
+            math.isfinite(number) and (name != "reward" or abs(number) <= MAX_REWARD)
+            for score in named
+            for name, number in score.items()
         ):
             raise RewardError(
                 f"the reward of prompt {prompt.uid} returned {scores!r}; "
-                f"expected {len(trajectories)} finite numbers"
+                f"expected {len(trajectories)} finite numbers of at most {MAX_REWARD:g}"
             )
         return tuple(
             trajectory.scored(score.pop("reward"), score)

@@ -1,16 +1,17 @@
 """The results of a supervised run: metrics.jsonl (one line per step) and the contents of
 summary.json."""
 
-import json
-import os
+import math
 import time
 from array import array
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from paceline.line_file import LineFile, intact_rows
 from paceline.loop import Metrics
 from paceline.observe.recorder import rounded
 from paceline.observe.sinks import Sinks
@@ -28,30 +29,30 @@ class LossRecorder:
     """Writes the metrics of each step and passes them on. Steps are summed, not kept."""
 
     def __init__(
-        self, run_dir: Path, length: int, display: LossObserver | None, sinks: Sinks
+        self,
+        run_dir: Path,
+        length: int,
+        display: LossObserver | None,
+        sinks: Sinks,
+        first_step: int = 0,
     ) -> None:
-        """`length`: bytes of metrics.jsonl that a checkpoint has recorded; the rest is dropped."""
+        """`length`: bytes of metrics.jsonl that a checkpoint of `first_step` has recorded; the rest
+        is dropped."""
         self._display, self._sinks = display, sinks
         self.validation_first: float | None = None
         self._validation: float | None = None
         self._losses = array("d")
         self._sums: Counter[str] = Counter()
-        path = run_dir / "metrics.jsonl"
-        with path.open("ab") as file:
-            file.truncate(length)
-        with path.open(encoding="utf-8") as lines:
-            for line in lines:
-                self._keep(json.loads(line))
-        self._earlier_steps = len(self._losses)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = LineFile(run_dir / "metrics.jsonl", length)
+        for row in intact_rows(self._file.path):
+            self._keep(row)
+        self._first_step = self._step = first_step
         self._started = time.perf_counter()
 
     @property
     def length(self) -> int:
         """Bytes written so far. A checkpoint stores it, so that resuming truncates later lines."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return os.fstat(self._file.fileno()).st_size
+        return self._file.durable_length()
 
     @property
     def loss(self) -> float | None:
@@ -61,8 +62,9 @@ class LossRecorder:
 
     def step_done(self, step: int, metrics: Metrics) -> None:
         values = {name: rounded(value) for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step} | values) + "\n")
+        self._file.write({"step": step} | values)
         self._file.flush()
+        self._step = step
         self._keep(metrics)
         self._sums.update({name: metrics.get(name, 0.0) for name in SUMMED})
         self._sinks.put(step, metrics)
@@ -77,9 +79,9 @@ class LossRecorder:
         """Return the results. If the run was resumed, rates cover only the steps since then."""
         losses, sums = self._losses, self._sums
         wall = max(time.perf_counter() - self._started, 1e-9)
-        steps = len(losses) - self._earlier_steps
+        steps = self._step - self._first_step
         found = {
-            "steps": len(losses),
+            "steps": self._step,
             "steps_this_run": steps,
             "wall_s": wall,
             # Of the first step, before any update, and of the last tenth of all steps.
@@ -100,7 +102,8 @@ class LossRecorder:
             }
         return found
 
-    def _keep(self, metrics: Metrics) -> None:
-        loss = metrics["train/loss"]
-        self._losses.append(float("nan") if loss is None else loss)  # JSON has no nan
-        self._validation = metrics.get("validation/loss", self._validation)
+    def _keep(self, metrics: Mapping[str, Any]) -> None:
+        loss = metrics.get("train/loss")
+        self._losses.append(loss if isinstance(loss, float | int) else math.nan)  # null: JSON
+        validation = metrics.get("validation/loss")
+        self._validation = validation if isinstance(validation, float | int) else self._validation

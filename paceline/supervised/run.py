@@ -122,7 +122,7 @@ class _Run:
         config, inputs, start = self._config, self._inputs, self._start
         display = make_display(start.step, inputs.steps) if make_display else None
         sinks = open_sinks(config.track, self._run_dir, inputs.identity["config"])
-        recorder = LossRecorder(self._run_dir, start.metrics_length, display, sinks)
+        recorder = LossRecorder(self._run_dir, start.metrics_length, display, sinks, start.step)
         stack.callback(recorder.close)
         if inputs.held_out and start.step == 0:
             self._validation_first = await self._validation_loss()

@@ -1,6 +1,5 @@
 """Evaluation during training, in real runs."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,8 @@ import pytest
 
 import paceline
 from paceline.errors import ConfigError
+from paceline.line_file import intact_rows
+from tests.audits import assert_consistent
 
 ROWS = [{"prompt": f"say {i}", "answer": str(i)} for i in range(40)]
 SETTINGS: dict[str, Any] = {
@@ -48,7 +49,7 @@ def train(model: str, run_dir: Path, **more: Any) -> paceline.Run:
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+    return list(intact_rows(run_dir / "evaluations.jsonl"))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -70,6 +71,7 @@ def test_first_last_and_every_second_version_is_evaluated_and_the_best_is_kept(
         assert link.resolve().name == f"step_{best['step']:08d}"
     reported = [m["evaluation/reward"] for m in run.metrics if "evaluation/reward" in m]
     assert reported[0] == pytest.approx(found[0]["reward"], abs=1e-5)
+    assert_consistent(tmp_path)
 
 
 def test_evaluation_during_training_equals_evaluation_of_the_checkpoint(
@@ -88,9 +90,12 @@ def test_evaluation_during_training_equals_evaluation_of_the_checkpoint(
 
 def test_resumed_run_evaluates_what_is_missing(model: str, tmp_path: Path) -> None:
     train(model, tmp_path, steps=2)
+    with (tmp_path / "evaluations.jsonl").open("ab") as file:
+        file.write(b'{"step": 3, "rewa')  # a crash, or a full disk
     run = train(model, tmp_path, steps=4)
     assert [line["step"] for line in lines(tmp_path)] == [0, 2, 4]
     assert run.summary["evaluation"]["first"]["step"] == 0
+    assert_consistent(tmp_path)
 
 
 def test_evaluation_does_not_change_what_is_learned(model: str, tmp_path: Path) -> None:

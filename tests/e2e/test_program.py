@@ -18,6 +18,7 @@ import paceline
 from examples import custom_program
 from examples.custom_environment import TwoTries
 from paceline.workers import automatic
+from tests.audits import assert_consistent
 
 README = Path(__file__).parents[2] / "README.md"
 SMALL: dict[str, Any] = {
@@ -91,6 +92,7 @@ def test_steps_resume_stopped_run(small: dict[str, Any]) -> None:
     stopped = first.stop().summary["steps"]
     later = [step.step for step in paceline.steps(data="copy:3", steps=stopped + 2, **small)]
     assert later == [stopped + 1, stopped + 2]
+    assert_consistent(Path(small["run_dir"]))
 
 
 def test_run_records_automatic_settings_and_names_changed_ones(

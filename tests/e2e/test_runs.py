@@ -4,6 +4,7 @@ import asyncio
 import errno
 import hashlib
 import json
+import logging
 import os
 import shutil
 import signal
@@ -17,9 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from paceline.config import RunConfig, load_config
 from paceline.errors import CheckpointError, WorkerDied
+from paceline.line_file import intact_rows
 from paceline.run import train
 from paceline.run_dir import lock_run_dir
 from paceline.workers.local import LocalCluster
+from tests.audits import assert_consistent
 from tests.models import random_model
 from tests.processes import children
 
@@ -129,6 +132,7 @@ def test_mode_trains_every_prompt_once_within_staleness_bound(
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert max(row["train/logprob_diff_max"] for row in rows if row["staleness/max"] == 0) < 1e-4
     assert children() == before, "a child process is still running"
+    assert_consistent(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +154,7 @@ def test_resumed_sync_run_equals_uninterrupted_run(
     assert weights(whole, 6) == weights(parts, 6)
     assert _rewards(whole) == _rewards(parts)
     assert (whole / "ledger.jsonl").read_text() == (parts / "ledger.jsonl").read_text()
+    assert_consistent(parts)
 
 
 def test_resumed_async_run_trains_every_prompt_once(model: str, tmp_path: Path) -> None:
@@ -161,6 +166,7 @@ def test_resumed_async_run_trains_every_prompt_once(model: str, tmp_path: Path) 
     assert [event["seq"] for event in events if event["event"] == "trained"] == list(range(24))
     assert any(event["event"] == "reissued" for event in events)
     assert summary["steps"] == 6 and summary["ledger"]["trained"] == 24
+    assert_consistent(tmp_path)
 
 
 def test_run_resumes_from_last_checkpoint_when_killed(model: str, tmp_path: Path) -> None:
@@ -181,10 +187,12 @@ def test_run_resumes_from_last_checkpoint_when_killed(model: str, tmp_path: Path
     with pytest.raises(Stop):
         asyncio.run(train(config(model, killed, "steps=6", "save_every=2"), lambda _: Killer()))
     assert len((killed / "metrics.jsonl").read_text().splitlines()) == 5
+    assert_consistent(killed)
     run(model, killed, "steps=6", "save_every=2")
     assert weights(whole, 6) == weights(killed, 6)
     assert _rewards(whole) == _rewards(killed)
     assert (whole / "ledger.jsonl").read_text() == (killed / "ledger.jsonl").read_text()
+    assert_consistent(killed)
 
 
 def test_checkpoint_is_loadable_by_transformers_and_new_run(model: str, tmp_path: Path) -> None:
@@ -253,22 +261,70 @@ def test_run_fails_with_cause_when_disk_is_full(model: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl"])
-def test_resume_fails_when_metrics_or_ledger_is_damaged(
+def test_resume_fails_when_part_of_metrics_or_ledger_is_missing(
     name: str, model: str, tmp_path: Path
 ) -> None:
     run(model, tmp_path, "steps=1")
     content = (tmp_path / name).read_bytes()
-    for damaged, what in (
-        (b"", "a part is missing"),
-        (content[:-9], "a part is missing"),
-        (b"x" * len(content), "it is corrupted"),
-    ):
+    for damaged in (b"", content[:-9]):
         (tmp_path / name).write_bytes(damaged)
-        message = f"{name} does not match the checkpoint of step 1: {what}"
+        message = f"{name} does not match the checkpoint of step 1: a part is missing"
         with pytest.raises(CheckpointError, match=message):
             run(model, tmp_path, "steps=2")
     (tmp_path / name).write_bytes(content + b'{"half a li')
     assert run(model, tmp_path, "steps=2")["steps"] == 2
+
+
+def test_resume_names_damaged_line_of_ledger_and_skips_one_of_other_files(
+    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A ledger line decides which prompts are trained; other lines are only read by people."""
+    run(model, tmp_path, "steps=3")
+    ledger = (tmp_path / "ledger.jsonl").read_bytes()
+    for damaged in (ledger.replace(b'"seq": 1', b'"seq": 2', 1), ledger[:-1] + b"x"):
+        (tmp_path / "ledger.jsonl").write_bytes(damaged)
+        message = r"ledger.jsonl does not match .* line (2|24) is damaged. Restore the file"
+        with pytest.raises(CheckpointError, match=message):
+            run(model, tmp_path, "steps=4")
+    (tmp_path / "ledger.jsonl").write_bytes(ledger)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        content = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(content.replace(b'"step": 2', b'"step": 6', 1))
+    with caplog.at_level(logging.WARNING, "paceline"):
+        assert run(model, tmp_path, "steps=4")["steps"] == 4
+    assert "metrics.jsonl: line 2 is damaged and is skipped" in caplog.text
+    assert [row["step"] for row in intact_rows(tmp_path / "metrics.jsonl")] == [1, 3, 4]
+
+
+@pytest.mark.parametrize("act", ["rename", "delete", "replace"])
+def test_run_fails_when_run_directory_is_moved_or_deleted(
+    act: str, model: str, tmp_path: Path
+) -> None:
+    folder, other = tmp_path / "run", tmp_path / "other"
+
+    class Mover:
+        def step_done(self, step: int, *_: object) -> None:
+            if step == 3 and act == "delete":
+                shutil.rmtree(folder)
+            elif step == 3:
+                folder.rename(other)
+            if step == 3 and act == "replace":
+                shutil.copytree(other, folder, ignore=shutil.ignore_patterns("*.sock"))
+
+        def engines_polled(self, *_: object) -> None:
+            return
+
+    what = "deleted" if act == "delete" else f"moved to {other}/ledger.jsonl"
+    chosen = config(model, folder, "steps=3", "save_every=2")
+    with pytest.raises(CheckpointError, match=f"run_dir = {folder}: ledger.jsonl was {what} while"):
+        asyncio.run(train(chosen, lambda _: Mover()))
+    if act == "replace":
+        assert not (folder / "summary.json").exists()
+    else:
+        assert not folder.exists(), "the run created its directory again"
+    if act == "rename":
+        assert run(model, other, "steps=3", "save_every=2")["steps"] == 3
+        assert_consistent(other)
 
 
 @pytest.mark.parametrize("damage", ["missing", "invalid", "outdated"])
@@ -308,6 +364,7 @@ def test_run_fails_and_names_worker_when_worker_is_killed(
     with pytest.raises(WorkerDied, match=f"worker '{victim}' died .killed by signal 9"):
         asyncio.run(asyncio.wait_for(train(chosen, lambda _: Killer()), 60))
     assert not children()
+    assert_consistent(tmp_path)
 
 
 def _worker_pids(folder: Path) -> dict[str, int]:

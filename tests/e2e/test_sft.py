@@ -19,6 +19,7 @@ from paceline.cli import app
 from paceline.errors import CheckpointError, ConfigError, DataError, WorkerDied
 from paceline.supervised.config import load_sft_config
 from paceline.supervised.run import fine_tune
+from tests.audits import assert_consistent
 from tests.e2e.test_runs import weights
 from tests.processes import children
 
@@ -122,12 +123,14 @@ def test_resumed_run_equals_uninterrupted_run_bit_for_bit(
         run(model, tmp_path, "save_every=3")
     assert len(losses(tmp_path)) == 4, "one step after the checkpoint"
     monkeypatch.undo()
+    assert_consistent(tmp_path)
     summary = run(model, tmp_path, "save_every=3")
     assert summary["steps"] == 6 and summary["steps_this_run"] == 3
     assert losses(tmp_path) == losses(single)
     assert weights(tmp_path, 6) == weights(single, 6)
     first = json.loads((single / "summary.json").read_text())["validation_loss_first"]
     assert summary["validation_loss_first"] == first
+    assert_consistent(tmp_path)
 
 
 @pytest.mark.slow

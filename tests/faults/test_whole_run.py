@@ -15,6 +15,11 @@ from pathlib import Path
 
 import psutil
 
+from paceline.config import load_config
+from paceline.data.source import open_source
+from paceline.data.tiny import make_tokenizer
+from tests import witness
+from tests.audits import assert_consistent
 from tests.faults.test_workers import SETTINGS
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +40,7 @@ class Run:
         self.process = subprocess.Popen(
             [*command, *SETTINGS, "reward.timeout_s=2", "save_every=5", *settings],
             cwd=ROOT,
+            env=witness.environment(run_dir.with_suffix(".witness")),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -84,6 +90,16 @@ def check_ledger(run_dir: Path, bound: int = 3) -> None:
     assert steps == list(range(1, len(steps) + 1)) and len(trained) == 4 * len(steps)
 
 
+def check_witness(model: str, run_dir: Path) -> None:
+    """Check that the weights contain the prompts that the ledger has, in this order."""
+    checkpoint = sorted((run_dir / "checkpoints").glob("step_*"))[-1]
+    steps = witness.prompts_in(checkpoint, Path(model), run_dir.with_suffix(".witness"))
+    config = load_config(ROOT / "recipes" / "fully_async.toml", SETTINGS)
+    prompts = open_source(config.data, make_tokenizer(), config.seed)
+    rows = [tokens for step in steps for tokens in step]
+    assert rows == [list(prompts[seq].tokens) for seq in range(4 * len(steps)) for _ in range(4)]
+
+
 def test_run_resumes_without_loss_after_suspension_and_kill(model: str, tmp_path: Path) -> None:
     with running(model, tmp_path, "steps=100000") as run:
         run.more(3)
@@ -103,11 +119,14 @@ def test_run_resumes_without_loss_after_suspension_and_kill(model: str, tmp_path
         left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
         _, left = psutil.wait_procs(left, timeout=5)
         assert not [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
+    assert_consistent(tmp_path)
     log = (tmp_path / "logs" / "main.log").read_text()
     assert "unresponsive" not in log and "no reply" not in log, "the suspension counted as a hang"
     with running(model, tmp_path, f"steps={reached + 3}") as run:
         output = run.process.communicate(timeout=240)[0]
         assert run.process.returncode == 0, output
     check_ledger(tmp_path)
+    assert_consistent(tmp_path)
+    check_witness(model, tmp_path)
     assert not list((tmp_path / "checkpoints").glob(".*"))
     assert not (tmp_path / "control.sock").exists()

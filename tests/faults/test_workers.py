@@ -16,6 +16,7 @@ from paceline.config import RunConfig, load_config
 from paceline.control import send_command
 from paceline.errors import ConfigError, WorkerDied
 from paceline.run import train
+from tests.audits import assert_consistent
 from tests.processes import children
 
 SETTINGS = [
@@ -97,6 +98,7 @@ def play(config: RunConfig, script: Callable[[Steps], Awaitable[None]]) -> Steps
     steps = asyncio.run(both())
     assert not children(), "a process is left over"
     check_ledger(Path(config.run_dir))
+    assert_consistent(Path(config.run_dir))
     assert max(row["staleness/max"] for row in steps.metrics) <= config.schedule.max_staleness
     return steps
 
@@ -250,3 +252,4 @@ def test_run_fails_when_worker_exceeds_max_restarts(model: str, tmp_path: Path) 
     ):
         play(config(model, tmp_path, "fleet.max_restarts=1"), script)
     assert not children()
+    assert_consistent(tmp_path)

@@ -17,6 +17,7 @@ import pytest
 from paceline.observe.plan import plan_tables
 from paceline.remote.worker import Worker
 from paceline.run import train
+from tests.audits import assert_consistent
 from tests.e2e.test_runs import SEPARATE, SMALL, config, run, weights
 
 FAULTS = 5  # percent of Ray's calls
@@ -56,6 +57,7 @@ def workers_left() -> list[psutil.Process]:
 
 
 def trained(folder: Path) -> list[int]:
+    assert_consistent(folder)
     events = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
     return [event["seq"] for event in events if event["event"] == "trained"]
 

@@ -77,6 +77,15 @@ class NotANumber(Raising):
         )
 
 
+class Huge(Raising):
+    """Gives a turn a reward that is infinite in float32."""
+
+    async def run(self, prompt: Prompt, generate: Any) -> Any:
+        return Trajectory(
+            (Turn(prompt.tokens, await generate(prompt.tokens), reward=-1.7e308),), ""
+        )
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -88,6 +97,7 @@ class NotANumber(Raising):
         (Nothing, "returned None; expected a Trajectory"),
         (Forgetful, r"turn 2 does not match a call of generate\(\)"),
         (NotANumber, "turn 1 has the reward nan; expected a finite number"),
+        (Huge, r"turn 1 has the reward -1.7e\+308; expected a finite number of at most 1e\+18"),
     ],
 )
 def test_failure_names_environment_and_prompt(make: Any, message: str) -> None:

@@ -19,8 +19,8 @@ PACKAGE = Path(__file__).parents[2] / "paceline"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("printable",),
     ("__init__", "types", "errors", "settings", "code_search", "notifier", "suspend", "openmp"),
-    ("plugins", "schedule", "placement", "recipe", "hints", "background", "sandbox"),
-    ("model", "remote"),
+    ("plugins", "schedule", "placement", "recipe", "hints", "background", "line_file", "sandbox"),
+    ("model", "remote", "auditor"),
     ("data", "algo", "queue"),
     ("reward", "sync"),
     ("rollout", "training"),

@@ -21,6 +21,8 @@ SIGNATURES = {
     "sft": SFT,
     "sft_async": SFT,
     "load_config": "recipe, overrides, values",
+    "audit": "run_dir",
+    "AuditReport": "run_dir, problems, notes, counts",
     "Run": "run_dir, summary",
     "Step": "step, reward, metrics, groups",
 }
@@ -28,6 +30,7 @@ MEMBERS = {
     "Run": {"run_dir", "summary", "checkpoint", "metrics"},
     "Step": {"step", "reward", "metrics", "groups"},
     "Steps": {"run", "stop"},
+    "AuditReport": {"run_dir", "problems", "notes", "counts", "ok", "to_json", "add"},
 }
 TYPES = {"RunConfig", "PacelineError", "Environment", "Generate"}
 TYPES |= {"Batch", "Completion", "Group", "Prompt", "Score", "Steps", "Trajectory", "Turn"}

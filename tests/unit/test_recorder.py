@@ -16,7 +16,7 @@ from paceline.rollout.engine import EngineStats
 
 
 def recorder(folder: Path, length: int = 0, step: int = 0) -> Recorder:
-    return Recorder(folder, length, Samples(folder, 0, step, str))
+    return Recorder(folder, length, Samples(folder, 0, step, str), first_step=step)
 
 
 def metrics(step: int, **more: float) -> dict[str, float]:
@@ -91,6 +91,32 @@ def test_summary_exists_when_no_step_was_trained(tmp_path: Path) -> None:
         found["mean_sample_age_s"],
         found["queue_utilization"],
     ) == (0, None, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_summary_counts_steps_when_lines_of_metrics_are_damaged(
+    checksum: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = recorder(tmp_path)
+    for step in range(1, 6):
+        first.step_done(step, metrics(step), [])
+    first.close()
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    if checksum:
+        lines[2] = lines[2].replace("0.3", "9.3")
+    else:  # as earlier versions wrote them
+        rows = [{"step": n, "reward/mean": n / 10} for n in range(1, 6)]
+        lines = [json.dumps(row) + "\n" for row in rows]
+        lines[2] = lines[2].replace("0.3", '"3"')
+    path.write_text("".join(lines))
+    second = recorder(tmp_path, path.stat().st_size, 5)
+    second.step_done(6, metrics(6, **{"reward/mean": math.inf}), [])
+    found = summary(second)
+    second.close()
+    assert (found["steps"], found["steps_this_run"], found["reward_first"]) == (6, 1, 0.1)
+    assert ("line 3 is damaged" in caplog.text) == checksum
+    assert summary(recorder(tmp_path, path.stat().st_size, 6))["steps"] == 6
 
 
 def test_metrics_have_null_when_number_is_not_finite(tmp_path: Path) -> None:

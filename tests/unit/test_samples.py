@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from paceline.errors import CheckpointError
+from paceline.line_file import intact_rows
 from paceline.observe.samples import NAME, Samples, read_samples, samples_panel
 from paceline.types import Completion, Finish, Group, Prompt, Trajectory, Turn
 
@@ -93,6 +94,30 @@ def test_resumed_run_saves_each_step_once_when_last_line_is_incomplete(tmp_path:
     write(tmp_path, 3, range(4, 8))
     lines = (tmp_path / NAME).read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 8))
+
+
+def test_samples_skip_damaged_line_when_run_is_resumed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, 0, range(1, 5))
+    path = tmp_path / NAME
+    content = path.read_bytes()
+    for damage in (b'"s\xfdep"', b'"stap"', b"[]"):
+        path.write_bytes(content.replace(b'"step"', damage, 1))
+        caplog.clear()
+        write(tmp_path, 3, range(4, 5))
+        assert f"{path}: line 1 is damaged" in caplog.text
+        assert [row["step"] for row in intact_rows(path)] == [2, 3, 4]
+        assert read_samples(tmp_path, 3)[0]["seq"] == 6
+
+
+@pytest.mark.parametrize("line", ['{"step": 1}', '{"step": 1, "prompt": 3, "completions": 7}'])
+def test_panel_fails_with_cause_when_line_without_checksum_is_damaged(
+    line: str, tmp_path: Path
+) -> None:
+    (tmp_path / NAME).write_text(line + "\n")
+    with pytest.raises(CheckpointError, match=r"samples.jsonl: a line of step 1 is damaged"):
+        shown(tmp_path)
 
 
 def test_samples_preserve_any_text(tmp_path: Path) -> None:

@@ -1,0 +1,125 @@
+"""Checkpoint directories: complete, with the right checksums, and of this run."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.auditor.history import Counts, Limits, read_limits, section
+from paceline.auditor.report import AuditReport
+
+MAX_THREADS = 16
+# What a file that is not what it should be raises.
+UNREADABLE: tuple[type[Exception], ...] = (
+    *(OSError, ValueError, KeyError, TypeError, AttributeError),
+    *(ArithmeticError, RecursionError),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    name: str
+    step: int
+    # State of the run; the length is None in supervised runs, which have no ledger.
+    metrics_length: int
+    ledger_length: int | None
+    ledger: Counts | None
+    limits: Limits
+
+
+def read_checkpoints(run_dir: Path, report: AuditReport) -> list[Checkpoint]:
+    """Return the intact checkpoints, the oldest first; report the others."""
+    root = run_dir / "checkpoints"
+    found = []
+    for folder in sorted(path for path in root.glob("step_*") if path.is_dir()):
+        problems = list(_damage(folder))
+        for name, what in problems:
+            report.add("checkpoints", f"checkpoints/{folder.name}/{name}", what)
+        if not problems and (checkpoint := _state(folder, report)):
+            found.append(checkpoint)
+    report.notes += [
+        f"checkpoints/{path.name}: a checkpoint that was never completed; the next run deletes it"
+        for path in sorted(root.glob(".step_*"))
+    ]
+    return found
+
+
+def best_step(run_dir: Path, report: AuditReport) -> int | None:
+    """Return the step that checkpoints/best names."""
+    link = run_dir / "checkpoints" / "best"
+    if not link.is_symlink():
+        return None
+    name = os.readlink(link)
+    if not link.is_dir() or not name.startswith("step_") or not name[5:].isdigit():
+        report.add("evaluations", "checkpoints/best", f"names {name!r}, which is no checkpoint")
+        return None
+    return int(name[5:])
+
+
+def _damage(folder: Path) -> Iterator[tuple[str, str]]:
+    try:
+        if not (folder / "manifest.json").is_file():
+            raise FileNotFoundError("it is not a regular file")
+        manifest = json.loads((folder / "manifest.json").read_bytes())
+        expected: dict[str, Any] = {**manifest["files"]}
+        step = int(manifest["step"])
+    except UNREADABLE as error:
+        yield "manifest.json", f"cannot be read: {error!r}"
+        return
+    if folder.name != f"step_{step:08d}":
+        yield "manifest.json", f"is that of step {step}"
+    paths = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*"))}
+    links = [name for name, path in paths.items() if path.is_symlink()]
+    yield from ((name, "is a symbolic link; expected a regular file") for name in links)
+    files = {
+        name: path for name, path in paths.items() if path.is_file() and name != "manifest.json"
+    }
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
+        digests = dict(zip(files, threads.map(_digest, files.values()), strict=True))
+    for name in sorted(expected.keys() | digests.keys()):
+        if name not in digests:
+            yield name, "is missing"
+        elif name not in expected:
+            yield name, "is not part of the checkpoint"
+        elif expected[name] != digests[name]:
+            yield name, "is damaged: its checksum differs"
+
+
+def _digest(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        return str(error)
+
+
+def _state(folder: Path, report: AuditReport) -> Checkpoint | None:
+    where = f"checkpoints/{folder.name}/state.json"
+    try:
+        state: dict[str, Any] = json.loads((folder / "state.json").read_bytes())
+        ledger = state.get("ledger")
+        checkpoint = Checkpoint(
+            folder.name,
+            int(state["step"]),
+            int(state["metrics_length"]),
+            int(ledger["length"]) if ledger else None,
+            _counts(ledger) if ledger else None,
+            read_limits(section(state, "config")),
+        )
+    except UNREADABLE as error:
+        report.add("checkpoints", where, f"cannot be read: {error!r}")
+        return None
+    if folder.name != f"step_{checkpoint.step:08d}":
+        report.add("checkpoints", where, f"is that of step {checkpoint.step}")
+        return None
+    return checkpoint
+
+
+def _counts(ledger: dict[str, Any]) -> Counts:
+    dropped = {str(reason): int(count) for reason, count in ledger["dropped"].items()}
+    outstanding = tuple(map(int, ledger["outstanding"]))
+    return Counts(int(ledger["next_seq"]), outstanding, int(ledger["trained"]), dropped)

@@ -1,0 +1,5 @@
+"""Starts the witness in a test's worker processes: Python imports this module at startup."""
+
+from tests.witness import install
+
+install()
