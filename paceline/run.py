@@ -47,6 +47,7 @@ from paceline.run_dir import (
 from paceline.suspend import ignore_suspended_time
 from paceline.synchronizer import ParameterSynchronizer
 from paceline.training.checkpoint import read_state, save_checkpoint
+from paceline.training.skipped import SkippedUpdates
 from paceline.training.trainer import Trainer
 from paceline.types import Group, Role
 from paceline.weight_check import WeightCheck
@@ -136,6 +137,7 @@ class _Run:
             config.rollout.max_response_length,
             # The mismatch check compares a step with the steps before it, so it comes first.
             monitors=[Health(), MismatchMonitor(config.mismatch_limit, collapse), collapse],
+            skipped=SkippedUpdates(self._run_dir, inputs.identity["config"]),
         )
 
     async def prepare(self) -> None:
@@ -305,6 +307,7 @@ def _loop_settings(config: RunConfig) -> LoopSettings:
         sync_every=config.schedule.sync_every,
         save_every=config.save_every,
         max_failed_groups=config.rollout.max_failed_groups,
+        max_skipped_updates=config.train.max_skipped_updates,
         dynamic_sampling=config.algorithm.dynamic_sampling,
         stall_timeout_s=config.stall_timeout_s,
         step_timeout_s=config.step_timeout_s,

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import StalledError
+from paceline.errors import NonFiniteError, StalledError
 from paceline.observe.health import Health
 from paceline.observe.model_card import card_text, data_name, write_model_card
 from paceline.observe.recorder import write_json
@@ -35,7 +35,8 @@ from paceline.supervised.inputs import Rows, SftInputs, load_sft_inputs
 from paceline.supervised.recorder import LossObserver, LossRecorder
 from paceline.suspend import ignore_suspended_time
 from paceline.training.checkpoint import read_state, save_checkpoint
-from paceline.types import Role
+from paceline.training.skipped import SkippedUpdates, too_many
+from paceline.types import Batch, Role
 from paceline.workers.automatic import changed_choices, keep_recorded
 from paceline.workers.hardware import report_choices
 from paceline.workers.layout import plan_that_fits
@@ -104,6 +105,10 @@ class _Run:
         self._run_dir = Path(config.run_dir)
         self._validation_first: float | None = None
         self._health = Health()
+        self._skipped = SkippedUpdates(
+            self._run_dir, config.worker_config(inputs.steps).model_dump(mode="json")
+        )
+        self._skipped_in_a_row = 0
 
     async def restore(self) -> None:
         """Load the checkpoint that the run resumes from, if there is one."""
@@ -143,6 +148,7 @@ class _Run:
         begun = time.perf_counter()
         batch = inputs.batch(config, step)
         metrics: dict[str, float] = await self._call("fit", batch, step)
+        self._check_skipped(batch, step, metrics)
         self._health.check(metrics, step)
         trained = time.perf_counter()
         metrics |= {
@@ -161,6 +167,16 @@ class _Run:
                 "time/validation_s": time.perf_counter() - trained,
             }
         return metrics
+
+    def _check_skipped(self, batch: Batch, step: int, metrics: dict[str, float]) -> None:
+        try:
+            self._skipped.check(batch, step, metrics)
+            self._skipped_in_a_row = 0
+        except NonFiniteError as error:
+            self._skipped_in_a_row += 1
+            if self._skipped_in_a_row >= self._config.train.max_skipped_updates:
+                raise too_many(error, self._skipped_in_a_row) from error
+            log.warning("%s", error)
 
     async def _validation_loss(self) -> float:
         """Return the mean negative log-likelihood of the trained tokens of all held-out rows."""

@@ -96,9 +96,11 @@ def _prune(root: Path, newest: Path, keep: int, protected: Collection[str]) -> N
             kept += _is_complete(folder)
 
 
-def latest_checkpoint(root: Path) -> Path | None:
-    """Return the newest complete checkpoint; log damaged ones and skip them."""
+def latest_checkpoint(root: Path, last_step: int | None = None) -> Path | None:
+    """Return the newest complete checkpoint, up to `last_step`; log damaged ones and skip them."""
     for folder in reversed(_folders(root)):
+        if last_step is not None and folder.name > _name(last_step):
+            continue
         try:
             verify_checkpoint(folder)
             return folder

@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("inputs", "control", "synchronizer", "early_checks", "weight_check", "group_metrics"),
     ("generation", "loop", "run_dir", "script", "held_out"),
     ("observe",),
-    ("run", "evaluation"),
+    ("run", "evaluation", "replay"),
     ("job",),
     ("supervised",),
     ("api",),
