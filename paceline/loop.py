@@ -38,6 +38,7 @@ from paceline.queue.ledger import Ledger
 from paceline.queue.message_queue import DropReason, Item, MessageQueueClient
 from paceline.rollout.engine import EngineStats
 from paceline.rollout.fleet import Fleet
+from paceline.rollout.quarantine import Quarantined
 from paceline.rollout.rollouter import Rollouter
 from paceline.settings import Settings
 from paceline.synchronizer import ParameterSynchronizer
@@ -204,6 +205,10 @@ class Loop:
     async def _rollout(self, seq: int) -> None:
         try:
             group = await self._rollouter.run(seq, self._source[seq])
+        except Quarantined as error:
+            self._ledger.drop(seq, "quarantined", str(error))
+            self._admission.drop(seq)
+            log.warning("group %d is dropped: %s", seq, error)
         except (RewardError, RolloutError) as error:
             self._group_failed(seq, error)
         else:

@@ -106,7 +106,14 @@ async def train(
         control = await stack.enter_async_context(Control(run_dir))
         write_json(run_dir / "config.json", inputs.identity["config"])
         generation = await open_generation(
-            stack, config, training_roles(config), inputs, agent, scorer, run_dir / "logs"
+            stack,
+            config,
+            training_roles(config),
+            inputs,
+            agent,
+            scorer,
+            run_dir / "logs",
+            run_dir / "quarantine.jsonl",
         )
         run = _Run(config, inputs, generation, start)
         await run.prepare()
