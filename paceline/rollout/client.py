@@ -9,7 +9,7 @@ from functools import partial
 
 from paceline.errors import RolloutError
 from paceline.notifier import Notifier
-from paceline.remote.worker import Worker
+from paceline.remote.worker import Worker, mark_seen
 from paceline.rollout.engine import EngineStats
 from paceline.sync.weights import Weights
 from paceline.types import Completion, OnSync, Request, Role
@@ -44,7 +44,7 @@ class EngineClient:
         except asyncio.CancelledError:
             self._accepted.discard(request.id)
             if self._running.pop(request.id, None) and not self.worker.died.done():
-                self.worker.start_call(Role.ROLLOUT, "abort", [request.id])
+                mark_seen(self.worker.start_call(Role.ROLLOUT, "abort", [request.id]))
             raise
 
     def accepted(self, request_id: str) -> bool:

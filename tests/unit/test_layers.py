@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("generation", "loop", "run_dir", "script", "held_out"),
     ("observe",),
     ("run", "evaluation", "replay"),
-    ("job",),
+    ("job", "supervisor"),
     ("supervised",),
     ("api",),
     ("cli", "trl"),
