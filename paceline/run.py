@@ -47,6 +47,7 @@ from paceline.run_dir import (
 from paceline.suspend import ignore_suspended_time
 from paceline.synchronizer import ParameterSynchronizer
 from paceline.training.checkpoint import read_state, save_checkpoint
+from paceline.training.lineage import begin_attempt
 from paceline.training.skipped import SkippedUpdates
 from paceline.training.trainer import Trainer
 from paceline.types import Group, Role
@@ -173,6 +174,7 @@ class _Run:
     ) -> dict[str, Any]:
         config, start, fleet = self._config, self._start, self._fleet
         decode = partial(self._inputs.tokenizer.decode, skip_special_tokens=True)
+        self._attempt = begin_attempt(self._run_dir, start.step)
         samples = Samples(self._run_dir, config.save_samples, start.step, decode)
         # The ledger is truncated to the checkpoint only now: a start that fails changes nothing.
         ledger = Ledger(self._run_dir / "ledger.jsonl", start.ledger)
@@ -255,6 +257,7 @@ class _Run:
 
         state = {
             "step": step,
+            "attempt": self._attempt,
             "ledger": ledger.state().to_json(),
             "metrics_length": recorder.length,
             "source": inputs.source.state(),

@@ -35,6 +35,7 @@ from paceline.supervised.inputs import Rows, SftInputs, load_sft_inputs
 from paceline.supervised.recorder import LossObserver, LossRecorder
 from paceline.suspend import ignore_suspended_time
 from paceline.training.checkpoint import read_state, save_checkpoint
+from paceline.training.lineage import begin_attempt
 from paceline.training.skipped import SkippedUpdates, too_many
 from paceline.types import Batch, Role
 from paceline.workers.automatic import changed_choices, keep_recorded
@@ -122,6 +123,7 @@ class _Run:
         self, stack: AsyncExitStack, make_display: Callable[[int, int], LossObserver] | None
     ) -> dict[str, Any]:
         config, inputs, start = self._config, self._inputs, self._start
+        self._attempt = begin_attempt(self._run_dir, start.step)
         display = make_display(start.step, inputs.steps) if make_display else None
         sinks = open_sinks(config.track, self._run_dir, inputs.identity["config"])
         recorder = LossRecorder(self._run_dir, start.metrics_length, display, sinks)
@@ -210,6 +212,7 @@ class _Run:
 
         state = {
             "step": step,
+            "attempt": self._attempt,
             "metrics_length": recorder.length,
             "source": inputs.source.state(),
             "validation_first": self._validation_first,

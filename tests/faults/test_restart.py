@@ -116,8 +116,9 @@ def test_run_resumes_after_trainer_and_driver_are_killed(
     run = Supervised(model, tmp_path, "steps=80", *settings)
     try:
         driver = run.run()
-        trainer = next(p for p in driver.children(recursive=True) if is_trainer(p, tmp_path))
-        os.kill(trainer.pid, signal.SIGKILL)
+        for process in driver.children(recursive=True):
+            if is_trainer(process, tmp_path):
+                os.kill(process.pid, signal.SIGKILL)
         run.until(lambda: not driver.is_running() or driver.status() == psutil.STATUS_ZOMBIE)
         kill_all(run.run())
         output = run.end()
@@ -128,11 +129,11 @@ def test_run_resumes_after_trainer_and_driver_are_killed(
 
 
 def is_trainer(process: psutil.Process, run_dir: Path) -> bool:
-    """Return whether a process is the worker with the actor."""
+    """Return whether a process is the worker with the actor, or any worker on Ray."""
     try:
         log = os.path.realpath(f"/proc/{process.pid}/fd/1")
         return log == str((run_dir / "logs" / "train.log").resolve()) or (
-            "ray::train" in " ".join(process.cmdline())
+            "ray::RayHost" in " ".join(process.cmdline())
         )
     except (psutil.Error, OSError):
         return False
