@@ -13,7 +13,8 @@ PacelineError                     1
 ├── CheckpointError              10   a run directory cannot be written, read or resumed
 ├── LedgerError                  11   the ledger does not balance (a bug in Paceline)
 ├── OutOfMemory                  12   a device is full; lists what uses its memory
-└── MismatchError                13   engine and trainer do not have the same weights
+├── MismatchError                13   engine and trainer do not have the same weights
+└── NonFiniteError               14   losses or gradients are not finite, several updates in a row
 
 A message says what happened, where, what was expected and what to do.
 """
@@ -74,6 +75,10 @@ class OutOfMemory(PacelineError, MemoryError):
 
 class MismatchError(PacelineError):
     exit_code = 13
+
+
+class NonFiniteError(PacelineError):
+    exit_code = 14
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -23,6 +23,7 @@ from paceline.reward.reward import (
 from paceline.rollout.client import EngineClient
 from paceline.rollout.environment import Environment
 from paceline.rollout.fleet import Fleet
+from paceline.rollout.quarantine import Quarantine
 from paceline.rollout.rollouter import Rollouter
 from paceline.types import Role
 from paceline.workers.cluster import Cluster, PlannedWorker
@@ -54,10 +55,12 @@ async def open_generation(
     environment: Environment,
     scorer: Reward | None,
     logs: Path,
+    quarantine: Path | None = None,
 ) -> Generation:
     """Start the workers of these roles and what generates with them. The stack closes everything.
 
-    Without a `scorer`, the reward model among the workers scores.
+    Without a `scorer`, the reward model among the workers scores. `quarantine`: file of the prompts
+    on which engines died.
     """
     cluster, plans, workers = await open_workers(stack, config, roles, inputs.model_path, logs)
     fleet = _fleet(config, cluster, plans, workers[Role.ROLLOUT])
@@ -65,7 +68,7 @@ async def open_generation(
     if scorer is None:
         model = workers[Role.REWARD][0]
         scorer = ModelReward(model, config.data.prompt_key, config.data.system)
-    rollouter = _rollouter(config, inputs, fleet, environment, scorer)
+    rollouter = _rollouter(config, inputs, fleet, environment, scorer, Quarantine(quarantine))
     return Generation(workers, fleet, rollouter, scorer)
 
 
@@ -120,7 +123,12 @@ def _fleet(
 
 
 def _rollouter(
-    config: RunConfig, inputs: Inputs, fleet: Fleet, environment: Environment, reward: Reward
+    config: RunConfig,
+    inputs: Inputs,
+    fleet: Fleet,
+    environment: Environment,
+    reward: Reward,
+    quarantine: Quarantine,
 ) -> Rollouter:
     settings = config.rollout
     ends = stop_token_ids(inputs.tokenizer, inputs.generation)
@@ -143,4 +151,5 @@ def _rollouter(
         episode_timeout_s=settings.episode_timeout_s,
         hedge_after_s=config.fleet.hedge_after_s,
         slots=settings.slots,
+        quarantine=quarantine,
     )

@@ -24,6 +24,7 @@ import numpy as np
 
 from paceline.errors import (
     LedgerError,
+    NonFiniteError,
     PacelineError,
     RewardError,
     RolloutError,
@@ -37,10 +38,12 @@ from paceline.queue.ledger import Ledger
 from paceline.queue.message_queue import DropReason, Item, MessageQueueClient
 from paceline.rollout.engine import EngineStats
 from paceline.rollout.fleet import Fleet
+from paceline.rollout.quarantine import Quarantined
 from paceline.rollout.rollouter import Rollouter
 from paceline.settings import Settings
 from paceline.synchronizer import ParameterSynchronizer
 from paceline.training.assembly import assemble
+from paceline.training.skipped import too_many
 from paceline.types import Batch, Group, Prompt
 from paceline.watchdog import Patience, Progress, StallMonitor, Waits
 
@@ -53,6 +56,7 @@ Metrics = dict[str, float]
 CHECK_TIMEOUT_S = 5.0
 # Batches of groups that dynamic sampling may filter in a row before the run fails.
 FILTERED_IN_A_ROW = 50
+UPDATE_SKIPPED = "update_skipped"  # reason of a drop
 
 
 class Source(Protocol):
@@ -88,6 +92,7 @@ class LoopSettings(Settings):
     sync_every: int = 1
     save_every: int = 0
     max_failed_groups: int = 0
+    max_skipped_updates: int = 5  # in a row
     dynamic_sampling: bool = False
     stall_timeout_s: float = 300.0
     step_timeout_s: float = 0.0  # of a train step, weight sync or checkpoint, if it is longer
@@ -145,6 +150,7 @@ class Loop:
         self._changed = self._queue.changed
         self._rollouts: set[asyncio.Task[None]] = set()
         self._failed = 0
+        self._skipped_in_a_row = 0  # train steps whose update was skipped
         # Rewards of the groups that were filtered since the last step.
         self._uniform: Counter[float] = Counter()
         self._stopping = False
@@ -207,6 +213,10 @@ class Loop:
     async def _rollout(self, seq: int) -> None:
         try:
             group = await self._rollouter.run(seq, self._source[seq])
+        except Quarantined as error:
+            self._ledger.drop(seq, "quarantined", str(error))
+            self._admission.drop(seq)
+            log.warning("group %d is dropped: %s", seq, error)
         except (RewardError, RolloutError) as error:
             self._group_failed(seq, error)
         else:
@@ -230,7 +240,12 @@ class Loop:
             batch = assemble(groups)
             staleness = [self.step - group.version_min for group in groups]
             self.waiting_for["train"] = f"train step {self.step + 1}"
-            metrics = await self._trainer.step(batch, self.step)
+            try:
+                metrics = await self._trainer.step(batch, self.step)
+            except NonFiniteError as error:
+                await self._skip(groups, error)
+                continue
+            self._skipped_in_a_row = 0
             for group, stale in zip(groups, staleness, strict=True):
                 self._ledger.trained(
                     group.seq, uid=group.prompt.uid, step=self.step, staleness=stale
@@ -389,6 +404,23 @@ class Loop:
                 "the reward does not distinguish completions"
             )
 
+    async def _skip(self, groups: Sequence[Group], error: NonFiniteError) -> None:
+        """Drop the groups of a skipped update. The step is made with the next groups."""
+        for group in groups:
+            self._ledger.drop(group.seq, UPDATE_SKIPPED, f"step {self.step + 1}")
+            self._admission.drop(group.seq)
+        self._ledger.flush()
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row >= self._settings.max_skipped_updates:
+            raise too_many(error, self._skipped_in_a_row) from error
+        log.warning("%s", error)
+        # An engine that alternates with the trainer may have freed its weights until a sync.
+        self._sync_due |= self._settings.takes_turns
+        if self._sync_due and not self._evaluating:
+            await self._sync()
+        else:
+            await self._synchronizer.resume_after_update()
+
     def _dropped(self, item: Item, reason: DropReason) -> None:
         if reason is DropReason.FUTURE:
             raise LedgerError(
@@ -409,6 +441,7 @@ class Loop:
             "queue/utilization": self._queue.utilization,
             "queue/dropped": float(self._queue.counts.dropped),
             "rollout/failed_groups": float(self._failed),
+            "train/skipped_groups": float(self._ledger.dropped[UPDATE_SKIPPED]),
             "fleet/engines": float(len(self._fleet.in_rotation)),
             "fleet/completions_min": float(min(self._fleet.take_completions(), default=0)),
             "fleet/replaced": float(self._fleet.replaced),

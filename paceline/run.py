@@ -50,7 +50,9 @@ from paceline.run_dir import (
 from paceline.suspend import ignore_suspended_time
 from paceline.synchronizer import ParameterSynchronizer
 from paceline.training.checkpoint import read_state, save_checkpoint
+from paceline.training.lineage import begin_attempt
 from paceline.training.manifest import reading_state
+from paceline.training.skipped import SkippedUpdates
 from paceline.training.trainer import Trainer
 from paceline.types import Group, Role
 from paceline.watchdog import Patience, Watchdog
@@ -110,7 +112,14 @@ async def train(
         control = await stack.enter_async_context(Control(run_dir))
         write_json(run_dir / "config.json", inputs.identity["config"])
         generation = await open_generation(
-            stack, config, training_roles(config), inputs, agent, scorer, run_dir / "logs"
+            stack,
+            config,
+            training_roles(config),
+            inputs,
+            agent,
+            scorer,
+            run_dir / "logs",
+            run_dir / "quarantine.jsonl",
         )
         run = _Run(config, inputs, generation, start)
         stack.enter_context(run.watchdog)
@@ -145,6 +154,7 @@ class _Run:
             config.rollout.max_response_length,
             # The mismatch check compares a step with the steps before it, so it comes first.
             monitors=[Health(), MismatchMonitor(config.mismatch_limit, collapse), collapse],
+            skipped=SkippedUpdates(self._run_dir, inputs.identity["config"]),
         )
 
     async def prepare(self) -> None:
@@ -175,6 +185,7 @@ class _Run:
     ) -> dict[str, Any]:
         config, start, fleet = self._config, self._start, self._fleet
         decode = partial(self._inputs.tokenizer.decode, skip_special_tokens=True)
+        self._attempt = begin_attempt(self._run_dir, start.step)
         samples = Samples(self._run_dir, config.save_samples, start.step, decode)
         # The ledger is truncated to the checkpoint only now: a start that fails changes nothing.
         ledger = Ledger(self._run_dir / "ledger.jsonl", start.ledger)
@@ -255,6 +266,7 @@ class _Run:
 
         state = {
             "step": step,
+            "attempt": self._attempt,
             "ledger": ledger.state().to_json(),
             "metrics_length": recorder.length,
             "source": inputs.source.state(),
@@ -327,6 +339,7 @@ def _loop_settings(config: RunConfig) -> LoopSettings:
         sync_every=config.schedule.sync_every,
         save_every=config.save_every,
         max_failed_groups=config.rollout.max_failed_groups,
+        max_skipped_updates=config.train.max_skipped_updates,
         dynamic_sampling=config.algorithm.dynamic_sampling,
         stall_timeout_s=config.stall_timeout_s,
         episode_timeout_s=config.rollout.episode_limit_s,

@@ -19,6 +19,7 @@ from paceline.queue.message_queue import MessageQueue, MessageQueueClient
 from paceline.rollout.engine import EngineStats
 from paceline.rollout.environment import Environment, SingleTurn
 from paceline.rollout.fleet import Fleet
+from paceline.rollout.quarantine import Quarantine
 from paceline.rollout.rollouter import Rollouter
 from paceline.schedule import ScheduleSettings
 from paceline.sync.weights import Weights
@@ -81,6 +82,9 @@ class FakeEngine:
     def weights(self) -> int:
         """Version of the weights that generate tokens."""
         return self.version
+
+    def accepted(self, request_id: str) -> bool:
+        return request_id in self.seen
 
     def die(self) -> None:
         self.worker.fence(WorkerDied(f"worker {self.worker.name!r} died"))
@@ -288,6 +292,7 @@ class World:
     heartbeat_timeout_s: float = 20.0
     hedge_after_s: float | None = None
     slots: int | None = None
+    quarantine: Quarantine | None = None
     score: Callable[[Prompt], list[float] | None] | None = None
     environment: Environment = field(default_factory=lambda: SingleTurn(str))
     takes_turns: bool = False
@@ -331,6 +336,7 @@ class World:
             episode_timeout_s=self.episode_timeout_s,
             hedge_after_s=self.hedge_after_s,
             slots=self.slots,
+            quarantine=self.quarantine,
         )
         self.synchronizer = ParameterSynchronizer(
             FakeTransport(),

@@ -168,8 +168,8 @@ class RemoteEngine:
     def forward_backward(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]:
         return self._call("forward_backward", batch, loss_fn)
 
-    def optimizer_step(self, lr: float) -> float:
-        return self._call("optimizer_step", lr)
+    def optimizer_step(self, lr: float, skip: bool = False) -> float:
+        return self._call("optimizer_step", lr, skip)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, array in self._ranks.call("weights", self._key).items():

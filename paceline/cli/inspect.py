@@ -1,6 +1,11 @@
 """The commands that show something and change nothing: plans, samples, tasks and settings."""
 
 import asyncio
+import json
+import os
+import signal
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +14,8 @@ from rich.text import Text
 
 from paceline.cli.app import app, console, fail, log_to_console, warn
 from paceline.errors import ConfigError, PacelineError
+
+MAX_ROWS = 20  # of a replayed batch that are listed
 
 
 @app.command()
@@ -81,6 +88,55 @@ def samples(
             console.print(samples_panel(row))
     except PacelineError as error:
         fail(error)
+
+
+@app.command()
+def replay(
+    dump: Annotated[
+        Path,
+        typer.Argument(
+            help="Batch of a skipped update, for example "
+            "runs/fully_async/skipped/step_00000036_0.npz",
+            show_default=False,
+        ),
+    ],
+    weights: Annotated[
+        Path | None,
+        typer.Option(
+            help="Checkpoint or model to compute with. Default: the last checkpoint of the run "
+            "up to that step, or its model.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Repeat a skipped update without training: its loss, its gradient and the rows at fault."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    log_to_console()
+    try:
+        with console.status("loading torch and transformers …"):
+            from paceline.replay import replay_dump
+
+            found = asyncio.run(replay_dump(dump, weights))
+    except PacelineError as error:
+        fail(error)
+    except KeyboardInterrupt:
+        raise typer.Exit(128 + signal.SIGINT) from None
+    if as_json:
+        sys.stdout.write(json.dumps(asdict(found)) + "\n")
+        return
+    note = "" if found.same_weights else ", which are not those of the skipped update"
+    lines = [f"step {found.step} with the weights of {found.weights}{note}"]
+    for number, update in enumerate(found.result["updates"], 1):
+        lines.append(f"update {number}: loss {update['loss']:g}, gradient {update['grad_norm']:g}")
+    rows = found.result["rows"]
+    lines.append(f"{len(rows)} of {found.rows} rows are not finite")
+    lines += [
+        f"  row {row['row']} (group {row['group']}): {', '.join(row['not finite'])}"
+        for row in rows[:MAX_ROWS]
+    ]
+    lines += [f"  … and {len(rows) - MAX_ROWS} more (--json has all)"] * (len(rows) > MAX_ROWS)
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()

@@ -1,5 +1,6 @@
 """The commands that run a model: `train`, `sft` and `evaluate`."""
 
+import asyncio
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -8,9 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from paceline.cli.app import app, console, fail, log_to_console
 from paceline.errors import PacelineError
+from paceline.supervisor import Supervisor, end_with_supervisor, this_program
 
 if TYPE_CHECKING:
     from paceline.config import RunConfig
@@ -38,9 +41,22 @@ def train(
     ] = None,
     fresh: Fresh = False,
     dry_run: DryRun = False,
+    restart: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="If the run dies, restart it from its last checkpoint, up to N times without a "
+            "new checkpoint.",
+        ),
+    ] = 0,
 ) -> None:
     """Train a model. If the run directory has an earlier run, the same command resumes it."""
     from paceline.config import check_trainable, load_config
+
+    if restart and not dry_run:
+        raise typer.Exit(_supervise(recipe, settings or [], fresh, restart))
+    end_with_supervisor()
     from paceline.job import Job
     from paceline.observe.terminal import Terminal
 
@@ -143,6 +159,23 @@ def evaluate(
     else:
         for name, value in found.items():
             console.print(f"{name:20} {value:.4g}", highlight=False)
+
+
+def _supervise(recipe: Path, settings: list[str], fresh: bool, restarts: int) -> int:
+    """Run this command in a child process until it succeeds or cannot continue."""
+    from paceline.config import check_trainable, load_config
+
+    def tell(message: str) -> None:
+        Console(stderr=True).print(message, highlight=False, markup=False, soft_wrap=True)
+
+    try:
+        config = load_config(recipe, settings)
+        check_trainable(config)
+    except PacelineError as error:
+        fail(error)
+    command = [*this_program(), "train", str(recipe), *settings]
+    first = [*command, "--fresh"] if fresh else command
+    return asyncio.run(Supervisor(Path(config.run_dir), restarts, tell).run(first, command))
 
 
 @dataclass

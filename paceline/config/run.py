@@ -252,6 +252,7 @@ MAY_CHANGE = {
     "evaluation",
     *("train.backend", "train.tensor_parallel", "train.pipeline_parallel", "train.offload"),
     *("train.micro_batch_tokens", "train.gradient_checkpointing"),
+    "train.max_skipped_updates",
     *("placement.train_ranks", "placement.rollout_workers", "placement.threads"),
     "placement.min_gpus",
     *("rollout.slots", "rollout.kv_memory_fraction", "rollout.generation_timeout"),

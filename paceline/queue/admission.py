@@ -61,4 +61,5 @@ class Admission:
 
     def drop(self, seq: int) -> None:
         self._coming.pop(seq, None)
+        self._taken.pop(seq, None)
         self.changed.notify_all()

@@ -9,7 +9,7 @@ from functools import partial
 
 from paceline.errors import RolloutError
 from paceline.notifier import Notifier
-from paceline.remote.worker import Worker
+from paceline.remote.worker import Worker, mark_seen
 from paceline.rollout.engine import EngineStats
 from paceline.sync.weights import Weights
 from paceline.types import Completion, OnSync, Request, Role
@@ -21,6 +21,7 @@ class EngineClient:
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self._running: dict[str, asyncio.Future[Completion]] = {}
+        self._accepted: set[str] = set()  # running requests that the engine has confirmed
         self._outbox: list[Request] = []
         self._open = True
         self._pauses = 0  # number of pause() calls
@@ -41,9 +42,14 @@ class EngineClient:
         try:
             return await future
         except asyncio.CancelledError:
+            self._accepted.discard(request.id)
             if self._running.pop(request.id, None) and not self.worker.died.done():
-                self.worker.start_call(Role.ROLLOUT, "abort", [request.id])
+                mark_seen(self.worker.start_call(Role.ROLLOUT, "abort", [request.id]))
             raise
+
+    def accepted(self, request_id: str) -> bool:
+        """Return whether the engine has confirmed a request that it has not finished."""
+        return request_id in self._accepted
 
     async def abort(self, request_ids: list[str]) -> None:
         self._flush()
@@ -102,10 +108,13 @@ class EngineClient:
             future = self._running.pop(request_id, None)
             if future and not future.done():
                 future.set_exception(error)
+        if failure is None:
+            self._accepted |= self._running.keys() & {request.id for request in requests}
         self._changed.notify_all()
 
     def _finished(self, completions: list[tuple[str, Completion]]) -> None:
         for request_id, completion in completions:
+            self._accepted.discard(request_id)
             future = self._running.pop(request_id, None)
             if future and not future.done():
                 future.set_result(completion)

@@ -22,6 +22,7 @@ from paceline.errors import RewardError, RolloutError, first_error
 from paceline.reward.reward import Reward
 from paceline.rollout.environment import Environment, Generate
 from paceline.rollout.fleet import Fleet
+from paceline.rollout.quarantine import Quarantine, Quarantined
 from paceline.rollout.router import EngineAssignment, Router
 from paceline.rollout.vllm_settings import VllmSettings
 from paceline.settings import Settings, automatic
@@ -155,12 +156,13 @@ class Rollouter:
         episode_timeout_s: float | None = None,
         hedge_after_s: float | None = None,
         slots: int | None = None,
+        quarantine: Quarantine | None = None,
     ) -> None:
         self.changed = fleet.changed
         self._holds: set[str] = set()  # names of the callers that paused it
         self._fleet = fleet
         # Up to `slots` more trajectories wait at the engine, so that no slot is idle.
-        self._router = Router(fleet, hedge_after_s, slots and 2 * slots)
+        self._router = Router(fleet, hedge_after_s, slots and 2 * slots, quarantine)
         self._environment = environment
         self._reward = reward
         self._sampling = sampling
@@ -201,11 +203,12 @@ class Rollouter:
     async def _run(self, seq: int, prompt: Prompt) -> Group:
         clock = asyncio.get_running_loop().time
         started = clock()
-        assignment = EngineAssignment(self._router, self._group_size + self._greedy_baseline)
-        await self._wait_for_engine(assignment)
+        count = self._group_size + self._greedy_baseline
+        assignment = EngineAssignment(self._router, count, prompt.uid)
         indices = [*range(self._group_size), *([GREEDY] if self._greedy_baseline else [])]
         failures: list[RolloutError] = []
         try:
+            await self._wait_for_engine(assignment)
             async with asyncio.TaskGroup() as group:
                 tasks = [
                     group.create_task(self._trajectory(assignment, seq, index, prompt, failures))
@@ -214,7 +217,9 @@ class Rollouter:
         except BaseExceptionGroup as failed:
             raise first_error(failed) from None
         finally:
-            assignment.close()
+            if assignment.close():
+                self.changed.notify_all()
+        assignment.succeeded()
         results = [task.result() for task in tasks]
         baseline = results.pop() if self._greedy_baseline else None
         trajectories = [trajectory for trajectory in results if trajectory is not None]
@@ -328,7 +333,8 @@ class Rollouter:
             return await self._episode(self._environment.run(prompt, generate), index, prompt)
         except RolloutError as error:
             failures.append(error)
-            if len(failures) > self._may_fail or index == GREEDY:
+            fatal = isinstance(error, Quarantined) or index == GREEDY
+            if len(failures) > self._may_fail or fatal:
                 raise
             log.warning("group %d continues without a failed trajectory: %s", seq, error)
             return None

@@ -14,12 +14,12 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import replace
 
-from paceline.errors import RolloutError, WorkerDied
+from paceline.errors import WorkerDied
 from paceline.rollout.member import Member
+from paceline.rollout.quarantine import Quarantine
 from paceline.types import Completion, Finish, Request, empty_completion
 
 KV_FULL = 0.95  # KV cache use above which an engine preempts sequences or lets them wait
-MAX_LOSSES = 3  # number of engines that die on a prompt before the prompt is taken for the cause
 
 
 class Router:
@@ -28,6 +28,7 @@ class Router:
         members: Iterable[Member],
         hedge_after_s: float | None = None,
         max_load: int | None = None,
+        quarantine: Quarantine | None = None,
     ) -> None:
         """Create a router over the current members of the fleet.
 
@@ -36,6 +37,7 @@ class Router:
         limit.
         """
         self.hedge_after_s = hedge_after_s
+        self.quarantine = quarantine or Quarantine()
         self._members = members
         self._max_load = max_load
         self._prompt_waits = False  # a prompt found no engine with room
@@ -76,12 +78,13 @@ class EngineAssignment:
     Call `assign` before every `generate`, `release` after each trajectory, and `close` at the end.
     """
 
-    def __init__(self, router: Router, trajectories: int) -> None:
-        self._router = router
+    def __init__(self, router: Router, trajectories: int, uid: str) -> None:
+        router.quarantine.check(uid)
+        self._router, self._uid = router, uid
         self._in_flight = trajectories
         self._member: Member | None = None
         self._lost_to: set[int] = set()  # incarnations that were dead or died while assigned
-        self._killed: set[int] = set()  # those of them that were alive when the prompt arrived
+        self._suspected: set[int] = set()  # those of them that had the prompt when they died
 
     @property
     def losses(self) -> int:
@@ -90,7 +93,8 @@ class EngineAssignment:
     def assign(self) -> bool:
         """Assign to an engine in rotation, preferably the current one; return whether it worked."""
         if self._member is None or not self._member.in_rotation:
-            self._move(self._router.choose())
+            free = self._router.quarantine.may_start(self._uid, self)
+            self._move(self._router.choose() if free else None)
         return self._member is not None
 
     def release(self) -> bool:
@@ -101,8 +105,14 @@ class EngineAssignment:
         self._member.load -= 1
         return self._router.made_room(self._member)
 
-    def close(self) -> None:
+    def close(self) -> bool:
+        """Give up the engine; return whether a suspected prompt may start now."""
         self._move(None)
+        return self._router.quarantine.end_turn(self)
+
+    def succeeded(self) -> None:
+        """Record that an engine completed the prompt."""
+        self._router.quarantine.clear(self._uid)
 
     async def generate(self, request: Request) -> Completion:
         assert self._member, "assign() was not called"
@@ -118,27 +128,30 @@ class EngineAssignment:
         self._member = target
 
     async def _on(self, member: Member, request: Request) -> Completion:
-        alive = not self._lost_to
+        alive = False
         try:
-            if not alive:
-                # probe first: an engine that was already dead does not count against this prompt
+            if self._lost_to:
+                # Probe first: a prompt that kills an engine before it is accepted must count, but
+                # an engine that was already dead must not count against this prompt.
                 await member.engine.stats()
                 alive = True
             completion = await member.engine.generate(request)
-        except WorkerDied as error:
+        except WorkerDied:
+            if alive or member.engine.accepted(request.id):
+                self._suspect(member)
             if not member.elastic:
                 raise
             self._lost_to.add(member.incarnation)
-            if alive:
-                self._killed.add(member.incarnation)
-            if len(self._killed) >= MAX_LOSSES:
-                raise RolloutError(
-                    f"{MAX_LOSSES} engines died while generating request {request.id}; "
-                    f"last error: {error}"
-                ) from error
+            self._router.quarantine.check(self._uid)
             return _last_known(request)
         member.completions += completion.finish is not Finish.INTERRUPT
         return completion
+
+    def _suspect(self, member: Member) -> None:
+        """Record the death of an engine, once for all trajectories of the prompt."""
+        if member.incarnation not in self._suspected:
+            self._suspected.add(member.incarnation)
+            self._router.quarantine.suspect(self._uid, member.name)
 
     async def _hedged(self, member: Member, request: Request, after_s: float) -> Completion:
         """Return the first of two completions; the second starts after `after_s` on another engine.

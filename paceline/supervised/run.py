@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import StalledError
+from paceline.errors import NonFiniteError, StalledError
 from paceline.model.loading import save_tokenizer
 from paceline.observe.health import Health
 from paceline.observe.model_card import card_text, data_name, write_model_card
@@ -36,8 +36,10 @@ from paceline.supervised.inputs import Rows, SftInputs, load_sft_inputs
 from paceline.supervised.recorder import LossObserver, LossRecorder
 from paceline.suspend import ignore_suspended_time
 from paceline.training.checkpoint import read_state, save_checkpoint
+from paceline.training.lineage import begin_attempt
 from paceline.training.manifest import reading_state
-from paceline.types import Role
+from paceline.training.skipped import SkippedUpdates, too_many
+from paceline.types import Batch, Role
 from paceline.workers.automatic import changed_choices, keep_recorded
 from paceline.workers.hardware import report_choices
 from paceline.workers.layout import plan_that_fits
@@ -106,6 +108,10 @@ class _Run:
         self._run_dir = Path(config.run_dir)
         self._validation_first: float | None = None
         self._health = Health()
+        self._skipped = SkippedUpdates(
+            self._run_dir, config.worker_config(inputs.steps).model_dump(mode="json")
+        )
+        self._skipped_in_a_row = 0
 
     async def restore(self) -> None:
         """Load the checkpoint that the run resumes from, if there is one."""
@@ -120,6 +126,7 @@ class _Run:
         self, stack: AsyncExitStack, make_display: Callable[[int, int], LossObserver] | None
     ) -> dict[str, Any]:
         config, inputs, start = self._config, self._inputs, self._start
+        self._attempt = begin_attempt(self._run_dir, start.step)
         display = make_display(start.step, inputs.steps) if make_display else None
         sinks = open_sinks(config.track, self._run_dir, inputs.identity["config"])
         recorder = LossRecorder(self._run_dir, start.metrics_length, display, sinks, start.step)
@@ -146,6 +153,7 @@ class _Run:
         begun = time.perf_counter()
         batch = inputs.batch(config, step)
         metrics: dict[str, float] = await self._call("fit", batch, step)
+        self._check_skipped(batch, step, metrics)
         self._health.check(metrics, step)
         trained = time.perf_counter()
         metrics |= {
@@ -164,6 +172,16 @@ class _Run:
                 "time/validation_s": time.perf_counter() - trained,
             }
         return metrics
+
+    def _check_skipped(self, batch: Batch, step: int, metrics: dict[str, float]) -> None:
+        try:
+            self._skipped.check(batch, step, metrics)
+            self._skipped_in_a_row = 0
+        except NonFiniteError as error:
+            self._skipped_in_a_row += 1
+            if self._skipped_in_a_row >= self._config.train.max_skipped_updates:
+                raise too_many(error, self._skipped_in_a_row) from error
+            log.warning("%s", error)
 
     async def _validation_loss(self) -> float:
         """Return the mean negative log-likelihood of the trained tokens of all held-out rows."""
@@ -197,6 +215,7 @@ class _Run:
 
         state = {
             "step": step,
+            "attempt": self._attempt,
             "metrics_length": recorder.length,
             "source": inputs.source.state(),
             "validation_first": self._validation_first,

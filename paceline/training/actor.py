@@ -58,19 +58,29 @@ class Actor:
         if not batch.mask.any():  # every completion was truncated and overlong = "mask"
             zeros = ("tokens", "updates", "updates_skipped", "weights_changed")
             return {"lr": lr} | dict.fromkeys(zeros, 0.0)
+        batch, loss, measured = self.loss_of(batch, step, kl_coef)
+        return self._train_on(batch, loss, lr, step, measured)
+
+    def loss_of(
+        self, batch: Batch, step: int, kl_coef: float | None = None
+    ) -> tuple[Batch, LossFn, Metrics]:
+        """Return a batch with advantages, corrected if it is at once, its loss, and metrics."""
         s = self._algorithm
         measured: Metrics = {}
         at_once = s.updates_per_step > 1 or s.corrects_whole_batch
         corrected = s.proximal == "recomputed" and at_once
         if corrected:
             batch, measured = correct(batch, self.logprobs(batch), s, step)
-        loss = PolicyLoss(s, step, kl_coef, self._max_length, corrected)
-        return self._train_on(batch, loss, lr, step, measured)
+        return batch, PolicyLoss(s, step, kl_coef, self._max_length, corrected), measured
 
     def fit(self, batch: Batch, step: int) -> Metrics:
         """Train on the completions of a batch as they are, and return the metrics."""
         lr = self._train.learning_rate_at(step, self._total_steps)
         return self._train_on(batch, SupervisedLoss(), lr, step)
+
+    def first_epoch(self, batch: Batch, step: int) -> list[Batch]:
+        """Return the mini-batches of the first epoch of a step."""
+        return _mini_batches(batch, self._algorithm.mini_batches, seed=(step, 0))
 
     def _train_on(
         self, batch: Batch, loss: LossFn, lr: float, step: int, measured: Metrics | None = None
@@ -134,6 +144,8 @@ def train_on(
 ) -> Metrics:
     """Make epochs x mini_batches optimizer steps and return the metrics.
 
+    A step is skipped if its gradient, its loss or any metric of its log-probs is not finite.
+
     Metrics are means over the steps; those named `_max` are maxima. Metrics that compare trainer
     and sampler come from the first step alone, because later steps differ on purpose; `measured`
     has them if they were computed before.
@@ -147,7 +159,11 @@ def train_on(
                 if "mismatch_fraction" in passes[0]:
                     measured = named_measures(passes[0])
                 lr *= rate_factor(measured or {}, kl_target)
-            norms.append(engine.optimizer_step(lr))
+            # These are results of the whole batch, so all ranks decide alike.
+            results = [*passes[-1].values(), *(measured or {}).values()]
+            finite = all(map(math.isfinite, results))
+            norm = engine.optimizer_step(lr, skip=not finite)
+            norms.append(norm if finite else math.nan)
     metrics = {}
     for name in passes[0]:
         if not name.startswith(("mismatch_", "staleness_", "logprob_diff_")):

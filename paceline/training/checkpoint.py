@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import CheckpointError
+from paceline.training.lineage import Lineage
 from paceline.training.manifest import MANIFEST as MANIFEST
 from paceline.training.manifest import read_manifest
 from paceline.training.manifest import read_state as read_state
@@ -98,11 +99,18 @@ def _prune(root: Path, newest: Path, keep: int, protected: Collection[str]) -> N
             kept += _is_complete(folder)
 
 
-def latest_checkpoint(root: Path) -> Path | None:
-    """Return the newest complete checkpoint; log damaged ones and skip them."""
+def latest_checkpoint(root: Path, last_step: int | None = None) -> Path | None:
+    """Return the newest complete checkpoint, up to `last_step`.
+
+    Damaged ones and those of an abandoned future (lineage.py) are logged and skipped.
+    """
+    lineage = Lineage(root.parent)
     for folder in reversed(_folders(root)):
+        if last_step is not None and folder.name > _name(last_step):
+            continue
         try:
             verify_checkpoint(folder)
+            lineage.check(folder, read_state(folder))
             return folder
         except CheckpointError as error:
             log.warning("%s; trying the previous checkpoint", error)

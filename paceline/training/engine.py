@@ -36,10 +36,11 @@ class TrainEngine(Protocol):
         """Add the gradient of the loss over the whole batch; return the loss and its metrics."""
         ...
 
-    def optimizer_step(self, lr: float) -> float:
+    def optimizer_step(self, lr: float, skip: bool = False) -> float:
         """Clip the gradient, step, clear the gradient; return its norm before clipping.
 
-        If the norm is not finite, skip the step, clear the gradient and return nan.
+        If the norm is not finite, skip the step, clear the gradient and return nan. `skip`: only
+        clear the gradient and return its norm.
         """
         ...
 

@@ -5,7 +5,6 @@ and optimizer state, and processes its rows of the batch. Gradients are summed, 
 because the loss weights already refer to the whole batch.
 """
 
-import logging
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -57,8 +56,6 @@ from paceline.training.training_state import (
     write_model_by_ranks,
 )
 from paceline.types import Batch, FloatArray
-
-log = logging.getLogger(__name__)
 
 # Replicated on all tensor-parallel ranks, but each rank's gradient covers only its heads.
 BY_HEAD = ("q_norm.weight", "k_norm.weight")
@@ -213,10 +210,10 @@ class Fsdp(EngineWithHead):
 
     # -- update
 
-    def optimizer_step(self, lr: float) -> float:
+    def optimizer_step(self, lr: float, skip: bool = False) -> float:
         gradients = self._gradients()
         norm = self._norm(gradients)
-        if math.isfinite(norm):
+        if math.isfinite(norm) and not skip:
             if gradients:
                 scale = min(1.0, self._settings.max_grad_norm / (norm + 1e-6))
                 torch._foreach_mul_(list(gradients.values()), scale)
@@ -226,8 +223,6 @@ class Fsdp(EngineWithHead):
                 group["lr"] = lr
             self._optimizer.step()
             self._optimizer.zero_grad()
-        else:
-            log.warning("gradient norm is %s: step skipped, weights unchanged", norm)
         for parameter in self._parameters.values():
             parameter.grad = None
         return norm if math.isfinite(norm) else math.nan

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from paceline.training.actor import Actor
 from paceline.training.critic import Critic
 from paceline.training.engine import TrainEngine
 from paceline.training.phases import GENERATE, SYNC, TRAIN, Phases
+from paceline.training.replay import replay
 from paceline.types import Batch, FloatArray
 
 
@@ -159,6 +160,11 @@ class ActorService(_Trained):
     def fit(self, batch: Batch, step: int) -> dict[str, float]:
         """Make a supervised train step."""
         return self._step(lambda: self._actor.fit(batch, step))
+
+    def replay(self, batch: Batch, step: int, kl_coef: float | None = None) -> dict[str, Any]:
+        """Repeat the computation of a step without changing a weight."""
+        with self._on_device.for_step():
+            return replay(self._actor, batch, step, kl_coef)
 
     def _step(self, work: Callable[[], dict[str, float]]) -> dict[str, float]:
         busy = BusyClock()

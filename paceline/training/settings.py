@@ -52,6 +52,9 @@ class TrainSettings(Settings):
     makes an update of three times the learning rate."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradient norm above which gradients are scaled down."""
+    max_skipped_updates: int = Field(5, ge=1)
+    """Number of consecutive train steps with a skipped update (a loss, gradient or log-prob is not
+    finite) after which the run fails."""
     micro_batch_tokens: int = automatic(4096, gt=0)
     """Maximum tokens per forward and backward pass. Affects memory and speed, not the gradient.
     auto: as many as memory allows, at most 32,768."""

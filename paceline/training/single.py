@@ -3,7 +3,6 @@
 The engine changes parameters only in place, so a rollout engine can share their memory.
 """
 
-import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -39,8 +38,6 @@ from paceline.training.training_state import (
     write_model,
 )
 from paceline.types import Batch, FloatArray
-
-log = logging.getLogger(__name__)
 
 # Limit on the gradient elements of all micro-batch threads together; each thread has a gradient.
 THREAD_PARAMETERS = 2**26
@@ -186,18 +183,16 @@ class SingleDevice(EngineWithHead):
 
     # -- update
 
-    def optimizer_step(self, lr: float) -> float:
+    def optimizer_step(self, lr: float, skip: bool = False) -> float:
         with self._explain_out_of_memory():
-            return self._threads.run_alone(self._step, lr)
+            return self._threads.run_alone(self._step, lr, skip)
 
-    def _step(self, lr: float) -> float:
+    def _step(self, lr: float, skip: bool) -> float:
         norm = clip_gradients(list(self._parameters.values()), self._settings.max_grad_norm)
-        if math.isfinite(norm):
+        if math.isfinite(norm) and not skip:
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step()
-        else:
-            log.warning("gradient norm is %s: step skipped, weights unchanged", norm)
         self._optimizer.zero_grad()
         if self._fused is not None:
             self._fused.weights_changed()

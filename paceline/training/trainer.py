@@ -5,6 +5,7 @@ role, but no backend or schedule. It waits for the workers, at most step_timeout
 """
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from paceline.algo.shaping import shape_rewards
 from paceline.errors import StalledError
 from paceline.plugins import Plugin
 from paceline.remote.worker import Worker
+from paceline.training.skipped import SkippedUpdates
 from paceline.types import Batch, Role
 
 
@@ -40,8 +42,10 @@ class Trainer:
         ref: Worker | None = None,
         max_length: int | None = None,
         monitors: Sequence[Monitor] = (),
+        skipped: SkippedUpdates | None = None,
     ) -> None:
         """`max_length` is the maximum number of tokens of a completion."""
+        self._skipped = skipped
         self._actor = actor
         self._critic = critic
         self._ref = ref
@@ -52,7 +56,10 @@ class Trainer:
         self._monitors = monitors
 
     async def step(self, batch: Batch, step: int) -> dict[str, float]:
-        """Train on the batch, after which the actor's version is step + 1; return metrics."""
+        """Train on the batch, after which the actor's version is step + 1; return metrics.
+
+        Raises NonFiniteError if the update was skipped, after which the version is still `step`.
+        """
         try:
             async with asyncio.timeout(self._timeout):
                 metrics = await self._step(batch, step)
@@ -71,11 +78,12 @@ class Trainer:
             raise StalledError("; ".join([problem, *pending])) from None
         if self._algorithm.kl_coef > 0:
             metrics["train/kl_coef"] = self._kl_coef
-        if self._algorithm.kl_target is not None and "train/kl_reference" in metrics:
+        measured = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        if self._algorithm.kl_target is not None and "train/kl_reference" in measured:
             self._kl_coef = adapted(
-                self._kl_coef, metrics["train/kl_reference"], self._algorithm.kl_target
+                self._kl_coef, measured["train/kl_reference"], self._algorithm.kl_target
             )
-        measured = metrics | {"reward/mean": mean_reward(batch)}
+        measured |= {"reward/mean": mean_reward(batch)}
         for monitor in self._monitors:
             monitor.check(measured, step)
         return metrics
@@ -104,6 +112,8 @@ class Trainer:
             metrics["distill/kl"] = float(kl_of_tokens(batch)[batch.mask].mean())
         for update in await asyncio.gather(*updates):
             metrics |= update
+        if self._skipped:
+            self._skipped.check(batch, step, metrics, self._kl_coef)
         return metrics
 
     # -- checkpoints

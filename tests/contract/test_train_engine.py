@@ -253,6 +253,21 @@ def test_optimizer_step_changes_nothing_when_gradient_is_not_finite(build: Engin
     )
 
 
+def test_optimizer_step_only_clears_gradient_when_it_is_skipped(build: EngineFactory) -> None:
+    engine, clean = build(tiny("qwen2"), TrainSettings()), build(tiny("qwen2"), TrainSettings())
+    before = weights_of(engine)
+    for each, skip in ((engine, True), (clean, False)):
+        each.forward_backward(random_batch(), LOSS)
+        norm = each.optimizer_step(0.0, skip)
+        assert norm > 0
+    assert same_bits(before, weights_of(engine))
+    fresh = build(tiny("qwen2"), TrainSettings())
+    for each in (engine, fresh):
+        each.forward_backward(random_batch(seed=1), LOSS)
+        each.optimizer_step(1e-3)
+    assert same_bits(weights_of(fresh), weights_of(engine))
+
+
 def test_training_is_deterministic(build: EngineFactory) -> None:
     results = []
     for _ in range(2):

@@ -1,6 +1,6 @@
 """FSDP on several ranks gives the results of a single device and exchanges checkpoints with it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from paceline.model import attention
 from paceline.model.packing import select_rows
 from paceline.model.weights import DecoderWeights
 from paceline.rollout.native.engine import NativeEngine
-from paceline.training.actor import Actor
+from paceline.training.actor import Actor, train_on
 from paceline.training.critic import Critic
 from paceline.training.engine import TrainEngine
 from paceline.training.fsdp import Fsdp
@@ -250,6 +250,21 @@ def test_checkpoint_continues_with_same_losses_on_other_ranks(
     other = make(after)
     other.load(tmp_path)
     assert train(other, range(2, 4)) == pytest.approx(expected, abs=1e-5)
+
+
+def test_all_ranks_skip_update_when_row_of_one_rank_is_not_finite(groups: Groups) -> None:
+    engine, clean = (groups["2"](tiny("qwen2"), SETTINGS) for _ in range(2))
+    batch = random_batch()
+    assert batch.advantages is not None
+    row = np.repeat(np.arange(batch.num_rows), batch.lengths) == batch.lengths.argmax()
+    broken = replace(batch, advantages=np.where(row, np.float32(np.nan), batch.advantages))
+    before = weights_of(engine)
+    metrics = train_on(engine, broken, LOSS, AlgorithmSettings(), 1e-3, step=0)
+    assert metrics["updates_skipped"] == 1
+    assert same_bits(before, weights_of(engine))
+    for each in (engine, clean):
+        train_on(each, batch, LOSS, AlgorithmSettings(), 1e-3, step=0)
+    assert same_bits(weights_of(clean), weights_of(engine))
 
 
 def test_checkpoint_replaces_one_of_more_ranks_in_same_folder(

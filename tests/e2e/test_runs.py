@@ -382,3 +382,19 @@ def _rewards(folder: Path) -> list[float]:
         json.loads(line)["reward/mean"]
         for line in (folder / "metrics.jsonl").read_text().splitlines()
     ]
+
+
+def test_run_does_not_resume_from_abandoned_future(model: str, tmp_path: Path) -> None:
+    """The newest checkpoint is out of reach for one start, and there again for the next one."""
+    folder, hidden = tmp_path / "run", tmp_path / "hidden"
+    settings = ["save_every=1", "keep_checkpoints=9"]
+    run(model, folder, *settings, "steps=4")
+    (folder / "checkpoints/step_00000004").rename(hidden)
+    (folder / "checkpoints/step_00000003").rename(tmp_path / "other")
+    run(model, folder, *settings, "steps=3")
+    hidden.rename(folder / "checkpoints/step_00000004")
+    run(model, folder, *settings, "steps=5")
+    attempts = (folder / "attempts.jsonl").read_text().splitlines()
+    assert [json.loads(line)["from_step"] for line in attempts] == [0, 2, 3]
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5]

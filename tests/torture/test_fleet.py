@@ -6,13 +6,15 @@ Thousands of seeds run in virtual time.
 import asyncio
 import random
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from paceline.errors import ConfigError, WorkerDied
-from paceline.rollout import router
+from paceline.rollout import quarantine
 from paceline.rollout.fleet import Fleet
 from paceline.rollout.member import State
+from paceline.rollout.quarantine import Quarantine
 from paceline.sync.weights import Weights
 from paceline.types import Completion, Request
 from tests.fakes import FakeEngine, World
@@ -117,7 +119,7 @@ def torture(seed: int, mode: str) -> tuple[World, Nemesis]:
 def test_every_prompt_is_trained_once_while_engines_fail(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router, "MAX_LOSSES", 1000)  # no prompt causes a failure here
+    monkeypatch.setattr(quarantine, "MAX_DEATHS", 1000)  # no prompt causes a failure here
     schedule, done, replaced, fenced_messages = MODES[mode], Counter[str](), 0, 0
     for seed in range(100):
         world, nemesis = torture(seed, mode)
@@ -162,7 +164,7 @@ def test_bound_breaks_when_engine_with_old_weights_stays_in_rotation(
 ) -> None:
     """Check that the torture test detects an engine that gets prompts before it has caught up."""
     monkeypatch.setattr(Fleet, "fell_behind", lambda self, member: None)
-    monkeypatch.setattr(router, "MAX_LOSSES", 1000)
+    monkeypatch.setattr(quarantine, "MAX_DEATHS", 1000)
     assert sum(torture(seed, "async swap")[0].ledger.dropped["stale"] for seed in range(30))
 
 
@@ -239,29 +241,60 @@ def test_engine_is_replaced_without_limit_if_it_finishes_completions() -> None:
     assert world.fleet.replaced == 10
 
 
-def test_group_fails_when_its_prompt_kills_three_engines() -> None:
-    killed = []
+class PromptSensitive(FakeEngine):
+    """Engine that prompt 4 kills, together with whatever else it generates then."""
 
-    class PromptSensitive(FakeEngine):
-        async def _produce(self, request: Request) -> Completion:
-            if request.prompt == (4,):
-                await asyncio.sleep(0.5)
-                killed.append(self.worker.name)
-                self.die()
-            return await super()._produce(request)
+    async def _produce(self, request: Request) -> Completion:
+        if request.prompt == (4,):
+            await asyncio.sleep(0.5)
+            self.die()
+        return await super()._produce(request)
 
-    world = World(
-        schedule=MODES["async swap"],
-        num_engines=2,
-        elastic=True,
-        steps=30,
-        max_failed_groups=9,
-        make_engine=PromptSensitive,
-    )
-    play(world, lambda _: asyncio.sleep(0))
-    assert world.ledger.dropped["rollout_failed"] >= 1
-    assert 4 not in {group.seq for group in world.observer.groups}
-    assert len(killed) >= 3 and world.fleet.replaced == 3
+
+@pytest.mark.parametrize("num_engines", [1, 2, 5])
+def test_only_prompt_that_kills_engines_is_quarantined(num_engines: int) -> None:
+    for seed in range(4):
+        world = World(
+            seed=seed,
+            schedule=MODES["async swap"],
+            num_engines=num_engines,
+            elastic=True,
+            steps=30,
+            groups_per_step=8,
+            make_engine=PromptSensitive,
+        )
+        play(world, lambda _: asyncio.sleep(0))
+        assert world.ledger.dropped == {"quarantined": 1}
+        seqs = [group.seq for group in world.observer.groups]
+        assert seqs == [seq for seq in range(30 * 8 + 1) if seq != 4], f"seed {seed}"
+        assert world.fleet.replaced == 3
+
+
+def test_quarantined_prompt_is_not_met_again_by_resumed_run(tmp_path: Path) -> None:
+    path, replaced = tmp_path / "quarantine.jsonl", []
+    for _ in range(2):
+        world = World(
+            schedule=MODES["async swap"],
+            num_engines=2,
+            elastic=True,
+            make_engine=PromptSensitive,
+            quarantine=Quarantine(path),
+        )
+        play(world, lambda _: asyncio.sleep(0))
+        assert world.ledger.dropped == {"quarantined": 1}
+        replaced.append(world.fleet.replaced)
+    assert replaced == [3, 0]
+
+
+def test_prompt_is_found_when_each_death_ends_run(tmp_path: Path) -> None:
+    path, died = tmp_path / "quarantine.jsonl", 0
+    for _ in range(4):
+        world = World(make_engine=PromptSensitive, quarantine=Quarantine(path))
+        try:
+            play(world, lambda _: asyncio.sleep(0))
+        except WorkerDied:
+            died += 1
+    assert died == 3 and world.ledger.dropped == {"quarantined": 1}
 
 
 def test_prompt_is_not_blamed_when_engines_die_together() -> None:

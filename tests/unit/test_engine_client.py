@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from paceline.errors import WorkerDied
 from paceline.remote.message import Call, Reply
 from paceline.remote.worker import Worker
 from paceline.rollout.client import EngineClient
@@ -62,5 +63,27 @@ def test_requests_fail_when_submit_raises() -> None:
         with pytest.raises(KeyError, match="a bug"):
             async with asyncio.timeout(5):
                 await engine.generate(Request("1", (1,), 0, Sampling(4)))
+
+    run_virtual(scenario())
+
+
+def test_request_is_accepted_from_confirmation_until_end() -> None:
+    async def scenario() -> None:
+        worker = SlowWorker()
+        engine = EngineClient(worker)
+        first, second = (
+            asyncio.ensure_future(engine.generate(Request(name, (1,), 0, Sampling(4))))
+            for name in "12"
+        )
+        await asyncio.sleep(0.5)
+        assert not engine.accepted("1"), "the engine may have been dead when it was sent"
+        await asyncio.sleep(1)
+        assert engine.accepted("1") and engine.accepted("2")
+        first.cancel()
+        await asyncio.wait({first})
+        worker.fence(WorkerDied("planted"))
+        await asyncio.wait({second})
+        assert isinstance(second.exception(), WorkerDied)
+        assert not engine.accepted("1") and engine.accepted("2")
 
     run_virtual(scenario())

@@ -1,6 +1,7 @@
 """Actor and critic: what one train step changes and which metrics it reports."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,16 +11,17 @@ import torch
 from transformers import PreTrainedModel
 
 from paceline.algo.advantage import advantages
-from paceline.algo.loss import ValueLoss
+from paceline.algo.loss import LossTerms, PolicyLoss, TokenData, TokenOutputs, ValueLoss
 from paceline.algo.presets import PRESETS
 from paceline.algo.settings import AlgorithmSettings
 from paceline.errors import DataError
 from paceline.training.actor import Actor, train_on
 from paceline.training.critic import Critic
+from paceline.training.replay import replay
 from paceline.training.settings import TrainSettings
 from paceline.training.single import SingleDevice
 from paceline.types import Batch
-from tests.contract.test_train_engine import random_batch, tiny, weights_of
+from tests.contract.test_train_engine import random_batch, same_bits, tiny, weights_of
 
 FAST = TrainSettings(learning_rate=1e-2)
 
@@ -82,6 +84,80 @@ def test_update_is_skipped_when_gradient_is_not_finite() -> None:
     )
     assert metrics["updates_skipped"] == 1 and metrics["weights_changed"] == 0
     assert math.isnan(metrics["grad_norm"])
+
+
+class InfiniteLoss(PolicyLoss):
+    """A loss that overflows although its gradient does not."""
+
+    def __call__(self, outputs: TokenOutputs, data: TokenData) -> LossTerms:
+        terms = PolicyLoss.__call__(self, outputs, data)
+        return replace(terms, loss=terms.loss + torch.tensor(math.inf))
+
+
+def skips(settings: AlgorithmSettings, act: Callable[[Actor], float]) -> bool:
+    """Return whether an update changes neither weights nor the state of the optimizer."""
+    policy, clean = actor(settings), actor(settings)
+    before = weights_of(policy.engine)
+    assert act(policy) == 1, "the update was not skipped"
+    same = same_bits(before, weights_of(policy.engine))
+    for each in (policy, clean):
+        each.update(random_batch(seed=1), step=0)
+    return same and same_bits(weights_of(clean.engine), weights_of(policy.engine))
+
+
+def test_update_is_skipped_when_loss_is_infinite() -> None:
+    settings = AlgorithmSettings()
+
+    def act(policy: Actor) -> float:
+        found = train_on(policy.engine, random_batch(), InfiniteLoss(settings), settings, 1e-2, 0)
+        return found["updates_skipped"]
+
+    assert skips(settings, act)
+
+
+@pytest.mark.parametrize("more", [{}, {"correction": "truncate", "epochs": 1}], ids=str)
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_update_is_skipped_when_sampled_logprob_is_not_finite(
+    value: float, more: dict[str, Any]
+) -> None:
+    batch = random_batch()
+    batch.logprobs[np.flatnonzero(batch.mask)[3]] = value
+    settings = AlgorithmSettings(**more)
+    assert skips(settings, lambda policy: policy.update(batch, step=0)["updates_skipped"])
+
+
+def test_only_bad_mini_batch_is_skipped() -> None:
+    policy, batch = actor(AlgorithmSettings(mini_batches=2)), random_batch()
+    assert batch.advantages is not None
+    batch.advantages[np.flatnonzero(batch.mask)[0]] = math.nan
+    metrics = policy.update(batch, step=0)
+    assert (metrics["updates"], metrics["updates_skipped"]) == (2, 1)
+    assert metrics["weights_changed"] == 1
+    weights = weights_of(policy.engine).values()
+    assert all(torch.isfinite(weight).all() for weight in weights)
+
+
+def test_replay_names_rows_that_are_not_finite_without_changing_weights() -> None:
+    policy, batch = actor(AlgorithmSettings()), random_batch()
+    expected = policy.update(random_batch(), step=0)
+    policy = actor(AlgorithmSettings())
+    before = weights_of(policy.engine)
+    found = replay(policy, batch, step=0)
+    assert found["rows"] == []
+    assert found["updates"][0]["grad_norm"] == expected["grad_norm"]
+    assert found["updates"][0]["loss"] == expected["loss"]
+    assert batch.advantages is not None
+    row = int(np.flatnonzero(np.add.reduceat(batch.mask, batch.offsets[:-1]))[-1])
+    inside = batch.mask & (np.repeat(np.arange(batch.num_rows), batch.lengths) == row)
+    batch.advantages[inside] = 1e30
+    found = replay(policy, batch, step=0)
+    assert math.isnan(found["updates"][0]["grad_norm"])
+    assert [(each["row"], each["not finite"]) for each in found["rows"]] == [
+        (row, ["its gradient"])
+    ]
+    batch.advantages[inside] = math.inf
+    assert replay(policy, batch, step=0)["rows"][0]["not finite"] == ["its advantages"]
+    assert same_bits(before, weights_of(policy.engine))
 
 
 def test_update_reports_mismatch_of_fresh_staleness_of_older_tokens() -> None:
@@ -177,7 +253,7 @@ class Passes:
         self.seen.append(batch.tokens.tolist())
         return {"loss": 0.0}
 
-    def optimizer_step(self, lr: float) -> float:
+    def optimizer_step(self, lr: float, skip: bool = False) -> float:
         return 1.0
 
 

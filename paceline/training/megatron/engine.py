@@ -6,7 +6,6 @@ within a replica, all ranks process the same micro-batches. Gradients are summed
 because the loss weights already refer to the whole batch.
 """
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -53,8 +52,6 @@ from paceline.training.training_state import (
     write_model_by_ranks,
 )
 from paceline.types import Batch, FloatArray
-
-log = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Finish = Callable[[MicroBatch, TokenOutputs], Tensor]
@@ -235,19 +232,17 @@ class Megatron(EngineWithHead):
             ddp.zero_grad_buffer()
         return self._trained
 
-    def optimizer_step(self, lr: float) -> float:
+    def optimizer_step(self, lr: float, skip: bool = False) -> float:
         ddp, optimizer = self._train_parts()
         finalize_model_grads([ddp])
         optimizer.prepare_grads()
         # The norm covers all ranks, so all of them take the same branch.
         norm = float(optimizer.clip_grad_norm(self._settings.max_grad_norm))
-        if math.isfinite(norm):
+        if math.isfinite(norm) and not skip:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step_with_ready_grads()
             self._steps += 1
-        else:
-            log.warning("gradient norm is %s: step skipped, weights unchanged", norm)
         ddp.zero_grad_buffer()
         optimizer.zero_grad()
         return norm if math.isfinite(norm) else math.nan

@@ -1,0 +1,58 @@
+"""Lineage of a run directory: which checkpoints belong to the history that the run continues.
+
+Every start of a run is an attempt, which continues from a step. A checkpoint of an earlier attempt
+beyond that step belongs to an abandoned future: its ledger and metrics no longer exist, so a later
+start must not resume from it. The file has one JSON line per attempt.
+"""
+
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import CheckpointError
+
+FILE = "attempts.jsonl"
+
+
+def begin_attempt(run_dir: Path, step: int) -> str:
+    """Record that an attempt continues from `step`; return its ID, which its checkpoints store."""
+    attempt = secrets.token_hex(8)
+    with (run_dir / FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"attempt": attempt, "from_step": step}) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    return attempt
+
+
+class Lineage:
+    """The attempts of a run directory so far."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._attempts = _read(run_dir / FILE)
+
+    def check(self, folder: Path, state: dict[str, Any]) -> None:
+        """Raise CheckpointError if the checkpoint belongs to an abandoned future."""
+        own, later = state.get("attempt"), self._attempts
+        for position, (attempt, _) in enumerate(self._attempts):
+            if attempt == own:
+                later = self._attempts[position + 1 :]
+        for _, step in later:
+            if step < state["step"]:
+                raise CheckpointError(
+                    f"checkpoint {folder} belongs to an abandoned future: the run continued from "
+                    f"step {step} after it was written"
+                )
+
+
+def _read(path: Path) -> list[tuple[str, int]]:
+    """Return the ID and first step of each attempt. A line that was cut by a crash is ignored."""
+    found = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            event = json.loads(line)
+            found.append((str(event["attempt"]), int(event["from_step"])))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return found

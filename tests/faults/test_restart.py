@@ -1,0 +1,139 @@
+"""`paceline train --restart` with real kills: the run resumes from its last commit by itself."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.models import random_model
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = (
+    *("groups_per_step=4", "group_size=2", "save_every=2", "save_samples=0"),
+    *("data.task=copy:3", "data.max_prompt_length=32", "rollout.max_response_length=8"),
+    *("placement.threads=1", "train.learning_rate=1e-3", "keep_checkpoints=1"),
+)
+RAY = ("cluster=ray", "placement.actor=train", "placement.rollout=rollout")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return random_model(tmp_path_factory.mktemp("model"))
+
+
+class Supervised:
+    """A supervised run in a process."""
+
+    def __init__(self, model: str, run_dir: Path, *settings: str) -> None:
+        self.run_dir = run_dir
+        command = [sys.executable, "-m", "paceline", "train", "recipes/hybrid.toml"]
+        command += [f"model={model}", f"run_dir={run_dir}", *SETTINGS, *settings]
+        self.process = subprocess.Popen(
+            [*command, "--restart", "2"],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    @property
+    def step(self) -> int:
+        path = self.run_dir / "metrics.jsonl"
+        return path.read_text().count("\n") if path.exists() else 0
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 240
+        while not condition():
+            assert self.process.poll() is None, self.process.communicate()[0]
+            assert time.monotonic() < deadline, f"no progress after step {self.step}"
+            time.sleep(0.02)
+
+    def run(self) -> psutil.Process:
+        """Return the process of the run, once it has made five more steps."""
+        goal = self.step + 5
+        self.until(lambda: self.step >= goal)
+        return psutil.Process(self.process.pid).children()[0]
+
+    def end(self) -> str:
+        output = self.process.communicate(timeout=240)[0]
+        assert self.process.returncode == 0, output
+        return output
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.communicate(timeout=60)
+
+
+def check(run_dir: Path, steps: int) -> None:
+    """Check that every prompt was trained once and in order, in one line of steps."""
+    events = [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
+    trained = [event["seq"] for event in events if event["event"] == "trained"]
+    assert trained == list(range(4 * steps)), "expected every prompt once, in order"
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, steps + 1))
+
+
+def kill_all(process: psutil.Process) -> None:
+    """Kill the process and wait until its descendants have ended."""
+    others = process.children(recursive=True)
+    os.kill(process.pid, signal.SIGKILL)
+    assert not psutil.wait_procs(others, timeout=20)[1]
+
+
+def test_run_resumes_after_controller_is_killed(model: str, tmp_path: Path) -> None:
+    run = Supervised(model, tmp_path, "steps=40")
+    try:
+        kill_all(run.run())
+        output = run.end()
+    finally:
+        run.close()
+    found = re.search(r"killed by signal 9 .* restart 1 of 2 from the checkpoint of step", output)
+    assert found, output
+    check(tmp_path, 40)
+    assert not psutil.Process().children()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(("placement.actor=train", "placement.rollout=rollout"), id="local"),
+        pytest.param(RAY, id="ray"),
+    ],
+)
+def test_run_resumes_after_trainer_and_driver_are_killed(
+    model: str, settings: tuple[str, ...], tmp_path: Path
+) -> None:
+    run = Supervised(model, tmp_path, "steps=80", *settings)
+    try:
+        driver = run.run()
+        for process in driver.children(recursive=True):
+            if is_trainer(process, tmp_path):
+                os.kill(process.pid, signal.SIGKILL)
+        run.until(lambda: not driver.is_running() or driver.status() == psutil.STATUS_ZOMBIE)
+        kill_all(run.run())
+        output = run.end()
+    finally:
+        run.close()
+    assert "exit code 7 (WorkerDied)" in output and "killed by signal 9" in output
+    check(tmp_path, 80)
+
+
+def is_trainer(process: psutil.Process, run_dir: Path) -> bool:
+    """Return whether a process is the worker with the actor, or any worker on Ray."""
+    try:
+        log = os.path.realpath(f"/proc/{process.pid}/fd/1")
+        return log == str((run_dir / "logs" / "train.log").resolve()) or (
+            "ray::RayHost" in " ".join(process.cmdline())
+        )
+    except (psutil.Error, OSError):
+        return False

@@ -1,0 +1,62 @@
+"""Lineage: a checkpoint that a later attempt left behind is never resumed from."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import CheckpointError
+from paceline.training.checkpoint import latest_checkpoint, save_checkpoint
+from paceline.training.lineage import FILE, Lineage, begin_attempt
+
+
+def save(run_dir: Path, step: int, attempt: str | None) -> Path:
+    async def write(folder: Path) -> None:
+        (folder / "weights").write_text(f"{attempt} {step}")
+
+    state = {"step": step} | ({"attempt": attempt} if attempt else {})
+    return asyncio.run(save_checkpoint(run_dir / "checkpoints", step, state, write, keep=9))
+
+
+def newest(run_dir: Path) -> str | None:
+    folder = latest_checkpoint(run_dir / "checkpoints")
+    return (folder / "weights").read_text() if folder else None
+
+
+def test_checkpoint_beyond_start_of_later_attempt_is_refused(tmp_path: Path) -> None:
+    first = begin_attempt(tmp_path, 0)
+    save(tmp_path, 10, first)
+    abandoned = save(tmp_path, 20, first)
+    second = begin_attempt(tmp_path, 10)
+    assert newest(tmp_path) == f"{first} 10"
+    with pytest.raises(CheckpointError, match="abandoned future: the run continued from step 10"):
+        Lineage(tmp_path).check(abandoned, {"step": 20, "attempt": first})
+    save(tmp_path, 15, second)
+    assert newest(tmp_path) == f"{second} 15"
+    save(tmp_path, 20, second)
+    assert newest(tmp_path) == f"{second} 20"
+
+
+def test_checkpoint_stays_valid_when_later_attempts_continue_from_it(tmp_path: Path) -> None:
+    first = begin_attempt(tmp_path, 0)
+    save(tmp_path, 10, first)
+    for _ in range(3):
+        begin_attempt(tmp_path, 10)
+    assert newest(tmp_path) == f"{first} 10"
+
+
+def test_checkpoint_without_attempt_is_valid(tmp_path: Path) -> None:
+    save(tmp_path, 10, None)
+    assert newest(tmp_path) == "None 10"
+    begin_attempt(tmp_path, 10)
+    assert newest(tmp_path) == "None 10"
+    begin_attempt(tmp_path, 5)
+    assert newest(tmp_path) is None
+
+
+def test_line_that_crash_cut_is_ignored(tmp_path: Path) -> None:
+    first = begin_attempt(tmp_path, 0)
+    save(tmp_path, 10, first)
+    with (tmp_path / FILE).open("a") as file:
+        file.write('{"attempt": "ab", "from_s')
+    assert newest(tmp_path) == f"{first} 10"

@@ -1,0 +1,187 @@
+"""Supervisor: which ends of a run it cures, how often, and what it forwards.
+
+The runs are small programs that act according to the number of their attempt.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from paceline import supervisor
+from paceline.supervisor import SUPERVISOR, Supervisor, last_step, saved_step
+
+ROOT = Path(__file__).parents[2]
+# Every attempt makes a step. `acts` has one entry per attempt: an exit code, a signal such as "-9",
+# with "+" after a new checkpoint, or "wait" for a signal.
+PROGRAM = """
+import os, pathlib, signal, sys, time
+folder, acts = pathlib.Path(sys.argv[1]), sys.argv[2].split(",")
+(folder / "checkpoints").mkdir(exist_ok=True)
+number = len(list(folder.glob("attempt*")))
+act = acts[min(number, len(acts) - 1)]
+if act[0] != "?":
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": %d}\\n' % (number + 1))
+if act[0] == "+":
+    (folder / "checkpoints" / ("step_%08d" % (number + 1))).mkdir()
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+(folder / f"attempt{number}").write_text(" ".join(sys.argv[3:]))
+if "wait" in act:
+    signal.pause()
+code = int(act.strip("+?"))
+if code < 0:
+    os.kill(os.getpid(), -code)
+sys.exit(code)
+"""
+
+
+class Told(list[str]):
+    """What the supervisor told."""
+
+
+def supervise(folder: Path, acts: str, restarts: int = 3) -> tuple[int, int, Told]:
+    """Return the exit code, the number of attempts and what was told."""
+    told = Told()
+    command = [sys.executable, "-c", PROGRAM, str(folder), acts]
+
+    async def run() -> int:
+        return await Supervisor(folder, restarts, told.append).run([*command, "--fresh"], command)
+
+    code = asyncio.run(run())
+    return code, len(list(folder.glob("attempt*"))), told
+
+
+@pytest.fixture(autouse=True)
+def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_DELAY_S", 0.001)
+
+
+@pytest.mark.parametrize("end", ["-9", "-11", "-6", "1", "7", "8", "9", "12"])
+def test_run_that_dies_is_restarted(end: str, tmp_path: Path) -> None:
+    code, attempts, told = supervise(tmp_path, f"{end},0")
+    assert (code, attempts) == (0, 2)
+    assert "restart 1 of 3 from the start" in told[0] and len(told) == 1
+
+
+@pytest.mark.parametrize("end", [0, 11, 13, 14, 130, 143])
+def test_run_that_a_restart_cannot_cure_is_not_restarted(end: int, tmp_path: Path) -> None:
+    assert supervise(tmp_path, f"{end},0") == (end, 1, [])
+
+
+@pytest.mark.parametrize("end", [2, 3, 4, 5, 10])
+def test_mistake_of_user_is_final_only_before_first_step(end: int, tmp_path: Path) -> None:
+    assert supervise(tmp_path, f"?{end},0") == (end, 1, [])
+    (tmp_path / "attempt0").unlink()
+    code, attempts, told = supervise(tmp_path, f"{end},0")
+    assert (code, attempts) == (0, 2) and f"exit code {end}" in told[0]
+
+
+def test_supervisor_gives_up_when_restarts_make_no_checkpoint(tmp_path: Path) -> None:
+    code, attempts, told = supervise(tmp_path, "-9", restarts=3)
+    assert (code, attempts) == (137, 4)
+    assert "SIGKILL, which the kernel sends when memory is full" in told[0]
+    assert told[-1].endswith("giving up after 3 restart(s) without a new checkpoint")
+
+
+def test_new_checkpoint_restores_budget(tmp_path: Path) -> None:
+    code, attempts, told = supervise(tmp_path, "+-9,+7,-9,+7,-9,0", restarts=2)
+    assert (code, attempts) == (0, 6)
+    assert "after step 4; restart 1 of 2 from the checkpoint of step 4" in told[3]
+    events = [json.loads(line) for line in (tmp_path / "restarts.jsonl").read_text().splitlines()]
+    assert [event["exit"] for event in events] == [-9, 7, -9, 7, -9]
+    assert [event["saved_step"] for event in events] == [1, 2, 2, 4, 4]
+
+
+def test_only_first_attempt_starts_over(tmp_path: Path) -> None:
+    supervise(tmp_path, "-9,-9,0")
+    assert [(tmp_path / f"attempt{n}").read_text() for n in range(3)] == ["--fresh", "", ""]
+
+
+def start(folder: Path, acts: str) -> subprocess.Popen[str]:
+    """Start a supervisor in a separate process."""
+    program = (
+        "import asyncio, pathlib, sys; from paceline.supervisor import Supervisor\n"
+        "folder, *command = sys.argv[1:]\n"
+        "watch = Supervisor(pathlib.Path(folder), 3, lambda text: print(text, flush=True))\n"
+        "sys.exit(asyncio.run(watch.run(command, command)))"
+    )
+    child = [sys.executable, "-c", PROGRAM, str(folder), acts]
+    command = [sys.executable, "-c", program, str(folder), *child]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    while not path.exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+
+
+def test_sigterm_is_forwarded_and_ends_supervision(tmp_path: Path) -> None:
+    process = start(tmp_path, "-9,wait")
+    wait_for(tmp_path / "attempt1", process)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 143 and output.count("restart") == 1
+    assert len(list(tmp_path.glob("attempt*"))) == 2
+
+
+def test_signal_during_delay_ends_supervision(tmp_path: Path) -> None:
+    process = start(tmp_path, "-9")
+    assert process.stdout is not None
+    assert "in 1 s" in process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130
+    assert len(list(tmp_path.glob("attempt*"))) == 1
+
+
+def test_child_ends_when_its_supervisor_is_killed(tmp_path: Path) -> None:
+    program = (
+        "import os, signal; from paceline.supervisor import end_with_supervisor\n"
+        f"assert os.environ[{SUPERVISOR!r}]\nend_with_supervisor()\n"
+        f"assert {SUPERVISOR!r} not in os.environ\n"
+        "print(os.getpid(), flush=True)\nsignal.pause()"
+    )
+    outer = (
+        "import asyncio, pathlib, sys; from paceline.supervisor import Supervisor\n"
+        "command = [sys.executable, '-c', sys.argv[1]]\n"
+        "asyncio.run(Supervisor(pathlib.Path('.'), 1, print).run(command, command))"
+    )
+    command = [sys.executable, "-c", outer, program]
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    child = psutil.Process(int(process.stdout.readline()))
+    process.kill()
+    process.wait()
+    assert psutil.wait_procs([child], timeout=10)[1] == [] or child.status() == "zombie"
+
+
+@pytest.mark.parametrize(
+    ("text", "step"), [(None, 0), ("", 0), ('{"step": 3}\n{"ste', 3), ('[1]\n{"x": 2}\n', 0)]
+)
+def test_last_step_is_read_from_damaged_metrics(
+    text: str | None, step: int, tmp_path: Path
+) -> None:
+    if text is not None:
+        (tmp_path / "metrics.jsonl").write_text(text)
+    assert last_step(tmp_path) == step
+
+
+def test_saved_step_is_that_of_newest_checkpoint(tmp_path: Path) -> None:
+    assert saved_step(tmp_path) == 0
+    for name in ("step_00000003", "step_00000012", ".step_00000020.tmp", "step_best"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert saved_step(tmp_path) == 12
