@@ -170,7 +170,7 @@ def _parse(override: str) -> tuple[str, Any]:
         return key.lstrip("+"), read_value(text)
     try:
         return key, tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # not TOML, too many digits, nested too deeply
         return key, text  # a bare word is a string: data.task=sort:5
 
 
