@@ -129,26 +129,6 @@ class Job:
         check_early(self.config, trains=trains, has_rows=has_rows, has_reward=has_reward)
 
 
-@contextmanager
-def starting(config: RunConfig, terminal: "StartTerminal | None") -> Iterator[ExitStack]:
-    """Show the terminal while the caller imports what it runs, then prepare the model.
-
-    Yield what the run closes at its end. If the start fails, the terminal is closed at once.
-    """
-    quiet_libraries()
-    closing = ExitStack()
-    with ExitStack() as stack:
-        if terminal:
-            stack.enter_context(terminal)
-        yield closing
-        from paceline.inputs import prepare_model
-
-        prepare_model(config, terminal.preparing if terminal else None)
-        if terminal:
-            terminal.starting()
-        closing.push(stack.pop_all())
-
-
 class _Observers:
     """The display, if there is one, and the program that watches the run."""
 
@@ -178,3 +158,23 @@ def _terminal(config: RunConfig) -> "Terminal":
 def quiet_libraries() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+@contextmanager
+def starting(config: RunConfig, terminal: "StartTerminal | None") -> Iterator[ExitStack]:
+    """Show the terminal while the caller imports what it runs, then prepare the model.
+
+    Yield what the run closes at its end. If the start fails, the terminal is closed at once.
+    """
+    quiet_libraries()
+    closing = ExitStack()
+    with ExitStack() as stack:
+        if terminal:
+            stack.enter_context(terminal)
+        yield closing
+        from paceline.inputs import prepare_model
+
+        prepare_model(config, terminal.preparing if terminal else None)
+        if terminal:
+            terminal.starting()
+        closing.push(stack.pop_all())

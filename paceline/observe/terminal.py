@@ -82,6 +82,7 @@ class ModelProgress:
     def __call__(self, model: str, done: int, total: int) -> None:
         if model != self._model:
             self._model, self._quarters = model, -1
+            self._bar.reset(self._task)
         if model.startswith("tiny"):  # a built-in model
             if self._status:
                 text = f"warming up the {model} model (only once): step {done} of {total} …"
@@ -100,7 +101,7 @@ class ModelProgress:
         if self._live is None:
             if self._status:
                 self._status.stop()  # a terminal has one moving part at a time
-            self._bar.reset(self._task)
+            self._bar.start_task(self._task)
             title = Text(printable(f"converting {Path(self._model).name} (only once)"))
             width = min(88, self._console.width)
             panel = Panel(self._bar, title=title, width=width, border_style="cyan")

@@ -198,12 +198,12 @@ def build_and_serve(channel: Channel) -> None:
 
 def main() -> None:
     """Run a worker process: `python -m paceline.remote.host FD PARENT_PID`."""
+    gc.disable()  # an eighth of the time of large imports, which leave little garbage
     end_with_parent(int(sys.argv[2]))
     # Ctrl-C goes to the controller, which stops the workers in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     write_stacks_on_signal()
     log_to_stderr()
-    gc.disable()  # an eighth of the time of large imports, which leave little garbage
     channel: Connection[Any, Any] = Connection(int(sys.argv[1]))
     # These errors mean that the controller has exited.
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):

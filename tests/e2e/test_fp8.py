@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_runs import SEPARATE, run, weights
+from tests.e2e.test_runs import MODES, SEPARATE, run, weights
 
 FP8 = ["rollout.kv_cache_dtype=fp8", "rollout.weight_dtype=fp8"]
 
@@ -29,7 +29,6 @@ def test_fp8_run_reports_difference_of_engine_and_trainer(
     assert len(differences) == 4 and all(1e-5 < each < 0.3 for each in differences)
 
 
-@pytest.mark.slow
 def test_fp8_run_keeps_up_when_generation_is_ahead(model: str, tmp_path: Path) -> None:
-    ahead = ["schedule.max_staleness=2", "schedule.on_sync=swap", *SEPARATE]
-    assert run(model, tmp_path, *FP8, *ahead)["steps"] == 4
+    summary = run(model, tmp_path, *FP8, *MODES["one device, overlapping"])
+    assert summary["steps"] == 4 and not summary["ledger"]["dropped"]
