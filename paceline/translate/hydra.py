@@ -56,7 +56,7 @@ def read_value(text: str) -> Any:
 
     try:
         return yaml.safe_load(text) if text.strip() else ""
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         return text
 
 
@@ -106,7 +106,7 @@ def _computed(line: str, variables: Mapping[str, str]) -> str:
         try:
             names = {name: int(text) for name, text in variables.items() if text.isdigit()}
             return str(_number(ast.parse(match[1].replace("$", ""), mode="eval").body, names))
-        except (SyntaxError, KeyError, ArithmeticError):
+        except (SyntaxError, KeyError, ArithmeticError, ValueError, RecursionError, MemoryError):
             return match[0].replace(" ", "")
 
     return ARITHMETIC.sub(value, line)

@@ -23,6 +23,7 @@ from paceline.data.tiny import make_tokenizer
 from paceline.errors import CheckpointError, ConfigError, DataError
 from paceline.run_dir import find_start, recorded_config
 from paceline.training.checkpoint import verify_checkpoint
+from paceline.translate.hydra import read_script
 
 INPUTS = int(os.environ.get("PACELINE_FUZZ", "300"))
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
@@ -223,3 +224,15 @@ def test_any_recipe_and_any_setting_is_valid_or_a_config_error(
         refused((ConfigError, DataError), lambda: load_config(recipe))
         settings = list(settings_text(generator))
         refused((ConfigError, DataError), lambda s=settings: load_config(values={}, overrides=s))
+
+
+SCRIPTS = ["python3 -m verl.trainer.main_ppo data.train_batch_size=$((N * 2)) a.b=[1,{c:2}]"]
+SCRIPTS += ["a=" + "9" * 5000 + "\nb=$((a+1)) x.y=${b}", "$((" + "1+" * 3000 + "1))", "x.y=9" * 900]
+SCRIPTS += ["x.y=" + "{a:" * 200, "x.y=${HOME:-${A}}", "~x.y", "+x.y='a b'"]
+
+
+def test_any_script_of_verl_is_read_or_a_config_error(generator: random.Random) -> None:
+    for number in range(INPUTS):
+        text = SCRIPTS[number % len(SCRIPTS)].encode()
+        damaged = flipped(text, generator) if number >= len(SCRIPTS) else text
+        refused(ConfigError, lambda d=damaged: read_script(d.decode(errors="replace")))
