@@ -209,6 +209,7 @@ def stopped_by_signals(fresh: bool) -> Iterator[_Running]:
         console.print(f"\nstopped{how}", highlight=False, soft_wrap=True)
         raise typer.Exit(128 + stopped_by) from None
     finally:
+        console.show_cursor()  # a run that was given up has not closed its live panel
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from paceline.remote.group import Rank, WorkerGroup, start_rank
-from paceline.remote.parent import is_suspended
 from paceline.remote.worker import Build
 
 # What a signal says about its cause, and what to try.
@@ -116,8 +115,8 @@ class ProcessWorker(Rank):
     async def close(self) -> None:
         self._closing = True
         self.send(None)
-        if self.starting or is_suspended(self.process.pid):
-            self.process.kill()  # it reads nothing now, and has no state to lose
+        if self.starting:
+            self.process.kill()  # it reads nothing while it starts, and has no state to lose
         try:
             await asyncio.to_thread(self.process.wait, 5)
         except subprocess.TimeoutExpired:

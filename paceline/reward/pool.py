@@ -165,7 +165,7 @@ class ProcessReward:
                 await process.ready()
                 return await scores_of(process.submit(completions, row))
             except Lost as e:
-                if isinstance(e, Hung) and process.suspended:  # not the fault of the function
+                if isinstance(e, Hung) and process.suspended:
                     e = Died(f"{self._late(e)}; it was suspended")
                 await self._replace(place, process, e)
                 raise e from None

@@ -51,6 +51,7 @@ class RewardProcess(asyncio.Protocol):
         """Start the process. `optional`: the function may return None."""
         self.function = function
         self.mark = new_mark()  # of the process and its descendants
+        self.suspended = False  # when a call hung, so the function is not to blame
         self.calls = Calls(timeout_s, self._hang)
         self._timeout_s, self._optional = timeout_s, optional
         self._lost: Lost | None = None
@@ -140,10 +141,6 @@ class RewardProcess(asyncio.Protocol):
     def kill(self) -> None:
         kill_all([self])
 
-    @property
-    def suspended(self) -> bool:
-        return is_suspended(self.process.pid)
-
     def peak_memory(self) -> int:
         """Return the peak resident bytes of the process (Linux; elsewhere 0)."""
         return peak_memory_of(self.process.pid)
@@ -200,6 +197,7 @@ class RewardProcess(asyncio.Protocol):
 
     def _hang(self) -> None:
         self._lost = Interrupted()  # no new calls until the pool has replaced it
+        self.suspended = is_suspended(self.process.pid)
 
     async def _report_death(self) -> None:
         with suppress(subprocess.TimeoutExpired):

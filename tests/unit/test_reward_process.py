@@ -112,6 +112,17 @@ async def test_group_is_scored_again_when_worker_is_suspended(functions: Path) -
 
 
 @in_loop
+async def test_groups_of_async_function_are_scored_again_when_worker_is_suspended(
+    functions: Path,
+) -> None:
+    async with opened(f"{functions}:mixed", timeout_s=0.5) as reward:
+        os.kill(reward.pids[0], signal.SIGSTOP)
+        async with asyncio.timeout(20):
+            found = await asyncio.gather(*(score(reward, "a", "b") for _ in range(5)))
+        assert found == [[1.0, 1.0]] * 5
+
+
+@in_loop
 async def test_pool_keeps_configured_number_of_workers_after_hangs(
     functions: Path,
 ) -> None:
