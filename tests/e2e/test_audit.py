@@ -251,9 +251,15 @@ OTHER_ERRORS: dict[str, tuple[str, Edit, str, str]] = {
     ),
     "evaluation is missing": (
         "evaluations.jsonl",
+        lambda rows: rows.pop(1),
+        "evaluations",
+        ", which evaluations.jsonl does not have",
+    ),
+    "first evaluation is missing": (
+        "evaluations.jsonl",
         lambda rows: rows.pop(0),
         "evaluations",
-        "reports an evaluation of step 0",
+        "evaluation.first differs",
     ),
     "evaluation was repeated": (
         "evaluations.jsonl",
@@ -363,6 +369,15 @@ def test_audit_finds_missing_last_checkpoint_and_wrong_best_one(run: Path) -> No
     found = paceline.audit(run)
     assert "after step 6, whose checkpoint is missing" in "\n".join(map(str, found.problems))
     assert "names 'step_00000009', which is no checkpoint" in problems(run, "evaluations")
+
+
+def test_checkpoint_of_abandoned_attempt_is_noted_and_not_compared(run: Path) -> None:
+    (run / "summary.json").unlink()
+    rewrite_state(run / "checkpoints" / "step_00000006")
+    assert problems(run, "checkpoints")
+    (run / "attempts.jsonl").write_text('{"attempt": "a", "from_step": 4}\n{"atte')
+    report = assert_consistent(run)
+    assert "checkpoints/step_00000006 belongs to an attempt that was abandoned" in report.notes[0]
 
 
 def test_audit_finds_wrong_counts_in_summary(run: Path) -> None:
