@@ -40,6 +40,7 @@ SETTINGS: dict[str, Any] = {
     "placement.threads": 1,
     "evaluation.every": 2,
 }
+LINE_FILES = ("ledger", "metrics", "samples", "evaluations")
 Row = dict[str, Any]
 Edit = Callable[[list[Row]], object]
 
@@ -283,7 +284,7 @@ def test_audit_finds_disagreement_of_files(name: str, run: Path) -> None:
     assert expected in problems(run, check)
 
 
-@pytest.mark.parametrize("name", ["ledger", "metrics", "samples", "evaluations"])
+@pytest.mark.parametrize("name", LINE_FILES)
 def test_audit_names_damaged_line(name: str, run: Path) -> None:
     path = run / f"{name}.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
@@ -396,10 +397,8 @@ def test_audit_finds_other_bound_in_config(run: Path) -> None:
 
 def test_audit_notices_flipped_bits_in_every_file(run: Path) -> None:
     numbers = random.Random(0)
-    files = sorted(run.glob("*.jsonl")) + [
-        f for f in run.glob("checkpoints/step*/**/*") if f.is_file()
-    ]
-    for path in files:
+    saved = [path for path in sorted(run.glob("checkpoints/step*/**/*")) if path.is_file()]
+    for path in [*(run / f"{name}.jsonl" for name in LINE_FILES), *saved]:
         content = path.read_bytes()
         last = 8 * len(content) - 8  # the first bit of the last byte
         for bit in (last, *numbers.sample(range(8 * len(content)), 5)):
