@@ -128,6 +128,8 @@ def _check_reported(
         if step is None:
             continue
         found = next((rows[at] for at in rows if at == step), None)
+        if found is None and isinstance(step, float | int) and rows and step < min(rows):
+            continue  # of the run that this one was branched from, whose evaluations are elsewhere
         if found is None or (isinstance(reported_in, int) and found["step"] >= reported_in):
             problem = f"reports an evaluation of step {step}, which {EVALUATIONS} does not have"
             report.add("evaluations", where, problem)

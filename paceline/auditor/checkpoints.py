@@ -11,6 +11,7 @@ from typing import Any
 
 from paceline.auditor.history import Counts, Limits, read_limits, section
 from paceline.auditor.report import AuditReport
+from paceline.line_file import read_lines
 
 MAX_THREADS = 16
 # What a file that is not what it should be raises.
@@ -29,23 +30,40 @@ class Checkpoint:
     ledger_length: int | None
     ledger: Counts | None
     limits: Limits
+    attempt: str | None  # the start of the run that wrote it
 
 
 def read_checkpoints(run_dir: Path, report: AuditReport) -> list[Checkpoint]:
-    """Return the intact checkpoints, the oldest first; report the others."""
-    root = run_dir / "checkpoints"
+    """Return the intact checkpoints of this run, the oldest first; report the others.
+
+    A run that continues from an earlier step abandons what it wrote after that step.
+    """
+    root, attempts = run_dir / "checkpoints", _attempts(run_dir)
     found = []
     for folder in sorted(path for path in root.glob("step_*") if path.is_dir()):
         problems = list(_damage(folder))
         for name, what in problems:
             report.add("checkpoints", f"checkpoints/{folder.name}/{name}", what)
         if not problems and (checkpoint := _state(folder, report)):
-            found.append(checkpoint)
+            own = [n for n, (name, _) in enumerate(attempts) if name == checkpoint.attempt]
+            later = attempts[own[-1] + 1 :] if own else attempts
+            if all(step >= checkpoint.step for _, step in later):
+                found.append(checkpoint)
+            else:
+                note = f"checkpoints/{folder.name} belongs to an attempt that was abandoned"
+                report.notes.append(note)
     report.notes += [
         f"checkpoints/{path.name}: a checkpoint that was never completed; the next run deletes it"
         for path in sorted(root.glob(".step_*"))
     ]
     return found
+
+
+def _attempts(run_dir: Path) -> list[tuple[str, int]]:
+    """Return the ID of each start of the run, and the step that it continued from."""
+    rows = [line.row or {} for line in read_lines(run_dir / "attempts.jsonl")]
+    found = [(str(row.get("attempt")), row.get("from_step")) for row in rows]
+    return [(name, step) for name, step in found if isinstance(step, int)]
 
 
 def best_step(run_dir: Path, report: AuditReport) -> int | None:
@@ -109,6 +127,7 @@ def _state(folder: Path, report: AuditReport) -> Checkpoint | None:
             int(ledger["length"]) if ledger else None,
             _counts(ledger) if ledger else None,
             read_limits(section(state, "config")),
+            state.get("attempt"),
         )
     except UNREADABLE as error:
         report.add("checkpoints", where, f"cannot be read: {error!r}")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
+from rich.text import Text
 
 from paceline.auditor.report import CHECKS, AuditReport
 from paceline.cli.app import app, console, fail
@@ -39,12 +39,12 @@ def audit(
 def _show(report: AuditReport) -> None:
     for check, meaning in CHECKS.items():
         found = [str(problem) for problem in report.problems if problem.check == check]
-        mark = "[bold red]FAIL[/]" if found else "[green]ok[/]  "
-        console.print(f"{mark}  {check:12} {escape(meaning)}", highlight=False, soft_wrap=True)
+        mark = ("FAIL", "bold red") if found else ("ok  ", "green")
+        console.print(Text.assemble(mark, f"  {check:12} {meaning}"), soft_wrap=True)
         more = len(found) - MOST_SHOWN
         for line in found[:MOST_SHOWN] + ([f"and {more} more (--json)"] if more > 0 else []):
-            console.print(f"      {escape(line)}", highlight=False, soft_wrap=True)
+            console.print(Text(f"      {line}"), soft_wrap=True)
     for note in report.notes:
-        console.print(f"note  {escape(note)}", highlight=False, soft_wrap=True)
+        console.print(Text(f"note  {note}"), soft_wrap=True)
     counts = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in report.counts.items())
-    console.print(escape(f"{report.run_dir}: {counts}"), highlight=False, soft_wrap=True)
+    console.print(Text(f"{report.run_dir}: {counts}"), soft_wrap=True)

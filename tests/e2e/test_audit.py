@@ -40,6 +40,7 @@ SETTINGS: dict[str, Any] = {
     "placement.threads": 1,
     "evaluation.every": 2,
 }
+LINE_FILES = ("ledger", "metrics", "samples", "evaluations")
 Row = dict[str, Any]
 Edit = Callable[[list[Row]], object]
 
@@ -251,9 +252,15 @@ OTHER_ERRORS: dict[str, tuple[str, Edit, str, str]] = {
     ),
     "evaluation is missing": (
         "evaluations.jsonl",
+        lambda rows: rows.pop(1),
+        "evaluations",
+        ", which evaluations.jsonl does not have",
+    ),
+    "first evaluation is missing": (
+        "evaluations.jsonl",
         lambda rows: rows.pop(0),
         "evaluations",
-        "reports an evaluation of step 0",
+        "evaluation.first differs",
     ),
     "evaluation was repeated": (
         "evaluations.jsonl",
@@ -277,7 +284,7 @@ def test_audit_finds_disagreement_of_files(name: str, run: Path) -> None:
     assert expected in problems(run, check)
 
 
-@pytest.mark.parametrize("name", ["ledger", "metrics", "samples", "evaluations"])
+@pytest.mark.parametrize("name", LINE_FILES)
 def test_audit_names_damaged_line(name: str, run: Path) -> None:
     path = run / f"{name}.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
@@ -365,6 +372,15 @@ def test_audit_finds_missing_last_checkpoint_and_wrong_best_one(run: Path) -> No
     assert "names 'step_00000009', which is no checkpoint" in problems(run, "evaluations")
 
 
+def test_checkpoint_of_abandoned_attempt_is_noted_and_not_compared(run: Path) -> None:
+    (run / "summary.json").unlink()
+    rewrite_state(run / "checkpoints" / "step_00000006")
+    assert problems(run, "checkpoints")
+    (run / "attempts.jsonl").write_text('{"attempt": "a", "from_step": 4}\n{"atte')
+    report = assert_consistent(run)
+    assert "checkpoints/step_00000006 belongs to an attempt that was abandoned" in report.notes[0]
+
+
 def test_audit_finds_wrong_counts_in_summary(run: Path) -> None:
     summary = json.loads((run / "summary.json").read_text())
     summary["ledger"]["trained"] = 13
@@ -381,10 +397,8 @@ def test_audit_finds_other_bound_in_config(run: Path) -> None:
 
 def test_audit_notices_flipped_bits_in_every_file(run: Path) -> None:
     numbers = random.Random(0)
-    files = sorted(run.glob("*.jsonl")) + [
-        f for f in run.glob("checkpoints/step*/**/*") if f.is_file()
-    ]
-    for path in files:
+    saved = [path for path in sorted(run.glob("checkpoints/step*/**/*")) if path.is_file()]
+    for path in [*(run / f"{name}.jsonl" for name in LINE_FILES), *saved]:
         content = path.read_bytes()
         last = 8 * len(content) - 8  # the first bit of the last byte
         for bit in (last, *numbers.sample(range(8 * len(content)), 5)):
