@@ -12,7 +12,7 @@ from statistics import fmean, median
 log = logging.getLogger(__name__)
 
 WINDOW = 25  # steps of the usual value, and of each mean
-SPIKE = 10.0  # multiple of the median of the last steps
+SPIKE, ABOVE = 10.0, 2.0  # multiples of median and maximum of the last steps
 MIN_SPIKE = {"train/grad_norm": 1.0, "train/loss": 1.0}  # smaller values are never a spike
 FACTOR = 3.0  # change of a mean since the first steps
 REWARD, ENTROPY, LENGTH = "reward/mean", "train/entropy", "rollout/row_tokens"
@@ -33,12 +33,13 @@ DRIFTED = {
 
 
 class DriftMonitor:
-    """Monitor that warns once per spike or drift, and again after it has ended."""
+    """Monitor that warns about the first, 10th, 100th, ... spike or drift of each metric."""
 
     def __init__(self) -> None:
         self._last: dict[str, deque[float]] = {}
         self._first: dict[str, float] = {}  # means of the first steps
-        self._warned: set[str] = set()
+        self._warned: set[str] = set()  # drifts and spikes that last
+        self._counts: dict[str, int] = {}
 
     def check(self, metrics: dict[str, float], step: int) -> None:
         for name, least in MIN_SPIKE.items():
@@ -53,8 +54,9 @@ class DriftMonitor:
 
     def _check_spike(self, name: str, value: float, least: float, step: int) -> None:
         last = self._last.get(name, ())
-        usual = median(last) if len(last) == WINDOW else math.inf
-        found = value > max(least, SPIKE * usual)
+        usual, largest = (median(last), max(last)) if len(last) == WINDOW else (math.inf, math.inf)
+        # A task that is solved has no gradient most of the time.
+        found = usual > 0 and value > max(least, SPIKE * usual, ABOVE * largest)
         message = f"{name} = {value:.3g}, where {usual:.3g} is usual: {SPIKED}"
         self._warn(name, found, found, message, step)
         self._keep(name, value)
@@ -74,7 +76,9 @@ class DriftMonitor:
             self._warned.discard(name)
         elif found and name not in self._warned:
             self._warned.add(name)
-            log.warning("step %d: %s", step + 1, message)
+            count = self._counts[name] = self._counts.get(name, 0) + 1
+            if str(count).strip("0") == "1":
+                log.warning("step %d: %s (%d time(s) so far)", step + 1, message, count)
 
     def _keep(self, name: str, value: float) -> None:
         last = self._last.setdefault(name, deque(maxlen=WINDOW))
