@@ -22,6 +22,7 @@ from paceline.inputs import Inputs, load_inputs
 from paceline.loop import Loop, LoopSettings, Observer
 from paceline.model.loading import save_tokenizer
 from paceline.observe.collapse import CollapseMonitor
+from paceline.observe.drift import DriftMonitor
 from paceline.observe.health import Health
 from paceline.observe.mismatch import MismatchMonitor
 from paceline.observe.model_card import model_card, write_model_card
@@ -153,7 +154,12 @@ class _Run:
             next(iter(self._workers[Role.REF]), None),
             config.rollout.max_response_length,
             # The mismatch check compares a step with the steps before it, so it comes first.
-            monitors=[Health(), MismatchMonitor(config.mismatch_limit, collapse), collapse],
+            monitors=[
+                Health(),
+                MismatchMonitor(config.mismatch_limit, collapse),
+                collapse,
+                DriftMonitor(),
+            ],
             skipped=SkippedUpdates(self._run_dir, inputs.identity["config"]),
         )
 

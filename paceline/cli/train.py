@@ -1,6 +1,7 @@
 """The commands that run a model: `train`, `sft` and `evaluate`."""
 
 import asyncio
+import logging
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -168,6 +169,7 @@ def _supervise(recipe: Path, settings: list[str], fresh: bool, restarts: int) ->
     def tell(message: str) -> None:
         Console(stderr=True).print(message, highlight=False, markup=False, soft_wrap=True)
 
+    logging.getLogger("paceline").handlers = [logging.NullHandler()]  # the child logs warnings
     try:
         config = load_config(recipe, settings)
         check_trainable(config)

@@ -83,7 +83,8 @@ class Trainer:
             self._kl_coef = adapted(
                 self._kl_coef, measured["train/kl_reference"], self._algorithm.kl_target
             )
-        measured |= {"reward/mean": mean_reward(batch)}
+        measured["reward/mean"] = mean_reward(batch)
+        measured["rollout/row_tokens"] = float(batch.mask.sum()) / batch.num_rows
         for monitor in self._monitors:
             monitor.check(measured, step)
         return metrics

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -119,8 +120,14 @@ def start(folder: Path, acts: str) -> subprocess.Popen[str]:
 
 
 def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    while not path.exists():
-        assert process.poll() is None
+    wait_until(lambda: path.exists() or process.poll() is not None)
+    assert process.poll() is None
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
@@ -140,6 +147,19 @@ def test_signal_during_delay_ends_supervision(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait(20) == 130
     assert len(list(tmp_path.glob("attempt*"))) == 1
+
+
+def test_run_is_suspended_and_resumed_with_supervisor(tmp_path: Path) -> None:
+    process = start(tmp_path, "wait")
+    wait_for(tmp_path / "attempt0", process)
+    both = [psutil.Process(process.pid), *psutil.Process(process.pid).children()]
+    assert len(both) == 2
+    process.send_signal(signal.SIGTSTP)
+    wait_until(lambda: all(each.status() == psutil.STATUS_STOPPED for each in both))
+    process.send_signal(signal.SIGCONT)
+    wait_until(lambda: all(each.status() == psutil.STATUS_SLEEPING for each in both))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 143
 
 
 def test_child_ends_when_its_supervisor_is_killed(tmp_path: Path) -> None:
