@@ -19,6 +19,7 @@ from paceline.generation import Generation, open_generation, open_scorer
 from paceline.held_out import HeldOut
 from paceline.inputs import Inputs, load_inputs
 from paceline.loop import Loop, LoopSettings, Observer
+from paceline.model.loading import TokenizerFiles
 from paceline.observe.collapse import CollapseMonitor
 from paceline.observe.health import Health
 from paceline.observe.mismatch import MismatchMonitor
@@ -126,6 +127,7 @@ class _Run:
         self._workers, self._fleet = generation.workers, generation.fleet
         self._rollouter, self._scorer = generation.rollouter, generation.scorer
         self._run_dir = Path(config.run_dir)
+        self._tokenizer_files = TokenizerFiles(inputs.tokenizer)
         collapse = CollapseMonitor()
         self._trainer = Trainer(
             self._workers[Role.ACTOR][0],
@@ -187,7 +189,7 @@ class _Run:
             trainer=self._trainer,
             synchronizer=self._synchronizer,
             observer=recorder,
-            save=lambda step: self._save(step, ledger, recorder),
+            save=partial(self._save, ledger, recorder),
             guards=[
                 (worker.name, worker.died) for worker in workers if worker not in fleet.elastic
             ],
@@ -233,15 +235,26 @@ class _Run:
             report=recorder.evaluation_done,
         )
 
-    async def _save(self, step: int, ledger: Ledger, recorder: Recorder) -> None:
+    def _save(
+        self, ledger: Ledger, recorder: Recorder, step: int, copied: Callable[[], None] | None
+    ) -> Coroutine[Any, Any, Path]:
+        """Return what saves a checkpoint; ledger and metrics belong to the moment of this call.
+
+        With `copied`, call it when the next step may change the weights.
+        """
         inputs, trainer = self._inputs, self._trainer
+        card = model_card(self._config, step, recorder.reward)
 
         async def write(target: Path) -> None:
-            await trainer.save(target)
+            if copied is None:
+                await trainer.save(target)
+            else:
+                await trainer.snapshot(target)
+                copied()
+                await trainer.written()
             # Together with these files the directory is an ordinary Hugging Face model.
-            inputs.tokenizer.save_pretrained(target / Role.ACTOR)
+            self._tokenizer_files.write(target / Role.ACTOR)
             inputs.generation.to_json_file(target / Role.ACTOR / "generation_config.json")
-            card = model_card(self._config, step, recorder.reward)
             write_model_card(target / Role.ACTOR, card)
 
         state = {
@@ -255,7 +268,7 @@ class _Run:
         root = self._run_dir / "checkpoints"
         kept, held_out = self._config.keep_checkpoints, self._held_out
         protected = (lambda: held_out.protected) if held_out else tuple
-        await save_checkpoint(root, step, state, write, kept, protected)
+        return save_checkpoint(root, step, state, write, kept, protected)
 
     async def _restore(self, checkpoint: Path) -> None:
         await self._trainer.load(checkpoint)
@@ -304,6 +317,7 @@ def _loop_settings(config: RunConfig) -> LoopSettings:
         groups_per_step=config.groups_per_step,
         sync_every=config.schedule.sync_every,
         save_every=config.save_every,
+        save_every_s=config.save_every_s,
         max_failed_groups=config.rollout.max_failed_groups,
         dynamic_sampling=config.algorithm.dynamic_sampling,
         stall_timeout_s=config.stall_timeout_s,

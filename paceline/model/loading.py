@@ -108,6 +108,21 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+class TokenizerFiles:
+    """The files of a tokenizer. They are made once: it takes tenths of a second."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._files: dict[str, bytes] = {}
+
+    def write(self, folder: Path) -> None:
+        if not self._files:
+            made = map(Path, self._tokenizer.save_pretrained(folder))
+            self._files = {path.name: path.read_bytes() for path in made}
+        for name, content in self._files.items():
+            (folder / name).write_bytes(content)
+
+
 def load_generation_config(name: str) -> GenerationConfig:
     """Load the generation config, or derive it from the model's config. It lists the end tokens."""
     source = model_source(name)

@@ -5,6 +5,7 @@ import errno
 import hashlib
 import json
 import os
+import resource
 import shutil
 import signal
 from pathlib import Path
@@ -189,6 +190,46 @@ def test_run_resumes_from_last_checkpoint_when_killed(model: str, tmp_path: Path
     assert weights(whole, 6) == weights(killed, 6)
     assert _rewards(whole) == _rewards(killed)
     assert (whole / "ledger.jsonl").read_text() == (killed / "ledger.jsonl").read_text()
+
+
+def test_checkpoint_written_beside_training_is_that_of_its_step(model: str, tmp_path: Path) -> None:
+    beside, alone = tmp_path / "beside", tmp_path / "alone"
+    constant = ["algorithm.name=ppo", "train.lr_schedule=constant"]
+    run(model, beside, "steps=3", "save_every=1", "keep_checkpoints=9", *constant)
+    run(model, alone, "steps=1", *constant)  # written after training
+    for role in ("actor", "critic"):
+        assert weights(beside, 1, role) == weights(alone, 1, role)
+    folders = [folder / "checkpoints" / "step_00000001" for folder in (beside, alone)]
+    files = [{str(f.relative_to(folder)) for f in folder.rglob("*")} for folder in folders]
+    assert files[0] == files[1]
+    for step in (2, 3):
+        shutil.rmtree(beside / "checkpoints" / f"step_{step:08d}")
+    run(model, beside, "steps=2", *constant)
+    run(model, alone, "steps=2", *constant)
+    assert weights(beside, 2) == weights(alone, 2) and _rewards(beside) == _rewards(alone)
+    assert (beside / "ledger.jsonl").read_text() == (alone / "ledger.jsonl").read_text()
+
+
+def test_worker_process_writes_checkpoint_beside_training(model: str, tmp_path: Path) -> None:
+    run(model, tmp_path / "alone", "steps=1", "train.lr_schedule=constant")
+    settings = ["steps=2", "save_every=1", "train.lr_schedule=constant", *SEPARATE]
+    run(model, tmp_path / "process", *settings)
+    assert weights(tmp_path / "process", 1) == weights(tmp_path / "alone", 1)
+
+
+def test_run_fails_with_cause_when_checkpoint_beside_training_cannot_be_written(
+    model: str, tmp_path: Path
+) -> None:
+    """The limit on file sizes stands for a full disk; it is smaller than the model's file."""
+    chosen = config(model, tmp_path, "steps=100000", "save_every=1", "save_samples=0")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 15, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot write the checkpoint of step 1 .*large"):
+            asyncio.run(train(chosen))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def test_checkpoint_is_loadable_by_transformers_and_new_run(model: str, tmp_path: Path) -> None:
