@@ -7,7 +7,9 @@ already running, and from a thread, and so that blocking code of the caller cann
 import asyncio
 import atexit
 import concurrent.futures.thread  # registers its hook for the end of the program before ours
+import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -15,6 +17,8 @@ from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from paceline.openmp import end_idle_threads
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 # A signal that another thread receives does not wake the main thread, which handles it. So no wait
@@ -25,7 +29,18 @@ SIGNAL_INTERVAL_S = 0.2
 class Background(Generic[T]):
     """A running coroutine. If the program ends first, it is cancelled."""
 
-    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+    def __init__(
+        self,
+        work: Coroutine[Any, Any, T],
+        stop: Callable[[], bool] = lambda: False,
+        grace_s: float = 0.0,
+    ) -> None:
+        """`stop` is called in the event loop on Ctrl-C: it makes the coroutine return soon.
+
+        If it returns False, or `grace_s` are over, the coroutine is cancelled.
+        """
+        self._stop, self._grace_s = stop, grace_s
+        self._abandoned = False  # by a second Ctrl-C
         self._future: Future[T] = Future()
         self._loop = asyncio.new_event_loop()
         self._task: asyncio.Task[T] = self._loop.create_task(work)
@@ -37,14 +52,42 @@ class Background(Generic[T]):
         _RUNNING.add(self)
 
     def result(self) -> T:
-        """Wait for the result and return it. Ctrl-C cancels the coroutine and waits for its end."""
+        """Wait for the result and return it. Ctrl-C ends the coroutine, a second one the wait."""
         try:
             while not self._future.done():
                 concurrent.futures.wait([self._future], SIGNAL_INTERVAL_S)
+        except KeyboardInterrupt:
+            self.interrupt()
+            raise
         except BaseException:
             self.cancel()
             raise
         return self._future.result()
+
+    def interrupt(self) -> None:
+        """End the coroutine because of Ctrl-C, and raise the error if it failed before its end."""
+        try:
+            if self._stopped():
+                self._future.result()
+            else:
+                self.cancel()
+        except KeyboardInterrupt:
+            self._abandoned = True
+            raise
+
+    def _stopped(self) -> bool:
+        """Ask the coroutine to return and wait `grace_s`; return whether it did."""
+        answer: Future[bool] = Future()
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(lambda: answer.set_result(self._stop()))
+        deadline = time.monotonic() + self._grace_s
+        while not self._future.done() and time.monotonic() < deadline:
+            if answer.done() and not answer.result():
+                return False
+            concurrent.futures.wait([self._future], SIGNAL_INTERVAL_S)
+        if not self._future.done():
+            log.warning("the current step did not end within grace_s = %g s", self._grace_s)
+        return self._future.done()
 
     async def wait(self) -> T:
         """Wait in the event loop of the caller. Cancelling this cancels the coroutine too."""
@@ -77,6 +120,8 @@ class Background(Generic[T]):
 
     def finish(self) -> None:
         """Wait if the coroutine returns soon; cancel it otherwise."""
+        if self._abandoned:
+            return
         self._join() if self._ending else self.cancel()
 
     def _join(self) -> None:

@@ -68,6 +68,9 @@ class RunConfig(Settings):
     """Train steps between checkpoints. 0: only at the end."""
     save_every_s: float = Field(0.0, ge=0)
     """Seconds between checkpoints, in addition to save_every. 0: off."""
+    grace_s: float = Field(60.0, ge=0)
+    """Maximum seconds to finish and save the current step after Ctrl-C or SIGTERM. 0: stop at once.
+    """
     keep_checkpoints: int = Field(2, ge=1)
     """Number of checkpoints to keep."""
     save_samples: int = Field(1, ge=0)
@@ -294,7 +297,7 @@ class RunConfig(Settings):
 # what hardware and how it is observed, or fix what ended the run (too little memory, time or
 # workers). Data may move; its content is compared.
 MAY_CHANGE = {
-    "save_every_s",
+    *("save_every_s", "grace_s"),
     *("run_dir", "steps", "save_every", "keep_checkpoints", "save_samples", "track"),
     *("step_timeout_s", "stall_timeout_s", "sync", "fleet", "cluster", "ray", "data.path"),
     "evaluation",

@@ -1,5 +1,6 @@
 """The commands that run a model: `train`, `sft` and `evaluate`."""
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,6 +23,8 @@ Fresh = Annotated[
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Check the settings, print them as JSON and exit.")
 ]
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 @app.command()
@@ -150,18 +153,22 @@ class _Running:
 
 @contextmanager
 def stopped_by_signals(fresh: bool) -> Iterator[_Running]:
-    """Let Ctrl-C and SIGTERM stop a run, report its errors, and set the exit code."""
-    stopped_by = signal.SIGINT
+    """Let Ctrl-C and SIGTERM stop a run, report its errors, and set the exit code.
 
-    def terminate(*_: object) -> None:
+    The first signal lets the run finish its step (background.py); a second one ends the process.
+    """
+    stopped_by: int | None = None
+
+    def interrupt(number: int, _: object) -> None:
         nonlocal stopped_by
-        stopped_by = signal.SIGTERM
-        signal.raise_signal(signal.SIGINT)  # stop in the same way as with Ctrl-C
+        if stopped_by is not None:
+            console.show_cursor()
+            os._exit(128 + number)  # workers end with this process
+        stopped_by = number
+        raise KeyboardInterrupt
 
-    # A shell starts background jobs with SIGINT ignored; without a handler for SIGINT, `terminate`
-    # would have no effect there.
-    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, terminate)}
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A shell starts background jobs with SIGINT ignored; so both signals get a handler.
+    before = {number: signal.signal(number, interrupt) for number in STOPPING}
     run = _Running()
     try:
         yield run
@@ -170,7 +177,7 @@ def stopped_by_signals(fresh: bool) -> Iterator[_Running]:
     except KeyboardInterrupt:
         how = _how_to_resume(run.config, fresh)
         console.print(f"\nstopped{how}", highlight=False, soft_wrap=True)
-        raise typer.Exit(128 + stopped_by) from None
+        raise typer.Exit(128 + (stopped_by or signal.SIGINT)) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

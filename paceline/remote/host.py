@@ -216,8 +216,10 @@ def build_and_serve(channel: Channel) -> None:
 def main() -> None:
     """Run a worker process: `python -m paceline.remote.host FD PARENT_PID`."""
     end_with_parent(int(sys.argv[2]))
-    # Ctrl-C goes to the controller, which stops the workers in order.
+    # The controller stops the workers in order. Schedulers send SIGTERM to all processes; it gets a
+    # function instead of SIG_IGN, which processes that this one starts would inherit.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: None)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     channel = PipeChannel(Connection(int(sys.argv[1])))
     # These errors mean that the controller has exited.

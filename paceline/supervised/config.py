@@ -81,6 +81,11 @@ class SftConfig(Settings):
     """Number of train steps, which replaces `epochs`. Default: as many as `epochs` need."""
     save_every: int = Field(100, ge=0)
     """Train steps between checkpoints. 0: only at the end."""
+    save_every_s: float = Field(0.0, ge=0)
+    """Seconds between checkpoints, in addition to save_every. 0: off."""
+    grace_s: float = Field(60.0, ge=0)
+    """Maximum seconds to finish and save the current step after Ctrl-C or SIGTERM. 0: stop at once.
+    """
     keep_checkpoints: int = Field(2, ge=1)
     """Number of checkpoints to keep."""
     step_timeout_s: float = Field(600.0, gt=0)

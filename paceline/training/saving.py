@@ -60,6 +60,11 @@ class Saver:
         if self._writing is not None:
             await asyncio.shield(self._writing)
 
+    def check(self) -> None:
+        """Raise if the last checkpoint failed."""
+        if self._writing is not None and self._writing.done():
+            self._writing.result()
+
     async def end(self, timeout_s: float) -> None:
         """Let the checkpoint that is being written become complete in this time, or stop it."""
         if self._writing is not None and not self._writing.done():
