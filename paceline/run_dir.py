@@ -16,7 +16,7 @@ from typing import IO, Any
 from paceline.config import RunConfig, differences
 from paceline.errors import CheckpointError
 from paceline.queue.ledger import LedgerState
-from paceline.training.checkpoint import latest_checkpoint, read_state
+from paceline.training.checkpoint import latest_checkpoint, read_state, remove_leftovers
 from paceline.types import Role
 
 
@@ -31,9 +31,12 @@ class Start:
 
 
 def lock_run_dir(folder: Path) -> IO[str]:
-    """Create the run directory and lock it, so that two runs never share one."""
+    """Create the run directory and lock it, so that two runs never share one.
+
+    A new one is readable only by its owner: it contains prompts, completions and paths.
+    """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = (folder / "lock").open("w")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -78,6 +81,7 @@ def recorded_config(folder: Path) -> dict[str, Any]:
 def find_start(config: RunConfig, identity: dict[str, Any]) -> Start:
     """Find the checkpoint to resume from; raise if its model, data or settings differ."""
     root = Path(config.run_dir) / "checkpoints"
+    remove_leftovers(root)
     checkpoint = latest_checkpoint(root)
     if checkpoint is None and any(root.glob("step_*")):
         raise CheckpointError(

@@ -17,7 +17,17 @@ PACKAGE = Path(__file__).parents[2] / "paceline"
 # From the bottom to the top. A unit may import units of lower layers and its own package; units of
 # one layer are independent of each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("__init__", "types", "errors", "settings", "code_search", "notifier", "suspend", "openmp"),
+    (
+        "__init__",
+        "types",
+        "errors",
+        "settings",
+        "code_search",
+        "notifier",
+        "suspend",
+        "openmp",
+        "temporary",
+    ),
     ("plugins", "schedule", "placement", "recipe", "hints", "background"),
     ("model", "remote"),
     ("data", "algo", "queue"),
