@@ -76,6 +76,7 @@ class Job:
         display: "bool | Terminal" = True,
         watch: Callable[[Step], None] | None = None,
         stop: asyncio.Event | None = None,
+        start_from: str | None = None,
     ) -> Background[Run]:
         """Start the run. `watch` is called with every step."""
         config, stopping = self.config, Stopping(stop or asyncio.Event(), self.config.grace_s)
@@ -111,6 +112,7 @@ class Job:
                     rows=self.rows,
                     held_out=self.held_out,
                     stop=stopping.event,
+                    start_from=start_from,
                 )
                 if terminal and not stopping.interrupted:
                     terminal.finish(summary)

@@ -37,6 +37,8 @@ from paceline.rollout.environment import MakeEnvironment, open_environment
 from paceline.rollout.fleet import Fleet
 from paceline.run_dir import (
     Start,
+    branch,
+    branches,
     explain_disk_errors,
     find_start,
     finished_summary,
@@ -44,6 +46,7 @@ from paceline.run_dir import (
     log_file,
     move_aside,
     recorded_config,
+    set_later_aside,
 )
 from paceline.suspend import ignore_suspended_time
 from paceline.synchronizer import ParameterSynchronizer
@@ -73,6 +76,7 @@ async def train(
     rows: Iterable[Mapping[str, Any]] | None = None,
     held_out: Iterable[Mapping[str, Any]] | None = None,
     stop: asyncio.Event | None = None,
+    start_from: str | None = None,
 ) -> dict[str, Any]:
     """Run to the last step and return the summary.
 
@@ -80,14 +84,16 @@ async def train(
     run directory is moved aside once everything else is known to be valid. `reward` (a function of
     completion and row, async or not), `environment` (made for the tokenizer), `rows` (prompts) and
     `held_out` (prompts of evaluations) replace those of the settings. `stop` ends the run after the
-    current step, with a checkpoint.
+    current step, with a checkpoint. `start_from` is an earlier step of the run, or the checkpoint
+    of another run; by default a run resumes from its last checkpoint.
     """
     ignore_suspended_time(asyncio.get_running_loop())
     check_trainable(config)
     inputs = load_inputs(config, rows, held_out)
     agent = open_environment(environment or config.rollout.environment, inputs.tokenizer)
     run_dir = Path(config.run_dir)
-    recorded = {} if fresh else recorded_config(run_dir)
+    is_branch = branches(run_dir, start_from)
+    recorded = recorded_config(run_dir, start_from) if not fresh or is_branch else {}
     layout = await plan_that_fits(keep_recorded(config, recorded), inputs.model_path)
     config, inputs = layout.config, inputs.with_config(layout.config)
     for warning in (*layout.warnings, *changed_choices(layout.choices, recorded)):
@@ -98,7 +104,9 @@ async def train(
         if fresh and (aside := move_aside(run_dir)):
             log.warning("moved the earlier run in %s to %s", run_dir, aside)
         stack.enter_context(lock_run_dir(run_dir))
-        start = find_start(config, inputs.identity)
+        if start_from is not None and is_branch:
+            await branch(run_dir, start_from, inputs.identity)
+        start = find_start(config, inputs.identity, None if is_branch else start_from)
         if start.step >= config.steps and (finished := finished_summary(run_dir, start.step)):
             return finished
         stack.enter_context(log_file(run_dir / "logs"))
@@ -168,6 +176,8 @@ class _Run:
         decode = partial(self._inputs.tokenizer.decode, skip_special_tokens=True)
         samples = Samples(self._run_dir, config.save_samples, start.step, decode)
         # The ledger is truncated to the checkpoint only now: a start that fails changes nothing.
+        if start.abandons_later:
+            set_later_aside(self._run_dir, start.step)
         ledger = Ledger(self._run_dir / "ledger.jsonl", start.ledger)
         stack.callback(ledger.close)
         display = make_display(start.step) if make_display else None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.app import app, console, fail, log_to_console
-from paceline.errors import PacelineError
+from paceline.errors import ConfigError, PacelineError
 
 if TYPE_CHECKING:
     from paceline.config import RunConfig
@@ -40,6 +40,15 @@ def train(
         ),
     ] = None,
     fresh: Fresh = False,
+    start_from: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="Start from an earlier step of the run, or from a checkpoint of another run, with "
+            "its optimizer state.",
+            show_default=False,
+        ),
+    ] = None,
     dry_run: DryRun = False,
 ) -> None:
     """Train a model. If the run directory has an earlier run, the same command resumes it."""
@@ -47,15 +56,22 @@ def train(
     from paceline.job import Job
     from paceline.observe.terminal import Terminal
 
-    with stopped_by_signals(fresh) as run:
+    once = " and ".join([*["--fresh"] * fresh, *["--from"] * (start_from is not None)])
+    with stopped_by_signals(once) as run:
         config = load_config(recipe, settings or ())
         check_trainable(config)
+        if fresh and start_from is not None and start_from.isdigit():
+            raise ConfigError(
+                f"--fresh contradicts --from {start_from}: a new run has no earlier step; leave "
+                "out one of them"
+            )
         if dry_run:
             console.print_json(config.model_dump_json())
             return
         run.config = config
         log_to_console()
-        Job(config).train(fresh, Terminal(config, console)).result()
+        terminal = Terminal(config, console)
+        Job(config).train(fresh, terminal, start_from=start_from).result()
 
 
 @app.command()
@@ -77,7 +93,7 @@ def sft(
     from paceline.supervised.display import SftTerminal
     from paceline.supervised.job import SftJob
 
-    with stopped_by_signals(fresh) as run:
+    with stopped_by_signals("--fresh" if fresh else "") as run:
         config = load_sft_config(recipe, settings or ())
         if dry_run:
             console.print_json(config.model_dump_json())
@@ -152,10 +168,11 @@ class _Running:
 
 
 @contextmanager
-def stopped_by_signals(fresh: bool) -> Iterator[_Running]:
+def stopped_by_signals(once: str = "") -> Iterator[_Running]:
     """Let Ctrl-C and SIGTERM stop a run, report its errors, and set the exit code.
 
     The first signal lets the run finish its step (background.py); a second one ends the process.
+    `once`: options that a command that resumes the run does not have.
     """
     stopped_by: int | None = None
 
@@ -175,7 +192,7 @@ def stopped_by_signals(fresh: bool) -> Iterator[_Running]:
     except PacelineError as error:
         fail(error)
     except KeyboardInterrupt:
-        how = _how_to_resume(run.config, fresh)
+        how = _how_to_resume(run.config, once)
         console.print(f"\nstopped{how}", highlight=False, soft_wrap=True)
         raise typer.Exit(128 + (stopped_by or signal.SIGINT)) from None
     finally:
@@ -183,7 +200,7 @@ def stopped_by_signals(fresh: bool) -> Iterator[_Running]:
             signal.signal(number, handler)
 
 
-def _how_to_resume(config: "RunConfig | SftConfig | None", fresh: bool) -> str:
+def _how_to_resume(config: "RunConfig | SftConfig | None", once: str) -> str:
     """Return what the same command would do next, to follow the word "stopped"."""
     if config is None:
         return ""
@@ -194,4 +211,5 @@ def _how_to_resume(config: "RunConfig | SftConfig | None", fresh: bool) -> str:
             "the same command starts over"
         )
     step = int(steps[-1].removeprefix("step_"))
-    return f"; the same command {'without --fresh ' if fresh else ''}continues from step {step}"
+    without = f"without {once} " if once else ""
+    return f"; the same command {without}continues from step {step}"

@@ -10,7 +10,8 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-# Writes the checkpoint of a step. With a function, it calls it as soon as training may continue.
+# Returns what writes the checkpoint of a step, with the state at the time of the call. With a
+# function, it calls it as soon as training may continue.
 Save = Callable[[int, Callable[[], None] | None], Coroutine[Any, Any, Any]]
 
 LONG_WAIT_S = 1.0  # for the checkpoint before, from which on it is reported
@@ -38,15 +39,19 @@ class Saver:
         With `beside`, return as soon as training may continue; otherwise, when it is complete.
         """
         begun = self._clock()
-        await self.written()
         if step <= self.saved_step:
+            await self.written()
             return self._writing
+        copied = asyncio.Event()
+        saving = self._save(step, copied.set if beside else None)  # the state of this moment
+        try:
+            await self.written()
+        except BaseException:
+            saving.close()
+            raise
         self._report(step, begun)
         self._begun = self._clock()
-        copied = asyncio.Event()
-        self._writing = asyncio.create_task(
-            self._save(step, copied.set if beside else None), name=f"checkpoint {step}"
-        )
+        self._writing = asyncio.create_task(saving, name=f"checkpoint {step}")
         self._writing.add_done_callback(lambda _: copied.set())
         await copied.wait()
         if self._writing.done():

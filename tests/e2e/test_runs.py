@@ -268,6 +268,62 @@ def test_resume_fails_and_names_difference_when_settings_or_model_change(
         run(str(tmp_path / "again"), tmp_path / "run2", "steps=2")
 
 
+CONSTANT = ["train.lr_schedule=constant", "save_every=1", "keep_checkpoints=9"]
+
+
+@pytest.fixture(scope="module")
+def four_steps(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("four") / "run"
+    run(model, folder, "steps=4", *CONSTANT)
+    return folder
+
+
+def test_run_starts_again_from_earlier_step(model: str, four_steps: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(four_steps, tmp_path / "run")
+    chosen = config(model, folder, "steps=4", *CONSTANT)
+    with pytest.raises(CheckpointError, match=r"--from 9: there is no checkpoint .*step_00000004"):
+        asyncio.run(train(chosen, start_from="9"))
+    assert asyncio.run(train(chosen, start_from="2"))["steps_this_run"] == 2
+    assert weights(folder, 4) == weights(four_steps, 4)
+    assert (folder / "ledger.jsonl").read_text() == (four_steps / "ledger.jsonl").read_text()
+    (aside,) = (folder / "checkpoints").glob("abandoned.*")
+    assert sorted(path.name for path in aside.iterdir()) == ["step_00000003", "step_00000004"]
+
+
+def test_run_branches_from_checkpoint_of_other_run(
+    model: str, four_steps: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    middle = str(four_steps / "checkpoints" / "step_00000002")
+    same = config(model, tmp_path / "same", "steps=4", *CONSTANT)
+    assert asyncio.run(train(same, start_from=middle))["steps_this_run"] == 2
+    assert weights(tmp_path / "same", 4) == weights(four_steps, 4), "with the optimizer's state"
+    assert _rewards(tmp_path / "same") == _rewards(four_steps)
+    assert "had other settings" not in caplog.text
+    with pytest.raises(CheckpointError, match="has a run already"):
+        asyncio.run(train(same, start_from=middle))
+    with pytest.raises(CheckpointError, match="is a checkpoint of this run; give its step"):
+        asyncio.run(train(config(model, four_steps, *CONSTANT), start_from=middle))
+    faster = config(model, tmp_path / "faster", "steps=3", "train.learning_rate=0.01", *CONSTANT)
+    asyncio.run(train(faster, start_from=middle))
+    assert "train.learning_rate: was 0.001, is now 0.01" in caplog.text
+    assert weights(tmp_path / "faster", 3) != weights(four_steps, 3)
+    assert run(model, tmp_path / "faster", "steps=4", "train.learning_rate=0.01", *CONSTANT)
+    assert weights(four_steps, 4) == weights(tmp_path / "same", 4), "the old run is unchanged"
+
+
+def test_new_run_directory_is_readable_only_by_owner(four_steps: Path) -> None:
+    assert four_steps.stat().st_mode & 0o777 == 0o700
+
+
+def test_start_removes_leftovers_of_killed_run(
+    model: str, four_steps: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(four_steps, tmp_path / "run")
+    (folder / "checkpoints" / ".step_00000005.tmp" / "actor").mkdir(parents=True)
+    run(model, folder, "steps=4", *CONSTANT)  # complete, so nothing is saved
+    assert not list((folder / "checkpoints").glob(".*"))
+
+
 def test_run_fails_when_run_directory_is_in_use(model: str, tmp_path: Path) -> None:
     chosen = config(model, tmp_path / "run")
     with (

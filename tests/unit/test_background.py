@@ -191,7 +191,7 @@ async def work():
 def stop():
     print("stopping", flush=True)
     return True
-with stopped_by_signals(False):
+with stopped_by_signals():
     Background(work(), stop, grace_s=1000).result()
 """
     with subprocess.Popen(
