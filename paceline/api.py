@@ -138,8 +138,8 @@ class Steps:
     def __next__(self) -> Step:
         try:
             step = None if self._ended else self._next_step()
-        except BaseException:  # Ctrl-C
-            self._run.cancel()
+        except KeyboardInterrupt:
+            self._run.interrupt()
             raise
         if step is None:
             self._ended = True

@@ -15,6 +15,7 @@ import queue
 import sys
 import sysconfig
 import threading
+import time
 import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -39,7 +40,17 @@ BLOCKED_S, CLEAN_UP_BLOCKED_S = 5.0, 30.0
 class Background(Generic[T]):
     """A running coroutine. If the program ends first, it is cancelled."""
 
-    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+    def __init__(
+        self,
+        work: Coroutine[Any, Any, T],
+        stop: Callable[[], bool] = lambda: False,
+        grace_s: float = 0.0,
+    ) -> None:
+        """`stop` is called in the event loop on Ctrl-C: it makes the coroutine return soon.
+
+        If it returns False, or `grace_s` are over, the coroutine is cancelled.
+        """
+        self._stop, self._grace_s = stop, grace_s
         self._future: Future[T] = Future()
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(DaemonThreads())
@@ -52,14 +63,42 @@ class Background(Generic[T]):
         _RUNNING.add(self)
 
     def result(self) -> T:
-        """Wait for the result and return it. Ctrl-C cancels the coroutine and waits for its end."""
+        """Wait for the result and return it. Ctrl-C ends the coroutine, a second one the wait."""
         try:
             while not self._future.done():
                 concurrent.futures.wait([self._future], SIGNAL_INTERVAL_S)
+        except KeyboardInterrupt:
+            self.interrupt()
+            raise
         except BaseException:
             self.cancel()
             raise
         return self._future.result()
+
+    def interrupt(self) -> None:
+        """End the coroutine because of Ctrl-C, and raise the error if it failed before its end."""
+        try:
+            stopped = self._stopped()
+        except KeyboardInterrupt:
+            self._abandoned = True  # the end of the program does not wait for it again
+            raise
+        if stopped:
+            self._future.result()
+        else:
+            self.cancel()
+
+    def _stopped(self) -> bool:
+        """Ask the coroutine to return and wait `grace_s`; return whether it did."""
+        answer: Future[bool] = Future()
+        self._post(lambda: answer.set_result(self._stop()))
+        begun = time.monotonic()
+        while not self._future.done() and (waited_s := time.monotonic() - begun) < self._grace_s:
+            if not answer.result() if answer.done() else waited_s > BLOCKED_S:
+                return False
+            concurrent.futures.wait([self._future], SIGNAL_INTERVAL_S)
+        if not self._future.done():
+            log.warning("the current step did not end within grace_s = %g s", self._grace_s)
+        return self._future.done()
 
     async def wait(self) -> T:
         """Wait in the event loop of the caller. Cancelling this cancels the coroutine too."""

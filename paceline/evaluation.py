@@ -4,10 +4,8 @@ Waits for: the engine and the scorer, for as many groups at a time as fill the e
 """
 
 import asyncio
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 from paceline.algo.settings import AlgorithmSettings
@@ -23,6 +21,7 @@ from paceline.rollout.environment import MakeEnvironment, open_environment
 from paceline.schedule import ScheduleSettings
 from paceline.settings import open_settings
 from paceline.suspend import ignore_suspended_time
+from paceline.temporary import TemporaryFolder
 from paceline.types import Group, Role
 from paceline.watchdog import Watchdog
 from paceline.workers.automatic import GPU_SLOTS
@@ -70,7 +69,7 @@ async def evaluate(
     config = await choose_settings(config, inputs.model_path, roles)
     async with AsyncExitStack() as stack:
         scorer = await open_scorer(stack, config, inputs, reward)
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
+        logs = stack.enter_context(TemporaryFolder("paceline-logs-"))
         generation = await open_generation(stack, config, roles, inputs, agent, scorer, logs)
         stack.enter_context(Watchdog(generation.living_workers, config.stall_timeout_s))
         engines = len(generation.workers[Role.ROLLOUT])

@@ -4,6 +4,7 @@ Waits for: the run, which has a separate thread with an event loop (background.p
 """
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from paceline.observe.display import Display
     from paceline.observe.terminal import StartTerminal, Terminal
     from paceline.rollout.environment import MakeEnvironment
+
+log = logging.getLogger(__name__)
 
 Rows: TypeAlias = Iterable[Mapping[str, Any]]
 
@@ -73,9 +76,10 @@ class Job:
         display: "bool | Terminal" = True,
         watch: Callable[[Step], None] | None = None,
         stop: asyncio.Event | None = None,
+        start_from: str | None = None,
     ) -> Background[Run]:
         """Start the run. `watch` is called with every step."""
-        config = self.config
+        config, stopping = self.config, Stopping(stop or asyncio.Event(), self.config.grace_s)
         check_trainable(config)
         self._check_early(trains=True)
         terminal = _terminal(config) if display is True else display or None
@@ -83,6 +87,7 @@ class Job:
             from paceline.run import train
 
         def observers(first_step: int) -> Observer:
+            stopping.has_begun = True
             return _Observers(
                 [terminal.display(first_step)] if terminal else [], watch or (lambda step: None)
             )
@@ -97,13 +102,14 @@ class Job:
                     environment=self.environment,
                     rows=self.rows,
                     held_out=self.held_out,
-                    stop=stop,
+                    stop=stopping.event,
+                    start_from=start_from,
                 )
-                if terminal:
+                if terminal and not stopping.interrupted:
                     terminal.finish(summary)
             return Run(Path(config.run_dir), summary)
 
-        return Background(work())
+        return Background(work(), stopping.stop, config.grace_s)
 
     def evaluate(
         self,
@@ -127,6 +133,28 @@ class Job:
     def _check_early(self, trains: bool) -> None:
         has_rows, has_reward = self.rows is not None, self.reward is not None
         check_early(self.config, trains=trains, has_rows=has_rows, has_reward=has_reward)
+
+
+@dataclass
+class Stopping:
+    """What Ctrl-C does to a run."""
+
+    event: asyncio.Event  # ends the run after the current step, with a checkpoint
+    grace_s: float
+    has_begun: bool = False  # there may be something to save
+    interrupted: bool = False
+
+    def stop(self) -> bool:
+        """Ask the run to end; return whether it will."""
+        self.interrupted = True
+        self.event.set()
+        if self.has_begun:
+            log.warning(
+                "stopping after the current step, with a checkpoint, within grace_s = %g s; a "
+                "second Ctrl-C stops at once",
+                self.grace_s,
+            )
+        return self.has_begun
 
 
 class _Observers:

@@ -6,6 +6,7 @@
     evaluate* engines, reward                       scores of held-out prompts     its engine
     train     the groups_per_step oldest groups     a step, then new weights       rollout
     check*    engines, trainer                      MismatchError                  its engine
+    save*     workers that write their files        a checkpoint                   its workers
     watch     (polls every second; watchdog.py)     StalledError, live statistics  -
     fleet     heartbeats and deaths of engines      their replacements             -
     guard*    the death of any other worker         WorkerDied                     -
@@ -43,6 +44,7 @@ from paceline.rollout.rollouter import Rollouter
 from paceline.settings import Settings
 from paceline.synchronizer import ParameterSynchronizer
 from paceline.training.assembly import assemble
+from paceline.training.saving import END_TIMEOUT_S, Save, Saver
 from paceline.training.skipped import too_many
 from paceline.types import Batch, Group, Prompt
 from paceline.watchdog import Patience, Progress, StallMonitor, Waits
@@ -91,6 +93,7 @@ class LoopSettings(Settings):
     groups_per_step: int
     sync_every: int = 1
     save_every: int = 0
+    save_every_s: float = 0.0
     max_failed_groups: int = 0
     max_skipped_updates: int = 5  # in a row
     dynamic_sampling: bool = False
@@ -114,7 +117,7 @@ class Loop:
         trainer: StepTrainer,
         synchronizer: ParameterSynchronizer,
         observer: Observer,
-        save: Callable[[int], Awaitable[None]],
+        save: Save,
         guards: Sequence[tuple[str, asyncio.Future[None]]] = (),
         check_weights: Callable[[Sequence[Group], int], Awaitable[None]] | None = None,
         evaluations: Evaluations | None = None,
@@ -155,8 +158,6 @@ class Loop:
         self._uniform: Counter[float] = Counter()
         self._stopping = False
         self._stop_requested = False
-        self._saved_step = 0
-        self._save_s = 0.0  # of the checkpoint after the last step
         self._taking = False  # the train task waits for groups
         self._queue.on_drop = self._dropped
         if not (admission.changed is rollouter.changed is self._changed):
@@ -166,7 +167,8 @@ class Loop:
 
     async def run(self, first_step: int = 0) -> None:
         """Train until `steps` are done. `first_step` is where a resumed run starts."""
-        self.step = self._saved_step = first_step
+        self.step, settings = first_step, self._settings
+        self._saver = Saver(self._save, settings.save_every, settings.save_every_s, first_step)
         self._queue.set_version(first_step)
         try:
             async with asyncio.TaskGroup() as self._tasks:
@@ -184,7 +186,11 @@ class Loop:
                 for task in running + list(self._rollouts):
                     task.cancel()
         except BaseExceptionGroup as failed:
+            await self._saver.end(END_TIMEOUT_S)
             raise first_error(failed) from None
+        except asyncio.CancelledError:
+            await self._saver.end(0.0)
+            raise
         self._ledger.check()
 
     def stop(self) -> None:
@@ -270,16 +276,15 @@ class Loop:
                 "time/evaluate_s": evaluated_s,
                 "time/train_s": trained - taken,
                 "time/sync_s": synced - trained,
-                "time/save_s": self._save_s,
+                **self._saver.metrics(),
             }
-            self._save_s = 0.0
             self._observer.step_done(self.step, metrics, groups)
             self._ledger.flush()
-            if self._settings.save_every and self.step % self._settings.save_every == 0:
+            if self._saver.due(self.step):
                 await self._checkpoint()
             await self._begin_evaluation()
         if not self._stopping:
-            await self._checkpoint()
+            await self._checkpoint(beside=False)
             if self.step == self._settings.steps:
                 await self._evaluated()
 
@@ -311,7 +316,7 @@ class Loop:
         evaluations, synced = self._evaluations, self._synchronizer.version == self.step
         if evaluations and synced and not self._evaluating and evaluations.due(self.step):
             if evaluations.saves:
-                await self._checkpoint()
+                await self._checkpoint(beside=False)  # it may become the best one
             self._evaluation = self._start(f"evaluation {self.step}", self._evaluate, self.step)
             self._rollouts.add(self._evaluation)
             self._evaluation.add_done_callback(self._rollouts.discard)
@@ -331,13 +336,11 @@ class Loop:
         await asyncio.wait({self._evaluation})
         return clock() - begun
 
-    async def _checkpoint(self) -> None:
-        if self.step > self._saved_step:
-            self.waiting_for["train"] = f"the checkpoint of step {self.step}"
-            begun = asyncio.get_running_loop().time()
-            await self._save(self.step)
-            self._saved_step = self.step
-            self._save_s = asyncio.get_running_loop().time() - begun
+    async def _checkpoint(self, beside: bool = True) -> None:
+        """Save this step. With `beside`, training continues while the files are written."""
+        self.waiting_for["train"] = f"the checkpoint of step {self.step}"
+        if saving := await self._saver.save(self.step, beside):
+            self._start(f"checkpoint {self.step}", _wait_for, saving)
 
     async def _take(self) -> list[Group] | None:
         """Take the oldest groups in order of admission, which bounds staleness; None: stop."""
@@ -503,5 +506,5 @@ class Loop:
         return quiet, max(quiet, episode)
 
 
-async def _wait_for(death: asyncio.Future[None]) -> None:
-    await asyncio.shield(death)  # cancelling the guard must not cancel the future
+async def _wait_for(future: asyncio.Future[None]) -> None:
+    await asyncio.shield(future)  # cancelling the guard must not cancel the future

@@ -20,7 +20,7 @@ from paceline.generation import Generation, open_generation, open_scorer
 from paceline.held_out import HeldOut
 from paceline.inputs import Inputs, load_inputs
 from paceline.loop import Loop, LoopSettings, Observer
-from paceline.model.loading import save_tokenizer
+from paceline.model.loading import TokenizerFiles
 from paceline.observe.collapse import CollapseMonitor
 from paceline.observe.drift import DriftMonitor
 from paceline.observe.health import Health
@@ -40,6 +40,8 @@ from paceline.rollout.fleet import Fleet
 from paceline.rollout.rollouter import Rollouter
 from paceline.run_dir import (
     Start,
+    branch,
+    branches,
     explain_disk_errors,
     find_start,
     finished_summary,
@@ -47,6 +49,7 @@ from paceline.run_dir import (
     log_file,
     move_aside,
     recorded_config,
+    set_later_aside,
 )
 from paceline.suspend import ignore_suspended_time
 from paceline.synchronizer import ParameterSynchronizer
@@ -80,6 +83,7 @@ async def train(
     rows: Iterable[Mapping[str, Any]] | None = None,
     held_out: Iterable[Mapping[str, Any]] | None = None,
     stop: asyncio.Event | None = None,
+    start_from: str | None = None,
 ) -> dict[str, Any]:
     """Run to the last step and return the summary.
 
@@ -87,14 +91,16 @@ async def train(
     run directory is moved aside once everything else is known to be valid. `reward` (a function of
     completion and row, async or not), `environment` (made for the tokenizer), `rows` (prompts) and
     `held_out` (prompts of evaluations) replace those of the settings. `stop` ends the run after the
-    current step, with a checkpoint.
+    current step, with a checkpoint. `start_from` is an earlier step of the run, or the checkpoint
+    of another run; by default a run resumes from its last checkpoint.
     """
     ignore_suspended_time(asyncio.get_running_loop())
     check_trainable(config)
     inputs = load_inputs(config, rows, held_out)
     agent = open_environment(environment or config.rollout.environment, inputs.tokenizer)
     run_dir = Path(config.run_dir)
-    recorded = {} if fresh else recorded_config(run_dir)
+    is_branch = branches(run_dir, start_from)
+    recorded = recorded_config(run_dir, start_from) if not fresh or is_branch else {}
     layout = await plan_that_fits(keep_recorded(config, recorded), inputs.model_path)
     config, inputs = layout.config, inputs.with_config(layout.config)
     for warning in (*layout.warnings, *changed_choices(layout.choices, recorded)):
@@ -105,7 +111,9 @@ async def train(
         if fresh and (aside := move_aside(run_dir)):
             log.warning("moved the earlier run in %s to %s", run_dir, aside)
         stack.enter_context(lock_run_dir(run_dir))
-        start = find_start(config, inputs.identity)
+        if start_from is not None and is_branch:
+            await branch(run_dir, start_from, inputs.identity)
+        start = find_start(config, inputs.identity, None if is_branch else start_from)
         if start.step >= config.steps and (finished := finished_summary(run_dir, start.step)):
             return finished
         stack.enter_context(log_file(run_dir / "logs"))
@@ -145,6 +153,7 @@ class _Run:
         self.watchdog = Watchdog(
             generation.living_workers, config.stall_timeout_s, self._run_dir / "logs"
         )
+        self._tokenizer_files = TokenizerFiles(inputs.tokenizer)
         collapse = CollapseMonitor()
         self._trainer = Trainer(
             self._workers[Role.ACTOR][0],
@@ -194,6 +203,8 @@ class _Run:
         self._attempt = begin_attempt(self._run_dir, start.step)
         samples = Samples(self._run_dir, config.save_samples, start.step, decode)
         # The ledger is truncated to the checkpoint only now: a start that fails changes nothing.
+        if start.abandons_later:
+            set_later_aside(self._run_dir, start.step)
         ledger = Ledger(self._run_dir / "ledger.jsonl", start.ledger)
         stack.callback(ledger.close)
         display = make_display(start.step) if make_display else None
@@ -217,7 +228,7 @@ class _Run:
             trainer=self._trainer,
             synchronizer=self._synchronizer,
             observer=recorder,
-            save=lambda step: self._save(step, ledger, recorder),
+            save=partial(self._save, ledger, recorder),
             guards=[
                 (worker.name, worker.died) for worker in workers if worker not in fleet.elastic
             ],
@@ -259,15 +270,26 @@ class _Run:
             report=recorder.evaluation_done,
         )
 
-    async def _save(self, step: int, ledger: Ledger, recorder: Recorder) -> None:
+    def _save(
+        self, ledger: Ledger, recorder: Recorder, step: int, copied: Callable[[], None] | None
+    ) -> Coroutine[Any, Any, Path]:
+        """Return what saves a checkpoint; ledger and metrics belong to the moment of this call.
+
+        With `copied`, call it when the next step may change the weights.
+        """
         inputs, trainer = self._inputs, self._trainer
+        card = model_card(self._config, step, recorder.reward)
 
         async def write(target: Path) -> None:
-            await trainer.save(target)
+            if copied is None:
+                await trainer.save(target)
+            else:
+                await trainer.snapshot(target)
+                copied()
+                await trainer.written()
             # Together with these files the directory is an ordinary Hugging Face model.
-            save_tokenizer(inputs.tokenizer, target / Role.ACTOR)
+            self._tokenizer_files.write(target / Role.ACTOR)
             inputs.generation.to_json_file(target / Role.ACTOR / "generation_config.json")
-            card = model_card(self._config, step, recorder.reward)
             write_model_card(target / Role.ACTOR, card)
 
         state = {
@@ -282,7 +304,7 @@ class _Run:
         root = self._run_dir / "checkpoints"
         kept, held_out = self._config.keep_checkpoints, self._held_out
         protected = (lambda: held_out.protected) if held_out else tuple
-        await save_checkpoint(root, step, state, write, kept, protected)
+        return save_checkpoint(root, step, state, write, kept, protected)
 
     async def _restore(self, checkpoint: Path) -> None:
         await self._trainer.load(checkpoint)
@@ -344,6 +366,7 @@ def _loop_settings(config: RunConfig) -> LoopSettings:
         groups_per_step=config.groups_per_step,
         sync_every=config.schedule.sync_every,
         save_every=config.save_every,
+        save_every_s=config.save_every_s,
         max_failed_groups=config.rollout.max_failed_groups,
         max_skipped_updates=config.train.max_skipped_updates,
         dynamic_sampling=config.algorithm.dynamic_sampling,

@@ -1,11 +1,13 @@
 """The run directory: one run at a time locks it; an earlier run in it is resumed, rejected or moved
 aside."""
 
+import asyncio
 import errno
 import fcntl
 import itertools
 import json
 import logging
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,9 +20,17 @@ from paceline.errors import CheckpointError
 from paceline.line_file import read_lines
 from paceline.printable import LogFormatter
 from paceline.queue.ledger import LedgerState
-from paceline.training.checkpoint import latest_checkpoint
+from paceline.training.checkpoint import (
+    MANIFEST,
+    latest_checkpoint,
+    remove_leftovers,
+    save_checkpoint,
+    verify_checkpoint,
+)
 from paceline.training.manifest import read_run_state
 from paceline.types import Role
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +41,16 @@ class Start:
     step: int
     ledger: LedgerState | None
     metrics_length: int
+    abandons_later: bool = False  # it was asked for, and later checkpoints may exist
 
 
 def lock_run_dir(folder: Path) -> IO[str]:
-    """Create the run directory and lock it, so that two runs never share one."""
+    """Create the run directory and lock it, so that two runs never share one.
+
+    A new one is readable only by its owner: it contains prompts, completions and paths.
+    """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = (folder / "lock").open("w")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -71,17 +85,92 @@ def finished_summary(folder: Path, step: int) -> dict[str, Any] | None:
         return None
 
 
-def recorded_config(folder: Path) -> dict[str, Any]:
+def recorded_config(folder: Path, start_from: str | None = None) -> dict[str, Any]:
     """Return the settings of the run that would be resumed; none if there is no checkpoint."""
-    checkpoint = latest_checkpoint(folder / "checkpoints")
+    checkpoint = first_checkpoint(folder, start_from)
     found: dict[str, Any] = read_run_state(checkpoint)["config"] if checkpoint else {}
     return found
 
 
-def find_start(config: RunConfig, identity: dict[str, Any]) -> Start:
+def first_checkpoint(run_dir: Path, start_from: str | None) -> Path | None:
+    """Return the checkpoint that a run starts from: its latest one, or the given step or path."""
+    root = run_dir / "checkpoints"
+    if start_from is None:
+        return latest_checkpoint(root)
+    checkpoint = root / f"step_{int(start_from):08d}" if start_from.isdigit() else Path(start_from)
+    if not checkpoint.is_dir():
+        present = ", ".join(path.name for path in sorted(checkpoint.parent.glob("step_*")))
+        raise CheckpointError(
+            f"--from {start_from}: there is no checkpoint {checkpoint}; expected a step or the "
+            f"directory of a checkpoint (in {checkpoint.parent}: {present or 'none'})"
+        )
+    verify_checkpoint(checkpoint)
+    return checkpoint
+
+
+def branches(run_dir: Path, start_from: str | None) -> bool:
+    """Return whether a run starts from a checkpoint of another run; raise if it has begun."""
+    root = run_dir / "checkpoints"
+    if start_from is None or start_from.isdigit():
+        return False
+    if Path(start_from).resolve().parent == root.resolve():
+        raise CheckpointError(
+            f"--from {start_from} is a checkpoint of this run; give its step instead of its path, "
+            "or use another run_dir to keep both"
+        )
+    if any(root.glob("step_*")):
+        raise CheckpointError(
+            f"run_dir = {run_dir} has a run already, so it cannot start from {start_from}; resume "
+            "it without --from, or use another run_dir"
+        )
+    return True
+
+
+async def branch(run_dir: Path, start_from: str, identity: dict[str, Any]) -> None:
+    """Begin a run with a checkpoint of another one: weights, optimizer, step and ledger."""
+    checkpoint = Path(start_from)
+    state = read_run_state(checkpoint)
+    changed = [name for name in identity if name != "config" and state[name] != identity[name]]
+    if changed:
+        raise CheckpointError(
+            f"--from {start_from}: {' and '.join(changed)} of that run differ from this one's. To "
+            f"start a new run from its weights alone, set model={checkpoint / Role.ACTOR}"
+        )
+    for difference in differences(state["config"], identity["config"]):
+        log.warning("the run that this one starts from had other settings: %s", difference)
+    lengths = {"metrics.jsonl": state["metrics_length"], "ledger.jsonl": state["ledger"]["length"]}
+    for name, length in lengths.items():
+        with checkpoint.parents[1].joinpath(name).open("rb") as earlier:
+            (run_dir / name).write_bytes(earlier.read(length))
+
+    async def copy(target: Path) -> None:
+        own = shutil.ignore_patterns("state.json", MANIFEST)
+        await asyncio.to_thread(shutil.copytree, checkpoint, target, ignore=own, dirs_exist_ok=True)
+
+    root = run_dir / "checkpoints"
+    await save_checkpoint(root, state["step"], {**state, **identity}, copy, keep=1)
+
+
+def set_later_aside(run_dir: Path, step: int) -> None:
+    """Move checkpoints after this step away: the run takes another way from here."""
+    root = run_dir / "checkpoints"
+    later = [path for path in root.glob("step_*") if path.name > f"step_{step:08d}"]
+    if later:
+        aside = root / f"abandoned.{time.strftime('%Y%m%d-%H%M%S')}"
+        aside.mkdir()
+        for path in later:
+            path.rename(aside / path.name)
+        log.warning("moved %d checkpoints after step %d to %s", len(later), step, aside)
+    best = root / "best"
+    if best.is_symlink() and not best.exists():
+        best.unlink()
+
+
+def find_start(config: RunConfig, identity: dict[str, Any], start_from: str | None = None) -> Start:
     """Find the checkpoint to resume from; raise if its model, data or settings differ."""
     root = Path(config.run_dir) / "checkpoints"
-    checkpoint = latest_checkpoint(root)
+    remove_leftovers(root)
+    checkpoint = first_checkpoint(Path(config.run_dir), start_from)
     if checkpoint is None and any(root.glob("step_*")):
         raise CheckpointError(
             f"no checkpoint in {root} is complete, so the run cannot be resumed; "
@@ -110,6 +199,7 @@ def find_start(config: RunConfig, identity: dict[str, Any]) -> Start:
         state["step"],
         LedgerState.from_json(ledger) if ledger else None,
         state["metrics_length"],
+        start_from is not None,
     )
     # A damaged line of metrics costs a warning when the recorder reads them. The ledger decides
     # which prompts are trained, so it must be right.

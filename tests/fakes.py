@@ -24,6 +24,7 @@ from paceline.rollout.rollouter import Rollouter
 from paceline.schedule import ScheduleSettings
 from paceline.sync.weights import Weights
 from paceline.synchronizer import ParameterSynchronizer
+from paceline.training.saving import Save
 from paceline.types import (
     Batch,
     Completion,
@@ -296,6 +297,8 @@ class World:
     score: Callable[[Prompt], list[float] | None] | None = None
     environment: Environment = field(default_factory=lambda: SingleTurn(str))
     takes_turns: bool = False
+    save_every: int = 0
+    save: Save | None = None
     guards: Sequence[tuple[str, asyncio.Future[None]]] = ()
     check_weights: Callable[[Sequence[Group], int], Awaitable[None]] | None = None
     make_evaluations: "Callable[[World], Evaluations] | None" = None
@@ -347,7 +350,7 @@ class World:
         )
         self.saves: list[int] = []
 
-        async def save(step: int) -> None:
+        async def save(step: int, copied: Callable[[], None] | None) -> None:
             self.saves.append(step)
 
         self.loop = Loop(
@@ -355,6 +358,7 @@ class World:
                 steps=self.steps,
                 groups_per_step=self.groups_per_step,
                 sync_every=self.schedule.sync_every,
+                save_every=self.save_every,
                 max_failed_groups=self.max_failed_groups,
                 dynamic_sampling=self.dynamic_sampling,
                 stall_timeout_s=self.stall_timeout_s,
@@ -371,7 +375,7 @@ class World:
             trainer=self.trainer,
             synchronizer=self.synchronizer,
             observer=self.observer,
-            save=save,
+            save=self.save or save,
             guards=self.guards,
             check_weights=self.check_weights,
             evaluations=self.make_evaluations(self) if self.make_evaluations else None,

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,7 +14,7 @@ import typer
 from rich.console import Console
 
 from paceline.cli.app import app, console, fail, log_to_console
-from paceline.errors import PacelineError
+from paceline.errors import ConfigError, PacelineError
 from paceline.supervisor import Supervisor, end_with_supervisor, this_program
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ Fresh = Annotated[
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Check the settings, print them as JSON and exit.")
 ]
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 @app.command()
@@ -41,6 +44,15 @@ def train(
         ),
     ] = None,
     fresh: Fresh = False,
+    start_from: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="Start from an earlier step of the run, or from a checkpoint of another run, with "
+            "its optimizer state.",
+            show_default=False,
+        ),
+    ] = None,
     dry_run: DryRun = False,
     restart: Annotated[
         int,
@@ -61,16 +73,23 @@ def train(
     from paceline.job import Job
     from paceline.observe.terminal import Terminal
 
-    with stopped_by_signals(fresh) as run:
+    once = " and ".join([*["--fresh"] * fresh, *["--from"] * (start_from is not None)])
+    with stopped_by_signals(once) as run:
         config = load_config(recipe, settings or ())
         check_trainable(config)
+        if fresh and start_from is not None and start_from.isdigit():
+            raise ConfigError(
+                f"--fresh contradicts --from {start_from}: a new run has no earlier step; leave "
+                "out one of them"
+            )
         if dry_run:
             console.print_json(config.model_dump_json())
             return
         run.config = config
         console.continues = True
         log_to_console()
-        Job(config).train(fresh, Terminal(config, console)).result()
+        terminal = Terminal(config, console)
+        Job(config).train(fresh, terminal, start_from=start_from).result()
 
 
 @app.command()
@@ -92,7 +111,7 @@ def sft(
     from paceline.supervised.display import SftTerminal
     from paceline.supervised.job import SftJob
 
-    with stopped_by_signals(fresh) as run:
+    with stopped_by_signals("--fresh" if fresh else "") as run:
         config = load_sft_config(recipe, settings or ())
         if dry_run:
             console.print_json(config.model_dump_json())
@@ -188,35 +207,40 @@ class _Running:
 
 
 @contextmanager
-def stopped_by_signals(fresh: bool) -> Iterator[_Running]:
-    """Let Ctrl-C and SIGTERM stop a run, report its errors, and set the exit code."""
-    stopped_by = signal.SIGINT
+def stopped_by_signals(once: str = "") -> Iterator[_Running]:
+    """Let Ctrl-C and SIGTERM stop a run, report its errors, and set the exit code.
 
-    def terminate(*_: object) -> None:
+    The first signal lets the run finish its step (background.py); a second one ends the process.
+    `once`: options that a command that resumes the run does not have.
+    """
+    stopped_by: int | None = None
+
+    def interrupt(number: int, _: object) -> None:
         nonlocal stopped_by
-        stopped_by = signal.SIGTERM
-        signal.raise_signal(signal.SIGINT)  # stop in the same way as with Ctrl-C
+        if stopped_by is not None:
+            console.show_cursor()
+            os._exit(128 + number)  # workers end with this process
+        stopped_by = number
+        raise KeyboardInterrupt
 
-    # A shell starts background jobs with SIGINT ignored; without a handler for SIGINT, `terminate`
-    # would have no effect there.
-    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, terminate)}
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A shell starts background jobs with SIGINT ignored; so both signals get a handler.
+    before = {number: signal.signal(number, interrupt) for number in STOPPING}
     run = _Running()
     try:
         yield run
     except PacelineError as error:
         fail(error)
     except KeyboardInterrupt:
-        how = _how_to_resume(run.config, fresh)
+        how = _how_to_resume(run.config, once)
         console.print(f"\nstopped{how}", highlight=False, soft_wrap=True)
-        raise typer.Exit(128 + stopped_by) from None
+        raise typer.Exit(128 + (stopped_by or signal.SIGINT)) from None
     finally:
         console.show_cursor()  # a run that was given up has not closed its live panel
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _how_to_resume(config: "RunConfig | SftConfig | None", fresh: bool) -> str:
+def _how_to_resume(config: "RunConfig | SftConfig | None", once: str) -> str:
     """Return what the same command would do next, to follow the word "stopped"."""
     if config is None:
         return ""
@@ -227,4 +251,5 @@ def _how_to_resume(config: "RunConfig | SftConfig | None", fresh: bool) -> str:
             "the same command starts over"
         )
     step = int(steps[-1].removeprefix("step_"))
-    return f"; the same command {'without --fresh ' if fresh else ''}continues from step {step}"
+    without = f"without {once} " if once else ""
+    return f"; the same command {without}continues from step {step}"

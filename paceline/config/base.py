@@ -20,6 +20,11 @@ class RunSettings(Settings):
     """Seed of sampling, data order and adapters."""
     save_every: int = Field(50, ge=0)
     """Train steps between checkpoints. 0: only at the end."""
+    save_every_s: float = Field(0.0, ge=0)
+    """Seconds between checkpoints, in addition to save_every. 0: off."""
+    grace_s: float = Field(60.0, ge=0)
+    """Maximum seconds to finish and save the current step after Ctrl-C or SIGTERM. 0: stop at once.
+    """
     keep_checkpoints: int = Field(2, ge=1)
     """Number of checkpoints to keep."""
     step_timeout_s: float = Field(600.0, gt=0)

@@ -246,6 +246,7 @@ class RunConfig(RunSettings):
 # what hardware and how it is observed, or fix what ended the run (too little memory, time or
 # workers). Data may move; its content is compared.
 MAY_CHANGE = {
+    *("save_every_s", "grace_s"),
     *("run_dir", "steps", "save_every", "keep_checkpoints", "save_samples", "track"),
     "start_timeout_s",
     *("step_timeout_s", "stall_timeout_s", "sync", "fleet", "cluster", "ray", "data.path"),

@@ -6,11 +6,12 @@ directory in the temporary directory if that cannot be written.
 
 import logging
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+
+from paceline.temporary import TemporaryFolder
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,9 @@ def writable_cache() -> Path:
 def install(folder: Path, build: Callable[[Path], None]) -> None:
     """Build in a temporary directory and rename it, so that no process sees an incomplete model."""
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    # Machines that share the cache may not see each other's locks.
+    making = TemporaryFolder(f".{folder.name}-", folder.parent, young_s=3600.0)
+    temporary = making.path
     try:
         build(temporary)
         # Others may read a model in a directory that they may read.
@@ -60,7 +63,7 @@ def install(folder: Path, build: Callable[[Path], None]) -> None:
         with suppress(OSError):  # another process was faster and made the same model
             temporary.rename(folder)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        making.close()
 
 
 def sampled_bytes(file: Path) -> Iterator[bytes]:

@@ -88,10 +88,10 @@ def model_body(model: PreTrainedModel) -> Any:
     return next(part for part in model.children() if isinstance(part, PreTrainedModel))
 
 
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[Path]:
     """Write the tokenizer's files. A full disk is an OSError, as with all other files."""
     try:
-        tokenizer.save_pretrained(folder)
+        return [Path(path) for path in tokenizer.save_pretrained(folder)]
     except Exception as error:  # the library tokenizers raises Exception("... (os error 28)")
         if not (number := re.search(r"\(os error (\d+)\)", str(error))):
             raise
@@ -119,6 +119,21 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+class TokenizerFiles:
+    """The files of a tokenizer. They are made once: it takes tenths of a second."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._files: dict[str, bytes] = {}
+
+    def write(self, folder: Path) -> None:
+        if not self._files:
+            made = save_tokenizer(self._tokenizer, folder)
+            self._files = {path.name: path.read_bytes() for path in made}
+        for name, content in self._files.items():
+            (folder / name).write_bytes(content)
 
 
 def load_generation_config(name: str) -> GenerationConfig:

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.errors import CheckpointError
+from paceline.model.snapshot import current_snapshot
 
 MODEL_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
@@ -121,7 +122,10 @@ def model_shards(folder: Path) -> list[Path]:
 
 
 def write_tensors(path: Path, layout: Layout, tensors: Iterable[Tensor]) -> None:
-    """Write a safetensors file from tensors that arrive one by one in the order of `layout`."""
+    """Write a safetensors file from tensors that arrive one by one in the order of `layout`.
+
+    While a snapshot is taken, they are copied, and the file is complete when the snapshot is.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape, dtype in layout:
@@ -130,6 +134,11 @@ def write_tensors(path: Path, layout: Layout, tensors: Iterable[Tensor]) -> None
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     path.parent.mkdir(parents=True, exist_ok=True)
+    snapshot = current_snapshot()
+    if snapshot is not None and snapshot.has_room(end):
+        opened = path.open("wb")
+        opened.write(len(text).to_bytes(8, "little") + text)
+        return snapshot.add(opened, tensors)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
@@ -65,6 +66,18 @@ class ThreadChannel:
 
     def send(self, message: Any) -> None:
         self.outbox.put(message)
+
+
+class PipeChannel:
+    """The worker's end of a pipe. Several threads may send."""
+
+    def __init__(self, pipe: "Connection[Any, Any]") -> None:
+        self._pipe, self._sending = pipe, threading.Lock()
+        self.poll, self.recv = pipe.poll, pipe.recv
+
+    def send(self, message: Any) -> None:
+        with self._sending:
+            self._pipe.send(message)
 
 
 class Lane(ThreadChannel):
@@ -132,6 +145,8 @@ def serve(channel: Channel, parts: Mapping[str, Any]) -> None:
             reply = _reply(call, partial(_perform, call, parts))
             if isinstance(reply.value, Deferred):
                 open_calls.append((call, reply.value))
+            elif isinstance(reply.value, Future):
+                reply.value.add_done_callback(partial(_reply_later, channel, call))
             else:
                 channel.send(reply)
             busy = True
@@ -158,6 +173,11 @@ def _reply(call: Call, work: Callable[[], Any]) -> Reply:
     except Exception as error:
         log.exception("%s.%s failed", call.part, call.method)
         return Reply(call.id, error=portable(error))
+
+
+def _reply_later(channel: Channel, call: Call, done: "Future[Any]") -> None:
+    with contextlib.suppress(OSError):  # the controller is gone, which the host notices itself
+        channel.send(_reply(call, done.result))
 
 
 class BusyClock:
@@ -200,11 +220,13 @@ def main() -> None:
     """Run a worker process: `python -m paceline.remote.host FD PARENT_PID`."""
     gc.disable()  # an eighth of the time of large imports, which leave little garbage
     end_with_parent(int(sys.argv[2]))
-    # Ctrl-C goes to the controller, which stops the workers in order.
+    # The controller stops the workers in order. Schedulers send SIGTERM to all processes; it gets a
+    # function instead of SIG_IGN, which processes that this one starts would inherit.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: None)
     write_stacks_on_signal()
     log_to_stderr()
-    channel: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    channel = PipeChannel(Connection(int(sys.argv[1])))
     # These errors mean that the controller has exited.
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         build_and_serve(channel)

@@ -36,7 +36,11 @@ class Event:
 @dataclass(frozen=True, slots=True)
 class Deferred:
     """Return value of a method whose result is not available yet. The worker serves other calls and
-    runs its parts until `done()`."""
+    runs its parts until `done()`.
+
+    A method whose result another thread produces returns a `concurrent.futures.Future` instead: the
+    reply is sent from that thread, even while a part computes.
+    """
 
     done: Callable[[], bool]
     result: Callable[[], Any]

@@ -7,12 +7,10 @@ import asyncio
 import contextlib
 import os
 import queue
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Collection, Sequence
 from multiprocessing.connection import Connection
@@ -22,6 +20,7 @@ from typing import Any
 
 from paceline.remote.group import Rank, WorkerGroup, start_rank
 from paceline.remote.worker import Build
+from paceline.temporary import TemporaryFolder
 
 # What a signal says about its cause, and what to try.
 CAUSES = {
@@ -141,8 +140,8 @@ def process_group(
     first_only: Collection[str] = (),
 ) -> WorkerGroup:
     """Start a group whose ranks are processes of this machine; they meet through a file."""
-    folder = tempfile.mkdtemp(prefix="paceline-group-")
-    store = f"file://{folder}/store"
+    folder = TemporaryFolder("paceline-group-")
+    store = f"file://{folder.path}/store"
     workers = [
         ProcessWorker(
             f"{name} rank {rank}",
@@ -155,7 +154,7 @@ def process_group(
         )
         for rank in range(ranks)
     ]
-    return WorkerGroup(name, workers, first_only, lambda: shutil.rmtree(folder, ignore_errors=True))
+    return WorkerGroup(name, workers, first_only, folder.close)
 
 
 def describe_exit(code: int | None) -> str:

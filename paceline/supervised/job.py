@@ -3,6 +3,7 @@
 Waits for: the run, which has a separate thread with an event loop (background.py).
 """
 
+import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,11 +13,12 @@ from paceline.data.examples import check_example_columns
 from paceline.data.files import find_files, first_rows
 from paceline.early_checks import check_code, check_early
 from paceline.errors import ConfigError
-from paceline.job import Rows, Run, starting
+from paceline.job import Rows, Run, Stopping, starting
 from paceline.supervised.config import SftConfig
 
 if TYPE_CHECKING:
     from paceline.supervised.display import SftTerminal
+    from paceline.supervised.recorder import LossObserver
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class SftJob:
 
     def start(self, fresh: bool = False, display: "bool | SftTerminal" = True) -> Background[Run]:
         config = self.config
+        stopping = Stopping(asyncio.Event(), config.grace_s)
         workers = config.worker_config()
         check_early(workers, has_rows=True, has_reward=True)
         self._check_data()
@@ -36,21 +39,26 @@ class SftJob:
         with starting(workers, terminal) as closing:
             from paceline.supervised.run import fine_tune
 
+        def make_display(first_step: int, steps: int) -> "LossObserver | None":
+            stopping.has_begun = True
+            return terminal.display(first_step, steps) if terminal else None
+
         async def work() -> Run:
             with closing:
                 summary = await fine_tune(
                     config,
-                    terminal.display if terminal else None,
+                    make_display,
                     fresh=fresh,
                     rows=self.rows,
                     validation=self.validation,
+                    stop=stopping.event,
                 )
                 run = Run(Path(config.run_dir), summary)
-                if terminal:
+                if terminal and not stopping.interrupted:
                     terminal.finish(summary, str(run.checkpoint))
             return run
 
-        return Background(work())
+        return Background(work(), stopping.stop, config.grace_s)
 
     def _check_data(self) -> None:
         """Raise if files or columns are missing, before torch is imported."""

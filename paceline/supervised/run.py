@@ -8,13 +8,14 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import NonFiniteError, StalledError
-from paceline.model.loading import save_tokenizer
+from paceline.model.loading import TokenizerFiles
 from paceline.observe.health import Health
 from paceline.observe.model_card import card_text, data_name, write_model_card
 from paceline.observe.recorder import write_json
@@ -38,6 +39,7 @@ from paceline.suspend import ignore_suspended_time
 from paceline.training.checkpoint import read_state, save_checkpoint
 from paceline.training.lineage import begin_attempt
 from paceline.training.manifest import reading_state
+from paceline.training.saving import END_TIMEOUT_S, Saver
 from paceline.training.skipped import SkippedUpdates, too_many
 from paceline.types import Batch, Role
 from paceline.workers.automatic import changed_choices, keep_recorded
@@ -52,17 +54,19 @@ ROLES = [Role.ACTOR]
 
 async def fine_tune(
     config: SftConfig,
-    make_display: Callable[[int, int], LossObserver] | None = None,
+    make_display: Callable[[int, int], LossObserver | None] | None = None,
     *,
     fresh: bool = False,
     rows: Rows | None = None,
     validation: Rows | None = None,
+    stop: asyncio.Event | None = None,
 ) -> dict[str, Any]:
     """Run to the last step and return the summary.
 
     `make_display(first_step, steps)` makes the observer of every step. With `fresh`, an earlier run
     in the run directory is moved aside once everything else is known to be valid. `rows` and
-    `validation` (held-out rows) replace those of the settings.
+    `validation` (held-out rows) replace those of the settings. `stop` ends the run after the
+    current step, with a checkpoint.
     """
     ignore_suspended_time(asyncio.get_running_loop())
     inputs = load_sft_inputs(config, rows, validation)
@@ -90,7 +94,7 @@ async def fine_tune(
         )
         run = _Run(config, inputs, started[Role.ACTOR][0], start)
         await run.restore()
-        summary = await run.train(stack, make_display)
+        summary = await run.train(stack, make_display, stop)
         write_json(run_dir / "summary.json", summary)
         return summary
 
@@ -112,6 +116,7 @@ class _Run:
             self._run_dir, config.worker_config(inputs.steps).model_dump(mode="json")
         )
         self._skipped_in_a_row = 0
+        self._tokenizer_files = TokenizerFiles(inputs.tokenizer)
 
     async def restore(self) -> None:
         """Load the checkpoint that the run resumes from, if there is one."""
@@ -123,7 +128,10 @@ class _Run:
                 self._validation_first = state["validation_first"]
 
     async def train(
-        self, stack: AsyncExitStack, make_display: Callable[[int, int], LossObserver] | None
+        self,
+        stack: AsyncExitStack,
+        make_display: Callable[[int, int], LossObserver | None] | None,
+        stop: asyncio.Event | None,
     ) -> dict[str, Any]:
         config, inputs, start = self._config, self._inputs, self._start
         self._attempt = begin_attempt(self._run_dir, start.step)
@@ -134,19 +142,30 @@ class _Run:
         if inputs.held_out and start.step == 0:
             self._validation_first = await self._validation_loss()
         recorder.validation_first = self._validation_first
-        save_s = 0.0
-        for step in range(start.step, inputs.steps):
-            metrics = await self._step(step) | {"time/save_s": save_s}
-            recorder.step_done(step + 1, metrics)
-            inputs.source.forget((step + 1) * config.rows_per_step - 1)
-            is_last = step + 1 == inputs.steps
-            save_s = 0.0
-            if is_last or (config.save_every and (step + 1) % config.save_every == 0):
-                begun = time.perf_counter()
-                await self._save(step + 1, recorder)
-                save_s = time.perf_counter() - begun
+        save = partial(self._save, recorder)
+        saver = Saver(save, config.save_every, config.save_every_s, start.step)
+        try:
+            await self._steps(saver, recorder, stop or asyncio.Event())
+        except asyncio.CancelledError:
+            await saver.end(0.0)
+            raise
+        except BaseException:
+            await saver.end(END_TIMEOUT_S)
+            raise
         memory = peak_memory() + await self._actor.peak_memory()
         return recorder.summary(memory)
+
+    async def _steps(self, saver: Saver, recorder: LossRecorder, stop: asyncio.Event) -> None:
+        config, inputs, step = self._config, self._inputs, self._start.step
+        while step < inputs.steps and not stop.is_set():
+            metrics = await self._step(step) | saver.metrics()
+            saver.check()
+            step += 1
+            recorder.step_done(step, metrics)
+            inputs.source.forget(step * config.rows_per_step - 1)
+            if saver.due(step) and step < inputs.steps:
+                await saver.save(step)
+        await saver.save(step, beside=False)
 
     async def _step(self, step: int) -> dict[str, float]:
         config, inputs = self._config, self._inputs
@@ -203,15 +222,24 @@ class _Run:
                 f"{limit:g} s"
             ) from None
 
-    async def _save(self, step: int, recorder: LossRecorder) -> None:
+    def _save(
+        self, recorder: LossRecorder, step: int, copied: Callable[[], None] | None
+    ) -> Coroutine[Any, Any, Path]:
+        """Return what saves a checkpoint. With `copied`, call it when training may continue."""
         config, inputs = self._config, self._inputs
+        card = _model_card(config, step, recorder.loss)
 
         async def write(target: Path) -> None:
-            await self._actor.call(Role.ACTOR, "save", str(target))
+            if copied is None:
+                await self._actor.call(Role.ACTOR, "save", str(target))
+            else:
+                await self._actor.call(Role.ACTOR, "snapshot", str(target))
+                copied()
+                await self._actor.call(Role.ACTOR, "written")
             # Together with these files the directory is an ordinary Hugging Face model.
-            save_tokenizer(inputs.tokenizer, target / Role.ACTOR)
+            self._tokenizer_files.write(target / Role.ACTOR)
             inputs.generation.to_json_file(target / Role.ACTOR / "generation_config.json")
-            write_model_card(target / Role.ACTOR, _model_card(config, step, recorder.loss))
+            write_model_card(target / Role.ACTOR, card)
 
         state = {
             "step": step,
@@ -222,7 +250,7 @@ class _Run:
             **inputs.identity,
         }
         root = self._run_dir / "checkpoints"
-        await save_checkpoint(root, step, state, write, config.keep_checkpoints)
+        return save_checkpoint(root, step, state, write, config.keep_checkpoints)
 
 
 def _perplexity(loss: float) -> float:

@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,10 @@ ADAPTER = "adapter"
 SCHEMA = 2
 MAX_THREADS = 16
 
+Stamps = dict[str, tuple[int, int, int]]
+# Checkpoints that were whole, with the stamps of their files then: these are not read again.
+_VERIFIED: dict[Path, Stamps] = {}
+
 
 async def save_checkpoint(
     root: Path,
@@ -47,14 +52,14 @@ async def save_checkpoint(
     """
     final = root / _name(step)
     temporary = root / f".{final.name}.tmp"
+    text = json.dumps(state, indent=1)  # now: what it describes may change while files are written
     try:
         root.mkdir(parents=True, exist_ok=True)
-        for leftover in root.glob(".step_*.tmp"):  # from a run that was killed
-            shutil.rmtree(leftover, ignore_errors=True)
+        remove_leftovers(root)
         temporary.mkdir()
         await write(temporary)
         # A thread, because checksums read all files again.
-        await asyncio.to_thread(_finish, temporary, final, step, state)
+        await _to_its_end(_finish, temporary, final, step, text)
     except OSError as error:
         raise CheckpointError(
             f"cannot write the checkpoint of step {step} to {root}: {error}. Fix the cause and run "
@@ -63,21 +68,51 @@ async def save_checkpoint(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     names = {_name(number) for number in protected()}
-    await asyncio.to_thread(_prune, root, final, keep, names)
+    await _to_its_end(_prune, root, final, keep, names)
     return final
 
 
-def _finish(temporary: Path, final: Path, step: int, state: dict[str, Any]) -> None:
-    (temporary / "state.json").write_text(json.dumps(state, indent=1))
+def remove_leftovers(root: Path) -> None:
+    """Delete what a run that was killed left of checkpoints that it was writing or deleting."""
+    for leftover in root.glob(".step_*.tmp"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+async def _to_its_end(work: Callable[..., None], *args: Any) -> None:
+    """Run on a thread. If this is cancelled, wait: a thread goes on, and files must not be deleted
+    while it renames their directory."""
+    thread = asyncio.ensure_future(asyncio.to_thread(work, *args))
+    try:
+        await asyncio.shield(thread)
+    except asyncio.CancelledError:
+        while not thread.done():
+            with suppress(asyncio.CancelledError):  # another one, which changes nothing
+                await asyncio.wait({thread})
+        if not thread.cancelled():
+            thread.exception()  # retrieved: the cancellation counts
+        raise
+
+
+def _finish(temporary: Path, final: Path, step: int, state: str) -> None:
+    (temporary / "state.json").write_text(state)
     (temporary / MANIFEST).write_text(
         json.dumps({"schema": SCHEMA, "step": step, "files": _digests(temporary, _fsync)}, indent=1)
     )
     for folder in [*(path for path in temporary.rglob("*") if path.is_dir()), temporary]:
         _fsync(folder)
     _fsync(temporary / MANIFEST)
-    shutil.rmtree(final, ignore_errors=True)
+    _delete(final)
     temporary.rename(final)
     _fsync(final.parent)
+    _VERIFIED[final] = _stamps(final)
+
+
+def _delete(folder: Path) -> None:
+    """Delete a checkpoint. It loses its name first, so that nobody finds a part of it."""
+    gone = folder.with_name(f".{folder.name}.deleted.tmp")
+    with suppress(FileNotFoundError):
+        folder.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def _name(step: int) -> str:
@@ -94,7 +129,7 @@ def _prune(root: Path, newest: Path, keep: int, protected: Collection[str]) -> N
     older = [folder for folder in _folders(root) if folder < newest]
     for folder in reversed([folder for folder in older if folder.name not in protected]):
         if kept >= keep:
-            shutil.rmtree(folder, ignore_errors=True)
+            _delete(folder)
         else:
             kept += _is_complete(folder)
 
@@ -136,11 +171,24 @@ def verify_checkpoint(folder: Path) -> None:
 
 
 def _is_complete(folder: Path) -> bool:
+    stamps = _stamps(folder)
+    if _VERIFIED.get(folder) == stamps:
+        return True
     try:
         verify_checkpoint(folder)
     except CheckpointError:
         return False
+    _VERIFIED[folder] = stamps
     return True
+
+
+def _stamps(folder: Path) -> Stamps:
+    """Return inode, size and time of change of each file."""
+    found = ((path, path.lstat()) for path in folder.rglob("*") if not path.is_dir())
+    return {
+        str(path.relative_to(folder)): (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+        for path, stat in found
+    }
 
 
 def _folders(root: Path) -> list[Path]:
@@ -160,12 +208,16 @@ def _digests(folder: Path, before: Callable[[Path], None] = lambda path: None) -
 
     def digest(path: Path) -> str:
         before(path)
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return _digest(path)
 
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
         names = [str(path.relative_to(folder)) for path in files]
         return dict(zip(names, threads.map(digest, files), strict=True))
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _fsync(path: Path) -> None:

@@ -1,6 +1,7 @@
 """Parts of a worker that trains: actor, critic and reference model, called by the controller."""
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.model.snapshot import Snapshot
 from paceline.remote.host import BusyClock
 from paceline.sync.transport import WeightSource
 from paceline.training.actor import Actor
@@ -81,10 +83,20 @@ class _Trained:
 
     def __init__(self, engine: TrainEngine, offload: bool, phases: Phases | None) -> None:
         self._engine, self._on_device = engine, DeviceTimeShare(engine, offload, phases)
+        self._snapshot = Snapshot()
 
     def save(self, folder: str) -> None:
         with self._on_device:
             self._engine.save(Path(folder))
+
+    def snapshot(self, folder: str) -> None:
+        """Save what the state is now, but return before the files are written."""
+        with self._snapshot.taking(), self._on_device:
+            self._engine.save(Path(folder))
+
+    def written(self) -> "Future[None]":
+        """Reply when the files of the last snapshot are written, or with the error."""
+        return self._snapshot.written
 
     def load(self, folder: str) -> None:
         with self._on_device:

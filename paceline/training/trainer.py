@@ -130,6 +130,17 @@ class Trainer:
         for role, worker in self._workers():
             await worker.call(role, "save", str(folder))
 
+    async def snapshot(self, folder: Path) -> None:
+        """Copy the workers' state, which they then write to files beside their other work."""
+        for role, worker in self._workers():
+            await worker.call(role, "snapshot", str(folder))
+
+    async def written(self) -> None:
+        """Wait until the files of the last snapshot are written."""
+        await asyncio.gather(
+            *(worker.start_call(role, "written") for role, worker in self._workers())
+        )
+
     async def load(self, folder: Path) -> None:
         for role, worker in self._workers():
             await worker.call(role, "load", str(folder))

@@ -18,6 +18,7 @@ from paceline.cli import app
 from paceline.cli.app import log_to_console
 from paceline.config import describe_settings, differences, load_config
 from paceline.run_dir import lock_run_dir
+from paceline.training.checkpoint import verify_checkpoint
 from tests.processes import children
 
 ROOT = Path(__file__).parents[2]
@@ -420,26 +421,32 @@ def test_recipes_have_valid_settings() -> None:
     ],
     ids=["Ctrl-C", "Ctrl-C to a background job", "SIGTERM"],
 )
-def test_signal_stops_run_and_prints_how_to_resume(
+def test_signal_finishes_and_saves_step_and_prints_how_to_resume(
     number: int, code: int, ignoring: bool, separate: list[str], recipe: Path, tmp_path: Path
 ) -> None:
     """Ignore SIGINT at start if `ignoring`, as shells do for background jobs."""
     command = [sys.executable, "-m", "paceline", "train", str(recipe)]
-    command += ["steps=100000", "save_every=1", *separate]
+    command += ["steps=100000", "save_every=0", *separate]
     if ignoring:
         command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *command]
+    metrics = tmp_path / "run" / "metrics.jsonl"
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
-        saved = tmp_path / "run" / "checkpoints" / "step_00000001"
         deadline = time.monotonic() + 240
-        while not saved.exists() and time.monotonic() < deadline:
+        while not (metrics.exists() and metrics.read_text()) and time.monotonic() < deadline:
             time.sleep(0.05)
         children = psutil.Process(process.pid).children(recursive=True)
         assert len(children) >= len(separate)
+        workers = [child for child in children if "paceline.remote.host" in child.cmdline()]
+        for worker in workers if number == signal.SIGTERM else ():
+            worker.send_signal(number)  # as a scheduler does
         process.send_signal(number)
-        output = process.communicate(timeout=30)[0]
+        output = process.communicate(timeout=60)[0]
     assert process.returncode == code, output
-    assert re.search(r"the same command continues from step \d+\n", output), output
-    assert "Traceback" not in output
+    assert "stopping after the current step" in output and "Traceback" not in output, output
+    found = re.search(r"the same command continues from step (\d+)\n", output)
+    steps = len(metrics.read_text().splitlines())
+    assert found and int(found[1]) == steps, "a step is lost"
+    verify_checkpoint(tmp_path / "run" / "checkpoints" / f"step_{steps:08d}")
     assert not any(child.is_running() for child in children)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import resource
 import shutil
 import signal
 from pathlib import Path
@@ -195,6 +196,46 @@ def test_run_resumes_from_last_checkpoint_when_killed(model: str, tmp_path: Path
     assert_consistent(killed)
 
 
+def test_checkpoint_written_beside_training_is_that_of_its_step(model: str, tmp_path: Path) -> None:
+    beside, alone = tmp_path / "beside", tmp_path / "alone"
+    constant = ["algorithm.name=ppo", "train.lr_schedule=constant"]
+    run(model, beside, "steps=3", "save_every=1", "keep_checkpoints=9", *constant)
+    run(model, alone, "steps=1", *constant)  # written after training
+    for role in ("actor", "critic"):
+        assert weights(beside, 1, role) == weights(alone, 1, role)
+    folders = [folder / "checkpoints" / "step_00000001" for folder in (beside, alone)]
+    files = [{str(f.relative_to(folder)) for f in folder.rglob("*")} for folder in folders]
+    assert files[0] == files[1]
+    for step in (2, 3):
+        shutil.rmtree(beside / "checkpoints" / f"step_{step:08d}")
+    run(model, beside, "steps=2", *constant)
+    run(model, alone, "steps=2", *constant)
+    assert weights(beside, 2) == weights(alone, 2) and _rewards(beside) == _rewards(alone)
+    assert (beside / "ledger.jsonl").read_text() == (alone / "ledger.jsonl").read_text()
+
+
+def test_worker_process_writes_checkpoint_beside_training(model: str, tmp_path: Path) -> None:
+    run(model, tmp_path / "alone", "steps=1", "train.lr_schedule=constant")
+    settings = ["steps=2", "save_every=1", "train.lr_schedule=constant", *SEPARATE]
+    run(model, tmp_path / "process", *settings)
+    assert weights(tmp_path / "process", 1) == weights(tmp_path / "alone", 1)
+
+
+def test_run_fails_with_cause_when_checkpoint_beside_training_cannot_be_written(
+    model: str, tmp_path: Path
+) -> None:
+    """The limit on file sizes stands for a full disk; it is smaller than the model's file."""
+    chosen = config(model, tmp_path, "steps=100000", "save_every=1", "save_samples=0")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 15, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot write the checkpoint of step 1 .*large"):
+            asyncio.run(train(chosen))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
 def test_checkpoint_is_loadable_by_transformers_and_new_run(model: str, tmp_path: Path) -> None:
     # a common combination that `save_pretrained` of transformers rejects
     ends = GenerationConfig(eos_token_id=[2, 9], temperature=0.6)
@@ -229,6 +270,62 @@ def test_resume_fails_and_names_difference_when_settings_or_model_change(
     random_model(tmp_path / "again", seed=2)
     with pytest.raises(CheckpointError, match="model: its content changed"):
         run(str(tmp_path / "again"), tmp_path / "run2", "steps=2")
+
+
+CONSTANT = ["train.lr_schedule=constant", "save_every=1", "keep_checkpoints=9"]
+
+
+@pytest.fixture(scope="module")
+def four_steps(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("four") / "run"
+    run(model, folder, "steps=4", *CONSTANT)
+    return folder
+
+
+def test_run_starts_again_from_earlier_step(model: str, four_steps: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(four_steps, tmp_path / "run")
+    chosen = config(model, folder, "steps=4", *CONSTANT)
+    with pytest.raises(CheckpointError, match=r"--from 9: there is no checkpoint .*step_00000004"):
+        asyncio.run(train(chosen, start_from="9"))
+    assert asyncio.run(train(chosen, start_from="2"))["steps_this_run"] == 2
+    assert weights(folder, 4) == weights(four_steps, 4)
+    assert (folder / "ledger.jsonl").read_text() == (four_steps / "ledger.jsonl").read_text()
+    (aside,) = (folder / "checkpoints").glob("abandoned.*")
+    assert sorted(path.name for path in aside.iterdir()) == ["step_00000003", "step_00000004"]
+
+
+def test_run_branches_from_checkpoint_of_other_run(
+    model: str, four_steps: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    middle = str(four_steps / "checkpoints" / "step_00000002")
+    same = config(model, tmp_path / "same", "steps=4", *CONSTANT)
+    assert asyncio.run(train(same, start_from=middle))["steps_this_run"] == 2
+    assert weights(tmp_path / "same", 4) == weights(four_steps, 4), "with the optimizer's state"
+    assert _rewards(tmp_path / "same") == _rewards(four_steps)
+    assert "had other settings" not in caplog.text
+    with pytest.raises(CheckpointError, match="has a run already"):
+        asyncio.run(train(same, start_from=middle))
+    with pytest.raises(CheckpointError, match="is a checkpoint of this run; give its step"):
+        asyncio.run(train(config(model, four_steps, *CONSTANT), start_from=middle))
+    faster = config(model, tmp_path / "faster", "steps=3", "train.learning_rate=0.01", *CONSTANT)
+    asyncio.run(train(faster, start_from=middle))
+    assert "train.learning_rate: was 0.001, is now 0.01" in caplog.text
+    assert weights(tmp_path / "faster", 3) != weights(four_steps, 3)
+    assert run(model, tmp_path / "faster", "steps=4", "train.learning_rate=0.01", *CONSTANT)
+    assert weights(four_steps, 4) == weights(tmp_path / "same", 4), "the old run is unchanged"
+
+
+def test_new_run_directory_is_readable_only_by_owner(four_steps: Path) -> None:
+    assert four_steps.stat().st_mode & 0o777 == 0o700
+
+
+def test_start_removes_leftovers_of_killed_run(
+    model: str, four_steps: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(four_steps, tmp_path / "run")
+    (folder / "checkpoints" / ".step_00000005.tmp" / "actor").mkdir(parents=True)
+    run(model, folder, "steps=4", *CONSTANT)  # complete, so nothing is saved
+    assert not list((folder / "checkpoints").glob(".*"))
 
 
 def test_run_fails_when_run_directory_is_in_use(model: str, tmp_path: Path) -> None:

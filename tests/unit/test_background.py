@@ -1,16 +1,23 @@
 """Coroutines on a thread: results, errors, cancellation and the end of the program."""
 
+import _thread
 import asyncio
+import concurrent.futures
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import time
+import traceback
+from pathlib import Path
 
 import pytest
 
 from paceline import background
 from paceline.background import Background
+
+ROOT = Path(__file__).parents[2]
 
 
 async def _forever(started: threading.Event, cleaned: threading.Event) -> None:
@@ -240,3 +247,100 @@ def test_abandoned_coroutine_cleans_up_when_it_continues() -> None:
     assert not cleaned.is_set()
     go_on.set()
     assert cleaned.wait(10)
+
+
+def until_main_thread_waits() -> None:
+    main, wait = threading.main_thread().ident, concurrent.futures.wait.__code__
+    assert main is not None
+    while not any(
+        frame.f_code is wait for frame, _ in traceback.walk_stack(sys._current_frames()[main])
+    ):
+        time.sleep(0.001)
+
+
+def _interrupted_after(started: threading.Event) -> None:
+    """Press Ctrl-C once the coroutine has started and the main thread waits for it."""
+
+    def press() -> None:
+        started.wait(10)
+        until_main_thread_waits()
+        _thread.interrupt_main()
+
+    threading.Thread(target=press, daemon=True).start()
+
+
+def test_ctrl_c_lets_coroutine_finish() -> None:
+    started, event, finished = threading.Event(), asyncio.Event(), threading.Event()
+
+    async def work() -> None:
+        started.set()
+        await event.wait()
+        finished.set()
+
+    def stop() -> bool:
+        event.set()
+        return True
+
+    _interrupted_after(started)
+    with pytest.raises(KeyboardInterrupt):
+        Background(work(), stop, grace_s=60).result()
+    assert finished.is_set()
+
+
+def test_ctrl_c_raises_error_of_coroutine_that_fails_before_its_end() -> None:
+    started, event = threading.Event(), asyncio.Event()
+
+    async def work() -> None:
+        started.set()
+        await event.wait()
+        raise OSError("disk full")
+
+    def stop() -> bool:
+        event.set()
+        return True
+
+    _interrupted_after(started)
+    with pytest.raises(OSError, match="disk full"):
+        Background(work(), stop, grace_s=60).result()
+
+
+@pytest.mark.parametrize(("stops", "grace_s"), [(True, 0.3), (False, 60.0)])
+def test_ctrl_c_cancels_coroutine_that_does_not_finish(stops: bool, grace_s: float) -> None:
+    started, cleaned = threading.Event(), threading.Event()
+    _interrupted_after(started)
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        Background(_forever(started, cleaned), lambda: stops, grace_s).result()
+    assert cleaned.is_set() and time.monotonic() - begun < 30
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_second_signal_ends_command_at_once(second: signal.Signals) -> None:
+    program = """
+import asyncio, time
+from paceline.background import Background
+from paceline.cli.train import stopped_by_signals
+from tests.unit.test_background import until_main_thread_waits
+async def work():
+    await asyncio.to_thread(until_main_thread_waits)
+    print("started", flush=True)
+    while True:
+        try:
+            await asyncio.to_thread(time.sleep, 100)
+        except asyncio.CancelledError:
+            pass
+def stop():
+    print("stopping", flush=True)
+    return True
+with stopped_by_signals():
+    Background(work(), stop, grace_s=1000).result()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=ROOT
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"started\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == b"stopping\n"
+        process.send_signal(second)
+        assert process.wait(20) == 128 + second

@@ -3,11 +3,15 @@
 import asyncio
 import json
 import os
+import random
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from paceline.errors import CheckpointError
+from paceline.training import checkpoint
 from paceline.training.checkpoint import (
     latest_checkpoint,
     read_state,
@@ -158,3 +162,66 @@ def test_pipe_in_checkpoint_is_damage_and_not_waited_for(name: str, tmp_path: Pa
     (folder / name).rename(folder / "state.json")
     with pytest.raises(CheckpointError, match="no regular file"):
         read_state(folder)
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["first", "over an earlier one"])
+def test_cancelled_save_leaves_whole_checkpoint_or_none(earlier: bool, tmp_path: Path) -> None:
+    """The clean-up of a cancelled save must not run into the thread that finishes it."""
+
+    async def many(folder: Path) -> None:
+        for number in range(20):
+            (folder / f"{number}.bin").write_bytes(bytes(2000))
+
+    async def cancelled(root: Path, delay_s: float) -> None:
+        saving = asyncio.create_task(save_checkpoint(root, 5, {"step": 5}, many, 2))
+        await asyncio.sleep(delay_s)
+        saving.cancel()
+        await asyncio.wait({saving})
+
+    rng, whole = random.Random(0), 0
+    for number in range(50):
+        root = tmp_path / str(number)
+        if earlier:
+            save(root, 5)
+        asyncio.run(cancelled(root, rng.random() * 0.02))
+        for folder in root.glob("step_*"):
+            verify_checkpoint(folder)
+            whole += 1
+        assert not list(root.glob(".*"))
+    assert whole == 50 if earlier else whole
+
+
+def test_old_checkpoint_disappears_before_its_files_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is killed while it deletes a checkpoint leaves no damaged one."""
+    for step in (1, 2):
+        save(tmp_path, step)
+    deleted = []
+
+    def killed(path: Path, *_: Any, **__: Any) -> None:
+        deleted.append(path.name)
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    save(tmp_path, 3)
+    assert [path.name for path in sorted(tmp_path.glob("step_*"))] == [
+        "step_00000002",
+        "step_00000003",
+    ]
+    assert all(name.startswith(".step_") for name in deleted)
+
+
+def test_unchanged_checkpoint_is_not_read_again_by_later_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+    read: list[str] = []
+    digest = checkpoint._digest
+
+    def counted(path: Path) -> str:
+        read.append(str(path))
+        return digest(path)
+
+    monkeypatch.setattr(checkpoint, "_digest", counted)
+    save(tmp_path, 2)
+    assert read and not [path for path in read if "step_00000001" in path]

@@ -18,7 +18,17 @@ PACKAGE = Path(__file__).parents[2] / "paceline"
 # one layer are independent of each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("printable",),
-    ("__init__", "types", "errors", "settings", "code_search", "notifier", "suspend", "openmp"),
+    (
+        "__init__",
+        "types",
+        "errors",
+        "settings",
+        "code_search",
+        "notifier",
+        "suspend",
+        "openmp",
+        "temporary",
+    ),
     ("plugins", "schedule", "placement", "recipe", "hints", "background", "line_file", "sandbox"),
     ("model", "remote", "auditor"),
     ("data", "algo", "queue"),
