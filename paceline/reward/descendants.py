@@ -15,8 +15,10 @@ from contextlib import suppress
 
 VARIABLE = "PACELINE_REWARD_PROCESS"
 PATTERN = re.compile(rb"(?:^|\0)" + VARIABLE.encode() + rb"=([0-9a-f]+)")
-LIMIT_S = 3.0  # for processes that start others as fast as they are killed
-EMPTY_SCANS = 3  # in a row; a process that forks and exits can be missed by one
+LIMIT_S = 10.0  # for processes that start others as fast as they are killed
+# Scans in a row that find nothing, before and after one that did: a process that forks and exits
+# can be missed by a scan.
+EMPTY_SCANS, EMPTY_SCANS_AFTER = 3, 10
 
 
 def new_mark() -> str:
@@ -31,11 +33,11 @@ def kill_descendants(roots: Collection[int], marks: Collection[str]) -> None:
     """
     wanted, deadline = {mark.encode() for mark in marks if mark}, time.monotonic() + LIMIT_S
     stopped: set[int] = set()
-    empty = 0
-    while empty < EMPTY_SCANS and time.monotonic() < deadline:
+    empty, enough = 0, EMPTY_SCANS
+    while empty < enough and time.monotonic() < deadline:
         found = set(_signal_all(roots, wanted, signal.SIGSTOP))
-        empty = 0 if found else empty + 1
-        if found <= stopped:  # nothing has started since the last scan
+        empty, enough = (0, EMPTY_SCANS_AFTER) if found else (empty + 1, enough)
+        if found <= stopped or time.monotonic() > deadline:  # nothing has started since
             for pid in found:
                 _send(pid, signal.SIGKILL)
             stopped.clear()
