@@ -78,14 +78,13 @@ class Background(Generic[T]):
     def interrupt(self) -> None:
         """End the coroutine because of Ctrl-C, and raise the error if it failed before its end."""
         try:
-            stopped = self._stopped()
+            if self._grace_s and self._stopped():
+                self._future.result()
+            else:
+                self.cancel()
         except KeyboardInterrupt:
             self._abandoned = True  # the end of the program does not wait for it again
             raise
-        if stopped:
-            self._future.result()
-        else:
-            self.cancel()
 
     def _stopped(self) -> bool:
         """Ask the coroutine to return and wait `grace_s`; return whether it did."""
@@ -129,8 +128,8 @@ class Background(Generic[T]):
         """
         if self._abandoned:
             return
-        self._post(self._task.cancel)
         try:
+            self._post(self._task.cancel)
             self._join_or_abandon()
         except BaseException:
             self._abandoned = True  # the end of the program does not wait for it again

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from paceline.cli.app import app, console, fail, log_to_console
+from paceline.cli.app import app, console, errors, fail, log_to_console
 from paceline.errors import ConfigError, PacelineError
 from paceline.supervisor import Supervisor, end_with_supervisor, this_program
 
@@ -68,7 +67,8 @@ def train(
     from paceline.config import check_trainable, load_config
 
     if restart and not dry_run:
-        raise typer.Exit(_supervise(recipe, settings or [], fresh, restart))
+        once = [*["--fresh"] * fresh, *(["--from", start_from] if start_from else [])]
+        raise typer.Exit(_supervise(recipe, settings or [], once, restart))
     end_with_supervisor()
     from paceline.job import Job
     from paceline.observe.terminal import Terminal
@@ -181,12 +181,15 @@ def evaluate(
             console.print(f"{name:20} {value:.4g}", highlight=False)
 
 
-def _supervise(recipe: Path, settings: list[str], fresh: bool, restarts: int) -> int:
-    """Run this command in a child process until it succeeds or cannot continue."""
+def _supervise(recipe: Path, settings: list[str], once: list[str], restarts: int) -> int:
+    """Run this command in a child process until it succeeds or cannot continue.
+
+    `once`: options of the first attempt only.
+    """
     from paceline.config import check_trainable, load_config
 
     def tell(message: str) -> None:
-        Console(stderr=True).print(message, highlight=False, markup=False, soft_wrap=True)
+        errors.print(message, highlight=False, soft_wrap=True)
 
     logging.getLogger("paceline").handlers = [logging.NullHandler()]  # the child logs warnings
     try:
@@ -195,8 +198,8 @@ def _supervise(recipe: Path, settings: list[str], fresh: bool, restarts: int) ->
     except PacelineError as error:
         fail(error)
     command = [*this_program(), "train", str(recipe), *settings]
-    first = [*command, "--fresh"] if fresh else command
-    return asyncio.run(Supervisor(Path(config.run_dir), restarts, tell).run(first, command))
+    supervisor = Supervisor(Path(config.run_dir), restarts, tell)
+    return asyncio.run(supervisor.run([*command, *once], command))
 
 
 @dataclass

@@ -113,8 +113,10 @@ started.wait()
 BLOCKED = """
     import asyncio, time
     from paceline.background import Background
+    from tests.unit.test_background import until_main_thread_waits
 
     async def work():
+        until_main_thread_waits()
         print("blocked", flush=True)
         time.sleep(1000)
 
@@ -125,6 +127,7 @@ BLOCKED = """
 def test_interrupt_ends_program_whose_event_loop_is_blocked() -> None:
     program = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(BLOCKED)],
+        cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -137,14 +140,16 @@ def test_interrupt_ends_program_whose_event_loop_is_blocked() -> None:
         finally:
             program.kill()
     assert "KeyboardInterrupt" in errors
-    assert "its event loop is blocked at <string>:7 in work" in errors
+    assert "its event loop is blocked at <string>:9 in work" in errors
 
 
 HANGING_CLEAN_UP = """
     import asyncio, contextlib
     from paceline.background import Background
+    from tests.unit.test_background import until_main_thread_waits
 
     async def work():
+        until_main_thread_waits()
         try:
             print("running", flush=True)
             await asyncio.Event().wait()
@@ -161,6 +166,7 @@ HANGING_CLEAN_UP = """
 def test_second_interrupt_ends_program_whose_clean_up_hangs() -> None:
     program = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(HANGING_CLEAN_UP)],
+        cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
