@@ -67,8 +67,8 @@ def train(
     from paceline.config import check_trainable, load_config
 
     if restart and not dry_run:
-        once = [*["--fresh"] * fresh, *(["--from", start_from] if start_from else [])]
-        raise typer.Exit(_supervise(recipe, settings or [], once, restart))
+        first = [*["--fresh"] * fresh, *(["--from", start_from] if start_from else [])]
+        raise typer.Exit(_supervise(recipe, settings or [], first, restart))
     end_with_supervisor()
     from paceline.job import Job
     from paceline.observe.terminal import Terminal
