@@ -4,10 +4,12 @@ from collections.abc import Iterable
 
 import psutil
 
+SHARED: set[int] = set()  # PIDs of processes that several modules use
+
 
 def children() -> set[int]:
-    """Return the PIDs of running child processes, without the resource tracker of multiprocessing,
-    which runs until its parent exits."""
+    """Return the PIDs of running child processes, without shared ones and without the resource
+    tracker of multiprocessing, which runs until its parent exits."""
     found = set()
     for process in psutil.Process().children(recursive=True):
         try:
@@ -16,7 +18,7 @@ def children() -> set[int]:
                 found.add(process.pid)
         except psutil.NoSuchProcess:
             continue
-    return found
+    return found - SHARED
 
 
 def listening(pids: Iterable[int]) -> set[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from paceline.training.fsdp import Fsdp
+from tests.processes import SHARED, children
 from tests.ranks import Ranks
 
 
@@ -20,7 +21,9 @@ class FsdpRanks:
         if count not in self._started:
             folder = self._folder / str(count)
             folder.mkdir()
+            before = children()
             self._started[count] = Ranks(Fsdp, count, folder, backend="fsdp")
+            SHARED.update(children() - before)
         return self._started[count]
 
     def close(self) -> None:
