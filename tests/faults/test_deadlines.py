@@ -15,7 +15,7 @@ import pytest
 from paceline import run
 from paceline.errors import StalledError, WorkerDied
 from paceline.watchdog import Patience
-from tests.faults.test_workers import config, model, pids
+from tests.faults.test_workers import config, pids
 from tests.processes import children
 
 __all__ = ["model"]  # a fixture
