@@ -18,8 +18,6 @@ from paceline.watchdog import Patience
 from tests.faults.test_workers import config, pids
 from tests.processes import children
 
-__all__ = ["model"]  # a fixture
-
 ROOT = Path(__file__).parents[2]
 BLOCKING = """
 import time
