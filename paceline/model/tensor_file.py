@@ -133,7 +133,7 @@ def write_tensors(path: Path, layout: Layout, tensors: Iterable[Tensor]) -> None
         header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     snapshot = current_snapshot()
     if snapshot is not None and snapshot.has_room(end):
         opened = path.open("wb")

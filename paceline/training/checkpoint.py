@@ -54,7 +54,7 @@ async def save_checkpoint(
     temporary = root / f".{final.name}.tmp"
     text = json.dumps(state, indent=1)  # now: what it describes may change while files are written
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        root.mkdir(exist_ok=True)
         remove_leftovers(root)
         temporary.mkdir()
         await write(temporary)

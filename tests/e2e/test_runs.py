@@ -400,27 +400,34 @@ def test_run_fails_when_run_directory_is_moved_or_deleted(
     folder, other = tmp_path / "run", tmp_path / "other"
 
     class Mover:
+        acted = 0
+
         def step_done(self, step: int, *_: object) -> None:
-            if step == 3 and act == "delete":
-                shutil.rmtree(folder)
-            elif step == 3:
+            done = [path.name for path in (folder / "checkpoints").glob("*step*")]
+            # Not while a checkpoint is being written: `rm` itself would fail.
+            if not self.acted and done and not any(name.endswith(".tmp") for name in done):
+                self.acted = step
                 folder.rename(other)
-            if step == 3 and act == "replace":
-                shutil.copytree(other, folder, ignore=shutil.ignore_patterns("*.sock"))
+                if act == "delete":
+                    shutil.rmtree(other)
+                elif act == "replace":
+                    shutil.copytree(other, folder, ignore=shutil.ignore_patterns("*.sock"))
 
         def engines_polled(self, *_: object) -> None:
             return
 
+    mover = Mover()
     what = "deleted" if act == "delete" else f"moved to {other}/ledger.jsonl"
-    chosen = config(model, folder, "steps=3", "save_every=2")
+    chosen = config(model, folder, "steps=99", "save_every=2")
     with pytest.raises(CheckpointError, match=f"run_dir = {folder}: ledger.jsonl was {what} while"):
-        asyncio.run(train(chosen, lambda _: Mover()))
+        asyncio.run(train(chosen, lambda _: mover))
     if act == "replace":
         assert not (folder / "summary.json").exists()
     else:
         assert not folder.exists(), "the run created its directory again"
     if act == "rename":
-        assert run(model, other, "steps=3", "save_every=2")["steps"] == 3
+        steps = mover.acted + 1
+        assert run(model, other, f"steps={steps}", "save_every=2")["steps"] == steps
         assert_consistent(other)
 
 

@@ -35,6 +35,12 @@ def test_save_deletes_checkpoints_beyond_keep(tmp_path: Path) -> None:
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step_00000002", "step_00000003"]
 
 
+def test_save_does_not_create_run_directory_that_is_gone(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot write the checkpoint of step 1"):
+        save(tmp_path / "run" / "checkpoints", 1)
+    assert not (tmp_path / "run").exists()
+
+
 def test_latest_returns_newest_checkpoint(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)

@@ -40,6 +40,7 @@ def write_run(folder: Path, engine: SingleDevice, steps: tuple[int, ...] = (2,))
         write_model_card(target / "actor", model_card(CONFIG, 2, 0.75))
 
     for step in steps:
+        folder.mkdir(exist_ok=True)
         asyncio.run(save_checkpoint(folder / "checkpoints", step, {"step": step}, write, 9))
     return folder
 
