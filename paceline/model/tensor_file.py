@@ -133,7 +133,7 @@ def write_tensors(path: Path, layout: Layout, tensors: Iterable[Tensor]) -> None
         header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     snapshot = current_snapshot()
     if snapshot is not None and snapshot.has_room(end):
         opened = path.open("wb")
@@ -151,7 +151,7 @@ def write_shards(
 ) -> None:
     """Write the weights of a model: one file, or shards of at most `max_bytes` with an index.
 
-    A tensor that is larger than `max_bytes` is a shard of its own.
+    A tensor that is larger than `max_bytes` is a separate shard.
     """
     shards = split_layout(layout, max_bytes) or [[]]
     named = list(zip(file_names(len(shards)), shards, strict=True))

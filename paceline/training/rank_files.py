@@ -140,7 +140,7 @@ def write_files(
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if rank == 0:
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob(f"{stem}*.safetensors*"):
             old.unlink()
     _wait_for_all(device)

@@ -43,13 +43,6 @@ def optimizer_folder(checkpoint: Path, head: Head) -> Path:
     return checkpoint / TRAINING / role_of(head)
 
 
-def _create_optimizer_folder(checkpoint: Path, head: Head) -> Path:
-    folder = optimizer_folder(checkpoint, head)
-    folder.parent.mkdir(exist_ok=True)  # but not the checkpoint, which somebody may have moved
-    folder.mkdir(exist_ok=True)
-    return folder
-
-
 def open_optimizer(checkpoint: Path, head: Head) -> TensorFiles:
     """Open the optimizer state that any number of ranks wrote."""
     folder = optimizer_folder(checkpoint, head)
@@ -75,7 +68,7 @@ def write_model(
     tensors: Iterable[Tensor],
 ) -> None:
     """Write a model directory from tensors that arrive one by one in the order of `layout`."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob(f"{MODEL}*.safetensors*"):
         old.unlink()
     named = zip((name for name, *_ in layout), tensors, strict=True)
@@ -84,7 +77,7 @@ def write_model(
 
 
 def save_optimizer(checkpoint: Path, head: Head, state: Mapping[str, Tensor]) -> None:
-    folder = _create_optimizer_folder(checkpoint, head)
+    folder = optimizer_folder(checkpoint, head)
     for old in folder.glob(f"{OPTIMIZER}*.safetensors"):
         old.unlink()
     (name,) = file_names(1, OPTIMIZER)
@@ -117,8 +110,7 @@ def save_optimizer_by_ranks(
 ) -> None:
     """Write optimizer state of which every rank writes a part. All ranks must call it."""
     units = [Unit((split,), split.layout) for split in splits]
-    folder = _create_optimizer_folder(checkpoint, head)
-    write_files(folder, OPTIMIZER, units, lambda named: named, device)
+    write_files(optimizer_folder(checkpoint, head), OPTIMIZER, units, lambda named: named, device)
 
 
 def load_training(
