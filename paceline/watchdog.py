@@ -197,5 +197,5 @@ class Watchdog:
         error = self.report(problem)
         if self._background is not None:
             self._background.abandon(error)
-        else:  # somebody else made the event loop, and only they can end it
+        else:  # the caller made the event loop and must end it
             log.critical("%s", error)

@@ -2,7 +2,7 @@
 
 A host runs in a separate process or on a thread of the controller; the loop is the same. Everything
 in it happens one after the other, so roles of one pool alternate, and weights change only between
-decode steps. Parts that are concurrent have a loop of their own, on a second thread.
+decode steps. Concurrent parts have a separate loop on a second thread.
 """
 
 import atexit

@@ -1,8 +1,8 @@
 """Where the members of a broadcast group exchange their addresses, before they connect.
 
 The store of torch.distributed listens on all networks and serves everyone. This one listens on the
-trainer's address and serves members that know the token. NCCL, which calls its store from threads
-of its own, gets torch's store, but only on the trainer's address. The connections of gloo and NCCL
+trainer's address and serves members that know the token. NCCL calls its store from several threads,
+so it gets the store of torch, but only on the trainer's address. The connections of gloo and NCCL
 themselves have no authentication.
 """
 

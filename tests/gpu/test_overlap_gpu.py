@@ -70,7 +70,7 @@ def test_completions_beside_training_equal_those_alone() -> None:
     def train() -> None:
         while not stop.is_set():
             trained.forward_backward(batch, LOSS)
-            trained.optimizer_step(1e-3)  # the engine has weights of its own
+            trained.optimizer_step(1e-3)  # the engine has separate weights
 
     thread = threading.Thread(target=train)
     thread.start()

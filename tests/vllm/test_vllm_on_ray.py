@@ -1,4 +1,4 @@
-"""Engines of two ranks on Ray: in a pool of their own and in the ranks of the trainer."""
+"""Engines of two ranks on Ray: in a separate pool and in the ranks of the trainer."""
 
 import asyncio
 from pathlib import Path
