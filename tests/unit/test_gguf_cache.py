@@ -239,7 +239,7 @@ def test_two_processes_convert_file_once(tmp_path: Path) -> None:
         process.start()
     results = [done.get(timeout=120) for _ in processes]
     for process in processes:
-        process.join(10)
+        process.join(120)
         assert process.exitcode == 0
     assert results[0][0] == results[1][0]
     assert sorted(converted for _, converted in results) == [False, True]
