@@ -59,10 +59,10 @@ def test_client_leaves_when_server_does_not_know_the_token() -> None:
 
 
 def test_proof_of_one_connection_is_worth_nothing_in_another(server: Listener) -> None:
-    with socket.create_connection((HOST, server.port), timeout=5) as first:
+    with socket.create_connection((HOST, server.port), timeout=60) as first:
         challenge, nonce = receive(first, NONCE), bytes(NONCE)
         sent = nonce + HELLO + listener._proof(TOKEN, b"client", challenge + HELLO)
-    with socket.create_connection((HOST, server.port), timeout=5) as second:
+    with socket.create_connection((HOST, server.port), timeout=60) as second:
         receive(second, NONCE)
         second.sendall(sent)
         with pytest.raises(ConnectionError):
@@ -74,7 +74,7 @@ def test_silent_connections_hold_no_threads_and_few_descriptors(server: Listener
     threads = process.num_threads()
     with ExitStack() as stack:
         for _ in range(200):
-            stack.enter_context(socket.create_connection((HOST, server.port), timeout=5))
+            stack.enter_context(socket.create_connection((HOST, server.port), timeout=60))
         assert served(server)
         assert len(server._strangers) <= listener.MAX_STRANGERS
         assert process.num_threads() <= threads + 1
@@ -108,7 +108,7 @@ def test_slow_or_silent_stranger_is_dropped_at_its_deadline(
     monkeypatch: pytest.MonkeyPatch, server: Listener
 ) -> None:
     monkeypatch.setattr(listener, "PROOF_TIMEOUT_S", 0.3)
-    with socket.create_connection((HOST, server.port), timeout=5) as slow:
+    with socket.create_connection((HOST, server.port), timeout=60) as slow:
         receive(slow, NONCE)
         began = time.monotonic()
         slow.settimeout(0.05)
@@ -126,6 +126,6 @@ def test_slow_or_silent_stranger_is_dropped_at_its_deadline(
 def test_random_bytes_are_refused_without_an_error(server: Listener) -> None:
     generator = random.Random(0)
     for _ in range(300):
-        with socket.create_connection((HOST, server.port), timeout=5) as connection:
+        with socket.create_connection((HOST, server.port), timeout=60) as connection:
             connection.sendall(generator.randbytes(generator.randrange(1, 200)))
     assert served(server)

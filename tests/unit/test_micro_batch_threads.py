@@ -72,7 +72,7 @@ def test_micro_batches_use_all_threads_within_token_limit(
 
 
 def test_threads_run_in_parallel_and_return_results_in_order() -> None:
-    meeting = threading.Barrier(2, timeout=10)
+    meeting = threading.Barrier(2, timeout=60)
 
     def work(item: int) -> int:
         meeting.wait()  # returns only while another item is in progress

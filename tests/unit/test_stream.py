@@ -168,7 +168,7 @@ def test_engine_gets_weights_while_a_thousand_silent_connections_are_open() -> N
             free = psutil.Process().num_fds() + 1150
             resource.setrlimit(resource.RLIMIT_NOFILE, (free, max(free, limits[1])))
             for _ in range(1000):
-                stack.enter_context(socket.create_connection((HOST, trainer.address), timeout=5))
+                stack.enter_context(socket.create_connection((HOST, trainer.address), timeout=60))
             assert same(received(target(trainer.address), weights), 1)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -104,7 +104,7 @@ def test_two_processes_may_create_model_concurrently(tmp_path: Path) -> None:
         process.start()
     assert done.get(timeout=60) == done.get(timeout=60)
     for process in processes:
-        process.join(10)
+        process.join(120)
         assert process.exitcode == 0
     assert len(list(tmp_path.iterdir())) == 1
 
