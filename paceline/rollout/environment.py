@@ -1,15 +1,21 @@
 """Agent loop: turns a prompt into one trajectory with calls of `generate`.
 
-It does not depend on engines, weights or batches. A custom agent loop (several turns, tools) is a
-class `E(tokenizer)` with a method `run`, selected with `rollout.environment = "file.py:E"`.
+It does not depend on engines, weights or batches. `rollout.environment = "file.py:E"` selects an
+environment, a class `E()` with methods `reset` and `step` (environment/), or a custom agent loop, a
+class `E(tokenizer)` with a method `run`.
 """
 
 import inspect
 import traceback
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from paceline.data.chat import stop_token_ids, text_decoder
+from paceline.data.chat import conversation, stop_token_ids, text_decoder
+from paceline.data.prompts import DataSettings
+from paceline.data.rows import use_chat
+from paceline.environment.conversation import Conversation, Limits
+from paceline.environment.protocol import Environment
+from paceline.environment.token_stream import ChatTemplate
 from paceline.errors import ConfigError, PacelineError, RolloutError
 from paceline.plugins import PluginError, find_callable
 from paceline.types import MAX_REWARD, Completion, Prompt, Trajectory, Turn
@@ -21,13 +27,13 @@ Generate = Callable[[tuple[int, ...]], Awaitable[Completion]]
 """Maps context tokens to a completion. The caller does not see interruptions by weight syncs."""
 
 
-class Environment(Protocol):
+class AgentLoop(Protocol):
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         """Generate one trajectory. Raises RolloutError if it cannot be finished."""
         ...
 
 
-MakeEnvironment = Callable[["PreTrainedTokenizerBase"], Environment]
+MakeEnvironment = Callable[["PreTrainedTokenizerBase"], AgentLoop] | type[Environment]
 
 
 class SingleTurn:
@@ -49,7 +55,7 @@ class CustomEnvironment:
     A trajectory must consist of exactly the tokens that the model was given and generated.
     """
 
-    def __init__(self, name: str, environment: Environment) -> None:
+    def __init__(self, name: str, environment: AgentLoop) -> None:
         self._name, self._environment = name, environment
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
@@ -98,8 +104,11 @@ class CustomEnvironment:
 
 
 def open_environment(
-    chosen: "str | MakeEnvironment | None", tokenizer: "PreTrainedTokenizerBase"
-) -> Environment:
+    chosen: "str | MakeEnvironment | None",
+    tokenizer: "PreTrainedTokenizerBase",
+    data: DataSettings,
+    limits: Limits,
+) -> AgentLoop:
     """Create the agent loop from "file.py:Class" or a callable; without one, a single turn."""
     if chosen is None:
         ends = stop_token_ids(tokenizer)  # some tokenizers do not mark all of them as special
@@ -113,6 +122,8 @@ def open_environment(
     name = chosen if isinstance(chosen, str) else getattr(chosen, "__qualname__", repr(chosen))
     try:
         make = find_callable(chosen) if isinstance(chosen, str) else chosen
+        if hasattr(make, "step"):
+            return _conversation(name, make, tokenizer, data, limits)
         environment = make(tokenizer)
     except PluginError as problem:
         raise ConfigError(f"rollout.environment = {name!r}: {problem}") from None
@@ -124,6 +135,33 @@ def open_environment(
         ) from error
     if not inspect.iscoroutinefunction(getattr(environment, "run", None)):
         raise ConfigError(
-            f"rollout.environment = {name!r} has no method `async def run(self, prompt, generate)`"
+            f"rollout.environment = {name!r} has neither `async def step(self, message)` nor "
+            "`async def run(self, prompt, generate)`"
         )
     return CustomEnvironment(name, environment)
+
+
+def _conversation(
+    name: str,
+    make: Any,
+    tokenizer: "PreTrainedTokenizerBase",
+    data: DataSettings,
+    limits: Limits,
+) -> Conversation:
+    for method in ("reset", "step"):
+        if not inspect.iscoroutinefunction(getattr(make, method, None)):
+            raise ConfigError(
+                f"rollout.environment = {name!r} has no method `async def {method}`; expected "
+                "reset(self, row) and step(self, message)"
+            )
+    if not use_chat(data, tokenizer):
+        raise ConfigError(
+            f"rollout.environment = {name!r}: a conversation needs a chat template, but data.chat "
+            "is false or the tokenizer has none; use an instruction-tuned model, or an agent loop "
+            "with `async def run(self, prompt, generate)`"
+        )
+
+    def messages(prompt: Prompt) -> list[dict[str, Any]]:
+        return conversation(prompt.row[data.prompt_key], data.system)
+
+    return Conversation(name, make, ChatTemplate(tokenizer), messages, limits)
