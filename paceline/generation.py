@@ -82,6 +82,7 @@ def open_agent(
         inputs.tokenizer,
         config.data,
         config.rollout.limits(config.data.max_prompt_length),
+        config.rollout.tools,
     )
 
 

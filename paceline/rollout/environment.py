@@ -7,7 +7,8 @@ class `E(tokenizer)` with a method `run`.
 
 import inspect
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.data.chat import conversation, stop_token_ids, text_decoder
@@ -16,6 +17,8 @@ from paceline.data.rows import use_chat
 from paceline.environment.conversation import Conversation, Limits
 from paceline.environment.protocol import Environment
 from paceline.environment.token_stream import ChatTemplate
+from paceline.environment.tool_use import ToolUse
+from paceline.environment.tools import Toolbox
 from paceline.errors import ConfigError, PacelineError, RolloutError
 from paceline.plugins import PluginError, find_callable
 from paceline.types import MAX_REWARD, Completion, Prompt, Trajectory, Turn
@@ -108,8 +111,14 @@ def open_environment(
     tokenizer: "PreTrainedTokenizerBase",
     data: DataSettings,
     limits: Limits,
+    tools: Sequence[str] = (),
 ) -> AgentLoop:
-    """Create the agent loop from "file.py:Class" or a callable; without one, a single turn."""
+    """Create the agent loop from "file.py:Class" or a callable; without one, a single turn.
+
+    With `tools`, the model calls them until it writes a message without a call.
+    """
+    if tools:
+        return _with_tools(chosen, tokenizer, data, limits, tools)
     if chosen is None:
         ends = stop_token_ids(tokenizer)  # some tokenizers do not mark all of them as special
         decode = text_decoder(tokenizer)
@@ -141,6 +150,23 @@ def open_environment(
     return CustomEnvironment(name, environment)
 
 
+def _with_tools(
+    chosen: "str | MakeEnvironment | None",
+    tokenizer: "PreTrainedTokenizerBase",
+    data: DataSettings,
+    limits: Limits,
+    tools: Sequence[str],
+) -> Conversation:
+    if chosen is not None:
+        raise ConfigError(
+            f"rollout.tools = {list(tools)} contradicts rollout.environment, which runs its tools "
+            "itself; remove one of them"
+        )
+    toolbox = Toolbox(tools)
+    make = partial(ToolUse, toolbox, tokenizer)
+    return _chat(f"tools {', '.join(tools)}", make, tokenizer, data, limits, toolbox.schemas)
+
+
 def _conversation(
     name: str,
     make: Any,
@@ -154,14 +180,25 @@ def _conversation(
                 f"rollout.environment = {name!r} has no method `async def {method}`; expected "
                 "reset(self, row) and step(self, message)"
             )
+    return _chat(name, make, tokenizer, data, limits)
+
+
+def _chat(
+    name: str,
+    make: Callable[[], Environment],
+    tokenizer: "PreTrainedTokenizerBase",
+    data: DataSettings,
+    limits: Limits,
+    schemas: Sequence[dict[str, Any]] = (),
+) -> Conversation:
     if not use_chat(data, tokenizer):
         raise ConfigError(
-            f"rollout.environment = {name!r}: a conversation needs a chat template, but data.chat "
-            "is false or the tokenizer has none; use an instruction-tuned model, or an agent loop "
-            "with `async def run(self, prompt, generate)`"
+            f"environment {name!r}: a conversation needs a chat template, but data.chat is false "
+            "or the tokenizer has none; use an instruction-tuned model, or an agent loop with "
+            "`async def run(self, prompt, generate)`"
         )
 
     def messages(prompt: Prompt) -> list[dict[str, Any]]:
         return conversation(prompt.row[data.prompt_key], data.system)
 
-    return Conversation(name, make, ChatTemplate(tokenizer), messages, limits)
+    return Conversation(name, make, ChatTemplate(tokenizer, schemas), messages, limits)

@@ -91,6 +91,10 @@ class RolloutSettings(Settings):
     """Environment of a conversation (several turns, tools), or custom agent loop: a class as
     "file.py:Class" or "module:Class". All turns and the text between them have at most
     data.max_prompt_length + max_response_length tokens. Default: one prompt, one completion."""
+    tools: tuple[str, ...] = ()
+    """Tools that the model may call: "calculator", "python" (in the sandbox), or a function as
+    "file.py:function", whose type hints and docstring describe it. A completion without a call ends
+    the conversation."""
     environment_timeout_s: float = Field(60.0, gt=0)
     """Maximum seconds per call of the environment. On timeout the trajectory fails."""
     max_turns: int = Field(16, ge=1)
