@@ -33,9 +33,10 @@ if TYPE_CHECKING:
     from paceline.auditor.audit import audit
     from paceline.auditor.report import AuditReport
     from paceline.config import RunConfig, load_config
+    from paceline.environment.protocol import Environment, Reply
     from paceline.errors import PacelineError
     from paceline.job import Run, Step
-    from paceline.rollout.environment import Environment, Generate
+    from paceline.rollout.environment import AgentLoop, Generate
     from paceline.types import Batch, Completion, Group, Prompt, Score, Trajectory, Turn
 
 _MODULES = {
@@ -48,12 +49,14 @@ _MODULES = {
     "paceline.config": ("RunConfig", "load_config"),
     "paceline.errors": ("PacelineError",),
     "paceline.job": ("Run", "Step"),
-    "paceline.rollout.environment": ("Environment", "Generate"),
+    "paceline.environment.protocol": ("Environment", "Reply"),
+    "paceline.rollout.environment": ("AgentLoop", "Generate"),
     "paceline.types": ("Batch", "Completion", "Group", "Prompt", "Score", "Trajectory", "Turn"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
+    "AgentLoop",
     "AuditReport",
     "Batch",
     "Completion",
@@ -62,6 +65,7 @@ __all__ = [
     "Group",
     "PacelineError",
     "Prompt",
+    "Reply",
     "Run",
     "RunConfig",
     "Score",

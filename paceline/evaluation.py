@@ -12,12 +12,12 @@ from paceline.algo.settings import AlgorithmSettings
 from paceline.config import RunConfig
 from paceline.data.held_out import EvaluationSettings
 from paceline.errors import first_error
-from paceline.generation import open_generation, open_scorer
+from paceline.generation import open_agent, open_generation, open_scorer
 from paceline.held_out import score
 from paceline.inputs import load_inputs
 from paceline.placement import PlacementSettings
 from paceline.reward.reward import Rewards
-from paceline.rollout.environment import MakeEnvironment, open_environment
+from paceline.rollout.environment import MakeEnvironment
 from paceline.schedule import ScheduleSettings
 from paceline.settings import open_settings
 from paceline.suspend import ignore_suspended_time
@@ -63,12 +63,12 @@ async def evaluate(
     """
     ignore_suspended_time(asyncio.get_running_loop())
     inputs = load_inputs(config, rows)
-    agent = open_environment(environment or config.rollout.environment, inputs.tokenizer)
+    agent = open_agent(config, inputs, environment)
     model_scores = config.reward.model and reward is None
     roles = [Role.ROLLOUT, Role.REWARD] if model_scores else [Role.ROLLOUT]
     config = await choose_settings(config, inputs.model_path, roles)
     async with AsyncExitStack() as stack:
-        scorer = await open_scorer(stack, config, inputs, reward)
+        scorer = await open_scorer(stack, config, inputs, reward, agent)
         logs = stack.enter_context(TemporaryFolder("paceline-logs-"))
         generation = await open_generation(stack, config, roles, inputs, agent, scorer, logs)
         stack.enter_context(Watchdog(generation.living_workers, config.stall_timeout_s))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from paceline.config import RunConfig
 from paceline.data.chat import stop_token_ids
+from paceline.environment.conversation import Conversation
 from paceline.inputs import Inputs
 from paceline.remote.worker import Worker
 from paceline.reward.model import ModelReward
@@ -21,7 +22,7 @@ from paceline.reward.reward import (
     open_reward,
 )
 from paceline.rollout.client import EngineClient
-from paceline.rollout.environment import Environment
+from paceline.rollout.environment import AgentLoop, MakeEnvironment, open_environment
 from paceline.rollout.fleet import Fleet
 from paceline.rollout.quarantine import Quarantine
 from paceline.rollout.rollouter import Rollouter
@@ -52,7 +53,7 @@ async def open_generation(
     config: RunConfig,
     roles: Sequence[Role],
     inputs: Inputs,
-    environment: Environment,
+    environment: AgentLoop,
     scorer: Reward | None,
     logs: Path,
     quarantine: Path | None = None,
@@ -72,17 +73,34 @@ async def open_generation(
     return Generation(workers, fleet, rollouter, scorer)
 
 
+def open_agent(
+    config: RunConfig, inputs: Inputs, environment: MakeEnvironment | None = None
+) -> AgentLoop:
+    """Open the agent loop of the settings, or of the program's `environment`."""
+    return open_environment(
+        environment or config.rollout.environment,
+        inputs.tokenizer,
+        config.data,
+        config.rollout.limits(config.data.max_prompt_length),
+        config.rollout.tools,
+    )
+
+
 async def open_scorer(
     stack: AsyncExitStack,
     config: RunConfig,
     inputs: Inputs,
     reward: Rewards | None = None,
+    agent: AgentLoop | None = None,
 ) -> Reward | None:
-    """Open what scores completions and try it on the data; None: a reward model scores them."""
+    """Open what scores completions and try it on the data; None: a reward model scores them.
+
+    With the environment `agent`, no other reward is needed.
+    """
     if config.reward.model and reward is None:
         return None
     given = reward is not None or config.reward.function or config.data.task
-    if not given and not config.algorithm.uses_rewards:
+    if not given and (not config.algorithm.uses_rewards or isinstance(agent, Conversation)):
         return NoReward()
     scorer = await open_reward(config.reward, config.data.task, reward)
     stack.push_async_callback(scorer.close)
@@ -126,7 +144,7 @@ def _rollouter(
     config: RunConfig,
     inputs: Inputs,
     fleet: Fleet,
-    environment: Environment,
+    environment: AgentLoop,
     reward: Reward,
     quarantine: Quarantine,
 ) -> Rollouter:

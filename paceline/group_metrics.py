@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from paceline.algo.tolerance import uniform
-from paceline.types import Batch, Finish, Group
+from paceline.types import Batch, End, Finish, Group
 
 
 def measure(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
@@ -19,11 +19,16 @@ def measure(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
         f"reward_component/{name}": float(np.mean([part[name] for part in parts if name in part]))
         for name in set().union(*parts)
     }
+    ends = [trajectory.end for trajectory in trajectories if trajectory.end is not None]
+    episodes = {f"episode/end_{end}": ends.count(end) / len(ends) for end in End if ends}
+    if ends:
+        episodes["episode/turns_mean"] = float(np.mean([len(t.turns) for t in trajectories]))
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/uniform_group_fraction": sum(map(equal_rewards, groups)) / len(groups),
         **components,
+        **episodes,
         "rollout/samples": float(batch.num_rows),
         "rollout/tokens": float(tokens),
         "rollout/length_mean": tokens / batch.num_rows,

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from paceline.config import RunConfig, check_trainable
 from paceline.control import Command, Control
-from paceline.generation import Generation, open_generation, open_scorer
+from paceline.generation import Generation, open_agent, open_generation, open_scorer
 from paceline.held_out import HeldOut
 from paceline.inputs import Inputs, load_inputs
 from paceline.loop import Loop, LoopSettings, Observer
@@ -35,7 +35,7 @@ from paceline.queue.message_queue import MessageQueue, MessageQueueClient
 from paceline.remote.peak import peak_memory
 from paceline.remote.worker import Worker
 from paceline.reward.reward import Rewards, reward_memory
-from paceline.rollout.environment import MakeEnvironment, open_environment
+from paceline.rollout.environment import MakeEnvironment
 from paceline.rollout.fleet import Fleet
 from paceline.rollout.rollouter import Rollouter
 from paceline.run_dir import (
@@ -97,7 +97,7 @@ async def train(
     ignore_suspended_time(asyncio.get_running_loop())
     check_trainable(config)
     inputs = load_inputs(config, rows, held_out)
-    agent = open_environment(environment or config.rollout.environment, inputs.tokenizer)
+    agent = open_agent(config, inputs, environment)
     run_dir = Path(config.run_dir)
     is_branch = branches(run_dir, start_from)
     recorded = recorded_config(run_dir, start_from) if not fresh or is_branch else {}
@@ -107,7 +107,7 @@ async def train(
         log.warning("%s", warning)
     async with AsyncExitStack() as stack:
         stack.enter_context(explain_disk_errors(run_dir))
-        scorer = await open_scorer(stack, config, inputs, reward)
+        scorer = await open_scorer(stack, config, inputs, reward, agent)
         if fresh and (aside := move_aside(run_dir)):
             log.warning("moved the earlier run in %s to %s", run_dir, aside)
         stack.enter_context(lock_run_dir(run_dir))

@@ -46,6 +46,15 @@ class Finish(StrEnum):
     INTERRUPT = "interrupt"  # for a weight sync; resumable from the partial completion
 
 
+class End(StrEnum):
+    """Why a conversation ended."""
+
+    DONE = "done"  # the environment ended it
+    TURNS = "turns"  # rollout.max_turns reached
+    LENGTH = "length"  # a completion reached its maximum length
+    CONTEXT = "context"  # all turns together reached the maximum length
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One row of the dataset, tokenized."""
@@ -119,6 +128,7 @@ class Trajectory:
     text: str  # of the final completion
     reward: float | None = None  # None until scored
     details: Mapping[str, float] = field(default_factory=dict)
+    end: End | None = None  # of a conversation with an environment
 
     @property
     def version_min(self) -> int:

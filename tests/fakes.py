@@ -17,7 +17,7 @@ from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger
 from paceline.queue.message_queue import MessageQueue, MessageQueueClient
 from paceline.rollout.engine import EngineStats
-from paceline.rollout.environment import Environment, SingleTurn
+from paceline.rollout.environment import AgentLoop, SingleTurn
 from paceline.rollout.fleet import Fleet
 from paceline.rollout.quarantine import Quarantine
 from paceline.rollout.rollouter import Rollouter
@@ -295,7 +295,7 @@ class World:
     slots: int | None = None
     quarantine: Quarantine | None = None
     score: Callable[[Prompt], list[float] | None] | None = None
-    environment: Environment = field(default_factory=lambda: SingleTurn(str))
+    environment: AgentLoop = field(default_factory=lambda: SingleTurn(str))
     takes_turns: bool = False
     save_every: int = 0
     save: Save | None = None

@@ -10,11 +10,10 @@ from transformers import PretrainedConfig
 
 from paceline.config import RunConfig
 from paceline.data.tiny import resolve_model
-from paceline.generation import open_scorer
+from paceline.generation import open_agent, open_scorer
 from paceline.inputs import load_inputs
 from paceline.model.known_shapes import known_shape
 from paceline.model.loading import load_config
-from paceline.rollout.environment import open_environment
 from paceline.workers.cluster import Device, Node, PlannedWorker, parse_nodes
 from paceline.workers.fit import GB, phases_of
 from paceline.workers.layout import Layout, plan_on, plan_that_fits
@@ -43,10 +42,10 @@ async def plan_tables(
 async def _checked(config: RunConfig) -> Layout:
     """Plan as a run does, with all of its checks."""
     inputs = load_inputs(config)
-    open_environment(config.rollout.environment, inputs.tokenizer)
+    agent = open_agent(config, inputs)
     layout = await plan_that_fits(config, inputs.model_path)
     async with AsyncExitStack() as stack:
-        await open_scorer(stack, layout.config, inputs)
+        await open_scorer(stack, layout.config, inputs, agent=agent)
     return layout
 
 

@@ -124,6 +124,8 @@ def _completion(
         "finish": turns[-1].completion.finish.value,
         "text": trajectory.text,
     }
+    if trajectory.end is not None:
+        found["end"] = trajectory.end.value
     if len(turns) > 1:
         found["turns"] = [
             {

@@ -1,15 +1,24 @@
 """Agent loop: turns a prompt into one trajectory with calls of `generate`.
 
-It does not depend on engines, weights or batches. A custom agent loop (several turns, tools) is a
-class `E(tokenizer)` with a method `run`, selected with `rollout.environment = "file.py:E"`.
+It does not depend on engines, weights or batches. `rollout.environment = "file.py:E"` selects an
+environment, a class `E()` with methods `reset` and `step` (environment/), or a custom agent loop, a
+class `E(tokenizer)` with a method `run`.
 """
 
 import inspect
 import traceback
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
-from paceline.data.chat import stop_token_ids, text_decoder
+from paceline.data.chat import conversation, stop_token_ids, text_decoder
+from paceline.data.prompts import DataSettings
+from paceline.data.rows import use_chat
+from paceline.environment.conversation import Conversation, Limits
+from paceline.environment.protocol import Environment
+from paceline.environment.token_stream import ChatTemplate
+from paceline.environment.tool_use import ToolUse
+from paceline.environment.tools import Toolbox
 from paceline.errors import ConfigError, PacelineError, RolloutError
 from paceline.plugins import PluginError, find_callable
 from paceline.types import MAX_REWARD, Completion, Prompt, Trajectory, Turn
@@ -21,13 +30,13 @@ Generate = Callable[[tuple[int, ...]], Awaitable[Completion]]
 """Maps context tokens to a completion. The caller does not see interruptions by weight syncs."""
 
 
-class Environment(Protocol):
+class AgentLoop(Protocol):
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         """Generate one trajectory. Raises RolloutError if it cannot be finished."""
         ...
 
 
-MakeEnvironment = Callable[["PreTrainedTokenizerBase"], Environment]
+MakeEnvironment = Callable[["PreTrainedTokenizerBase"], AgentLoop] | type[Environment]
 
 
 class SingleTurn:
@@ -49,7 +58,7 @@ class CustomEnvironment:
     A trajectory must consist of exactly the tokens that the model was given and generated.
     """
 
-    def __init__(self, name: str, environment: Environment) -> None:
+    def __init__(self, name: str, environment: AgentLoop) -> None:
         self._name, self._environment = name, environment
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
@@ -98,9 +107,18 @@ class CustomEnvironment:
 
 
 def open_environment(
-    chosen: "str | MakeEnvironment | None", tokenizer: "PreTrainedTokenizerBase"
-) -> Environment:
-    """Create the agent loop from "file.py:Class" or a callable; without one, a single turn."""
+    chosen: "str | MakeEnvironment | None",
+    tokenizer: "PreTrainedTokenizerBase",
+    data: DataSettings,
+    limits: Limits,
+    tools: Sequence[str] = (),
+) -> AgentLoop:
+    """Create the agent loop from "file.py:Class" or a callable; without one, a single turn.
+
+    With `tools`, the model calls them until it writes a message without a call.
+    """
+    if tools:
+        return _with_tools(chosen, tokenizer, data, limits, tools)
     if chosen is None:
         ends = stop_token_ids(tokenizer)  # some tokenizers do not mark all of them as special
         decode = text_decoder(tokenizer)
@@ -113,6 +131,8 @@ def open_environment(
     name = chosen if isinstance(chosen, str) else getattr(chosen, "__qualname__", repr(chosen))
     try:
         make = find_callable(chosen) if isinstance(chosen, str) else chosen
+        if hasattr(make, "step"):
+            return _conversation(name, make, tokenizer, data, limits)
         environment = make(tokenizer)
     except PluginError as problem:
         raise ConfigError(f"rollout.environment = {name!r}: {problem}") from None
@@ -124,6 +144,61 @@ def open_environment(
         ) from error
     if not inspect.iscoroutinefunction(getattr(environment, "run", None)):
         raise ConfigError(
-            f"rollout.environment = {name!r} has no method `async def run(self, prompt, generate)`"
+            f"rollout.environment = {name!r} has neither `async def step(self, message)` nor "
+            "`async def run(self, prompt, generate)`"
         )
     return CustomEnvironment(name, environment)
+
+
+def _with_tools(
+    chosen: "str | MakeEnvironment | None",
+    tokenizer: "PreTrainedTokenizerBase",
+    data: DataSettings,
+    limits: Limits,
+    tools: Sequence[str],
+) -> Conversation:
+    if chosen is not None:
+        raise ConfigError(
+            f"rollout.tools = {list(tools)} contradicts rollout.environment, which runs its tools "
+            "itself; remove one of them"
+        )
+    toolbox = Toolbox(tools)
+    make = partial(ToolUse, toolbox, tokenizer)
+    return _chat(f"tools {', '.join(tools)}", make, tokenizer, data, limits, toolbox.schemas)
+
+
+def _conversation(
+    name: str,
+    make: Any,
+    tokenizer: "PreTrainedTokenizerBase",
+    data: DataSettings,
+    limits: Limits,
+) -> Conversation:
+    for method in ("reset", "step"):
+        if not inspect.iscoroutinefunction(getattr(make, method, None)):
+            raise ConfigError(
+                f"rollout.environment = {name!r} has no method `async def {method}`; expected "
+                "reset(self, row) and step(self, message)"
+            )
+    return _chat(name, make, tokenizer, data, limits)
+
+
+def _chat(
+    name: str,
+    make: Callable[[], Environment],
+    tokenizer: "PreTrainedTokenizerBase",
+    data: DataSettings,
+    limits: Limits,
+    schemas: Sequence[dict[str, Any]] = (),
+) -> Conversation:
+    if not use_chat(data, tokenizer):
+        raise ConfigError(
+            f"environment {name!r}: a conversation needs a chat template, but data.chat is false "
+            "or the tokenizer has none; use an instruction-tuned model, or an agent loop with "
+            "`async def run(self, prompt, generate)`"
+        )
+
+    def messages(prompt: Prompt) -> list[dict[str, Any]]:
+        return conversation(prompt.row[data.prompt_key], data.system)
+
+    return Conversation(name, make, ChatTemplate(tokenizer, schemas), messages, limits)

@@ -18,9 +18,10 @@ from typing import Annotated, Literal
 
 from pydantic import AliasChoices, Field, model_validator
 
+from paceline.environment.conversation import Limits
 from paceline.errors import RewardError, RolloutError, first_error
 from paceline.reward.reward import Reward
-from paceline.rollout.environment import Environment, Generate
+from paceline.rollout.environment import AgentLoop, Generate
 from paceline.rollout.fleet import Fleet
 from paceline.rollout.quarantine import Quarantine, Quarantined
 from paceline.rollout.router import EngineAssignment, Router
@@ -87,9 +88,17 @@ class RolloutSettings(Settings):
     """Minimum number of trajectories that must finish in time; the group is trained without the
     late ones. Default: group_size."""
     environment: str | None = None
-    """Custom agent loop (several turns, tools): a class as "file.py:Class" or "module:Class". All
-    its turns and the text between them must fit into data.max_prompt_length + max_response_length
-    tokens. Default: one prompt, one completion."""
+    """Environment of a conversation (several turns, tools), or custom agent loop: a class as
+    "file.py:Class" or "module:Class". All turns and the text between them have at most
+    data.max_prompt_length + max_response_length tokens. Default: one prompt, one completion."""
+    tools: tuple[str, ...] = ()
+    """Tools that the model may call: "calculator", "python" (in the sandbox), or a function as
+    "file.py:function", whose type hints and docstring describe it. A completion without a call ends
+    the conversation."""
+    environment_timeout_s: float = Field(60.0, gt=0)
+    """Maximum seconds per call of the environment. On timeout the trajectory fails."""
+    max_turns: int = Field(16, ge=1)
+    """Maximum number of completions in a conversation with an environment."""
     max_failed_groups: int = Field(0, ge=0)
     """Number of groups that may fail before the run ends. A failed group is not trained on."""
 
@@ -129,6 +138,11 @@ class RolloutSettings(Settings):
         """Whether the engine's log-probs have the precision of FP8."""
         return "fp8" in (self.kv_cache_dtype, self.weight_dtype)
 
+    def limits(self, max_prompt_length: int) -> Limits:
+        """Return the limits of a conversation."""
+        length = max_prompt_length + self.max_response_length
+        return Limits(self.max_turns, length, self.environment_timeout_s)
+
     @property
     def episode_limit_s(self) -> float:
         return self.episode_timeout_s or EPISODE_GENERATIONS * self.generation_timeout
@@ -143,7 +157,7 @@ class Rollouter:
     def __init__(
         self,
         fleet: Fleet,
-        environment: Environment,
+        environment: AgentLoop,
         reward: Reward,
         sampling: Sampling,
         *,

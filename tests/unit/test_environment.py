@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 
 from examples.custom_environment import TwoTries
+from paceline.data.prompts import DataSettings
 from paceline.data.tiny import make_tokenizer
+from paceline.environment.conversation import Limits
 from paceline.errors import ConfigError, RolloutError
 from paceline.rollout.environment import open_environment
 from paceline.types import Completion, Finish, Prompt, Trajectory, Turn
 
 TOKENIZER = make_tokenizer()
+DATA, LIMITS = DataSettings(task="reverse:3"), Limits(4, 100, 30.0)
 PROMPT = Prompt("q", tuple(TOKENIZER.encode("2+2=")), "2+2=", {"prompt": "2+2=", "answer": "4"})
 
 
@@ -28,7 +31,7 @@ def run(make: Any, *completions: str) -> Trajectory:
             tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), Finish.STOP
         )
 
-    return asyncio.run(open_environment(make, TOKENIZER).run(PROMPT, generate))
+    return asyncio.run(open_environment(make, TOKENIZER, DATA, LIMITS).run(PROMPT, generate))
 
 
 def test_default_environment_has_one_turn() -> None:
@@ -108,7 +111,7 @@ def test_failure_names_environment_and_prompt(make: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Incomplete", "has no method `async def run"),
+        ("Incomplete", "has neither `async def step.*` nor `async def run"),
         ("TwoArguments", "creating it raised TypeError: .*'tools'"),
         ("None", "no 'None' in"),
     ],
@@ -125,4 +128,4 @@ def test_open_environment_rejects_invalid_class(tmp_path: Path, name: str, messa
     with pytest.raises(
         ConfigError, match=rf"rollout\.environment = '.*custom\.py:{name}'.*{message}"
     ):
-        open_environment(f"{tmp_path}/custom.py:{name}", TOKENIZER)
+        open_environment(f"{tmp_path}/custom.py:{name}", TOKENIZER, DATA, LIMITS)

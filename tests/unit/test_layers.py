@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plugins", "schedule", "placement", "recipe", "hints", "background", "line_file", "sandbox"),
     ("model", "remote", "auditor"),
     ("data", "algo", "queue"),
-    ("reward", "sync"),
+    ("reward", "sync", "environment"),
     ("rollout", "training"),
     ("translate",),
     ("config",),

@@ -25,14 +25,16 @@ SIGNATURES = {
     "AuditReport": "run_dir, problems, notes, counts",
     "Run": "run_dir, summary",
     "Step": "step, reward, metrics, groups",
+    "Reply": "messages, reward, done",
 }
 MEMBERS = {
     "Run": {"run_dir", "summary", "checkpoint", "metrics"},
     "Step": {"step", "reward", "metrics", "groups"},
+    "Reply": {"messages", "reward", "done"},
     "Steps": {"run", "stop"},
     "AuditReport": {"run_dir", "problems", "notes", "counts", "ok", "to_json", "add"},
 }
-TYPES = {"RunConfig", "PacelineError", "Environment", "Generate"}
+TYPES = {"RunConfig", "PacelineError", "AgentLoop", "Environment", "Generate"}
 TYPES |= {"Batch", "Completion", "Group", "Prompt", "Score", "Steps", "Trajectory", "Turn"}
 DEFAULTS = {"display": True, "fresh": False, "samples": 1, "overrides": ()}
 

@@ -1,0 +1,1 @@
+"""Conversations with an environment: many turns, tools, rewards per turn, exact tokens."""

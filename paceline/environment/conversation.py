@@ -1,0 +1,168 @@
+"""Agent loop of a conversation: the model and an environment speak alternately until one ends it.
+
+Waits for: the engines, and the environment (at most `timeout_s` per call). An episode ends when the
+environment says so, when a completion or the whole context reaches its maximum length, or after
+`max_turns`. The reason is part of the trajectory. An environment that fails or hangs fails the
+trajectory instead.
+"""
+
+import asyncio
+import logging
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from paceline.data.chat import message_problem
+from paceline.environment.protocol import Environment, Message, Reply
+from paceline.environment.token_stream import ChatTemplate, Tokens
+from paceline.errors import PacelineError, RolloutError
+from paceline.types import MAX_REWARD, Completion, End, Finish, Prompt, Trajectory, Turn
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Generate = Callable[[Tokens], Awaitable[Completion]]
+CLOSE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of an episode."""
+
+    max_turns: int
+    max_length: int  # tokens of all turns
+    timeout_s: float  # of a call of the environment
+
+
+class Conversation:
+    """Runs one episode per trajectory, each with a new environment."""
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Environment],
+        template: ChatTemplate,
+        messages: Callable[[Prompt], Sequence[Message]],
+        limits: Limits,
+    ) -> None:
+        """`messages` returns the chat messages of a prompt."""
+        self._name, self._make, self._template = name, make, template
+        self._messages, self._limits = messages, limits
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+        try:
+            environment = self._make()
+        except Exception as error:
+            raise self._raised(prompt, "creating it", error) from error
+        try:
+            first = await self._call(prompt, "reset", environment.reset(prompt.row))
+            messages = list(self._messages(prompt) if first is None else first)
+            self._check(prompt, "reset", messages)
+            return await self._play(prompt, environment, messages, generate)
+        finally:
+            await self._close(prompt, environment)
+
+    async def _play(
+        self,
+        prompt: Prompt,
+        environment: Environment,
+        history: list[Message],
+        generate: Generate,
+    ) -> Trajectory:
+        turns: list[Turn] = []
+        context = new = self._template.start(history)
+        text, end = "", End.CONTEXT
+        while len(context) < self._limits.max_length:
+            completion = await generate(context)
+            sampled = tuple(completion.tokens.tolist())
+            text = self._template.text(sampled)
+            if completion.finish is Finish.LENGTH:
+                turns.append(Turn(new, completion))
+                if len(context) + len(sampled) < self._limits.max_length:
+                    end = End.LENGTH
+                break
+            said = {"role": "assistant", "content": text}
+            reply = await self._step(prompt, environment, said)
+            turns.append(Turn(new, completion, reply.reward))
+            if reply.done or len(turns) == self._limits.max_turns:
+                end = End.DONE if reply.done else End.TURNS
+                break
+            new = self._template.between(history, said, sampled, _messages(reply))
+            history += [said, *_messages(reply)]
+            context += sampled + new
+        if not turns:
+            raise self._problem(
+                prompt,
+                f"its first messages have {len(context)} tokens; expected fewer than "
+                "data.max_prompt_length + rollout.max_response_length = "
+                f"{self._limits.max_length}",
+            )
+        return Trajectory(tuple(turns), text, end=end)
+
+    async def _step(self, prompt: Prompt, environment: Environment, said: Message) -> Reply:
+        reply = await self._call(prompt, "step", environment.step(said))
+        if not isinstance(reply, Reply):
+            raise self._problem(prompt, f"step() returned {reply!r:.80}; expected a Reply")
+        if not isinstance(reply.reward, int | float) or not abs(reply.reward) <= MAX_REWARD:
+            raise self._problem(
+                prompt,
+                f"step() returned the reward {reply.reward!r:.80}; expected a finite number of at "
+                f"most {MAX_REWARD:g}",
+            )
+        if not reply.done:
+            self._check(prompt, "step", _messages(reply))
+        return reply
+
+    def _check(self, prompt: Prompt, method: str, messages: Sequence[Message]) -> None:
+        if problem := message_problem(messages):
+            raise self._problem(prompt, f"{method}() returned messages that are wrong: {problem}")
+
+    async def _call(self, prompt: Prompt, method: str, call: Awaitable[T]) -> T:
+        limit = self._limits.timeout_s
+        try:
+            async with asyncio.timeout(limit) as deadline:
+                return await call
+        except PacelineError:
+            raise
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise self._raised(prompt, f"{method}()", error) from error
+            raise self._problem(
+                prompt,
+                f"{method}() took longer than rollout.environment_timeout_s = {limit:g} s",
+            ) from None
+        except Exception as error:
+            raise self._raised(prompt, f"{method}()", error) from error
+
+    async def _close(self, prompt: Prompt, environment: Environment) -> None:
+        """Close the environment, also if the episode was cancelled. Failures are only logged."""
+        closing = asyncio.ensure_future(_closed(environment))
+        try:
+            await asyncio.shield(asyncio.wait({closing}, timeout=CLOSE_TIMEOUT_S))
+        finally:
+            if closing.done() and not closing.cancelled() and (error := closing.exception()):
+                log.warning("%s", self._raised(prompt, "close()", error))
+            elif not closing.done():
+                closing.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    def _raised(self, prompt: Prompt, what: str, error: BaseException) -> RolloutError:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return self._problem(
+            prompt,
+            f"{what} raised {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})",
+        )
+
+    def _problem(self, prompt: Prompt, what: str) -> RolloutError:
+        return RolloutError(f"environment {self._name}, prompt {prompt.uid!r}: {what}")
+
+
+async def _closed(environment: Environment) -> None:
+    if close := getattr(environment, "close", None):  # an environment without resources has none
+        await close()
+
+
+def _messages(reply: Reply) -> list[dict[str, Any]]:
+    if isinstance(reply.messages, str):
+        return [{"role": "user", "content": reply.messages}]
+    return [dict(m) if isinstance(m, Mapping) else m for m in reply.messages]

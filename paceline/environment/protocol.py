@@ -1,0 +1,32 @@
+"""Environment: what answers the model in a conversation. One object per episode."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Message = Mapping[str, Any]  # {"role": "user", "content": "…"}
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The reaction of an environment to a message of the model."""
+
+    messages: Sequence[Message] | str = ()  # results of tools, or the next user message
+    reward: float = 0.0  # of this turn
+    done: bool = False  # the episode has ended
+
+
+class Environment(Protocol):
+    """One episode. Its methods may await: thousands of episodes run at the same time."""
+
+    async def reset(self, row: Mapping[str, Any]) -> Sequence[Message] | None:
+        """Start the episode of a dataset row; return its first messages, or None for the prompt."""
+        ...
+
+    async def step(self, message: Message) -> Reply:
+        """React to a message of the model."""
+        ...
+
+    async def close(self) -> None:
+        """Release what the episode holds. Called once, however the episode ends."""
+        ...

@@ -1,0 +1,83 @@
+"""Tokens of a conversation, turn by turn. What the model sampled is never tokenized again.
+
+After a completion, the stream gets only the tokens between it and the next one: the end of the turn
+if it was not sampled, the new messages, and the header of the next turn. They come from the chat
+template: its text of the whole conversation without its text up to the completion.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from paceline.data.chat import conversation, stop_token_ids, text_decoder
+from paceline.environment.protocol import Message
+from paceline.errors import RolloutError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Tokens = tuple[int, ...]
+MARK = "\u2042"  # stands for the text of a completion; templates do not contain it
+
+
+class ChatTemplate:
+    """Chat template of a tokenizer, with the tools that the model may call."""
+
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", tools: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        self._tokenizer, self._tools = tokenizer, list(tools) or None
+        self._decode = text_decoder(tokenizer)
+        self._ends = frozenset(stop_token_ids(tokenizer))
+        self._turn_end = self._end_of_turn()
+
+    def start(self, messages: Sequence[Message]) -> Tokens:
+        """Return the tokens of a conversation up to where the first completion begins."""
+        return self._encode(self._render(messages, True))
+
+    def between(
+        self, history: Sequence[Message], said: Message, sampled: Tokens, reply: Sequence[Message]
+    ) -> Tokens:
+        """Return the tokens between a completion and the next one.
+
+        `said` is the message of the completion, and `sampled` are its tokens. Raises RolloutError
+        if the template writes earlier messages in another way once there are later ones.
+        """
+        before = self._render([*history, said], False)
+        after = self._render([*history, said, *reply], True)
+        if not after.startswith(before) or not before.startswith(self._render(history, True)):
+            raise RolloutError(
+                f"the chat template changes earlier messages when a message of the role "
+                f"{reply[0]['role']!r} follows (many templates remove the reasoning of earlier "
+                "turns), so the conversation is not the one that the model has seen; use a "
+                "template that keeps messages as they are"
+            )
+        end = self._turn_end if before.endswith(self._turn_end) else ""
+        tokens = self._encode(end + after[len(before) :])
+        if sampled and sampled[-1] in self._ends and tokens and tokens[0] in self._ends:
+            return tokens[1:]  # the model has ended its turn itself
+        return tokens
+
+    def text(self, sampled: Tokens) -> str:
+        """Return the text of a completion, without the token that ended it."""
+        return self._decode(list(sampled[:-1] if sampled[-1:] and self.ended(sampled) else sampled))
+
+    def ended(self, sampled: Tokens) -> bool:
+        return bool(sampled) and sampled[-1] in self._ends
+
+    def _end_of_turn(self) -> str:
+        """Return what the template writes after the text of a completion."""
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
+        return self._render(messages, False).rpartition(MARK)[2]
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        text = self._tokenizer.apply_chat_template(
+            conversation(messages),
+            tools=self._tools,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+        )
+        assert isinstance(text, str)
+        return text
+
+    def _encode(self, text: str) -> Tokens:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))

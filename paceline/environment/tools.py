@@ -1,0 +1,158 @@
+"""Tools: Python functions that the model may call. Their type hints and docstrings are the schema.
+
+Built in: `calculator`, and `python`, which runs a program in the sandbox.
+"""
+
+import ast
+import asyncio
+import inspect
+import json
+import math
+import operator
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from paceline import sandbox
+from paceline.errors import ConfigError
+from paceline.plugins import PluginError, find_callable
+
+Tool = Callable[..., Any]
+OUTPUT_LENGTH = 4000  # characters of a result that the model gets
+MAX_THREADS = 32  # functions that are not async and run at the same time
+
+_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+MAX_EXPRESSION = 200  # characters
+
+
+def calculator(expression: str) -> str:
+    """Compute an arithmetic expression with + - * / // % and parentheses.
+
+    Args:
+        expression: The expression, for example (3 + 4) * 5.
+    """
+    if len(expression) > MAX_EXPRESSION:
+        raise ValueError(f"the expression has more than {MAX_EXPRESSION} characters")
+    value = _value(ast.parse(expression.strip(), mode="eval").body)
+    if isinstance(value, float) and math.isfinite(value) and value == int(value):
+        value = int(value)
+    return str(value)
+
+
+def _value(node: ast.expr) -> int | float:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return node.value  # type: ignore[return-value]
+    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+        found: int | float = _BINARY[type(node.op)](_value(node.left), _value(node.right))
+        return found
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        value = _value(node.operand)
+        return -value if isinstance(node.op, ast.USub) else value
+    raise ValueError(f"only numbers, + - * / // % and parentheses, not {ast.unparse(node)!r}")
+
+
+def python(code: str) -> str:
+    """Run a Python program and return what it prints. It has no network and no files.
+
+    Args:
+        code: The program.
+    """
+    result = sandbox.run(code)
+    return result.stdout if result.ok else f"{result.stdout}\n{result.stderr}".strip()
+
+
+BUILT_IN: dict[str, Tool] = {"calculator": calculator, "python": python}
+
+
+class Toolbox:
+    """The tools of a run."""
+
+    def __init__(self, tools: Sequence[str | Tool]) -> None:
+        """Open tools by name ("calculator", "file.py:function") or as functions."""
+        self._tools: dict[str, Tool] = {}
+        self.schemas: list[dict[str, Any]] = []
+        self._room = asyncio.Semaphore(MAX_THREADS)
+        for tool in tools:
+            function = self._open(tool) if isinstance(tool, str) else tool
+            self.schemas.append(_schema(function))
+            self._tools[function.__name__] = function
+
+    async def call(self, name: str, arguments: Mapping[str, Any] | str) -> str:
+        """Return the result of a call as text; for a failed call, what is wrong with it."""
+        if name not in self._tools:
+            return f"error: there is no tool {name!r}; there is {', '.join(self._tools)}"
+        function = self._tools[name]
+        try:
+            given = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
+            bound = inspect.signature(function).bind(**given)
+            if inspect.iscoroutinefunction(function):
+                result = await function(*bound.args, **bound.kwargs)
+            else:
+                async with self._room:
+                    result = await _in_thread(partial(function, *bound.args, **bound.kwargs))
+            text = result if isinstance(result, str) else json.dumps(result, default=str)
+        except Exception as error:
+            return f"error: {type(error).__name__}: {error}"[:OUTPUT_LENGTH]
+        if len(text) > OUTPUT_LENGTH:
+            return f"{text[:OUTPUT_LENGTH]}\n… {len(text) - OUTPUT_LENGTH} characters more"
+        return text
+
+    @staticmethod
+    def _open(name: str) -> Tool:
+        if name in BUILT_IN:
+            if name == "python":
+                sandbox.check()
+            return BUILT_IN[name]
+        if ":" not in name:
+            raise ConfigError(
+                f"rollout.tools = {name!r}: unknown tool; expected {', '.join(BUILT_IN)} or "
+                '"file.py:function"'
+            )
+        try:
+            return find_callable(name)
+        except PluginError as problem:
+            raise ConfigError(f"rollout.tools = {name!r}: {problem}") from None
+
+
+async def _in_thread(call: Callable[[], Any]) -> Any:
+    """Run on a new thread. One that hangs is left behind, so that others do not wait for it."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def finish(result: Any, error: BaseException | None) -> None:
+        if not done.done():
+            done.set_exception(error) if error else done.set_result(result)
+
+    def run() -> None:
+        result, failed = None, None
+        try:
+            result = call()
+        except BaseException as error:
+            failed = error if isinstance(error, Exception) else RuntimeError(repr(error))
+        with suppress(RuntimeError):  # the event loop is closed
+            loop.call_soon_threadsafe(finish, result, failed)
+
+    threading.Thread(target=run, name="tool", daemon=True).start()
+    return await done
+
+
+def _schema(function: Tool) -> dict[str, Any]:
+    from transformers.utils import get_json_schema
+
+    try:
+        return dict(get_json_schema(function))
+    except Exception as error:
+        raise ConfigError(
+            f"rollout.tools: the function {function.__name__!r} cannot be described to the model: "
+            f"{error}. It needs a type hint for every argument, and a docstring with a section "
+            "Args that describes each"
+        ) from None
