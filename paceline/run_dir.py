@@ -20,6 +20,7 @@ from paceline.errors import CheckpointError
 from paceline.line_file import read_lines
 from paceline.printable import LogFormatter
 from paceline.queue.ledger import LedgerState
+from paceline.rollout.in_flight_files import FOLDER as IN_FLIGHT
 from paceline.training.checkpoint import (
     MANIFEST,
     latest_checkpoint,
@@ -144,7 +145,7 @@ async def branch(run_dir: Path, start_from: str, identity: dict[str, Any]) -> No
             (run_dir / name).write_bytes(earlier.read(length))
 
     async def copy(target: Path) -> None:
-        own = shutil.ignore_patterns("state.json", MANIFEST)
+        own = shutil.ignore_patterns("state.json", MANIFEST, IN_FLIGHT)
         await asyncio.to_thread(shutil.copytree, checkpoint, target, ignore=own, dirs_exist_ok=True)
 
     root = run_dir / "checkpoints"
