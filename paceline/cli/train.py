@@ -14,7 +14,7 @@ import typer
 
 from paceline.cli.app import app, console, errors, fail, log_to_console
 from paceline.errors import ConfigError, PacelineError
-from paceline.supervisor import Supervisor, end_with_supervisor, this_program
+from paceline.supervisor import FORWARDED, Supervisor, end_with_supervisor, this_program
 
 if TYPE_CHECKING:
     from paceline.config import RunConfig
@@ -69,12 +69,12 @@ def train(
     if restart and not dry_run:
         first = [*["--fresh"] * fresh, *(["--from", start_from] if start_from else [])]
         raise typer.Exit(_supervise(recipe, settings or [], first, restart))
-    end_with_supervisor()
+    supervised = end_with_supervisor()
     from paceline.job import Job
     from paceline.observe.terminal import Terminal
 
     once = " and ".join([*["--fresh"] * fresh, *["--from"] * (start_from is not None)])
-    with stopped_by_signals(once) as run:
+    with stopped_by_signals(once, supervised) as run:
         config = load_config(recipe, settings or ())
         check_trainable(config)
         if fresh and start_from is not None and start_from.isdigit():
@@ -210,24 +210,30 @@ class _Running:
 
 
 @contextmanager
-def stopped_by_signals(once: str = "") -> Iterator[_Running]:
+def stopped_by_signals(once: str = "", supervised: bool = False) -> Iterator[_Running]:
     """Let Ctrl-C and SIGTERM stop a run, report its errors, and set the exit code.
 
     The first signal lets the run finish its step (background.py); a second one ends the process.
+    A signal that the supervisor forwards may be a copy of one that also came directly.
     `once`: options that a command that resumes the run does not have.
     """
     stopped_by: int | None = None
+    senders: set[bool] = set()
 
     def interrupt(number: int, _: object) -> None:
         nonlocal stopped_by
-        if stopped_by is not None:
+        forwarded = number == FORWARDED
+        if forwarded in senders:
             console.show_cursor()
-            os._exit(128 + number)  # workers end with this process
-        stopped_by = number
-        raise KeyboardInterrupt
+            os._exit(128 + signal.SIGTERM if forwarded else 128 + number)  # workers end with it
+        senders.add(forwarded)
+        if stopped_by is None:
+            stopped_by = signal.SIGTERM if forwarded else number
+            raise KeyboardInterrupt
 
     # A shell starts background jobs with SIGINT ignored; so both signals get a handler.
-    before = {number: signal.signal(number, interrupt) for number in STOPPING}
+    handled = (*STOPPING, FORWARDED) if supervised else STOPPING
+    before = {number: signal.signal(number, interrupt) for number in handled}
     run = _Running()
     try:
         yield run
