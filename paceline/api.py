@@ -48,6 +48,7 @@ def train(
     steps: int | None = None,
     environment: "MakeEnvironment | None" = None,
     fresh: bool = False,
+    resume_from: int | str | Path | None = None,
     display: bool = True,
     **settings: Any,
 ) -> Run:
@@ -62,13 +63,15 @@ def train(
         alone or as (function, weight).
     environment: called with the tokenizer; makes the agent loop of a multi-turn run.
     fresh: start over; an earlier run in `run_dir` is moved aside instead of resumed.
+    resume_from: earlier step of the run, or the directory of another run's checkpoint, to start
+        from; by default a run resumes from its last checkpoint.
     display: show progress on the console.
     settings: any other setting, as `rollout={"max_response_length": 256}` or by its dotted name.
 
     Raise PacelineError for wrong settings, data or user code.
     """
     job = _job(recipe, model, data, reward, steps, environment, settings, evaluation_data)
-    return job.train(fresh, display).result()
+    return job.train(fresh, display, start_from=_start(resume_from)).result()
 
 
 async def train_async(
@@ -81,12 +84,13 @@ async def train_async(
     steps: int | None = None,
     environment: "MakeEnvironment | None" = None,
     fresh: bool = False,
+    resume_from: int | str | Path | None = None,
     display: bool = True,
     **settings: Any,
 ) -> Run:
     """Train like `train`, while the event loop of the caller continues."""
     job = _job(recipe, model, data, reward, steps, environment, settings, evaluation_data)
-    return await _end_of(job.train, fresh, display)
+    return await _end_of(job.train, fresh, display, start_from=_start(resume_from))
 
 
 def steps(
@@ -99,6 +103,7 @@ def steps(
     steps: int | None = None,
     environment: "MakeEnvironment | None" = None,
     fresh: bool = False,
+    resume_from: int | str | Path | None = None,
     display: bool = False,
     **settings: Any,
 ) -> "Steps":
@@ -108,17 +113,17 @@ def steps(
     `stop` is called or the iterator is deleted, as after `break`.
     """
     job = _job(recipe, model, data, reward, steps, environment, settings, evaluation_data)
-    return Steps(job, fresh, display)
+    return Steps(job, fresh, display, _start(resume_from))
 
 
 class Steps:
     """Iterator over the steps of a run that is in progress."""
 
-    def __init__(self, job: Job, fresh: bool, display: bool) -> None:
+    def __init__(self, job: Job, fresh: bool, display: bool, start_from: str | None = None) -> None:
         self._stop, self._ended = asyncio.Event(), False
         arrived: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
         self._arrived = arrived
-        self._run = job.train(fresh, display, arrived.put, self._stop)
+        self._run = job.train(fresh, display, arrived.put, self._stop, start_from)
         # The callback must not refer to this object, or it would never be deleted.
         self._run.when_done(lambda: arrived.put(None))
 
@@ -208,6 +213,7 @@ def sft(
     steps: int | None = None,
     epochs: int | None = None,
     fresh: bool = False,
+    resume_from: int | str | Path | None = None,
     display: bool = True,
     **settings: Any,
 ) -> Run:
@@ -216,10 +222,11 @@ def sft(
     data: path of a file, name of a hub dataset or of a task, or the rows: dicts with `prompt` and
         `completion`, or with chat `messages`; a `datasets.Dataset`; a function that returns rows.
     validation: held-out rows: a path, a hub dataset or the rows; or settings, as {"rows": 100}.
+    resume_from: as in `train`.
     settings: any other setting of `paceline settings --sft`.
     """
     job = _sft_job(recipe, model, data, validation, steps, epochs, settings)
-    return job.start(fresh, display).result()
+    return job.start(fresh, display, _start(resume_from)).result()
 
 
 async def sft_async(
@@ -231,12 +238,17 @@ async def sft_async(
     steps: int | None = None,
     epochs: int | None = None,
     fresh: bool = False,
+    resume_from: int | str | Path | None = None,
     display: bool = True,
     **settings: Any,
 ) -> Run:
     """Fine-tune like `sft`, while the event loop of the caller continues."""
     job = _sft_job(recipe, model, data, validation, steps, epochs, settings)
-    return await _end_of(job.start, fresh, display)
+    return await _end_of(job.start, fresh, display, _start(resume_from))
+
+
+def _start(resume_from: int | str | Path | None) -> str | None:
+    return None if resume_from is None else str(resume_from)
 
 
 async def _end_of(start: Callable[P, Background[T]], *args: P.args, **kwargs: P.kwargs) -> T:

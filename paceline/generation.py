@@ -1,8 +1,9 @@
 """The generating half of a run, shared by training and evaluation: scorer, fleet and rollouter."""
 
+import asyncio
 import logging
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from paceline.config import RunConfig
 from paceline.data.chat import stop_token_ids
 from paceline.environment.conversation import Conversation
 from paceline.inputs import Inputs
+from paceline.queue.message_queue import MessageQueue
 from paceline.remote.worker import Worker
 from paceline.reward.model import ModelReward
 from paceline.reward.pool import ProcessReward
@@ -24,6 +26,8 @@ from paceline.reward.reward import (
 from paceline.rollout.client import EngineClient
 from paceline.rollout.environment import AgentLoop, MakeEnvironment, open_environment
 from paceline.rollout.fleet import Fleet
+from paceline.rollout.in_flight import GroupInFlight, fresh_enough
+from paceline.rollout.in_flight_files import read_in_flight, write_in_flight
 from paceline.rollout.quarantine import Quarantine
 from paceline.rollout.rollouter import Rollouter
 from paceline.types import Role
@@ -46,6 +50,50 @@ class Generation:
         found = {id(worker): worker for workers in self.workers.values() for worker in workers}
         found |= {id(member.engine.worker): member.engine.worker for member in self.fleet}
         return [worker for worker in found.values() if not worker.died.done()]
+
+    def in_flight(self, queue: MessageQueue) -> dict[int, GroupInFlight]:
+        """Return the groups that are not trained yet, in the queue or unfinished."""
+        queued = {group.seq: GroupInFlight.of(group) for group in queue.payloads()}
+        return queued | self.rollouter.in_flight()
+
+    @asynccontextmanager
+    async def writing_in_flight(
+        self, groups: dict[int, GroupInFlight], step: int, target: Path
+    ) -> AsyncIterator[None]:
+        """Write groups beside the work of the context, with the tokens that the engines have.
+
+        Tokens of versions after `step` are left out: the weights of the checkpoint are older.
+        """
+
+        async def write() -> None:
+            partials = await self.fleet.partials()
+            known = {seq: group.up_to(step, partials) for seq, group in groups.items()}
+            await asyncio.to_thread(write_in_flight, target, known)
+
+        writing = asyncio.create_task(write()) if groups else None
+        try:
+            yield
+            if writing:
+                await writing
+        finally:
+            if writing:
+                writing.cancel()
+
+    def restore_in_flight(
+        self, config: RunConfig, checkpoint: Path, step: int, order: Sequence[int]
+    ) -> None:
+        """Continue the groups of a checkpoint that will not be too stale, trained in this order."""
+        groups = fresh_enough(
+            read_in_flight(checkpoint),
+            order,
+            step,
+            config.groups_per_step,
+            config.schedule.max_staleness,
+        )
+        self.rollouter.restore(groups)
+        if groups:
+            tokens = sum(group.num_tokens for group in groups.values())
+            log.info("continuing %d groups in flight, with %d tokens", len(groups), tokens)
 
 
 async def open_generation(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from paceline.background import Background
 from paceline.config import RunConfig, check_trainable
 from paceline.early_checks import check_early
+from paceline.errors import ConfigError
 from paceline.line_file import intact_rows
 from paceline.loop import Metrics, Observer
 from paceline.rollout.engine import EngineStats
@@ -80,6 +81,7 @@ class Job:
     ) -> Background[Run]:
         """Start the run. `watch` is called with every step."""
         config, stopping = self.config, Stopping(stop or asyncio.Event(), self.config.grace_s)
+        check_start(fresh, start_from)
         check_trainable(config)
         self._check_early(trains=True)
         terminal = _terminal(config) if display is True else display or None
@@ -175,6 +177,15 @@ class _Observers:
     def evaluation_done(self, step: int, scores: Metrics) -> None:
         for other in self._others:
             other.evaluation_done(step, scores)
+
+
+def check_start(fresh: bool, start_from: str | None) -> None:
+    """Raise ConfigError if a new run would start from an earlier step."""
+    if fresh and start_from is not None and start_from.isdigit():
+        raise ConfigError(
+            f"--fresh contradicts --from {start_from} (in Python: fresh and resume_from): a new "
+            "run has no earlier step; leave out one of them"
+        )
 
 
 def _terminal(config: RunConfig) -> "Terminal":

@@ -10,6 +10,8 @@ import re
 import sys
 from io import TextIOWrapper
 
+from paceline.secret_variables import is_secret
+
 LOG_FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
 MIN_SECRET_LENGTH = 8  # characters; a shorter value occurs in other text by chance
 
@@ -18,7 +20,6 @@ MIN_SECRET_LENGTH = 8  # characters; a shorter value occurs in other text by cha
 _UNSAFE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-_SECRET = re.compile(r"TOKEN|SECRET|PASSW(OR)?D|CREDENTIAL|(^|_)(API|ACCESS)?KEY(_|$)", re.I)
 
 
 def printable(text: str) -> str:
@@ -27,11 +28,15 @@ def printable(text: str) -> str:
 
 
 def redacted(text: str) -> str:
-    """Replace the values of environment variables that are named like secrets, such as
-    OPENAI_API_KEY or HF_TOKEN: errors of libraries and user code may quote them."""
-    for name, value in os.environ.items():
-        if len(value) >= MIN_SECRET_LENGTH and value in text and _SECRET.search(name):
-            text = text.replace(value, f"<{name}>")
+    """Replace the values of environment variables that look like secrets, such as OPENAI_API_KEY
+    or HF_TOKEN: errors of libraries and user code may quote them."""
+    found = {
+        value: name
+        for name, value in os.environ.items()
+        if len(value) >= MIN_SECRET_LENGTH and value in text and is_secret(name, value)
+    }
+    for value in sorted(found, key=len, reverse=True):  # one may be a part of another
+        text = text.replace(value, f"<{found[value]}>")
     return text
 
 

@@ -147,6 +147,7 @@ class _Run:
         self, config: RunConfig, inputs: Inputs, generation: Generation, start: Start
     ) -> None:
         self._config, self._inputs, self._start = config, inputs, start
+        self._generation = generation
         self._workers, self._fleet = generation.workers, generation.fleet
         self._rollouter, self._scorer = generation.rollouter, generation.scorer
         self._run_dir = Path(config.run_dir)
@@ -228,7 +229,7 @@ class _Run:
             trainer=self._trainer,
             synchronizer=self._synchronizer,
             observer=recorder,
-            save=partial(self._save, ledger, recorder),
+            save=partial(self._save, ledger, recorder, queue),
             guards=[
                 (worker.name, worker.died) for worker in workers if worker not in fleet.elastic
             ],
@@ -271,7 +272,12 @@ class _Run:
         )
 
     def _save(
-        self, ledger: Ledger, recorder: Recorder, step: int, copied: Callable[[], None] | None
+        self,
+        ledger: Ledger,
+        recorder: Recorder,
+        queue: MessageQueue,
+        step: int,
+        copied: Callable[[], None] | None,
     ) -> Coroutine[Any, Any, Path]:
         """Return what saves a checkpoint; ledger and metrics belong to the moment of this call.
 
@@ -279,14 +285,16 @@ class _Run:
         """
         inputs, trainer = self._inputs, self._trainer
         card = model_card(self._config, step, recorder.reward)
+        in_flight = self._generation.in_flight(queue) if self._config.save_in_flight else {}
 
         async def write(target: Path) -> None:
-            if copied is None:
-                await trainer.save(target)
-            else:
-                await trainer.snapshot(target)
-                copied()
-                await trainer.written()
+            async with self._generation.writing_in_flight(in_flight, step, target):
+                if copied is None:
+                    await trainer.save(target)
+                else:
+                    await trainer.snapshot(target)
+                    copied()
+                    await trainer.written()
             # Together with these files the directory is an ordinary Hugging Face model.
             self._tokenizer_files.write(target / Role.ACTOR)
             inputs.generation.to_json_file(target / Role.ACTOR / "generation_config.json")
@@ -308,6 +316,9 @@ class _Run:
 
     async def _restore(self, checkpoint: Path) -> None:
         await self._trainer.load(checkpoint)
+        if self._config.save_in_flight and self._start.ledger:
+            order = self._start.ledger.outstanding
+            self._generation.restore_in_flight(self._config, checkpoint, self._start.step, order)
         state = read_state(checkpoint)
         with reading_state(checkpoint):
             self._inputs.source.load_state(state["source"])

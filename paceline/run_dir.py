@@ -20,6 +20,7 @@ from paceline.errors import CheckpointError
 from paceline.line_file import read_lines
 from paceline.printable import LogFormatter
 from paceline.queue.ledger import LedgerState
+from paceline.rollout.in_flight_files import FOLDER as IN_FLIGHT
 from paceline.training.checkpoint import (
     MANIFEST,
     latest_checkpoint,
@@ -126,11 +127,16 @@ def branches(run_dir: Path, start_from: str | None) -> bool:
     return True
 
 
-async def branch(run_dir: Path, start_from: str, identity: dict[str, Any]) -> None:
+async def branch(
+    run_dir: Path, start_from: str, identity: dict[str, Any], *, supervised: bool = False
+) -> None:
     """Begin a run with a checkpoint of another one: weights, optimizer, step and ledger."""
     checkpoint = Path(start_from)
     state = read_run_state(checkpoint)
-    changed = [name for name in identity if name != "config" and state[name] != identity[name]]
+    changed = [name for name in identity if name != "config" and state.get(name) != identity[name]]
+    ledger = state.get("ledger")
+    if (ledger is None) != supervised:
+        changed = ["the kind of training", *changed]
     if changed:
         raise CheckpointError(
             f"--from {start_from}: {' and '.join(changed)} of that run differ from this one's. To "
@@ -138,13 +144,15 @@ async def branch(run_dir: Path, start_from: str, identity: dict[str, Any]) -> No
         )
     for difference in differences(state["config"], identity["config"]):
         log.warning("the run that this one starts from had other settings: %s", difference)
-    lengths = {"metrics.jsonl": state["metrics_length"], "ledger.jsonl": state["ledger"]["length"]}
+    lengths = {"metrics.jsonl": state["metrics_length"]}
+    if ledger:
+        lengths["ledger.jsonl"] = ledger["length"]
     for name, length in lengths.items():
         with checkpoint.parents[1].joinpath(name).open("rb") as earlier:
             (run_dir / name).write_bytes(earlier.read(length))
 
     async def copy(target: Path) -> None:
-        own = shutil.ignore_patterns("state.json", MANIFEST)
+        own = shutil.ignore_patterns("state.json", MANIFEST, IN_FLIGHT)
         await asyncio.to_thread(shutil.copytree, checkpoint, target, ignore=own, dirs_exist_ok=True)
 
     root = run_dir / "checkpoints"

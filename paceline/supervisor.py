@@ -1,7 +1,8 @@
 """Supervisor: the parent process of a run, which restarts it from its last checkpoint if it dies.
 
 Waits for: its child, which is the run. The child is the leader of a process group, so that a signal
-from the terminal reaches only the supervisor, which forwards it once.
+from the terminal reaches only the supervisor, which forwards it. A scheduler signals both, so the
+supervisor forwards with another signal: the run can tell a copy from a second signal.
 """
 
 import asyncio
@@ -31,6 +32,7 @@ from paceline.remote.parent import end_with_parent
 FIRST_DELAY_S = 1.0  # before the first restart; doubles with each one without a new checkpoint
 MAX_DELAY_S = 60.0
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FORWARDED = signal.SIGUSR2
 SUPERVISOR = "PACELINE_SUPERVISOR"  # environment variable of the child: the parent's process ID
 TAIL_BYTES = 1 << 16  # of metrics.jsonl that contain its last line
 # A restart repeats these errors.
@@ -75,6 +77,8 @@ class Supervisor:
                 return 128 + self._stopped_by
             attempt += 1
             code = await self._attempt(again)
+        if self._stopped_by is not None and _signal(code) is not None:
+            return 128 + self._stopped_by
         return 128 - code if code < 0 else code
 
     async def _attempt(self, command: Sequence[str]) -> int:
@@ -117,7 +121,7 @@ class Supervisor:
         self._stop.set()
         if self._child is not None:
             with suppress(ProcessLookupError):
-                self._child.send_signal(number)
+                self._child.send_signal(FORWARDED)
 
     def _suspend(self) -> None:
         """Suspend the run with this process, and resume it with this process."""
@@ -131,10 +135,11 @@ class Supervisor:
                 os.killpg(self._child.pid, number)
 
 
-def end_with_supervisor() -> None:
-    """Let the kernel end this process with its supervisor, if it has one."""
+def end_with_supervisor() -> bool:
+    """Let the kernel end this process with its supervisor; return whether it has one."""
     if parent := os.environ.pop(SUPERVISOR, None):
         end_with_parent(int(parent))
+    return parent is not None
 
 
 def this_program() -> list[str]:

@@ -113,7 +113,7 @@ class FakeEngine:
     async def _produce(self, request: Request) -> Completion:
         tokens = list(request.partial.tokens) if request.partial else []
         versions = list(request.partial.versions) if request.partial else []
-        state: dict[str, Any] = {"end": None, "tokens": tokens}
+        state: dict[str, Any] = {"end": None, "tokens": tokens, "versions": versions}
         self.seen.append(request.id)
         self.resumed += len(tokens)
         self.running[request.id] = state
@@ -136,13 +136,7 @@ class FakeEngine:
             self._moved.notify_all()
         if self.worker.died.done():
             self.worker.fenced += 1
-        array = np.array(versions, np.int32)
-        return Completion(
-            np.array(tokens, np.int32),
-            np.zeros(len(tokens), np.float32),
-            array,
-            state["end"] or Finish.STOP,
-        )
+        return _completion(tokens, versions, state["end"] or Finish.STOP)
 
     async def abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -179,6 +173,13 @@ class FakeEngine:
         assert weights.version >= self.version, "the engine loaded older weights"
         self.version = weights.version
 
+    async def partials(self) -> list[tuple[str, Completion]]:
+        await self._reply()
+        return [
+            (request_id, _completion(state["tokens"], state["versions"], Finish.INTERRUPT))
+            for request_id, state in self.running.items()
+        ]
+
     async def stats(self) -> EngineStats:
         await self._reply()
         return EngineStats(self.version, len(self.running), 0, self.tokens, 0.0, not self._open)
@@ -203,6 +204,11 @@ class FakeEngine:
     def _check(self) -> None:
         if self.worker.died.done():
             self.worker.died.result()
+
+
+def _completion(tokens: list[int], versions: list[int], finish: Finish) -> Completion:
+    zeros = np.zeros(len(tokens), np.float32)
+    return Completion(np.array(tokens, np.int32), zeros, np.array(versions, np.int32), finish)
 
 
 class FakeTransport:

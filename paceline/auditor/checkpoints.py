@@ -38,7 +38,7 @@ def read_checkpoints(run_dir: Path, report: AuditReport) -> list[Checkpoint]:
 
     A run that continues from an earlier step abandons what it wrote after that step.
     """
-    root, attempts = run_dir / "checkpoints", _attempts(run_dir)
+    root, attempts = run_dir / "checkpoints", _attempts(run_dir, report)
     found = []
     for folder in sorted(path for path in root.glob("step_*") if path.is_dir()):
         problems = list(_damage(folder))
@@ -59,11 +59,16 @@ def read_checkpoints(run_dir: Path, report: AuditReport) -> list[Checkpoint]:
     return found
 
 
-def _attempts(run_dir: Path) -> list[tuple[str, int]]:
+def _attempts(run_dir: Path, report: AuditReport) -> list[tuple[str, int]]:
     """Return the ID of each start of the run, and the step that it continued from."""
-    rows = [line.row or {} for line in read_lines(run_dir / "attempts.jsonl")]
-    found = [(str(row.get("attempt")), row.get("from_step")) for row in rows]
-    return [(name, step) for name, step in found if isinstance(step, int)]
+    found = []
+    for line in read_lines(run_dir / "attempts.jsonl"):
+        row = line.row or {}
+        if isinstance(step := row.get("from_step"), int):
+            found.append((str(row.get("attempt")), step))
+        elif line.whole:  # otherwise a crash left it incomplete
+            report.add("files", f"attempts.jsonl:{line.number}", "is damaged")
+    return found
 
 
 def best_step(run_dir: Path, report: AuditReport) -> int | None:

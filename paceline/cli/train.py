@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.app import app, console, errors, fail, log_to_console
-from paceline.errors import ConfigError, PacelineError
-from paceline.supervisor import Supervisor, end_with_supervisor, this_program
+from paceline.errors import PacelineError
+from paceline.supervisor import FORWARDED, Supervisor, end_with_supervisor, this_program
 
 if TYPE_CHECKING:
     from paceline.config import RunConfig
@@ -25,6 +25,24 @@ Fresh = Annotated[
 ]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Check the settings, print them as JSON and exit.")
+]
+StartFrom = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        help="Start from an earlier step of the run, or from a checkpoint of another run, with "
+        "its optimizer state.",
+        show_default=False,
+    ),
+]
+Restart = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        metavar="N",
+        help="If the run dies, restart it from its last checkpoint, up to N times without a "
+        "new checkpoint.",
+    ),
 ]
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
@@ -43,45 +61,28 @@ def train(
         ),
     ] = None,
     fresh: Fresh = False,
-    start_from: Annotated[
-        str | None,
-        typer.Option(
-            "--from",
-            help="Start from an earlier step of the run, or from a checkpoint of another run, with "
-            "its optimizer state.",
-            show_default=False,
-        ),
-    ] = None,
+    start_from: StartFrom = None,
     dry_run: DryRun = False,
-    restart: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help="If the run dies, restart it from its last checkpoint, up to N times without a "
-            "new checkpoint.",
-        ),
-    ] = 0,
+    restart: Restart = 0,
 ) -> None:
     """Train a model. If the run directory has an earlier run, the same command resumes it."""
     from paceline.config import check_trainable, load_config
 
-    if restart and not dry_run:
-        first = [*["--fresh"] * fresh, *(["--from", start_from] if start_from else [])]
-        raise typer.Exit(_supervise(recipe, settings or [], first, restart))
-    end_with_supervisor()
-    from paceline.job import Job
-    from paceline.observe.terminal import Terminal
-
-    once = " and ".join([*["--fresh"] * fresh, *["--from"] * (start_from is not None)])
-    with stopped_by_signals(once) as run:
+    def load() -> "RunConfig":
         config = load_config(recipe, settings or ())
         check_trainable(config)
-        if fresh and start_from is not None and start_from.isdigit():
-            raise ConfigError(
-                f"--fresh contradicts --from {start_from}: a new run has no earlier step; leave "
-                "out one of them"
-            )
+        return config
+
+    if restart and not dry_run:
+        first = _once(fresh, start_from)
+        raise typer.Exit(_supervise("train", load, recipe, settings or [], first, restart))
+    supervised = end_with_supervisor()
+    from paceline.job import Job, check_start
+    from paceline.observe.terminal import Terminal
+
+    with stopped_by_signals(_names(_once(fresh, start_from)), supervised) as run:
+        config = load()
+        check_start(fresh, start_from)
         if dry_run:
             console.print_json(config.model_dump_json())
             return
@@ -104,22 +105,34 @@ def sft(
         ),
     ] = None,
     fresh: Fresh = False,
+    start_from: StartFrom = None,
     dry_run: DryRun = False,
+    restart: Restart = 0,
 ) -> None:
     """Fine-tune a model on completions, before reinforcement learning. The same command resumes."""
     from paceline.supervised.config import load_sft_config
+
+    def load() -> "SftConfig":
+        return load_sft_config(recipe, settings or ())
+
+    if restart and not dry_run:
+        first = _once(fresh, start_from)
+        raise typer.Exit(_supervise("sft", load, recipe, settings or [], first, restart))
+    supervised = end_with_supervisor()
+    from paceline.job import check_start
     from paceline.supervised.display import SftTerminal
     from paceline.supervised.job import SftJob
 
-    with stopped_by_signals("--fresh" if fresh else "") as run:
-        config = load_sft_config(recipe, settings or ())
+    with stopped_by_signals(_names(_once(fresh, start_from)), supervised) as run:
+        config = load()
+        check_start(fresh, start_from)
         if dry_run:
             console.print_json(config.model_dump_json())
             return
         run.config = config
         console.continues = True
         log_to_console()
-        SftJob(config).start(fresh, SftTerminal(config, console)).result()
+        SftJob(config).start(fresh, SftTerminal(config, console), start_from).result()
 
 
 @app.command()
@@ -181,25 +194,36 @@ def evaluate(
             console.print(f"{name:20} {value:.4g}", highlight=False)
 
 
-def _supervise(recipe: Path, settings: list[str], once: list[str], restarts: int) -> int:
-    """Run this command in a child process until it succeeds or cannot continue.
+def _once(fresh: bool, start_from: str | None) -> list[str]:
+    """Return the options of the first attempt only."""
+    return [*["--fresh"] * fresh, *(["--from", start_from] if start_from is not None else [])]
 
-    `once`: options of the first attempt only.
-    """
-    from paceline.config import check_trainable, load_config
+
+def _names(options: list[str]) -> str:
+    return " and ".join(option for option in options if option.startswith("--"))
+
+
+def _supervise(
+    command: str,
+    load: "Callable[[], RunConfig | SftConfig]",
+    recipe: Path,
+    settings: list[str],
+    once: list[str],
+    restarts: int,
+) -> int:
+    """Run this command in a child process until it succeeds or cannot continue."""
 
     def tell(message: str) -> None:
         errors.print(message, highlight=False, soft_wrap=True)
 
     logging.getLogger("paceline").handlers = [logging.NullHandler()]  # the child logs warnings
     try:
-        config = load_config(recipe, settings)
-        check_trainable(config)
+        config = load()
     except PacelineError as error:
         fail(error)
-    command = [*this_program(), "train", str(recipe), *settings]
+    again = [*this_program(), command, str(recipe), *settings]
     supervisor = Supervisor(Path(config.run_dir), restarts, tell)
-    return asyncio.run(supervisor.run([*command, *once], command))
+    return asyncio.run(supervisor.run([*again, *once], again))
 
 
 @dataclass
@@ -210,24 +234,30 @@ class _Running:
 
 
 @contextmanager
-def stopped_by_signals(once: str = "") -> Iterator[_Running]:
+def stopped_by_signals(once: str = "", supervised: bool = False) -> Iterator[_Running]:
     """Let Ctrl-C and SIGTERM stop a run, report its errors, and set the exit code.
 
     The first signal lets the run finish its step (background.py); a second one ends the process.
+    A signal that the supervisor forwards may be a copy of one that also came directly.
     `once`: options that a command that resumes the run does not have.
     """
     stopped_by: int | None = None
+    senders: set[bool] = set()
 
     def interrupt(number: int, _: object) -> None:
         nonlocal stopped_by
-        if stopped_by is not None:
+        forwarded = number == FORWARDED
+        if forwarded in senders:
             console.show_cursor()
-            os._exit(128 + number)  # workers end with this process
-        stopped_by = number
-        raise KeyboardInterrupt
+            os._exit(128 + signal.SIGTERM if forwarded else 128 + number)  # workers end with it
+        senders.add(forwarded)
+        if stopped_by is None:
+            stopped_by = signal.SIGTERM if forwarded else number
+            raise KeyboardInterrupt
 
     # A shell starts background jobs with SIGINT ignored; so both signals get a handler.
-    before = {number: signal.signal(number, interrupt) for number in STOPPING}
+    handled = (*STOPPING, FORWARDED) if supervised else STOPPING
+    before = {number: signal.signal(number, interrupt) for number in handled}
     run = _Running()
     try:
         yield run

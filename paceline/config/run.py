@@ -40,6 +40,9 @@ class RunConfig(RunSettings):
     save_samples: int = Field(1, ge=0)
     """Number of prompts per step whose completions and rewards are saved to samples.jsonl. 0: none.
     """
+    save_in_flight: bool = True
+    """Whether checkpoints contain the groups in flight: those that wait for training, and the
+    tokens of unfinished ones. A resumed run continues them; otherwise it generates them again."""
     start_timeout_s: float = Field(600.0, gt=0)
     """Maximum seconds for each stage of the start: loading models, loading the checkpoint,
     connecting trainer and engines, the first weight sync."""
@@ -246,7 +249,7 @@ class RunConfig(RunSettings):
 # what hardware and how it is observed, or fix what ended the run (too little memory, time or
 # workers). Data may move; its content is compared.
 MAY_CHANGE = {
-    *("save_every_s", "grace_s"),
+    *("save_every_s", "save_in_flight", "grace_s"),
     *("run_dir", "steps", "save_every", "keep_checkpoints", "save_samples", "track"),
     "start_timeout_s",
     *("step_timeout_s", "stall_timeout_s", "sync", "fleet", "cluster", "ray", "data.path"),

@@ -74,6 +74,9 @@ class MessageQueue:
     def __contains__(self, key: int | str) -> bool:
         return key in self._items
 
+    def payloads(self) -> list[Any]:
+        return [item.payload for item in self._items.values()]
+
     @property
     def utilization(self) -> float:
         return len(self._items) / self.max_queue_size

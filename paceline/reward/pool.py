@@ -15,7 +15,7 @@ from paceline.errors import ConfigError, DataError, RewardError
 from paceline.reward.calls import Died, Hung, Interrupted, Lost, Overdue, scores_of
 from paceline.reward.function import RewardFunctionError
 from paceline.reward.process import EXIT_TIMEOUT_S, RewardProcess, kill_all
-from paceline.reward.secrets import secret_names
+from paceline.secret_variables import secret_names
 from paceline.types import Prompt, Score, Trajectory
 
 log = logging.getLogger(__name__)

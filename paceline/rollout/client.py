@@ -82,6 +82,9 @@ class EngineClient:
         self._flush()
         await self.worker.call(Role.ROLLOUT, "load_weights", weights)
 
+    async def partials(self) -> list[tuple[str, Completion]]:
+        return await self.worker.call(Role.ROLLOUT, "partials")
+
     async def stats(self) -> EngineStats:
         return await self.worker.call(Role.ROLLOUT, "stats")
 

@@ -20,11 +20,12 @@ from paceline.rollout.client import EngineClient
 from paceline.rollout.engine import EngineStats
 from paceline.rollout.member import Member, State
 from paceline.settings import Settings
-from paceline.types import OnSync
+from paceline.types import Completion, OnSync
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
+PARTIALS_TIMEOUT_S = 10.0  # for the unfinished completions of an engine
 BACK_OFF_S = 0.5  # delay before the second start of a worker; doubles with every further start
 
 CatchUp = Callable[[Member], Coroutine[Any, Any, None]]
@@ -311,6 +312,21 @@ class Fleet:
             }
             for member in self._members
         ]
+
+    async def partials(self) -> dict[str, Completion]:
+        """Return the tokens so far of the requests in all engines that reply in time."""
+        calls = [asyncio.ensure_future(member.engine.partials()) for member in self]
+        found: dict[str, Completion] = {}
+        try:
+            if calls:
+                await asyncio.wait(calls, timeout=PARTIALS_TIMEOUT_S)
+            for call in calls:
+                if call.done() and not call.cancelled() and call.exception() is None:
+                    found.update(call.result())
+        finally:
+            for call in calls:
+                call.cancel()
+        return found
 
     async def pause(self, mode: OnSync) -> None:
         await self._each(lambda engine: engine.pause(mode))

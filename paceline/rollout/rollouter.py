@@ -23,6 +23,7 @@ from paceline.errors import RewardError, RolloutError, first_error
 from paceline.reward.reward import Reward
 from paceline.rollout.environment import AgentLoop, Generate
 from paceline.rollout.fleet import Fleet
+from paceline.rollout.in_flight import GroupInFlight
 from paceline.rollout.quarantine import Quarantine, Quarantined
 from paceline.rollout.router import EngineAssignment, Router
 from paceline.rollout.vllm_settings import VllmSettings
@@ -191,6 +192,8 @@ class Rollouter:
         self._ended: Counter[str] = Counter()  # shared with the variants
         # Current stage of each group, and when it began.
         self._stages: dict[int, tuple[str, float]] = {}
+        self._in_flight: dict[int, GroupInFlight] = {}
+        self._saved: dict[int, GroupInFlight] = {}  # by the run that this one continues
         # Deadlines of generations and episodes, with the seconds that were left when paused.
         self._deadlines: dict[asyncio.Timeout, float] = {}
 
@@ -203,18 +206,33 @@ class Rollouter:
         other._sampling = replace(self._sampling, temperature=temperature)
         other._group_size = group_size
         other._may_fail, other._greedy_baseline, other._stages = 0, False, {}
+        other._in_flight, other._saved = {}, {}
         return other
 
     async def run(self, seq: int, prompt: Prompt) -> Group:
         """Generate and score all trajectories of a prompt. Raises RolloutError or RewardError."""
+        saved = self._saved.pop(seq, None)
+        # A curriculum may have chosen another prompt for this position.
+        progress = saved if saved and saved.uid == prompt.uid else GroupInFlight(prompt.uid)
         self._enter(seq, "generated")
+        self._in_flight[seq] = progress
         try:
-            return await self._run(seq, prompt)
+            if progress.scored:
+                return progress.group(seq, prompt, asyncio.get_running_loop().time())
+            return await self._run(seq, prompt, progress)
         finally:
-            del self._stages[seq]
+            del self._stages[seq], self._in_flight[seq]
             self._ended.update(["group"])
 
-    async def _run(self, seq: int, prompt: Prompt) -> Group:
+    def in_flight(self) -> dict[int, GroupInFlight]:
+        """Return the groups that are not finished, with what the controller knows of them."""
+        return {seq: group.copy() for seq, group in (self._saved | self._in_flight).items()}
+
+    def restore(self, groups: Mapping[int, GroupInFlight]) -> None:
+        """Continue these groups when they are run, instead of starting them over."""
+        self._saved = dict(groups)
+
+    async def _run(self, seq: int, prompt: Prompt, progress: GroupInFlight) -> Group:
         clock = asyncio.get_running_loop().time
         started = clock()
         count = self._group_size + self._greedy_baseline
@@ -225,7 +243,9 @@ class Rollouter:
             await self._wait_for_engine(assignment)
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self._trajectory(assignment, seq, index, prompt, failures))
+                    group.create_task(
+                        self._trajectory(assignment, seq, index, prompt, failures, progress)
+                    )
                     for index in indices
                 ]
         except BaseExceptionGroup as failed:
@@ -340,11 +360,15 @@ class Rollouter:
         index: int,
         prompt: Prompt,
         failures: list[RolloutError],
+        progress: GroupInFlight,
     ) -> Trajectory | None:
         """Generate one trajectory; None if it failed and the group may continue without it."""
-        generate = self._generate(assignment, seq, index, prompt)
+        generate = self._generate(assignment, seq, index, prompt, progress)
         try:
-            return await self._episode(self._environment.run(prompt, generate), index, prompt)
+            if index not in progress.finished:
+                episode = self._environment.run(prompt, generate)
+                progress.finish(index, await self._episode(episode, index, prompt))
+            return progress.finished[index]
         except RolloutError as error:
             failures.append(error)
             fatal = isinstance(error, Quarantined) or index == GREEDY
@@ -373,20 +397,28 @@ class Rollouter:
             ) from None
 
     def _generate(
-        self, assignment: EngineAssignment, seq: int, index: int, prompt: Prompt
+        self,
+        assignment: EngineAssignment,
+        seq: int,
+        index: int,
+        prompt: Prompt,
+        progress: GroupInFlight,
     ) -> Generate:
         turns = itertools.count()
         sampling = replace(self._sampling, temperature=0.0) if index == GREEDY else self._sampling
 
         async def generate(context: tuple[int, ...]) -> Completion:
-            seed = _seed(self._seed, seq, index, next(turns))
-            completion: Completion | None = None
+            number = next(turns)
+            seed = _seed(self._seed, seq, index, number)
+            call = progress.begin_call(index, number, context)
+            completion = call.completion
             left, losses = self._timeout, assignment.losses
             while completion is None or completion.finish is Finish.INTERRUPT:
                 await self._wait_for_engine(assignment)
                 request = Request(
                     f"{seq}.{index}.{next(self._ids)}", context, seed, sampling, completion
                 )
+                call.request_id = request.id
                 try:
                     completion, left = await self._timed(assignment, request, left)
                 except TimeoutError:
@@ -394,6 +426,8 @@ class Rollouter:
                         f"trajectory {index} of prompt {prompt.uid} took longer than "
                         f"rollout.generation_timeout = {self._timeout:g} s"
                     ) from None
+                if completion.finish is Finish.INTERRUPT:
+                    call.completion = completion
                 if assignment.losses > losses:  # an engine was lost, so the timeout starts over
                     left, losses = self._timeout, assignment.losses
             if completion.finish is Finish.ABORT:
@@ -401,6 +435,7 @@ class Rollouter:
                     f"trajectory {index} of prompt {prompt.uid} was aborted "
                     f"after {len(completion)} tokens"
                 )
+            call.completion = completion
             return completion
 
         return generate

@@ -41,6 +41,7 @@ class SteppedEngine(Protocol):
     def step(self) -> Finished: ...
     def abort(self, ids: Sequence[str]) -> Finished: ...
     def interrupt(self) -> Finished: ...
+    def partials(self) -> Finished: ...
     def wait_idle(self) -> None: ...
     def load(
         self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int
@@ -90,6 +91,10 @@ class RolloutService:
 
     def interrupt(self) -> None:
         self._finished += self._engine.interrupt()
+
+    def partials(self) -> Finished:
+        """Return the tokens so far of all requests, which continue."""
+        return self._engine.partials()
 
     def pause(self) -> None:
         self._paused = True

@@ -176,6 +176,12 @@ class VllmEngine:
         self._waiting.clear()
         return finished
 
+    def partials(self) -> Finished:
+        """Return the tokens so far of all requests, which continue."""
+        running = [*self._waiting.values(), *self._running.values()]
+        found = [(each.request.id, each.completion(Finish.INTERRUPT)) for each in running]
+        return [*self._ended.items(), *(each for each in found if len(each[1]))]
+
     def wait_idle(self) -> None:
         """Return at once: nothing is in flight between two steps."""
 

@@ -13,7 +13,7 @@ from paceline.data.examples import check_example_columns
 from paceline.data.files import find_files, first_rows
 from paceline.early_checks import check_code, check_early
 from paceline.errors import ConfigError
-from paceline.job import Rows, Run, Stopping, starting
+from paceline.job import Rows, Run, Stopping, check_start, starting
 from paceline.supervised.config import SftConfig
 
 if TYPE_CHECKING:
@@ -29,8 +29,14 @@ class SftJob:
     rows: Rows | None = None
     validation: Rows | None = None
 
-    def start(self, fresh: bool = False, display: "bool | SftTerminal" = True) -> Background[Run]:
+    def start(
+        self,
+        fresh: bool = False,
+        display: "bool | SftTerminal" = True,
+        start_from: str | None = None,
+    ) -> Background[Run]:
         config = self.config
+        check_start(fresh, start_from)
         stopping = Stopping(asyncio.Event(), config.grace_s)
         workers = config.worker_config()
         check_early(workers, has_rows=True, has_reward=True)
@@ -52,6 +58,7 @@ class SftJob:
                     rows=self.rows,
                     validation=self.validation,
                     stop=stopping.event,
+                    start_from=start_from,
                 )
                 run = Run(Path(config.run_dir), summary)
                 if terminal and not stopping.interrupted:

@@ -24,6 +24,8 @@ from paceline.remote.peak import peak_memory
 from paceline.remote.worker import Worker
 from paceline.run_dir import (
     Start,
+    branch,
+    branches,
     explain_disk_errors,
     find_start,
     finished_summary,
@@ -31,6 +33,7 @@ from paceline.run_dir import (
     log_file,
     move_aside,
     recorded_config,
+    set_later_aside,
 )
 from paceline.supervised.config import SftConfig
 from paceline.supervised.inputs import Rows, SftInputs, load_sft_inputs
@@ -60,18 +63,21 @@ async def fine_tune(
     rows: Rows | None = None,
     validation: Rows | None = None,
     stop: asyncio.Event | None = None,
+    start_from: str | None = None,
 ) -> dict[str, Any]:
     """Run to the last step and return the summary.
 
     `make_display(first_step, steps)` makes the observer of every step. With `fresh`, an earlier run
     in the run directory is moved aside once everything else is known to be valid. `rows` and
     `validation` (held-out rows) replace those of the settings. `stop` ends the run after the
-    current step, with a checkpoint.
+    current step, with a checkpoint. `start_from` is an earlier step of the run, or the checkpoint
+    of another run; by default a run resumes from its last checkpoint.
     """
     ignore_suspended_time(asyncio.get_running_loop())
     inputs = load_sft_inputs(config, rows, validation)
     run_dir = Path(config.run_dir)
-    recorded = {} if fresh else recorded_config(run_dir)
+    is_branch = branches(run_dir, start_from)
+    recorded = recorded_config(run_dir, start_from) if not fresh or is_branch else {}
     workers = keep_recorded(config.worker_config(inputs.steps), recorded)
     layout = await plan_that_fits(workers, inputs.model_path, ROLES)
     config = config.with_choices(layout.config)
@@ -83,7 +89,9 @@ async def fine_tune(
         if fresh and (aside := move_aside(run_dir)):
             log.warning("moved the earlier run in %s to %s", run_dir, aside)
         stack.enter_context(lock_run_dir(run_dir))
-        start = find_start(layout.config, inputs.identity)
+        if start_from is not None and is_branch:
+            await branch(run_dir, start_from, inputs.identity, supervised=True)
+        start = find_start(layout.config, inputs.identity, None if is_branch else start_from)
         if start.step >= inputs.steps and (finished := finished_summary(run_dir, start.step)):
             return finished
         stack.enter_context(log_file(run_dir / "logs"))
@@ -135,6 +143,8 @@ class _Run:
     ) -> dict[str, Any]:
         config, inputs, start = self._config, self._inputs, self._start
         self._attempt = begin_attempt(self._run_dir, start.step)
+        if start.abandons_later:
+            set_later_aside(self._run_dir, start.step)
         display = make_display(start.step, inputs.steps) if make_display else None
         sinks = open_sinks(config.track, self._run_dir, inputs.identity["config"])
         recorder = LossRecorder(self._run_dir, start.metrics_length, display, sinks, start.step)

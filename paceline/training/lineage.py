@@ -2,27 +2,29 @@
 
 Every start of a run is an attempt, which continues from a step. A checkpoint of an earlier attempt
 beyond that step belongs to an abandoned future: its ledger and metrics no longer exist, so a later
-start must not resume from it. The file has one JSON line per attempt.
+start must not resume from it. The file has one JSON line with a checksum per attempt.
 """
 
-import json
-import os
 import secrets
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import CheckpointError
+from paceline.line_file import LineFile, read_lines
 
 FILE = "attempts.jsonl"
 
 
 def begin_attempt(run_dir: Path, step: int) -> str:
     """Record that an attempt continues from `step`; return its ID, which its checkpoints store."""
-    attempt = secrets.token_hex(8)
-    with (run_dir / FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"attempt": attempt, "from_step": step}) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    attempt, path = secrets.token_hex(8), run_dir / FILE
+    # What a crash left of a line is dropped: that attempt did not begin.
+    file = LineFile(path, max((line.end for line in read_lines(path) if line.whole), default=0))
+    try:
+        file.write({"attempt": attempt, "from_step": step})
+        file.flush(durable=True)
+    finally:
+        file.close()
     return attempt
 
 
@@ -49,10 +51,14 @@ class Lineage:
 def _read(path: Path) -> list[tuple[str, int]]:
     """Return the ID and first step of each attempt. A line that was cut by a crash is ignored."""
     found = []
-    for line in path.read_bytes().splitlines() if path.exists() else ():
+    for line in read_lines(path):
         try:
-            event = json.loads(line)
-            found.append((str(event["attempt"]), int(event["from_step"])))
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
+            found.append((str(line.row["attempt"]), int(line.row["from_step"])))  # type: ignore[index]
+        except (ValueError, KeyError, TypeError):
+            if line.whole:
+                raise CheckpointError(
+                    f"{path}: line {line.number} is damaged, so it is unknown which checkpoints a "
+                    "later start of the run left behind. Restore the file from a backup, or start "
+                    "over with --fresh (in Python: fresh=True)"
+                ) from None
     return found

@@ -265,6 +265,42 @@ def test_resumed_completion_equals_uninterrupted_one(with_rig: Any) -> None:
     with_rig(scenario)
 
 
+def test_partials_are_beginnings_of_completions_that_continue(with_rig: Any) -> None:
+    async def scenario(it: Rig) -> None:
+        before = (await it.engine.stats()).tokens
+        running = {
+            f"r{n}-120-False": asyncio.create_task(it.engine.generate(request_of(n, tokens=120)))
+            for n in range(12)  # more than slots
+        }
+        while (await it.engine.stats()).tokens < before + 30:
+            await asyncio.sleep(0)
+        parts = dict(await it.engine.partials())
+        whole = {name: await task for name, task in running.items()}
+        assert parts and sum(map(len, parts.values())) < sum(map(len, whole.values()))
+        for name, part in parts.items():
+            assert 0 < len(part) <= len(whole[name])
+            for array in ("tokens", "logprobs", "versions"):
+                found = getattr(whole[name], array)[: len(part)]
+                assert found.tolist() == getattr(part, array).tolist()
+        again = [
+            it.engine.generate(request_of(n, tokens=120, partial=parts[f"r{n}-120-False"]))
+            for n in range(12)
+            if f"r{n}-120-False" in parts
+        ]
+        sampled = (await it.engine.stats()).tokens
+        continued = await asyncio.gather(*again)
+        sampled = (await it.engine.stats()).tokens - sampled
+        assert sampled == sum(map(len, continued)) - sum(map(len, parts.values()))
+        for completion, name in zip(continued, sorted(parts, key=_number), strict=True):
+            assert completion.tokens.tolist() == whole[name].tokens.tolist()
+
+    with_rig(scenario)
+
+
+def _number(name: str) -> int:
+    return int(name[1:].partition("-")[0])
+
+
 def test_drain_finishes_running_requests_and_delays_new_ones(with_rig: Any) -> None:
     async def scenario(it: Rig) -> None:
         running = asyncio.create_task(it.engine.generate(request_of(tokens=40)))

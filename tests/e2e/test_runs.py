@@ -9,6 +9,7 @@ import os
 import resource
 import shutil
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from paceline.config import RunConfig, load_config
 from paceline.errors import CheckpointError, WorkerDied
 from paceline.line_file import intact_rows
+from paceline.rollout.in_flight_files import read_in_flight
 from paceline.run import train
 from paceline.run_dir import lock_run_dir
+from paceline.types import Group
 from paceline.workers.local import LocalCluster
 from tests.audits import assert_consistent
 from tests.models import random_model
@@ -194,6 +197,66 @@ def test_run_resumes_from_last_checkpoint_when_killed(model: str, tmp_path: Path
     assert _rewards(whole) == _rewards(killed)
     assert (whole / "ledger.jsonl").read_text() == (killed / "ledger.jsonl").read_text()
     assert_consistent(killed)
+
+
+class Recording:
+    """Observer that keeps the trained groups and ends the run at a step, like a crash."""
+
+    class Crash(Exception):
+        pass
+
+    def __init__(self, last: int) -> None:
+        self.groups: dict[int, Group] = {}
+        self._last = last
+
+    def step_done(self, step: int, metrics: object, groups: Sequence[Group]) -> None:
+        self.groups |= {group.seq: group for group in groups}
+        if step == self._last:
+            raise self.Crash
+
+    def engines_polled(self, *_: object) -> None:
+        return
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param("fully async, swap", marks=pytest.mark.slow), "one device, async"]
+)
+def test_resumed_run_continues_completions_of_killed_one(
+    mode: str, model: str, tmp_path: Path
+) -> None:
+    settings = ["steps=6", "save_every=2", "rollout.max_response_length=64", *MODES[mode]]
+    chosen = config(model, tmp_path, *settings)
+    with pytest.raises(Recording.Crash):
+        asyncio.run(train(chosen, lambda _: Recording(5)))
+    saved = read_in_flight(tmp_path / "checkpoints" / "step_00000004")
+    observer = Recording(0)
+    asyncio.run(train(chosen, lambda _: observer))
+    assert sorted(observer.groups) == list(range(16, 24))
+    assert "groups in flight, with" in (tmp_path / "logs" / "main.log").read_text()
+    compared = 0
+    for seq in saved.keys() & observer.groups.keys():
+        trained = observer.groups[seq].trajectories
+        parts = {i: t.turns[0].completion for i, t in saved[seq].finished.items()}
+        parts |= {i: c[0].completion for i, c in saved[seq].calls.items() if c and c[0].completion}
+        scored = saved[seq].scored
+        for index, trajectory in enumerate(scored.trajectories if scored else ()):
+            parts[index] = trajectory.turns[0].completion
+        for index, part in parts.items():
+            whole = trained[index].turns[0].completion
+            for array in ("tokens", "logprobs", "versions"):
+                begun = getattr(whole, array)[: len(part)]
+                assert begun.tolist() == getattr(part, array).tolist()
+            compared += len(part)
+    assert compared
+    assert_consistent(tmp_path)
+
+
+def test_run_starts_groups_over_without_save_in_flight(model: str, tmp_path: Path) -> None:
+    settings = MODES["one device, async"]
+    run(model, tmp_path, "steps=2", "save_in_flight=false", *settings)
+    assert not list(tmp_path.rglob("in_flight"))
+    run(model, tmp_path, "steps=3", *settings)  # the setting may change
+    assert_consistent(tmp_path)
 
 
 def test_checkpoint_written_beside_training_is_that_of_its_step(model: str, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from click.testing import Result
@@ -147,6 +148,63 @@ def test_killed_process_resumes_bit_for_bit(model: str, tmp_path: Path) -> None:
     process.kill()
     process.communicate()
     run(model, tmp_path / "killed", *steps)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert weights(tmp_path / "killed", 40) == weights(tmp_path / "whole", 40)
+
+
+KEPT = ["save_every=2", "keep_checkpoints=9"]
+
+
+def test_run_starts_from_earlier_step_or_checkpoint_of_other_run(
+    model: str, single: Path, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    run(model, first, *KEPT)
+    settings = dict(setting.split("=") for setting in [*SMALL, *KEPT])
+    middle = first / "checkpoints" / "step_00000004"
+    branch = paceline.sft(
+        model=model, run_dir=str(second), resume_from=middle, display=False, **settings
+    )
+    again = paceline.sft(model=model, run_dir=str(first), resume_from=2, display=False, **settings)
+    assert (branch.summary["steps_this_run"], again.summary["steps_this_run"]) == (2, 4)
+    for folder in (first, second):
+        assert losses(folder) == losses(single)
+        assert weights(folder, 6) == weights(single, 6), "with the optimizer's state"
+        assert_consistent(folder)
+    (aside,) = (first / "checkpoints").glob("abandoned.*")
+    assert sorted(path.name for path in aside.iterdir()) == ["step_00000004", "step_00000006"]
+
+
+def test_checkpoint_of_other_kind_of_training_is_rejected(single: Path, tmp_path: Path) -> None:
+    checkpoint = single / "checkpoints" / "step_00000006"
+    with pytest.raises(CheckpointError, match=r"the kind of training .* differ from this one's"):
+        paceline.train(
+            model=actor(single, 6),
+            data="copy:3",
+            run_dir=str(tmp_path / "run"),
+            resume_from=checkpoint,
+            display=False,
+        )
+
+
+def test_new_run_rejects_earlier_step(model: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--fresh contradicts --from 2"):
+        paceline.sft(model=model, data="copy:3", run_dir=str(tmp_path), fresh=True, resume_from=2)
+
+
+@pytest.mark.slow
+def test_supervisor_restarts_killed_run(model: str, tmp_path: Path) -> None:
+    steps = ["steps=40", "save_every=10"]
+    run(model, tmp_path / "whole", *steps)
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(f'model = "{model}"\nrun_dir = "{tmp_path}/killed"\n')
+    command = [sys.executable, "-m", "paceline", "sft", str(recipe), *SMALL, *steps]
+    process = subprocess.Popen([*command, "--restart", "2"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    next(line for line in process.stdout if line.startswith("step   20  loss"))
+    psutil.Process(process.pid).children()[0].kill()
+    process.communicate()
+    assert process.returncode == 0
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
     assert weights(tmp_path / "killed", 40) == weights(tmp_path / "whole", 40)
 

@@ -101,6 +101,22 @@ def test_run_resumes_after_controller_is_killed(model: str, tmp_path: Path) -> N
     assert not psutil.Process().children()
 
 
+def test_sigterm_to_all_processes_saves_current_step(model: str, tmp_path: Path) -> None:
+    """Schedulers signal every process of a job, so the run gets it directly and forwarded."""
+    run = Supervised(model, tmp_path, "steps=100000", "save_every=0")
+    try:
+        controller = run.run()
+        for process in (psutil.Process(run.process.pid), controller):
+            process.send_signal(signal.SIGTERM)
+        output = run.process.communicate(timeout=240)[0]
+    finally:
+        run.close()
+    assert run.process.returncode == 143, output
+    (checkpoint,) = (tmp_path / "checkpoints").iterdir()
+    assert checkpoint.name == f"step_{run.step:08d}"
+    check(tmp_path, run.step)
+
+
 @pytest.mark.slow
 def test_run_resumes_after_trainer_and_controller_are_killed(model: str, tmp_path: Path) -> None:
     survive_kills(model, tmp_path, "placement.actor=train", "placement.rollout=rollout")

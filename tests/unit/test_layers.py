@@ -17,6 +17,7 @@ PACKAGE = Path(__file__).parents[2] / "paceline"
 # From the bottom to the top. A unit may import units of lower layers and its own package; units of
 # one layer are independent of each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
+    ("secret_variables",),
     ("printable",),
     (
         "__init__",

@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from paceline.auditor.checkpoints import read_checkpoints
+from paceline.auditor.report import AuditReport
 from paceline.errors import CheckpointError
+from paceline.line_file import read_lines
 from paceline.training.checkpoint import latest_checkpoint, save_checkpoint
 from paceline.training.lineage import FILE, Lineage, begin_attempt
 
@@ -54,9 +57,37 @@ def test_checkpoint_without_attempt_is_valid(tmp_path: Path) -> None:
     assert newest(tmp_path) is None
 
 
-def test_line_that_crash_cut_is_ignored(tmp_path: Path) -> None:
+def test_line_that_crash_cut_is_dropped(tmp_path: Path) -> None:
     first = begin_attempt(tmp_path, 0)
     save(tmp_path, 10, first)
     with (tmp_path / FILE).open("a") as file:
         file.write('{"attempt": "ab", "from_s')
     assert newest(tmp_path) == f"{first} 10"
+    begin_attempt(tmp_path, 5)
+    assert newest(tmp_path) is None
+    assert [line.row and line.row["from_step"] for line in read_lines(tmp_path / FILE)] == [0, 5]
+
+
+def test_every_changed_bit_of_attempts_is_noticed(tmp_path: Path) -> None:
+    begin_attempt(tmp_path, 0)
+    begin_attempt(tmp_path, 5)
+    path = tmp_path / FILE
+    whole = path.read_bytes()
+    first = whole.index(b"\n")
+    for bit in range(8 * (first - 1)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"attempts.jsonl: line [12] is damaged"):
+            Lineage(tmp_path)
+        report = AuditReport(tmp_path)
+        read_checkpoints(tmp_path, report)
+        assert "files" in {problem.check for problem in report.problems}
+
+
+def test_attempts_without_checksums_are_read(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text('{"attempt": "a", "from_step": 0}\n')
+    save(tmp_path, 10, "a")
+    assert newest(tmp_path) == "a 10"
+    begin_attempt(tmp_path, 10)
+    assert newest(tmp_path) == "a 10"

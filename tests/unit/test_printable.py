@@ -61,10 +61,15 @@ def test_error_messages_have_no_control_characters() -> None:
 
 
 def test_messages_name_secrets_instead_of_quoting_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OPENAI_API_KEY", "HF_TOKEN", "DB_PASSWORD", "AWS_SECRET_ACCESS_KEY"):
+    for name in (
+        *("OPENAI_API_KEY", "HF_TOKEN", "DB_PASSWORD", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD2"),
+        *("SSH_PASSPHRASE", "GH_PAT", "SENTRY_DSN", "NPM_AUTH", "PROXYKEY"),
+    ):
         monkeypatch.setenv(name, f"value of {name}")
         assert str(PacelineError(f"401 for 'value of {name}'")) == f"401 for '<{name}>'"
-    monkeypatch.setenv("KEYBOARD", "ordinary value")
+    monkeypatch.setenv("DATABASE", "postgres://me:pw@db/x")
+    assert redacted("cannot open postgres://me:pw@db/x") == "cannot open <DATABASE>"
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "ordinary value")
     monkeypatch.setenv("SHORT_TOKEN", "on")
     assert redacted("an ordinary value is on") == "an ordinary value is on"
 

@@ -9,9 +9,10 @@ import pytest
 import paceline
 from paceline import errors
 
-TRAIN = "recipe, *, model, data, evaluation_data, reward, steps, environment, fresh, display"
+TRAIN = "recipe, *, model, data, evaluation_data, reward, steps, environment, fresh, "
+TRAIN += "resume_from, display"
 EVALUATE = "recipe, *, model, data, reward, samples, environment, **settings"
-SFT = "recipe, *, model, data, validation, steps, epochs, fresh, display, **settings"
+SFT = "recipe, *, model, data, validation, steps, epochs, fresh, resume_from, display, **settings"
 SIGNATURES = {
     "train": f"{TRAIN}, **settings",
     "train_async": f"{TRAIN}, **settings",

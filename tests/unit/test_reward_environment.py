@@ -7,7 +7,7 @@ import pytest
 
 from paceline.errors import ConfigError, RewardError
 from paceline.reward.reward import RewardSettings, open_reward
-from paceline.reward.secrets import secret_names
+from paceline.secret_variables import secret_names
 from tests.scoring import in_loop, opened, score
 
 REWARDS = """
@@ -24,6 +24,7 @@ REWARDS = """
 SECRETS = ["HF_TOKEN", "WANDB_API_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "MY_SECRET", "apikey"]
 SECRETS += ["DB_PASSWORD", "GITHUB_TOKEN", "SSH_AUTH_SOCK", "GOOGLE_APPLICATION_CREDENTIALS"]
 SECRETS += ["SSH_KEYS", "NPM_AUTH", "GH_PAT", "SENTRY_DSN", "SECRET_KEY_BASE", "KEY_PASSPHRASE"]
+SECRETS += ["DB_PASSWORD2", "BACKUP_KEYS1_OLD"]
 OTHERS = ["PATH", "HOME", "PWD", "TOKENIZERS_PARALLELISM", "CUDA_VISIBLE_DEVICES", "LANG"]
 OTHERS += [
     "KEYBOARD",

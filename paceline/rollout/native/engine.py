@@ -211,6 +211,18 @@ class NativeEngine:
         rows = dict.fromkeys(range(self.running), Finish.INTERRUPT)
         return self._returned(finished + self._release(rows))
 
+    def partials(self) -> Finished:
+        """Return the tokens so far of all requests, which continue. Bursts in flight are not
+        waited for."""
+        unslotted = [*self._waiting.values()]
+        unslotted += [running for pending in self._prefilling for running in pending.sequences]
+        found = [(running.request.id, running.partial(Finish.INTERRUPT)) for running in unslotted]
+        found += [
+            (running.request.id, self._slots.completion(row, Finish.INTERRUPT))
+            for row, running in enumerate(self._slots.live)
+        ]
+        return [*self._ended.items(), *(each for each in found if len(each[1]))]
+
     def wait_idle(self) -> None:
         """Wait for the bursts in flight, so that nothing reads the weights.
 

@@ -1,15 +1,22 @@
-"""Environment variables that look like secrets. Reward processes do not get them."""
+"""Environment variables that look like secrets, by name or value.
+
+Reward processes do not get them, and messages and logs do not quote them.
+"""
 
 import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 _NAME = re.compile(
-    r"(TOKEN|SECRET|KEY|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)S?(_|$)|_(AUTH|PAT|DSN)$"
+    r"(TOKEN|SECRET|KEY|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)S?\d*(_|$)|_(AUTH|PAT|DSN)$"
     r"|^AWS_(?!CA_BUNDLE$|.*REGION$)|^SSH_AUTH_SOCK$",
     re.IGNORECASE,
 )
 _VALUE = re.compile(r"://[^/\s:@]*:[^/\s@]+@")  # a URL with a password
+
+
+def is_secret(name: str, value: str) -> bool:
+    return bool(_NAME.search(name) or _VALUE.search(value))
 
 
 def secret_names(environment: Mapping[str, str], passed: Iterable[str] = ()) -> list[str]:
@@ -18,6 +25,5 @@ def secret_names(environment: Mapping[str, str], passed: Iterable[str] = ()) -> 
     return sorted(
         name
         for name, value in environment.items()
-        if (_NAME.search(name) or _VALUE.search(value))
-        and not any(fnmatchcase(name, pattern) for pattern in patterns)
+        if is_secret(name, value) and not any(fnmatchcase(name, pattern) for pattern in patterns)
     )
