@@ -32,16 +32,17 @@ KINDS = {
     "F": "load and time",
     "G": "security",
 }
-COLUMNS = "row fault fired detected recovered lost twice result test".split()
+COLUMNS = ["row", "fault", "fired", "detected", "recovered", "lost", "twice", "result", "test"]
 HEADER = f"""# Fault report
 
-Every row is a test that injects a fault and proves that the fault happened. Written by `make faults`;
-[reliability.md](reliability.md) describes it. Rows are grouped by their first letter:
+Every row is a test that injects a fault and proves that the fault happened. `make faults` writes
+this file; [reliability.md](reliability.md) describes it. The letter of a row is its kind:
 {", ".join(f"{letter} {name}" for letter, name in KINDS.items())}.
 
-*Detected* and *recovered* are seconds after the fault. *Lost* and *twice* count prompts, as the audit of the run directory
-finds them. "-" means that there is nothing to measure: no run, no time limit, or a run that has to end. Times include
-the load of the machine. If several tests inject the same fault, the row has the longest time.
+*Detected* and *recovered* are seconds after the fault, on a machine with the load below. *Lost* and
+*twice* count prompts. "-" means that there is nothing to measure: the test has no run, it runs in
+virtual time, or the run has to end. If several tests inject the same fault, the row has the longest
+time.
 """
 
 
