@@ -35,13 +35,18 @@ class Point:
 
 
 ENGINE, LEDGER = "training.single:SingleDevice", "queue.ledger:Ledger"
+QUEUE = "queue.message_queue:MessageQueue"
 CHECKPOINT, SYNC = "training.checkpoint", "synchronizer:ParameterSynchronizer"
 POINTS = [
     Point("A11", "before its first step", f"{LEDGER}.issue", 1),
     Point("A11", "in step 1, before the first checkpoint", f"{ENGINE}.optimizer_step", 1, "after"),
     Point("A11", "at the end of an epoch", f"{LEDGER}.trained", ROWS, "after", slow=False),
     Point("A11", "after its last step", "observe.recorder:Recorder.step_done", STEPS, "after"),
-    Point("A11", "before the summary", "observe.recorder:write_json", 1),
+    Point("A11", "before its summary is written", "observe.recorder:Recorder.summary", 1),
+    Point("A6", "with groups in its queue", "queue.message_queue:MessageQueue.put", 10, "after"),
+    Point(
+        "A6", "with groups taken for a step", "queue.message_queue:MessageQueue.take", 3, "after"
+    ),
     Point("A7", "before forward and backward", f"{ENGINE}.forward_backward", 3),
     Point("A7", "between backward and step", f"{ENGINE}.optimizer_step", 3, slow=False),
     Point("A7", "between step and publication", f"{ENGINE}.optimizer_step", 3, "after"),
@@ -54,7 +59,7 @@ POINTS = [
     Point("A8", "between weights and other files", "training.trainer:Trainer.written", 1, "after"),
     Point("A8", "before the manifest", f"{CHECKPOINT}:_digests", 1),
     Point("A8", "after the rename, before old ones are deleted", f"{CHECKPOINT}:_prune", 2),
-    Point("A8", "while it writes its second checkpoint", f"{CHECKPOINT}:_fsync", 12, slow=False),
+    Point("A8", "before its second checkpoint is complete", f"{CHECKPOINT}:_finish", 2, slow=False),
 ]
 
 
@@ -143,10 +148,9 @@ def test_run_that_is_killed_while_it_resumes_continues_bit_for_bit(
     killable: Killable, settings: list[str], undisturbed: Path, tmp_path: Path, fault: Fault
 ) -> None:
     run_dir = tmp_path / "run"
-    points = [("training.single:SingleDevice.optimizer_step", 3, "before"), ("run:_Run._restore",)]
-    for target, *rest in points:
-        number, when = rest or (1, "after")
-        assert train(killable, run_dir, settings, (f"paceline.{target}", number, when)) == KILLED
+    for target in (f"{CHECKPOINT}:_prune", "run:_Run._restore"):
+        kill = f"paceline.{target}", 1, "after"
+        assert train(killable, run_dir, settings, kill) == KILLED
     fault.fired()
     assert train(killable, run_dir, settings) == 0
     fault.recovered()
