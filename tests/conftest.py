@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     file = config.getoption("fault_report", None)
     if file and not hasattr(config, "workerinput"):  # the workers of xdist only send their rows
-        config.pluginmanager.register(FaultReport(file))
+        config.pluginmanager.register(FaultReport(file, config.rootpath))
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -32,6 +32,9 @@ KINDS = {
     "F": "load and time",
     "G": "security",
 }
+# Quick ones first, Ray last: the processes of its cluster end with the session.
+ORDER = ["unit", "torture", "faults", "e2e", "contract", "slow", "gpu", "vllm", "ray"]
+UNREACHED = "not run: the session ended before"
 COLUMNS = ["row", "fault", "fired", "detected", "recovered", "lost", "twice", "result", "test"]
 HEADER = f"""# Fault report
 
@@ -115,13 +118,18 @@ def _row(name: str, what: str, test: str) -> Row:
 class FaultReport:
     """Collects the rows of all tests and writes them as a table."""
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
+    def __init__(self, file: Path, root: Path) -> None:
+        self._file, self._root = file, root
         self._rows: dict[tuple[str, str], Row] = {}
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Run the tests of Ray last: the processes of its cluster end with the session."""
-        items.sort(key=lambda item: item.path.parent.name == "ray")
+        items.sort(key=lambda item: _place(item.path.parent.name))
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """List also what an interrupted session does not reach."""
+        for item in session.items:
+            for row in dict(item.user_properties).get("fault", []):
+                self._add(row | {"result": UNREACHED})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         for row in dict(report.user_properties).get("fault", []):
@@ -131,16 +139,17 @@ class FaultReport:
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Name the rows of modules that cannot be imported here."""
         if report.skipped:
-            path = Path(report.nodeid)
+            path = self._root / report.nodeid
             for file in sorted(path.rglob("test_*.py")) if path.is_dir() else [path]:
                 for name, what in _markers(file):
-                    row = _row(name, what, file.as_posix())
+                    row = _row(name, what, str(file.relative_to(self._root)))
                     self._add(row | {"result": _result(report)})
 
     def _add(self, row: Row) -> None:
         key = (row["id"], row["what"])
-        known = self._rows.setdefault(key, row)
-        if known is row:
+        known = self._rows.get(key)
+        if known is None or known["result"] == UNREACHED:
+            self._rows[key] = row
             return
         for name in ("detected", "recovered", "lost", "twice"):
             if name in row:
@@ -167,6 +176,10 @@ class FaultReport:
         results = Counter(row["result"].partition(":")[0] for row in self._rows.values())
         named = [f"{results[name]} {name}" for name in ("passed", "failed", "not run")]
         return f"{len(self._rows)} faults: {', '.join(named)}"
+
+
+def _place(folder: str) -> int:
+    return ORDER.index(folder) if folder in ORDER else 0
 
 
 def _result(report: pytest.TestReport | pytest.CollectReport) -> str:

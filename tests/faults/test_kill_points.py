@@ -1,4 +1,4 @@
-"""Runs and saves that are killed at a chosen point: the next start continues as if nothing was."""
+"""Runs and saves that are killed at a chosen point, compared with an undisturbed run."""
 
 import json
 import signal

@@ -47,19 +47,22 @@ def test_not_imported(fault):
 """
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("tests")
+def run(folder: Path, *options: str) -> str:
     (folder / "conftest.py").write_text("from tests.conftest import *")
     (folder / "test_faults.py").write_text(TESTS)
     (folder / "test_missing.py").write_text(MISSING)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(folder)]
-    command += ["--fault-report", "report.md", "-m", "fault", "."]
+    command += ["--fault-report", "report.md", "-m", "fault", *options, "."]
     env = {"PYTHONPATH": str(ROOT), "PATH": ""}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "7 faults" in done.stdout, done.stdout
     return (folder / "report.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return run(tmp_path_factory.mktemp("tests"))
 
 
 def line(report: str, start: str) -> str:
@@ -91,3 +94,9 @@ def test_rows_are_counted_and_sorted(report: str) -> None:
     assert "**7 faults: 2 passed, 3 failed, 2 not run.**" in report
     rows = [line.split()[1] for line in report.splitlines() if line.startswith("| ")]
     assert rows == ["row", "A2", "A10", "A10", "B1", "B2", "C1", "F1"]
+
+
+def test_interrupted_session_lists_faults_that_it_did_not_reach(tmp_path: Path) -> None:
+    report = run(tmp_path, "--exitfirst")
+    assert "**7 faults: 2 passed, 1 failed, 4 not run.**" in report
+    assert "not run: the session ended before" in line(report, "B2")

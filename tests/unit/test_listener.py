@@ -70,7 +70,7 @@ def test_proof_of_one_connection_is_worth_nothing_in_another(server: Listener) -
             receive(second, 1)
 
 
-@pytest.mark.fault("F4", "200 silent connections")
+@pytest.mark.fault("F11", "200 silent connections")
 def test_silent_connections_hold_no_threads_and_few_descriptors(
     server: Listener, fault: Fault
 ) -> None:
@@ -85,7 +85,7 @@ def test_silent_connections_hold_no_threads_and_few_descriptors(
         assert process.num_threads() <= threads + 1
 
 
-@pytest.mark.fault("F4", "no file descriptors left in a server")
+@pytest.mark.fault("F11", "no file descriptors left in a server")
 def test_server_accepts_again_after_descriptors_ran_out(
     server: Listener, caplog: pytest.LogCaptureFixture, fault: Fault
 ) -> None:

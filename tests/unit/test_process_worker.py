@@ -87,7 +87,7 @@ def no_file_descriptors() -> Iterator[None]:
             os.close(fd)
 
 
-@pytest.mark.fault("F4", "worker killed while no file descriptors are left")
+@pytest.mark.fault("F11", "worker killed while no file descriptors are left")
 def test_death_is_noticed_without_free_file_descriptors(tmp_path: Path, fault: Fault) -> None:
     async def scenario() -> None:
         worker = ProcessWorker("w", build, (), cores=[], threads=1, log_path=tmp_path / "log")

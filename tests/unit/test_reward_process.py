@@ -246,7 +246,7 @@ async def test_workers_end_when_parent_is_killed(functions: Path, name: str, fau
 
 @pytest.mark.skipif(sys.platform != "linux", reason="open files are counted through /proc")
 @in_loop
-@pytest.mark.fault("F4", "no file descriptors left for reward processes")
+@pytest.mark.fault("F11", "no file descriptors left for reward processes")
 async def test_open_reward_raises_when_processes_cannot_be_started(
     functions: Path, fault: Fault
 ) -> None:
