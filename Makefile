@@ -6,6 +6,8 @@ PYTHON ?= python3
 JOBS ?= 2
 # Further arguments for pytest, for example: make test ARGS=--durations=20
 ARGS ?=
+# Where `make faults` writes its table.
+FAULT_REPORT ?= docs/faults_report.md
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,8 +23,8 @@ RUNS := $(filter-out $(FAST) $(SERIAL) $(OTHER_PACKAGES),$(patsubst %/__init__.p
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-fast test-runs test-serial coverage test-slow test-megatron test-ray \
-	test-vllm test-bench lint format clean
+.PHONY: help demo test test-fast test-runs test-serial coverage faults test-slow test-megatron \
+	test-ray test-vllm test-bench lint format clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | \
@@ -44,6 +46,9 @@ test-serial: $(READY)  ## tests with real deadlines or GPUs, one at a time
 
 coverage: $(READY)  ## like test-fast, with a coverage report: about five minutes
 	$(PYTEST) $(PARALLEL) $(FAST) --cov --cov-report=term
+
+faults: $(READY)  ## inject every fault of docs/faults_report.md and write the report again
+	$(PYTEST) -m fault --fault-report $(FAULT_REPORT) --ignore=tests/bench --ignore=tests/megatron tests
 
 test-slow: $(READY)  ## presets learn with three seeds, guarantees in further settings: eight minutes
 	$(PYTEST) $(PARALLEL) -m slow

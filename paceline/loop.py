@@ -201,7 +201,7 @@ class Loop:
     # --- tasks ---
 
     async def _feed(self) -> None:
-        while True:
+        while self.step < self._settings.steps:  # else only the summary was missing
             while self._rollouter.paused or self._admission.free <= 0:
                 self.waiting_for["feed"] = (
                     "resume_rollout()"

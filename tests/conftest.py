@@ -1,10 +1,14 @@
-"""Environment of every test, set before torch is imported, and the markers of directories."""
+"""Environment of every test, set before torch is imported, and the markers of tests."""
 
 import os
 import signal
+from collections.abc import Generator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+
+from tests.fault_report import Fault, FaultReport, fault_of
 
 # Shells start background jobs with SIGINT ignored, and processes inherit that: a program that a
 # test interrupts would go on.
@@ -28,6 +32,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name == "slow":
             item.add_marker(pytest.mark.slow)
+
+
+FAULT = pytest.StashKey[Fault]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "write a table of all faults that marked tests inject"
+    parser.addoption("--fault-report", metavar="FILE", type=Path, help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    file = config.getoption("fault_report", None)
+    if file and not hasattr(config, "workerinput"):  # the workers of xdist only send their rows
+        config.pluginmanager.register(FaultReport(file, config.rootpath))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.stash[FAULT] = fault_of(item)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    yield
+    item.stash[FAULT].check()
+
+
+@pytest.fixture
+def fault(request: pytest.FixtureRequest) -> Fault:
+    """Return what a test with the marker `fault` calls when its fault has happened."""
+    found: Fault = request.node.stash[FAULT]
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from paceline.errors import CheckpointError
 from paceline.rollout.in_flight import Call, GroupInFlight, Scored
-from paceline.types import Completion, Finish, Trajectory, Turn
+from paceline.types import Completion, End, Finish, Trajectory, Turn
 
 FOLDER = "in_flight"
 GROUPS, TOKENS = "groups.json", "tokens.safetensors"
@@ -108,6 +108,7 @@ def _trajectory_row(trajectory: Trajectory, add: Any) -> dict[str, Any]:
         "text": str(trajectory.text),
         "reward": None if trajectory.reward is None else float(trajectory.reward),
         "details": {str(name): float(value) for name, value in trajectory.details.items()},
+        "end": trajectory.end and trajectory.end.value,
     }
 
 
@@ -117,4 +118,5 @@ def _trajectory(row: Any, completions: list[Completion]) -> Trajectory:
         for prompt, number, reward in row["turns"]
     )
     reward = None if row["reward"] is None else float(row["reward"])
-    return Trajectory(turns, str(row["text"]), reward, dict(row["details"]))
+    end = None if row["end"] is None else End(row["end"])
+    return Trajectory(turns, str(row["text"]), reward, dict(row["details"]), end)

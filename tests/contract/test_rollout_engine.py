@@ -30,6 +30,7 @@ from paceline.training.lora import LoraDevice
 from paceline.training.settings import LoraSettings, TrainSettings
 from paceline.types import Completion, Finish, OnSync, Request, Role, Sampling
 from paceline.workers.build import build_parts, first_rank_only
+from tests.fault_report import Fault
 from tests.models import random_model, random_other_model
 from tests.processes import children
 
@@ -394,13 +395,15 @@ def _swapped(
     return np.array(found)
 
 
-def test_engine_keeps_old_weights_when_new_ones_are_corrupted(with_rig: Any) -> None:
+@pytest.mark.fault("E2", "weights corrupted before an engine loads them")
+def test_engine_keeps_old_weights_when_new_ones_are_corrupted(with_rig: Any, fault: Fault) -> None:
     async def scenario(it: Rig) -> None:
         old = await it.engine.generate(request_of())
         version, weights = it.version, it.change_weights()
         next(iter(it.block.tensors.values())).view(torch.int32).flatten()[0] += 1
         with pytest.raises(SyncError, match="are corrupted"):
             await it.engine.load_weights(weights)
+        fault.fired()
         assert (await it.engine.stats()).version == version
         assert (await it.engine.generate(request_of())).tokens.tolist() == old.tokens.tolist()
 

@@ -33,6 +33,7 @@ from paceline.training.settings import TrainSettings
 from paceline.training.single import SingleDevice
 from paceline.types import Batch, FloatArray
 from tests.contract.conftest import FsdpRanks
+from tests.fault_report import Fault
 from tests.ranks import RemoteEngine
 
 VOCABULARY, TEMPERATURE = 37, 0.8
@@ -236,7 +237,10 @@ def test_optimizer_step_clips_gradient_before_update(build: EngineFactory, tmp_p
     )
 
 
-def test_optimizer_step_changes_nothing_when_gradient_is_not_finite(build: EngineFactory) -> None:
+@pytest.mark.fault("E1", "NaN in the gradient, weights and optimizer compared bit for bit")
+def test_optimizer_step_changes_nothing_when_gradient_is_not_finite(
+    build: EngineFactory, fault: Fault
+) -> None:
     engine, clean = build(tiny("qwen2"), TrainSettings()), build(tiny("qwen2"), TrainSettings())
     batch = random_batch()
     assert batch.advantages is not None
@@ -244,6 +248,7 @@ def test_optimizer_step_changes_nothing_when_gradient_is_not_finite(build: Engin
     before = weights_of(engine)
     engine.forward_backward(broken, LOSS)
     assert math.isnan(engine.optimizer_step(1e-3))
+    fault.fired()
     assert same_bits(before, weights_of(engine))
     for each in (engine, clean):
         each.forward_backward(batch, LOSS)
@@ -346,8 +351,9 @@ def test_saved_policy_loads_with_transformers(build: EngineFactory, tmp_path: Pa
     assert np.abs(engine.logprobs(batch)[batch.mask] - expected.numpy()).max() < 1e-5
 
 
+@pytest.mark.fault("C8", "train engine loads the checkpoint of another model, half a file, no file")
 def test_load_changes_nothing_when_checkpoint_is_unusable(
-    build: EngineFactory, tmp_path: Path
+    build: EngineFactory, tmp_path: Path, fault: Fault
 ) -> None:
     build(tiny("llama"), TrainSettings()).save(tmp_path / "llama")
     engine = build(tiny("qwen2"), TrainSettings())
@@ -360,6 +366,7 @@ def test_load_changes_nothing_when_checkpoint_is_unusable(
         engine.load(tmp_path / "truncated")
     with pytest.raises(CheckpointError, match="missing"):
         engine.load(tmp_path / "missing")
+    fault.fired()
     assert same_bits(before, weights_of(engine))
 
 

@@ -36,6 +36,7 @@ from tests.contract.test_train_engine import (
     tiny,
     weights_of,
 )
+from tests.fault_report import Fault
 
 SETTINGS = TrainSettings(learning_rate=1e-4, micro_batch_tokens=40, weight_decay=0.1)
 NAMES = {"1": (1, 1), "2": (2, 1), "2 x tensor 2": (4, 2)}  # total ranks, tensor-parallel ranks
@@ -227,8 +228,9 @@ def _likeliest(trainer: TrainEngine, row: list[int]) -> int:
     ],
 )
 @pytest.mark.parametrize("head", ["policy", "value"])
+@pytest.mark.fault("C8", "checkpoint of layout {before} loaded by layout {after}")
 def test_checkpoint_continues_with_same_losses_on_other_ranks(
-    groups: Groups, before: str, after: str, head: str, tmp_path: Path
+    groups: Groups, before: str, after: str, head: str, tmp_path: Path, fault: Fault
 ) -> None:
     loss = LOSS if head == "policy" else ValueLoss(None)
 
@@ -249,10 +251,14 @@ def test_checkpoint_continues_with_same_losses_on_other_ranks(
     expected = train(engine, range(2, 4))
     other = make(after)
     other.load(tmp_path)
+    fault.fired()
     assert train(other, range(2, 4)) == pytest.approx(expected, abs=1e-5)
 
 
-def test_all_ranks_skip_update_when_row_of_one_rank_is_not_finite(groups: Groups) -> None:
+@pytest.mark.fault("E1", "NaN in a row of one of two ranks")
+def test_all_ranks_skip_update_when_row_of_one_rank_is_not_finite(
+    groups: Groups, fault: Fault
+) -> None:
     engine, clean = (groups["2"](tiny("qwen2"), SETTINGS) for _ in range(2))
     batch = random_batch()
     assert batch.advantages is not None
@@ -261,6 +267,7 @@ def test_all_ranks_skip_update_when_row_of_one_rank_is_not_finite(groups: Groups
     before = weights_of(engine)
     metrics = train_on(engine, broken, LOSS, AlgorithmSettings(), 1e-3, step=0)
     assert metrics["updates_skipped"] == 1
+    fault.fired()
     assert same_bits(before, weights_of(engine))
     for each in (engine, clean):
         train_on(each, batch, LOSS, AlgorithmSettings(), 1e-3, step=0)

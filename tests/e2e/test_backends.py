@@ -14,6 +14,7 @@ from paceline.config import load_config
 from paceline.errors import ConfigError, WorkerDied
 from paceline.run import train
 from tests.e2e.test_runs import SEPARATE, run
+from tests.fault_report import Fault
 from tests.hybrid import IN_FLIGHT, Run
 from tests.processes import children
 
@@ -116,11 +117,15 @@ def test_actor_critic_and_reference_train_in_separate_pools(model: str, tmp_path
 
 
 @pytest.mark.slow
-def test_run_names_killed_rank_of_trainer_in_separate_pool(model: str, tmp_path: Path) -> None:
+@pytest.mark.fault("A7", "rank of the trainer killed during a run")
+def test_run_names_killed_rank_of_trainer_in_separate_pool(
+    model: str, tmp_path: Path, fault: Fault
+) -> None:
     killed = Run(tmp_path, "train.1.log")
     with pytest.raises(WorkerDied, match=r"worker 'train rank 1' died .killed by signal 9"):
         killed.train(model, *IN_FLIGHT, *SEPARATE, *FSDP)
     assert time.monotonic() - killed.killed_s < 10
+    fault.fired()
     assert not children()
 
 

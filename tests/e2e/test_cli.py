@@ -19,6 +19,7 @@ from paceline.cli.app import log_to_console
 from paceline.config import describe_settings, differences, load_config
 from paceline.run_dir import lock_run_dir
 from paceline.training.checkpoint import verify_checkpoint
+from tests.fault_report import Fault
 from tests.processes import children
 
 ROOT = Path(__file__).parents[2]
@@ -129,9 +130,13 @@ def test_fresh_keeps_old_run_when_new_run_cannot_start(recipe: Path, tmp_path: P
     assert (tmp_path / "run" / "summary.json").exists()
 
 
-def test_train_fails_when_every_checkpoint_is_damaged(recipe: Path, tmp_path: Path) -> None:
+@pytest.mark.fault("C3", "the only checkpoint is damaged")
+def test_train_fails_when_every_checkpoint_is_damaged(
+    recipe: Path, tmp_path: Path, fault: Fault
+) -> None:
     assert paceline(recipe).exit_code == 0
     (tmp_path / "run" / "checkpoints" / "step_00000002" / "state.json").write_text("{")
+    fault.fired()
     assert_error(
         paceline(recipe, "steps=3"), 10, "state.json is damaged", "no checkpoint", "--fresh"
     )
@@ -421,8 +426,15 @@ def test_recipes_have_valid_settings() -> None:
     ],
     ids=["Ctrl-C", "Ctrl-C to a background job", "SIGTERM"],
 )
+@pytest.mark.fault("A13", "signal {number.name} to a run (ignoring SIGINT at start: {ignoring})")
 def test_signal_finishes_and_saves_step_and_prints_how_to_resume(
-    number: int, code: int, ignoring: bool, separate: list[str], recipe: Path, tmp_path: Path
+    number: int,
+    code: int,
+    ignoring: bool,
+    separate: list[str],
+    recipe: Path,
+    tmp_path: Path,
+    fault: Fault,
 ) -> None:
     """Ignore SIGINT at start if `ignoring`, as shells do for background jobs."""
     command = [sys.executable, "-m", "paceline", "train", str(recipe)]
@@ -442,11 +454,14 @@ def test_signal_finishes_and_saves_step_and_prints_how_to_resume(
         for worker in workers if number == signal.SIGTERM else ():
             worker.send_signal(number)  # as a scheduler does
         process.send_signal(number)
+        fault.fired()
         output = process.communicate(timeout=60)[0]
+        fault.detected()
     assert process.returncode == code, output
     assert "stopping after the current step" in output and "Traceback" not in output, output
     found = re.search(r"the same command continues from step (\d+)\n", output)
     steps = len(metrics.read_text().splitlines())
     assert found and int(found[1]) == steps, "a step is lost"
     verify_checkpoint(tmp_path / "run" / "checkpoints" / f"step_{steps:08d}")
+    fault.audited(tmp_path / "run")
     assert not any(child.is_running() for child in children)

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.cli import app
+from tests.fault_report import Fault
 from tests.models import random_model
 
 ESCAPES = "[/x]\x1b]0;owned\x07\x1b[2J\x9b31m\u202e"
@@ -65,20 +66,26 @@ def controls(text: str) -> list[str]:
     return re.findall("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", text)
 
 
-def test_output_and_log_show_hostile_text_as_text(run: tuple[Path, str]) -> None:
+@pytest.mark.fault("G7", "terminal escapes in prompts, ids, rewards and their errors")
+def test_output_and_log_show_hostile_text_as_text(run: tuple[Path, str], fault: Fault) -> None:
     run_dir, output = run
     assert "failed and is dropped: reward" in output
     assert "Run summary" in output and "a[/b]" in output and "Traceback" not in output
     log = (run_dir / "logs" / "main.log").read_text(encoding="utf-8")
     assert "[/x]\\u001b]0;owned" in log
+    fault.fired()
     assert controls(output) == [] and controls(log) == []
 
 
-def test_secrets_of_environment_are_in_no_file_and_no_output(run: tuple[Path, str]) -> None:
+@pytest.mark.fault("G1", "secrets in the environment of a run")
+def test_secrets_of_environment_are_in_no_file_and_no_output(
+    run: tuple[Path, str], fault: Fault
+) -> None:
     run_dir, output = run
     files = [path for path in run_dir.rglob("*") if path.is_file()]
     assert [path for path in files if CANARY.encode() in path.read_bytes()] == []
     assert len(files) > 10 and CANARY not in output
+    fault.fired()
 
 
 def test_samples_command_shows_hostile_ids(run: tuple[Path, str]) -> None:

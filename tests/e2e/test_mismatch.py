@@ -9,6 +9,7 @@ import pytest
 from paceline.errors import MismatchError
 from paceline.run import train
 from tests.e2e.test_runs import SEPARATE, config
+from tests.fault_report import Fault
 from tests.vllm import faults
 
 
@@ -24,10 +25,17 @@ from tests.vllm import faults
     ],
     ids=["sync", "one step off"],
 )
+@pytest.mark.fault("E5", "one tensor of an engine is wrong")
 def test_run_fails_within_one_step_when_engine_has_wrong_tensor(
-    settings: list[str], message: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: list[str],
+    message: str,
+    model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Fault,
 ) -> None:
     monkeypatch.setattr("paceline.workers.local.build_parts", faults.build_with_a_wrong_tensor)
     with pytest.raises(MismatchError, match=message):
         asyncio.run(train(config(model, tmp_path, "steps=6", *settings)))
+    fault.fired()
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] <= 3

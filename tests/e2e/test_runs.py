@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import pickle
 import resource
 import shutil
 import signal
@@ -19,14 +20,17 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from paceline.config import RunConfig, load_config
-from paceline.errors import CheckpointError, WorkerDied
+from paceline.errors import CheckpointError, PacelineError, WorkerDied
 from paceline.line_file import intact_rows
 from paceline.rollout.in_flight_files import read_in_flight
 from paceline.run import train
 from paceline.run_dir import lock_run_dir
+from paceline.training import checkpoint
+from paceline.training.checkpoint import verify_checkpoint
 from paceline.types import Group
 from paceline.workers.local import LocalCluster
 from tests.audits import assert_consistent
+from tests.fault_report import Fault
 from tests.models import random_model
 from tests.processes import children
 
@@ -173,7 +177,10 @@ def test_resumed_async_run_trains_every_prompt_once(model: str, tmp_path: Path) 
     assert_consistent(tmp_path)
 
 
-def test_run_resumes_from_last_checkpoint_when_killed(model: str, tmp_path: Path) -> None:
+@pytest.mark.fault("A9", "run dies after step 5, weights compared with an undisturbed run")
+def test_run_resumes_from_last_checkpoint_when_killed(
+    model: str, tmp_path: Path, fault: Fault
+) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run(model, whole, "steps=6")
 
@@ -190,13 +197,15 @@ def test_run_resumes_from_last_checkpoint_when_killed(model: str, tmp_path: Path
 
     with pytest.raises(Stop):
         asyncio.run(train(config(model, killed, "steps=6", "save_every=2"), lambda _: Killer()))
+    fault.fired()
     assert len((killed / "metrics.jsonl").read_text().splitlines()) == 5
     assert_consistent(killed)
     run(model, killed, "steps=6", "save_every=2")
+    fault.recovered()
     assert weights(whole, 6) == weights(killed, 6)
     assert _rewards(whole) == _rewards(killed)
     assert (whole / "ledger.jsonl").read_text() == (killed / "ledger.jsonl").read_text()
-    assert_consistent(killed)
+    fault.audited(killed)
 
 
 class Recording:
@@ -284,8 +293,9 @@ def test_worker_process_writes_checkpoint_beside_training(model: str, tmp_path: 
     assert weights(tmp_path / "process", 1) == weights(tmp_path / "alone", 1)
 
 
+@pytest.mark.fault("C1", "file size limit while a checkpoint is written")
 def test_run_fails_with_cause_when_checkpoint_beside_training_cannot_be_written(
-    model: str, tmp_path: Path
+    model: str, tmp_path: Path, fault: Fault
 ) -> None:
     """The limit on file sizes stands for a full disk; it is smaller than the model's file."""
     chosen = config(model, tmp_path, "steps=100000", "save_every=1", "save_samples=0")
@@ -294,6 +304,7 @@ def test_run_fails_with_cause_when_checkpoint_beside_training_cannot_be_written(
     try:
         with pytest.raises(CheckpointError, match=r"cannot write the checkpoint of step 1 .*large"):
             asyncio.run(train(chosen))
+        fault.fired()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list((tmp_path / "checkpoints").iterdir()) == []
@@ -316,8 +327,9 @@ def test_checkpoint_is_loadable_by_transformers_and_new_run(model: str, tmp_path
     assert run(str(trained), tmp_path / "second", "steps=1")["steps"] == 1
 
 
+@pytest.mark.fault("C8", "run resumed with other settings or another model")
 def test_resume_fails_and_names_difference_when_settings_or_model_change(
-    model: str, tmp_path: Path
+    model: str, tmp_path: Path, fault: Fault
 ) -> None:
     folder = tmp_path / "run"
     run(model, folder, "steps=1")
@@ -333,6 +345,7 @@ def test_resume_fails_and_names_difference_when_settings_or_model_change(
     random_model(tmp_path / "again", seed=2)
     with pytest.raises(CheckpointError, match="model: its content changed"):
         run(str(tmp_path / "again"), tmp_path / "run2", "steps=2")
+    fault.fired()
 
 
 CONSTANT = ["train.lr_schedule=constant", "save_every=1", "keep_checkpoints=9"]
@@ -382,31 +395,38 @@ def test_new_run_directory_is_readable_only_by_owner(four_steps: Path) -> None:
     assert four_steps.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.fault("A8", "unfinished checkpoint of a killed run")
 def test_start_removes_leftovers_of_killed_run(
-    model: str, four_steps: Path, tmp_path: Path
+    model: str, four_steps: Path, tmp_path: Path, fault: Fault
 ) -> None:
     folder = shutil.copytree(four_steps, tmp_path / "run")
     (folder / "checkpoints" / ".step_00000005.tmp" / "actor").mkdir(parents=True)
+    fault.fired()
     run(model, folder, "steps=4", *CONSTANT)  # complete, so nothing is saved
     assert not list((folder / "checkpoints").glob(".*"))
 
 
-def test_run_fails_when_run_directory_is_in_use(model: str, tmp_path: Path) -> None:
+@pytest.mark.fault("C7", "second run in the same directory")
+def test_run_fails_when_run_directory_is_in_use(model: str, tmp_path: Path, fault: Fault) -> None:
     chosen = config(model, tmp_path / "run")
     with (
         lock_run_dir(Path(chosen.run_dir)),
         pytest.raises(CheckpointError, match="in use by another run"),
     ):
         asyncio.run(train(chosen))
+    fault.fired()
 
 
-def test_run_fails_when_run_directory_is_a_file(model: str, tmp_path: Path) -> None:
+@pytest.mark.fault("C5", "run directory is a file")
+def test_run_fails_when_run_directory_is_a_file(model: str, tmp_path: Path, fault: Fault) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be used"):
         run(model, tmp_path / "file")
+    fault.fired()
 
 
-def test_run_fails_with_cause_when_disk_is_full(model: str, tmp_path: Path) -> None:
+@pytest.mark.fault("C1", "disk full while metrics are written")
+def test_run_fails_with_cause_when_disk_is_full(model: str, tmp_path: Path, fault: Fault) -> None:
     class Full:
         def step_done(self, *_: object) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -418,11 +438,13 @@ def test_run_fails_with_cause_when_disk_is_full(model: str, tmp_path: Path) -> N
         CheckpointError, match=r"run cannot be written: No space left on device; fix the cause"
     ):
         asyncio.run(train(config(model, tmp_path / "run"), lambda _: Full()))
+    fault.fired()
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl"])
+@pytest.mark.fault("C4", "part of {name} missing, then a cut last line")
 def test_resume_fails_when_part_of_metrics_or_ledger_is_missing(
-    name: str, model: str, tmp_path: Path
+    name: str, model: str, tmp_path: Path, fault: Fault
 ) -> None:
     run(model, tmp_path, "steps=1")
     content = (tmp_path / name).read_bytes()
@@ -433,10 +455,13 @@ def test_resume_fails_when_part_of_metrics_or_ledger_is_missing(
             run(model, tmp_path, "steps=2")
     (tmp_path / name).write_bytes(content + b'{"half a li')
     assert run(model, tmp_path, "steps=2")["steps"] == 2
+    fault.fired()
+    fault.audited(tmp_path)
 
 
+@pytest.mark.fault("C3", "line of ledger.jsonl, metrics.jsonl or samples.jsonl damaged")
 def test_resume_names_damaged_line_of_ledger_and_skips_one_of_other_files(
-    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: Fault
 ) -> None:
     """A ledger line decides which prompts are trained; other lines are only read by people."""
     run(model, tmp_path, "steps=3")
@@ -453,12 +478,14 @@ def test_resume_names_damaged_line_of_ledger_and_skips_one_of_other_files(
     with caplog.at_level(logging.WARNING, "paceline"):
         assert run(model, tmp_path, "steps=4")["steps"] == 4
     assert "metrics.jsonl: line 2 is damaged and is skipped" in caplog.text
+    fault.fired()
     assert [row["step"] for row in intact_rows(tmp_path / "metrics.jsonl")] == [1, 3, 4]
 
 
 @pytest.mark.parametrize("act", ["rename", "delete", "replace"])
+@pytest.mark.fault("C5", "run directory during a run: {act}")
 def test_run_fails_when_run_directory_is_moved_or_deleted(
-    act: str, model: str, tmp_path: Path
+    act: str, model: str, tmp_path: Path, fault: Fault
 ) -> None:
     folder, other = tmp_path / "run", tmp_path / "other"
 
@@ -484,6 +511,7 @@ def test_run_fails_when_run_directory_is_moved_or_deleted(
     chosen = config(model, folder, "steps=99", "save_every=2")
     with pytest.raises(CheckpointError, match=f"run_dir = {folder}: ledger.jsonl was {what} while"):
         asyncio.run(train(chosen, lambda _: mover))
+    fault.fired()
     if act == "replace":
         assert not (folder / "summary.json").exists()
     else:
@@ -491,12 +519,13 @@ def test_run_fails_when_run_directory_is_moved_or_deleted(
     if act == "rename":
         steps = mover.acted + 1
         assert run(model, other, f"steps={steps}", "save_every=2")["steps"] == steps
-        assert_consistent(other)
+        fault.audited(other)
 
 
 @pytest.mark.parametrize("damage", ["missing", "invalid", "outdated"])
+@pytest.mark.fault("C3", "summary.json {damage}")
 def test_finished_run_rewrites_summary_when_missing_or_damaged(
-    damage: str, model: str, tmp_path: Path
+    damage: str, model: str, tmp_path: Path, fault: Fault
 ) -> None:
     run(model, tmp_path, "steps=1")
     earlier = (tmp_path / "summary.json").read_text()
@@ -505,18 +534,21 @@ def test_finished_run_rewrites_summary_when_missing_or_damaged(
         (tmp_path / "summary.json").unlink()
     else:
         (tmp_path / "summary.json").write_text(earlier if damage == "outdated" else "{")
+    fault.fired()
     assert run(model, tmp_path, "steps=2")["steps"] == 2
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 2
 
 
 @pytest.mark.parametrize("victim", ["train", "rollout"])
+@pytest.mark.fault("A7", "worker {victim} killed, no restarts allowed")
 def test_run_fails_and_names_worker_when_worker_is_killed(
-    victim: str, model: str, tmp_path: Path
+    victim: str, model: str, tmp_path: Path, fault: Fault
 ) -> None:
     class Killer:
         def step_done(self, step: int, *_: object) -> None:
             if step == 2:
                 os.kill(_worker_pids(tmp_path)[victim], signal.SIGKILL)
+                fault.fired()
 
         def engines_polled(self, *_: object) -> None:
             return
@@ -530,8 +562,9 @@ def test_run_fails_and_names_worker_when_worker_is_killed(
     chosen = config(model, tmp_path, "steps=1000", "save_every=1", *settings)
     with pytest.raises(WorkerDied, match=f"worker '{victim}' died .killed by signal 9"):
         asyncio.run(asyncio.wait_for(train(chosen, lambda _: Killer()), 60))
+    fault.detected()
     assert not children()
-    assert_consistent(tmp_path)
+    fault.audited(tmp_path)
 
 
 def _worker_pids(folder: Path) -> dict[str, int]:
@@ -551,7 +584,10 @@ def _rewards(folder: Path) -> list[float]:
     ]
 
 
-def test_run_does_not_resume_from_abandoned_future(model: str, tmp_path: Path) -> None:
+@pytest.mark.fault("E4", "newest checkpoint missing for one start, then back")
+def test_run_does_not_resume_from_abandoned_future(
+    model: str, tmp_path: Path, fault: Fault
+) -> None:
     """The newest checkpoint is out of reach for one start, and there again for the next one."""
     folder, hidden = tmp_path / "run", tmp_path / "hidden"
     settings = ["save_every=1", "keep_checkpoints=9"]
@@ -560,8 +596,59 @@ def test_run_does_not_resume_from_abandoned_future(model: str, tmp_path: Path) -
     (folder / "checkpoints/step_00000003").rename(tmp_path / "other")
     run(model, folder, *settings, "steps=3")
     hidden.rename(folder / "checkpoints/step_00000004")
+    fault.fired()
     run(model, folder, *settings, "steps=5")
     attempts = (folder / "attempts.jsonl").read_text().splitlines()
     assert [json.loads(line)["from_step"] for line in attempts] == [0, 2, 3]
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5]
+    fault.audited(folder)
+
+
+@pytest.mark.fault("D4", "data file changes between two starts")
+def test_resume_fails_when_data_changes(model: str, tmp_path: Path, fault: Fault) -> None:
+    data, folder = tmp_path / "rows.jsonl", tmp_path / "run"
+    data.write_text("".join(f'{{"prompt": "{number}"}}\n' for number in range(4)))
+    settings = [setting for setting in SMALL if not setting.startswith("data.task")]
+    settings += [f"model={model}", f"run_dir={folder}", f"data.path={data}"]
+    asyncio.run(train(load_config(None, [*settings, "steps=1"])))
+    data.write_text(data.read_text().replace("3", "4"))
+    fault.fired()
+    with pytest.raises(CheckpointError, match="data: its content changed"):
+        asyncio.run(train(load_config(None, [*settings, "steps=2"])))
+
+
+class Payload:
+    """What a pickle could do when it is read."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.marker,)
+
+
+@pytest.mark.parametrize("where", ["checkpoint", "model"])
+@pytest.mark.fault("G3", "weights of a {where} replaced by a pickle with code")
+def test_pickle_with_code_is_not_run(where: str, model: str, tmp_path: Path, fault: Fault) -> None:
+    marker, folder = tmp_path / "marker", tmp_path / "run"
+    content = pickle.dumps(Payload(marker))
+    other = shutil.copytree(model, tmp_path / "model")
+    if where == "checkpoint":
+        run(str(other), folder, "steps=1")
+        saved = folder / "checkpoints" / "step_00000001"
+        for file in saved.rglob("*.safetensors"):
+            file.write_bytes(content)
+        manifest = json.loads((saved / "manifest.json").read_text())
+        manifest["files"] = checkpoint._digests(saved)  # as somebody who wants it to be read does
+        (saved / "manifest.json").write_text(json.dumps(manifest))
+        verify_checkpoint(saved)
+    else:
+        (other / "model.safetensors").unlink()
+        (other / "pytorch_model.bin").write_bytes(content)
+    fault.fired()
+    with pytest.raises(PacelineError):
+        run(str(other), folder, "steps=2")
+    assert not marker.exists()
+    pickle.loads(content)
+    assert marker.exists(), "the payload does nothing"

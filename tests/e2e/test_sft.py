@@ -23,6 +23,7 @@ from paceline.supervised.config import load_sft_config
 from paceline.supervised.run import fine_tune
 from tests.audits import assert_consistent
 from tests.e2e.test_runs import weights
+from tests.fault_report import Fault
 from tests.processes import children
 
 SMALL = [
@@ -136,7 +137,8 @@ def test_resumed_run_equals_uninterrupted_run_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_killed_process_resumes_bit_for_bit(model: str, tmp_path: Path) -> None:
+@pytest.mark.fault("A9", "supervised fine-tuning killed")
+def test_killed_process_resumes_bit_for_bit(model: str, tmp_path: Path, fault: Fault) -> None:
     steps = ["steps=40", "save_every=10"]
     run(model, tmp_path / "whole", *steps)
     recipe = tmp_path / "recipe.toml"
@@ -146,8 +148,10 @@ def test_killed_process_resumes_bit_for_bit(model: str, tmp_path: Path) -> None:
     assert process.stdout is not None
     next(line for line in process.stdout if line.startswith("step   20  loss"))
     process.kill()
+    fault.fired()
     process.communicate()
     run(model, tmp_path / "killed", *steps)
+    fault.recovered()
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
     assert weights(tmp_path / "killed", 40) == weights(tmp_path / "whole", 40)
 
@@ -351,7 +355,8 @@ def test_train_names_command_of_supervised_recipe() -> None:
     assert result.exit_code == 2 and "paceline sft sft" in " ".join(result.output.split())
 
 
-def test_ctrl_c_saves_step_and_stops_run_with_exit_code_130(recipe: Path) -> None:
+@pytest.mark.fault("A13", "Ctrl-C to supervised fine-tuning")
+def test_ctrl_c_saves_step_and_stops_run_with_exit_code_130(recipe: Path, fault: Fault) -> None:
     command = [sys.executable, "-m", "paceline", "sft", str(recipe), "steps=100000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -361,4 +366,5 @@ def test_ctrl_c_saves_step_and_stops_run_with_exit_code_130(recipe: Path) -> Non
             break
     output = process.stdout.read()
     assert process.wait(60) == 130
+    fault.fired()
     assert re.search(r"stopped; the same command continues from step \d+", output), output

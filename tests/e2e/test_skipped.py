@@ -12,6 +12,7 @@ from paceline.cli import app
 from paceline.training.skipped import MAX_DUMPS, read_dump
 from tests.e2e.test_extensions import run, steps_of
 from tests.e2e.test_runs import weights
+from tests.fault_report import Fault
 from tests.models import random_model
 from tests.processes import children
 
@@ -48,14 +49,16 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [event for line in lines if (event := json.loads(line))["event"] == kind]
 
 
+@pytest.mark.fault("E1", "infinite loss in some updates, then the run is resumed")
 def test_skipped_groups_agree_in_ledger_metrics_and_summary_after_resume(
-    model: str, losses: Path, tmp_path: Path
+    model: str, losses: Path, tmp_path: Path, fault: Fault
 ) -> None:
     settings = [f"algorithm.loss={losses}:sometimes", "save_every=2"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     summary = run(model, whole, *settings, "steps=6")
     skipped = summary["ledger"]["dropped"]["update_skipped"]
     assert skipped >= 4, "no update was skipped"
+    fault.fired()
     assert summary["ledger"]["trained"] == 6 * 4 == len(events(whole, "trained"))
     assert skipped == len(events(whole, "dropped")) == steps_of(whole)[-1]["train/skipped_groups"]
     assert [step["step"] for step in steps_of(whole)] == list(range(1, 7))
@@ -65,9 +68,13 @@ def test_skipped_groups_agree_in_ledger_metrics_and_summary_after_resume(
     assert resumed["ledger"] == summary["ledger"]
     assert events(parts, "dropped") == events(whole, "dropped")
     assert weights(parts, 6) == weights(whole, 6)
+    fault.audited(parts)
 
 
-def test_run_stops_and_batch_can_be_replayed(model: str, losses: Path, tmp_path: Path) -> None:
+@pytest.mark.fault("E1", "infinite loss in every update of a run")
+def test_run_stops_and_batch_can_be_replayed(
+    model: str, losses: Path, tmp_path: Path, fault: Fault
+) -> None:
     folder = tmp_path / "run"
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
@@ -80,6 +87,7 @@ def test_run_stops_and_batch_can_be_replayed(model: str, losses: Path, tmp_path:
     result = paceline("train", recipe)
     output = " ".join(result.output.split())
     assert result.exit_code == 14, result.output
+    fault.fired()
     assert "12 updates in a row were skipped (train.max_skipped_updates = 12)" in output
     assert "only the gradient is not finite: it overflows" in output
     assert not children()

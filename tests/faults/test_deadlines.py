@@ -15,6 +15,7 @@ import pytest
 from paceline import run
 from paceline.errors import StalledError, WorkerDied
 from paceline.watchdog import Patience
+from tests.fault_report import Fault
 from tests.faults.test_workers import config, pids
 from tests.processes import children
 
@@ -60,11 +61,15 @@ class Program:
             self.process.kill()
 
 
+@pytest.mark.fault("B6", "environment blocks the event loop")
 def test_run_ends_with_stacks_when_environment_blocks_event_loop(
-    model: str, tmp_path: Path
+    model: str, tmp_path: Path, fault: Fault
 ) -> None:
     program = Program(model, tmp_path, "stall_timeout_s=3")
+    program.until_blocked()
+    fault.fired()
     output = " ".join(program.output().split())
+    fault.detected()
     assert program.process.returncode == StalledError.exit_code, output
     assert "environment.py:11 in run" in output and "(stall_timeout_s = 3)" in output
     stacks = (program.run_dir / "logs" / "stacks.txt").read_text()
@@ -72,12 +77,17 @@ def test_run_ends_with_stacks_when_environment_blocks_event_loop(
     assert "worker 'train', process" in stacks and stacks.count("host.py") >= 2
 
 
-def test_sigterm_ends_run_whose_event_loop_is_blocked(model: str, tmp_path: Path) -> None:
+@pytest.mark.fault("A13", "SIGTERM while the event loop is blocked")
+def test_sigterm_ends_run_whose_event_loop_is_blocked(
+    model: str, tmp_path: Path, fault: Fault
+) -> None:
     program = Program(model, tmp_path)
     program.until_blocked()
     program.process.terminate()
+    fault.fired()
     begun = time.monotonic()
     output = program.output()
+    fault.detected()
     assert program.process.returncode == 128 + signal.SIGTERM, output
     assert time.monotonic() - begun < 30 and "stopped before the first checkpoint" in output
 
@@ -111,6 +121,7 @@ def test_sigterm_ends_run_whose_event_loop_is_blocked(model: str, tmp_path: Path
         ),
     ],
 )
+@pytest.mark.fault("A11", "worker {victim} gets {number.name} in {stage}")
 def test_start_fails_within_deadline_when_worker_is_lost(
     model: str,
     tmp_path: Path,
@@ -120,6 +131,7 @@ def test_start_fails_within_deadline_when_worker_is_lost(
     number: signal.Signals,
     error: type[Exception],
     message: str,
+    fault: Fault,
 ) -> None:
     chosen = config(model, tmp_path, "steps=1", "save_every=1")
     if stage == "_restore":
@@ -134,6 +146,7 @@ def test_start_fails_within_deadline_when_worker_is_lost(
 
     async def injected(*args: Any) -> Any:
         os.kill(pids(tmp_path)[victim], number)
+        fault.fired()
         return await before(*args)
 
     monkeypatch.setattr(owner, stage, injected)
@@ -141,4 +154,5 @@ def test_start_fails_within_deadline_when_worker_is_lost(
         monkeypatch.setattr(run, "Patience", Limit)  # of the stages after the workers have started
     with pytest.raises(error, match=message):
         asyncio.run(run.train(chosen))
+    fault.detected()
     assert not children(), "a process is left over"

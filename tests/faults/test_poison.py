@@ -12,6 +12,7 @@ from paceline.errors import WorkerDied
 from paceline.run import train
 from paceline.workers.local import LocalCluster
 from tests.e2e.test_runs import SEPARATE
+from tests.fault_report import Fault
 from tests.faults.poison import POISON_TOKENS, build_with_poison
 from tests.models import random_model
 from tests.processes import children
@@ -50,19 +51,24 @@ def run(settings: list[str], *more: str) -> dict[str, Any]:
         assert not children()
 
 
-def test_only_poison_prompt_is_dropped_and_never_met_again(settings: list[str]) -> None:
+@pytest.mark.fault("D7", "one prompt kills its rollout worker")
+def test_only_poison_prompt_is_dropped_and_never_met_again(
+    settings: list[str], fault: Fault
+) -> None:
     more = [*SEPARATE, "schedule.max_staleness=1", "fleet.max_restarts=3"]
     first = run(settings, *more, "steps=4")
     assert first["ledger"]["dropped"] == {"quarantined": 2}, "once in each epoch"
     assert first["ledger"]["trained"] == 4 * 4
     assert first["fleet"]["replaced"] == 3
+    fault.fired()
     resumed = run(settings, *more, "steps=7")
     assert resumed["ledger"]["dropped"]["quarantined"] >= 3
     assert resumed["fleet"]["replaced"] == 0
 
 
+@pytest.mark.fault("D7", "one prompt kills the worker of the only pool")
 def test_poison_prompt_is_found_when_each_death_ends_run(
-    settings: list[str], monkeypatch: pytest.MonkeyPatch
+    settings: list[str], monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
     # With a GPU, the worker of a single pool is a process.
     monkeypatch.setattr(LocalCluster, "gpus", lambda *_: [0])
@@ -71,4 +77,5 @@ def test_poison_prompt_is_found_when_each_death_ends_run(
             run(settings, "steps=3")
     found = run(settings, "steps=3")
     assert found["ledger"]["dropped"] == {"quarantined": 1}
+    fault.fired()
     assert found["ledger"]["trained"] == 3 * 4

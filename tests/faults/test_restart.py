@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.fault_report import Fault
 from tests.models import random_model
 
 ROOT = Path(__file__).parents[2]
@@ -88,16 +89,20 @@ def kill_all(process: psutil.Process) -> None:
     assert not psutil.wait_procs(others, timeout=20)[1]
 
 
-def test_run_resumes_after_controller_is_killed(model: str, tmp_path: Path) -> None:
+@pytest.mark.fault("A9", "controller killed under --restart")
+def test_run_resumes_after_controller_is_killed(model: str, tmp_path: Path, fault: Fault) -> None:
     run = Supervised(model, tmp_path, "steps=40")
     try:
         kill_all(run.run())
+        fault.fired()
         output = run.end()
+        fault.recovered()
     finally:
         run.close()
     found = re.search(r"killed by signal 9 .* restart 1 of 2 from the checkpoint of step", output)
     assert found, output
     check(tmp_path, 40)
+    fault.audited(tmp_path)
     assert not psutil.Process().children()
 
 
@@ -118,8 +123,13 @@ def test_sigterm_to_all_processes_saves_current_step(model: str, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_run_resumes_after_trainer_and_controller_are_killed(model: str, tmp_path: Path) -> None:
+@pytest.mark.fault("A11", "trainer and then controller killed under --restart")
+def test_run_resumes_after_trainer_and_controller_are_killed(
+    model: str, tmp_path: Path, fault: Fault
+) -> None:
     survive_kills(model, tmp_path, "placement.actor=train", "placement.rollout=rollout")
+    fault.fired()
+    fault.audited(tmp_path)
 
 
 def survive_kills(model: str, run_dir: Path, *settings: str) -> None:

@@ -14,12 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import pytest
 
 from paceline.config import load_config
 from paceline.data.source import open_source
 from paceline.data.tiny import make_tokenizer
 from tests import witness
 from tests.audits import assert_consistent
+from tests.fault_report import Fault
 from tests.faults.test_workers import SETTINGS
 
 ROOT = Path(__file__).parents[2]
@@ -100,7 +102,12 @@ def check_witness(model: str, run_dir: Path) -> None:
     assert rows == [list(prompts[seq].tokens) for seq in range(4 * len(steps)) for _ in range(4)]
 
 
-def test_run_resumes_without_loss_after_suspension_and_kill(model: str, tmp_path: Path) -> None:
+@pytest.mark.fault("B4", "all processes of a run suspended, its queue among them")
+@pytest.mark.fault("A5", "reward process killed during a run")
+@pytest.mark.fault("A9", "controller killed")
+def test_run_resumes_without_loss_after_suspension_and_kill(
+    model: str, tmp_path: Path, fault: Fault
+) -> None:
     with running(model, tmp_path, "steps=100000") as run:
         run.more(3)
         pids = run.pids()
@@ -109,11 +116,15 @@ def test_run_resumes_without_loss_after_suspension_and_kill(model: str, tmp_path
         time.sleep(5)  # longer than the heartbeat timeout and reward.timeout_s
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
+        fault.fired("B4")
         run.more(5)
+        fault.recovered("B4")
         os.kill(run.pids("paceline.reward.worker")[0], signal.SIGKILL)
+        fault.fired("A5")
         run.more(5)
         pids = run.pids()
         run.process.kill()
+        fault.fired("A9")
         reached = run.steps
         run.process.wait()
         left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
@@ -125,8 +136,10 @@ def test_run_resumes_without_loss_after_suspension_and_kill(model: str, tmp_path
     with running(model, tmp_path, f"steps={reached + 3}") as run:
         output = run.process.communicate(timeout=240)[0]
         assert run.process.returncode == 0, output
+        fault.recovered("A9")
     check_ledger(tmp_path)
     assert_consistent(tmp_path)
+    fault.audited(tmp_path)
     check_witness(model, tmp_path)
     assert not list((tmp_path / "checkpoints").glob(".*"))
     assert not (tmp_path / "control.sock").exists()

@@ -17,6 +17,7 @@ from paceline.control import send_command
 from paceline.errors import ConfigError, WorkerDied
 from paceline.run import train
 from tests.audits import assert_consistent
+from tests.fault_report import Fault
 from tests.processes import children
 
 SETTINGS = [
@@ -134,17 +135,22 @@ async def mid_generation(run_dir: Path, name: str) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_fleet_replaces_worker_when_killed_during_generation(model: str, tmp_path: Path) -> None:
+@pytest.mark.fault("A2", "rollout worker killed during generation")
+def test_fleet_replaces_worker_when_killed_during_generation(
+    model: str, tmp_path: Path, fault: Fault
+) -> None:
     async def script(steps: Steps) -> None:
         await steps.more(3)
         before = pids(tmp_path)["rollout"]
         await mid_generation(tmp_path, "rollout")
         os.kill(before, signal.SIGKILL)
+        fault.fired()
         await steps.until(
             lambda: (
                 steps.metrics[-1]["fleet/replaced"] == 1 and steps.metrics[-1]["fleet/engines"] == 1
             )
         )
+        fault.recovered()
         await steps.more(5)
         assert pids(tmp_path)["rollout"] != before
         assert [(row["state"], row["incarnation"]) for row in await command(tmp_path, "list")] == [
@@ -152,41 +158,99 @@ def test_fleet_replaces_worker_when_killed_during_generation(model: str, tmp_pat
         ]
 
     play(config(model, tmp_path), script)
+    fault.audited(tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.fault("A1", "idle rollout worker killed")
+def test_fleet_replaces_worker_when_killed_while_idle(
+    model: str, tmp_path: Path, fault: Fault
+) -> None:
+    async def script(steps: Steps) -> None:
+        await steps.more(2)
+        await command(tmp_path, "pause")
+        while any(row["tokens_per_s"] for row in await command(tmp_path, "list")):
+            await asyncio.sleep(0.1)
+        os.kill(pids(tmp_path)["rollout"], signal.SIGKILL)
+        fault.fired()
+        while [row["incarnation"] for row in await command(tmp_path, "list")] != [1]:
+            await asyncio.sleep(0.05)
+        fault.detected()
+        await command(tmp_path, "resume")
+        await steps.until(lambda: steps.metrics[-1]["fleet/replaced"] == 1)
+        fault.recovered()
+        await steps.more(3)
+
+    play(config(model, tmp_path), script)
+    fault.audited(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.fault("B3", "trainer suspended for less than its deadline")
+def test_run_keeps_staleness_bound_when_trainer_is_suspended(
+    model: str, tmp_path: Path, fault: Fault
+) -> None:
+    async def script(steps: Steps) -> None:
+        await steps.more(2)
+        trainer = psutil.Process(pids(tmp_path)["train"])
+        trainer.suspend()
+        # The engine generates until every ticket is taken, and then waits.
+        while any(row["load"] for row in await command(tmp_path, "list")):
+            await asyncio.sleep(0.1)
+        assert trainer.status() == psutil.STATUS_STOPPED
+        trainer.resume()
+        fault.fired()
+        await steps.more(3)
+        fault.recovered()
+
+    play(config(model, tmp_path), script)  # checks the bound in ledger and metrics
+    fault.audited(tmp_path)
+
+
+@pytest.mark.fault("B1", "rollout worker suspended for longer than its heartbeat timeout")
+@pytest.mark.fault("B2", "suspended rollout worker wakes up after it was replaced")
 def test_fleet_replaces_suspended_worker_and_discards_its_messages(
-    model: str, tmp_path: Path
+    model: str, tmp_path: Path, fault: Fault
 ) -> None:
     async def script(steps: Steps) -> None:
         await steps.more(3)
         suspended = pids(tmp_path)["rollout"]
         await mid_generation(tmp_path, "rollout")
         os.kill(suspended, signal.SIGSTOP)
+        fault.fired("B1")
         # Wait until the heartbeat timeout has passed.
         while any(row["incarnation"] == 0 for row in await command(tmp_path, "list")):
             await asyncio.sleep(0.01)
+        fault.detected("B1")
         os.kill(suspended, signal.SIGCONT)
+        fault.fired("B2")
         await steps.until(lambda: steps.metrics[-1]["fleet/fenced_messages"] > 0)
+        fault.detected("B2")
         await steps.until(
             lambda: (
                 steps.metrics[-1]["fleet/replaced"] == 1 and steps.metrics[-1]["fleet/engines"] == 2
             )
         )
+        fault.recovered()
         await steps.more(5)
         if psutil.pid_exists(suspended):
             assert psutil.Process(suspended).status() == psutil.STATUS_ZOMBIE
 
     play(config(model, tmp_path, "placement.rollout_workers=2"), script)
+    fault.audited(tmp_path)
 
 
+@pytest.mark.fault("A4", "rollout worker suspended before a weight sync")
 def test_fleet_replaces_worker_when_suspended_during_weight_sync(
-    model: str, tmp_path: Path
+    model: str, tmp_path: Path, fault: Fault
 ) -> None:
     async def script(steps: Steps) -> None:
         await steps.more(3)
         # The trainer continues with the queued groups; then no engine loads its weights.
         os.kill(pids(tmp_path)["rollout"], signal.SIGSTOP)
+        fault.fired()
         await steps.until(lambda: steps.metrics[-1]["fleet/replaced"] == 1)
+        fault.recovered()
         await steps.more(5)
 
     play(
@@ -238,12 +302,16 @@ def test_run_can_be_paused_and_resumed(model: str, tmp_path: Path) -> None:
     play(config(model, tmp_path), script)
 
 
-def test_run_fails_when_worker_exceeds_max_restarts(model: str, tmp_path: Path) -> None:
+@pytest.mark.fault("A1", "rollout worker and its replacement killed")
+def test_run_fails_when_worker_exceeds_max_restarts(
+    model: str, tmp_path: Path, fault: Fault
+) -> None:
     async def script(steps: Steps) -> None:
         await steps.more(1)
         while True:  # kill each replacement before it finishes a completion
             if pid := pids(tmp_path).get("rollout"):
                 os.kill(pid, signal.SIGKILL)
+                fault.fired()
             await asyncio.sleep(0.05)
 
     with pytest.raises(
@@ -251,5 +319,7 @@ def test_run_fails_when_worker_exceeds_max_restarts(model: str, tmp_path: Path) 
         match=r"rollout worker 'rollout' failed 2 times in a row .*\(fleet\.max_restarts = 1\)",
     ):
         play(config(model, tmp_path, "fleet.max_restarts=1"), script)
+    fault.detected()
     assert not children()
     assert_consistent(tmp_path)
+    fault.audited(tmp_path)

@@ -19,6 +19,7 @@ from paceline.remote.worker import Worker
 from paceline.run import train
 from tests.audits import assert_consistent
 from tests.e2e.test_runs import SEPARATE, SMALL, config, run, weights
+from tests.fault_report import Fault
 
 FAULTS = 5  # percent of Ray's calls
 SPLIT = [
@@ -116,8 +117,14 @@ def test_run_on_ray_respects_staleness_bound_and_balances_ledger(
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.fault("A2", "rollout worker on Ray gets {how.name}")
 def test_every_prompt_is_trained_once_when_worker_is_killed_or_suspended(
-    how: signal.Signals, model: str, address: str, started: dict[str, Worker], tmp_path: Path
+    how: signal.Signals,
+    model: str,
+    address: str,
+    started: dict[str, Worker],
+    tmp_path: Path,
+    fault: Fault,
 ) -> None:
     async def send_signal() -> None:
         os.kill(await started["rollout"].call("host", "pid"), how)
@@ -145,6 +152,8 @@ def test_every_prompt_is_trained_once_when_worker_is_killed_or_suspended(
     assert trained(tmp_path) == list(range(240)), "a prompt was lost or repeated"
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert min(row["fleet/engines"] for row in rows) == 1, "no engine was ever missing"
+    fault.fired()
+    fault.audited(tmp_path)
     assert not workers_left()
 
 
@@ -166,8 +175,9 @@ def test_run_on_new_cluster_trains_first_step_within_30_seconds(model: str, tmp_
     assert str(tmp_path) not in processes, "a process is still running"
 
 
+@pytest.mark.fault("F5", "5 % of calls between Ray processes fail")
 def test_every_prompt_is_trained_once_when_5_percent_of_calls_fail(
-    model: str, tmp_path: Path
+    model: str, tmp_path: Path, fault: Fault
 ) -> None:
     """Use the fault injection of Ray: requests, replies and calls in flight are lost."""
     third = FAULTS / 3
@@ -209,6 +219,8 @@ def test_every_prompt_is_trained_once_when_5_percent_of_calls_fail(
     )
     ledger = json.loads((folder / "summary.json").read_text())["ledger"]
     assert ledger["issued"] == ledger["trained"] + ledger["outstanding"]
+    fault.fired()
+    fault.audited(folder)
 
 
 _LOGGED = """
@@ -238,7 +250,10 @@ def test_stopped_run_releases_its_devices(model: str, address: str, tmp_path: Pa
     assert on_ray(model, tmp_path, address, *SEPARATE, *ranks)["steps"] == 4
 
 
-def test_sigterm_stops_run_on_ray_and_prints_how_to_resume(model: str, tmp_path: Path) -> None:
+@pytest.mark.fault("A13", "SIGTERM to a run on Ray")
+def test_sigterm_stops_run_on_ray_and_prints_how_to_resume(
+    model: str, tmp_path: Path, fault: Fault
+) -> None:
     settings = [
         f"model={model}",
         f"run_dir={tmp_path}/run",
@@ -265,8 +280,10 @@ def test_sigterm_stops_run_on_ray_and_prints_how_to_resume(model: str, tmp_path:
             ):
                 time.sleep(0.1)
             process.send_signal(signal.SIGTERM)
+            fault.fired()
             assert process.stdout is not None
             output = process.stdout.read()
+            fault.detected()
         finally:
             process.kill()
     assert process.returncode == 128 + signal.SIGTERM, output

@@ -21,6 +21,7 @@ from paceline.remote.worker import Worker
 from paceline.workers import ray as place_ray
 from paceline.workers.cluster import Device, PlannedWorker
 from paceline.workers.ray import RayCluster
+from tests.fault_report import Fault
 from tests.ray.parts import build
 
 
@@ -93,8 +94,9 @@ def test_workers_run_on_planned_nodes_and_reply_in_order(
     assert not left
 
 
+@pytest.mark.fault("A1", "worker on Ray killed")
 def test_worker_dies_at_once_when_killed(
-    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
     async def check() -> None:
         async with opened(address, tmp_path, monkeypatch) as cluster:
@@ -104,18 +106,22 @@ def test_worker_dies_at_once_when_killed(
             started = time.monotonic()
             reply = worker.start_call("part", "record", 1)
             os.kill(pid, signal.SIGKILL)
+            fault.fired()
             with pytest.raises(WorkerDied, match="worker 'killed' died"):
                 await reply
                 await worker.call("part", "record", 2)
                 await asyncio.shield(worker.died)
+            fault.detected()
             assert time.monotonic() - started < 5
             await close(worker)
 
     asyncio.run(check())
 
 
+@pytest.mark.fault("B1", "worker on Ray suspended")
+@pytest.mark.fault("B2", "suspended worker on Ray wakes up")
 def test_worker_is_fenced_and_can_be_replaced_when_suspended(
-    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
     monkeypatch.setattr(place_ray, "SILENCE_S", 2.0)
 
@@ -129,17 +135,21 @@ def test_worker_is_fenced_and_can_be_replaced_when_suspended(
             await worker.call("part", "tick", True)
             await wait_until(lambda: events)
             os.kill(pid, signal.SIGSTOP)
+            fault.fired("B1")
             with pytest.raises(WorkerDied, match=r"worker .suspended. .*did not respond"):
                 await asyncio.wait_for(asyncio.shield(worker.died), 20)
+            fault.detected("B1")
             count = len(events)
             if psutil.pid_exists(pid):
                 os.kill(pid, signal.SIGCONT)
             with pytest.raises(WorkerDied):
                 await worker.call("part", "record", 1)
+            fault.fired("B2")
             assert len(events) == count, "an event of a dead worker was delivered"
             replacement = await cluster.start(on(cluster, "suspended", 1))
             await replacement.ready()
             assert await replacement.call("part", "record", 7) == 7
+            fault.recovered("B1")
             await close(worker, replacement)
             await wait_until(lambda: not psutil.pid_exists(pid))
 

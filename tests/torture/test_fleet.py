@@ -18,6 +18,7 @@ from paceline.rollout.quarantine import Quarantine
 from paceline.sync.weights import Weights
 from paceline.types import Completion, Request
 from tests.fakes import FakeEngine, World
+from tests.fault_report import Fault
 from tests.torture.test_loop import MODES, random_world, staleness_in_data
 from tests.virtual import run_virtual
 
@@ -116,8 +117,9 @@ def torture(seed: int, mode: str) -> tuple[World, Nemesis]:
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.fault("F6", "random faults of engines in 100 runs")
 def test_every_prompt_is_trained_once_while_engines_fail(
-    mode: str, monkeypatch: pytest.MonkeyPatch
+    mode: str, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
     monkeypatch.setattr(quarantine, "MAX_DEATHS", 1000)  # no prompt causes a failure here
     schedule, done, replaced, fenced_messages = MODES[mode], Counter[str](), 0, 0
@@ -139,6 +141,8 @@ def test_every_prompt_is_trained_once_while_engines_fail(
         for act in ("_kill", "_suspend", "_fail_loads", "_slow_loads", "_add", "_remove", "_pause")
     ), f"actions: {done}"
     assert replaced > 20 and fenced_messages > 0
+    fault.fired()
+    fault.counted(lost=0, twice=0)  # seqs, in each of the 100 runs
 
 
 def play(world: World, script: object) -> World:
@@ -168,10 +172,12 @@ def test_bound_breaks_when_engine_with_old_weights_stays_in_rotation(
     assert sum(torture(seed, "async swap")[0].ledger.dropped["stale"] for seed in range(30))
 
 
-def test_training_continues_while_dead_engine_is_replaced() -> None:
+@pytest.mark.fault("A1", "engine dies, and its replacement needs 120 s to start")
+def test_training_continues_while_dead_engine_is_replaced(fault: Fault) -> None:
     async def script(world: World) -> None:
         await asyncio.sleep(3)
         world.engines[0].die()
+        fault.fired()
         before = world.loop.step
         await asyncio.sleep(50)
         assert world.loop.step > before + 3, "training stopped while the new engine was starting"
@@ -183,33 +189,41 @@ def test_training_continues_while_dead_engine_is_replaced() -> None:
         script,
     )
     assert world.fleet.replaced == 1
+    world.ledger.check()
+    fault.counted(lost=0, twice=0)
     assert {member.name for member in world.fleet} == {"rollout-0", "rollout-1"}
     assert {member.incarnation for member in world.fleet} == {1, 2}
 
 
-def test_unresponsive_engine_is_replaced_and_its_late_messages_are_fenced() -> None:
+@pytest.mark.fault("B2", "suspended engine replaced, wakes up and sends messages")
+def test_unresponsive_engine_is_replaced_and_its_late_messages_are_fenced(fault: Fault) -> None:
     async def script(world: World) -> None:
         await asyncio.sleep(3)
         frozen = world.engines[0]
         assert frozen.running
         frozen.freeze()
+        fault.fired()
         await asyncio.sleep(19)
         assert not frozen.worker.died.done()
         await asyncio.sleep(3)
         assert frozen.worker.died.done()
+        fault.detected(seconds=22)
         frozen.thaw()
         await asyncio.sleep(30)
         assert world.fleet.fenced_messages > 0
 
     world = play(World(schedule=MODES["async swap"], num_engines=2, elastic=True, steps=40), script)
     assert [group.seq for group in world.observer.groups] == list(range(40 * 3))
+    fault.counted(lost=0, twice=0)
 
 
-def test_run_fails_when_engine_exceeds_max_restarts() -> None:
+@pytest.mark.fault("A1", "engine dies at every start")
+def test_run_fails_when_engine_exceeds_max_restarts(fault: Fault) -> None:
     async def script(world: World) -> None:
         await asyncio.sleep(3)
         world.start_failures = 10
         world.engines[1].die()
+        fault.fired()
 
     with pytest.raises(
         WorkerDied,
@@ -228,7 +242,8 @@ def test_run_fails_when_engine_exceeds_max_restarts() -> None:
         )
 
 
-def test_engine_is_replaced_without_limit_if_it_finishes_completions() -> None:
+@pytest.mark.fault("A1", "engine dies ten times in one run")
+def test_engine_is_replaced_without_limit_if_it_finishes_completions(fault: Fault) -> None:
     async def script(world: World) -> None:
         for _ in range(10):
             await asyncio.sleep(60)
@@ -239,6 +254,7 @@ def test_engine_is_replaced_without_limit_if_it_finishes_completions() -> None:
         script,
     )
     assert world.fleet.replaced == 10
+    fault.fired()
 
 
 class PromptSensitive(FakeEngine):
@@ -252,7 +268,8 @@ class PromptSensitive(FakeEngine):
 
 
 @pytest.mark.parametrize("num_engines", [1, 2, 5])
-def test_only_prompt_that_kills_engines_is_quarantined(num_engines: int) -> None:
+@pytest.mark.fault("D7", "one prompt kills its engine, {num_engines} engines")
+def test_only_prompt_that_kills_engines_is_quarantined(num_engines: int, fault: Fault) -> None:
     for seed in range(4):
         world = World(
             seed=seed,
@@ -268,9 +285,12 @@ def test_only_prompt_that_kills_engines_is_quarantined(num_engines: int) -> None
         seqs = [group.seq for group in world.observer.groups]
         assert seqs == [seq for seq in range(30 * 8 + 1) if seq != 4], f"seed {seed}"
         assert world.fleet.replaced == 3
+        fault.fired()
+        fault.counted(lost=0, twice=0)
 
 
-def test_quarantined_prompt_is_not_met_again_by_resumed_run(tmp_path: Path) -> None:
+@pytest.mark.fault("D7", "one prompt kills its engine, then the run is resumed")
+def test_quarantined_prompt_is_not_met_again_by_resumed_run(tmp_path: Path, fault: Fault) -> None:
     path, replaced = tmp_path / "quarantine.jsonl", []
     for _ in range(2):
         world = World(
@@ -284,9 +304,11 @@ def test_quarantined_prompt_is_not_met_again_by_resumed_run(tmp_path: Path) -> N
         assert world.ledger.dropped == {"quarantined": 1}
         replaced.append(world.fleet.replaced)
     assert replaced == [3, 0]
+    fault.fired()
 
 
-def test_prompt_is_found_when_each_death_ends_run(tmp_path: Path) -> None:
+@pytest.mark.fault("D7", "one prompt kills the only engine, and with it the run")
+def test_prompt_is_found_when_each_death_ends_run(tmp_path: Path, fault: Fault) -> None:
     path, died = tmp_path / "quarantine.jsonl", 0
     for _ in range(4):
         world = World(make_engine=PromptSensitive, quarantine=Quarantine(path))
@@ -295,9 +317,11 @@ def test_prompt_is_found_when_each_death_ends_run(tmp_path: Path) -> None:
         except WorkerDied:
             died += 1
     assert died == 3 and world.ledger.dropped == {"quarantined": 1}
+    fault.fired()
 
 
-def test_prompt_is_not_blamed_when_engines_die_together() -> None:
+@pytest.mark.fault("A11", "five engines die together")
+def test_prompt_is_not_blamed_when_engines_die_together(fault: Fault) -> None:
     class SilentlyDying(FakeEngine):
         """Engine whose death is noticed only when it is called."""
 
@@ -324,7 +348,9 @@ def test_prompt_is_not_blamed_when_engines_die_together() -> None:
     )
     play(world, script)
     assert world.fleet.replaced == 5 and not world.ledger.dropped
+    fault.fired()
     assert [group.seq for group in world.observer.groups] == list(range(30 * 10))
+    fault.counted(lost=0, twice=0)
 
 
 def test_other_engines_resume_completions_of_removed_engine() -> None:
@@ -348,7 +374,8 @@ def test_other_engines_resume_completions_of_removed_engine() -> None:
     assert [member.name for member in world.fleet] == ["rollout-1"] and world.fleet.replaced == 0
 
 
-def test_engine_that_missed_weight_sync_gets_no_prompts_until_caught_up() -> None:
+@pytest.mark.fault("E3", "one of two engines does not get the new weights")
+def test_engine_that_missed_weight_sync_gets_no_prompts_until_caught_up(fault: Fault) -> None:
     async def script(world: World) -> None:
         await asyncio.sleep(3)
         world.engines[1].load_s = 400.0
@@ -358,6 +385,7 @@ def test_engine_that_missed_weight_sync_gets_no_prompts_until_caught_up() -> Non
             await asyncio.sleep(0.5)
         slow = next(member for member in world.fleet if member.name == "rollout-1")
         assert slow.state is State.CATCHING_UP and not slow.in_rotation
+        fault.fired()
         tokens, before = world.engines[1].tokens, world.loop.step
         await asyncio.sleep(60)
         made = world.engines[1].tokens
@@ -391,10 +419,12 @@ class UnresponsiveWhileLoading(FakeEngine):
 
 
 @pytest.mark.parametrize("mode", ["async interrupt", "one step off"])
-def test_sync_does_not_wait_for_engine_that_is_loading(mode: str) -> None:
+@pytest.mark.fault("E3", "one of two engines takes 30 s to load")
+def test_sync_does_not_wait_for_engine_that_is_loading(mode: str, fault: Fault) -> None:
     async def script(world: World) -> None:
         await asyncio.sleep(10)
         world.engines[1].load_s = 30.0
+        fault.fired()
         while world.loop.step < 15:
             await asyncio.sleep(1)
         world.engines[1].load_s = 0.1

@@ -25,6 +25,7 @@ from paceline.rollout.environment import Generate
 from paceline.schedule import ScheduleSettings
 from paceline.types import OnSync, Prompt, Trajectory
 from tests.fakes import FakeEngine, World
+from tests.fault_report import Fault
 from tests.virtual import run_virtual
 
 MODES = {
@@ -141,9 +142,8 @@ def test_bound_breaks_when_tickets_return_before_weights_are_live(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_failed_groups_are_dropped_and_replaced(
-    mode: str,
-) -> None:
+@pytest.mark.fault("D1", "reward raises for 8 of 40 prompts")
+def test_failed_groups_are_dropped_and_replaced(mode: str, fault: Fault) -> None:
     schedule = MODES[mode]
     for seed in range(100):
         bad = set(random.Random(seed).sample(range(40), 8))
@@ -164,10 +164,13 @@ def test_failed_groups_are_dropped_and_replaced(
         assert counts["dropped"].get("reward_failed", 0) <= len(bad)
         settled = counts["trained"] + sum(counts["dropped"].values())
         assert counts["issued"] == settled + counts["outstanding"]
+        fault.fired()
+        fault.counted(lost=0, twice=len(trained) - len(set(trained)))
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_small_queue_limits_generation_and_drops_nothing(mode: str) -> None:
+@pytest.mark.fault("F1", "queue smaller than the admitted groups")
+def test_small_queue_limits_generation_and_drops_nothing(mode: str, fault: Fault) -> None:
     schedule = MODES[mode]
     for seed in range(100):
         world = random_world(seed, schedule)
@@ -176,10 +179,12 @@ def test_small_queue_limits_generation_and_drops_nothing(mode: str) -> None:
         world.ledger.check()
         assert max(staleness_in_data(world)) <= schedule.max_staleness
         assert not world.ledger.dropped["queue_full"]
+    fault.fired()
 
 
 @pytest.mark.parametrize("victim", ["feed", "train", "watch", "rollout"])
-def test_run_fails_when_task_is_cancelled(victim: str) -> None:
+@pytest.mark.fault("A9", "task {victim} of the controller dies")
+def test_run_fails_when_task_is_cancelled(victim: str, fault: Fault) -> None:
     for seed in range(20):
 
         async def scenario(seed: int = seed) -> None:
@@ -192,6 +197,7 @@ def test_run_fails_when_task_is_cancelled(victim: str) -> None:
             ):
                 await asyncio.sleep(0.1)
             tasks[0].cancel()
+            fault.fired()
             async with asyncio.timeout(1):
                 await run
 
@@ -225,11 +231,13 @@ def test_run_ends_when_weight_check_fails() -> None:
     assert len(world.trainer.steps) in (2, 3)
 
 
-def test_run_continues_when_weight_check_never_ends() -> None:
+@pytest.mark.fault("B7", "comparison of weights never ends")
+def test_run_continues_when_weight_check_never_ends(fault: Fault) -> None:
     world = World(schedule=MODES["async swap"])
     world.check_weights = lambda groups, version: asyncio.sleep(1e9)
     run_virtual(world.build().run())
     assert len(world.trainer.steps) == world.steps
+    fault.fired()
 
 
 def test_run_fails_when_worker_dies() -> None:
@@ -260,9 +268,8 @@ def test_cancelling_run_cancels_all_its_tasks() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_failed_weight_sync_is_retried(
-    mode: str,
-) -> None:
+@pytest.mark.fault("E2", "weight sync fails twice")
+def test_failed_weight_sync_is_retried(mode: str, fault: Fault) -> None:
     async def scenario() -> World:
         world = World(schedule=MODES[mode])
         loop = world.build()
@@ -272,14 +279,17 @@ def test_failed_weight_sync_is_retried(
 
     world = run_virtual(scenario())
     assert world.synchronizer.retried == 2 and world.engines[0].version == world.steps
+    fault.fired()
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_engine_catches_up_after_failed_load(mode: str) -> None:
+@pytest.mark.fault("E3", "sync to one of two engines fails twice")
+def test_engine_catches_up_after_failed_load(mode: str, fault: Fault) -> None:
     async def scenario() -> World:
         world = World(schedule=MODES[mode], num_engines=2, steps=12)
         loop = world.build()
         world.engines[1].fail_loads = 2
+        fault.fired()
         await loop.run()
         return world
 
@@ -289,7 +299,8 @@ def test_engine_catches_up_after_failed_load(mode: str) -> None:
     assert max(staleness_in_data(world)) <= MODES[mode].max_staleness
 
 
-def test_run_fails_when_weight_sync_keeps_failing() -> None:
+@pytest.mark.fault("E2", "weight sync fails for good")
+def test_run_fails_when_weight_sync_keeps_failing(fault: Fault) -> None:
     async def scenario() -> None:
         world = World()
         loop = world.build()
@@ -298,6 +309,7 @@ def test_run_fails_when_weight_sync_keeps_failing() -> None:
 
     with pytest.raises(SyncError, match="failed 4 times: planted"):
         run_virtual(scenario())
+    fault.fired()
 
 
 def test_run_fails_when_generation_times_out() -> None:
@@ -305,16 +317,19 @@ def test_run_fails_when_generation_times_out() -> None:
         run_virtual(World(generation_timeout=0.5, engine_s=5.0).build().run())
 
 
-def test_group_is_dropped_when_generation_times_out() -> None:
+@pytest.mark.fault("B8", "completions exceed the generation timeout")
+def test_group_is_dropped_when_generation_times_out(fault: Fault) -> None:
     world = World(generation_timeout=4.0, engine_s=1.0, max_failed_groups=10_000)
     run_virtual(world.build().run())
     assert world.ledger.dropped["rollout_failed"] > 0
+    fault.fired()
     assert all(
         len(t.turns[0].completion) for group in world.observer.groups for t in group.trajectories
     )
 
 
-def test_stall_error_names_what_run_waits_for() -> None:
+@pytest.mark.fault("B7", "train step never ends")
+def test_stall_error_names_what_run_waits_for(fault: Fault) -> None:
     async def scenario() -> None:
         world = World(stall_timeout_s=60)
         loop = world.build()
@@ -332,6 +347,7 @@ def test_stall_error_names_what_run_waits_for() -> None:
         ".*train waits for train step 1",
     ):
         run_virtual(scenario())
+    fault.fired()
 
 
 def test_train_step_may_take_as_long_as_step_timeout() -> None:
@@ -353,7 +369,8 @@ def test_train_step_may_take_as_long_as_step_timeout() -> None:
         run_virtual(scenario(500))
 
 
-def test_stall_error_names_reward_when_it_hangs() -> None:
+@pytest.mark.fault("B7", "scoring never ends")
+def test_stall_error_names_reward_when_it_hangs(fault: Fault) -> None:
     async def never(*_: object) -> list[float]:
         await asyncio.sleep(1e9)
         return []
@@ -369,9 +386,11 @@ def test_stall_error_names_reward_when_it_hangs() -> None:
         match=r"train waits for groups \[0, 1, 2\] .*; 3 group\(s\) are being scored by the reward",
     ):
         run_virtual(scenario())
+    fault.fired()
 
 
-def test_stall_error_names_workers_that_are_missing() -> None:
+@pytest.mark.fault("B7", "one engine is suspended, another dies, and none can be started")
+def test_stall_error_names_workers_that_are_missing(fault: Fault) -> None:
     async def scenario() -> None:
         world = World(stall_timeout_s=60, num_engines=2, elastic=True, start_s=1e4)
         loop = world.build()
@@ -385,6 +404,7 @@ def test_stall_error_names_workers_that_are_missing() -> None:
         "worker 'rollout-0' is being started; worker 'rollout-1' is being started",
     ):
         run_virtual(scenario())
+    fault.fired()
 
 
 def test_resumed_run_trains_unfinished_prompts_first_and_once() -> None:
@@ -403,7 +423,8 @@ def test_resumed_run_trains_unfinished_prompts_first_and_once() -> None:
         assert seqs == list(range(12 * first.groups_per_step))
 
 
-def test_run_fails_when_sample_is_newer_than_trainer() -> None:
+@pytest.mark.fault("E4", "sample has a newer version than the trainer")
+def test_run_fails_when_sample_is_newer_than_trainer(fault: Fault) -> None:
     async def scenario() -> None:
         world = World()
         loop = world.build()
@@ -412,6 +433,7 @@ def test_run_fails_when_sample_is_newer_than_trainer() -> None:
 
     with pytest.raises(PacelineError, match="version 7"):
         run_virtual(scenario())
+    fault.fired()
 
 
 def test_ledger_rejects_settling_group_twice() -> None:
@@ -430,10 +452,12 @@ class Endless:
             await generate(prompt.tokens)
 
 
-def test_endless_episode_fails_at_its_deadline() -> None:
+@pytest.mark.fault("B6", "environment never ends its episode")
+def test_endless_episode_fails_at_its_deadline(fault: Fault) -> None:
     world = World(environment=Endless(), episode_timeout_s=100, stall_timeout_s=1e4)
     with pytest.raises(RolloutError, match=r"rollout.episode_timeout_s = 100 s"):
         run_virtual(world.build().run(), limit_s=150)
+    fault.fired()
 
 
 def test_episode_deadline_excludes_paused_time() -> None:

@@ -2,16 +2,21 @@
 
 import asyncio
 
+import pytest
+
 from paceline.types import Completion, Request
 from tests.fakes import FakeEngine, World
+from tests.fault_report import Fault
 from tests.torture.test_fleet import play
 from tests.torture.test_loop import MODES
 
 
-def test_late_completion_is_hedged_on_second_engine() -> None:
+@pytest.mark.fault("B8", "engine suspended for less than its deadline")
+def test_late_completion_is_hedged_on_second_engine(fault: Fault) -> None:
     async def script(world: World) -> None:
         await asyncio.sleep(3)
         world.engines[0].freeze()  # for less than the heartbeat timeout
+        fault.fired()
         await asyncio.sleep(15)
         assert any(request_id.endswith("+") for request_id in world.engines[1].seen)
         world.engines[0].thaw()
@@ -26,6 +31,7 @@ def test_late_completion_is_hedged_on_second_engine() -> None:
     )
     play(world, script)
     assert [group.seq for group in world.observer.groups] == list(range(20 * 3))
+    fault.counted(lost=0, twice=0)
     assert not world.ledger.dropped
     assert world.fleet.replaced == 0
 

@@ -10,6 +10,7 @@ from paceline.errors import RolloutError
 from paceline.rollout.environment import Generate, SingleTurn
 from paceline.types import Prompt, Trajectory
 from tests.fakes import World
+from tests.fault_report import Fault
 from tests.torture.test_loop import MODES, random_world, staleness_in_data
 from tests.virtual import run_virtual
 
@@ -60,13 +61,16 @@ def test_turn_rewards_count_in_dynamic_sampling_and_metrics() -> None:
     assert all(row["reward/uniform_group_fraction"] == 0 for row in world.observer.rows)
 
 
-def test_dynamic_sampling_fails_when_all_rewards_are_equal() -> None:
+@pytest.mark.fault("D6", "all rewards are equal, and groups with equal rewards are filtered")
+def test_dynamic_sampling_fails_when_all_rewards_are_equal(fault: Fault) -> None:
     world = World(dynamic_sampling=True, score=lambda _: [0.0] * 5)
     with pytest.raises(RolloutError, match=r"151 with reward 0.*too hard or too easy"):
         run_virtual(world.build().run())
+    fault.fired()
 
 
-def test_group_continues_without_late_trajectories_down_to_min_size() -> None:
+@pytest.mark.fault("B8", "one completion of a group is late")
+def test_group_continues_without_late_trajectories_down_to_min_size(fault: Fault) -> None:
     sizes = []
     for seed in range(20):
         world = World(
@@ -80,6 +84,7 @@ def test_group_continues_without_late_trajectories_down_to_min_size() -> None:
         sizes += [len(group.trajectories) for group in world.observer.groups]
         assert all(len(batch.groups) == len(batch.rewards) for batch in world.trainer.batches)
     assert set(sizes) == {2, 3, 4}
+    fault.fired()
 
 
 def test_greedy_completion_is_baseline_and_not_trained() -> None:

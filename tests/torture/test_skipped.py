@@ -9,6 +9,7 @@ import pytest
 from paceline.errors import NonFiniteError
 from paceline.types import Batch
 from tests.fakes import FakeTrainer, World
+from tests.fault_report import Fault
 from tests.torture.test_loop import MODES, random_world, staleness_in_data
 from tests.virtual import run_virtual
 
@@ -37,7 +38,10 @@ def build(world: World, fails: Callable[[], bool], limit: int = 1000) -> BadNumb
 
 @pytest.mark.parametrize("takes_turns", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_group_is_trained_once_or_booked_as_skipped(mode: str, takes_turns: bool) -> None:
+@pytest.mark.fault("E1", "NaN in 30 % of updates")
+def test_group_is_trained_once_or_booked_as_skipped(
+    mode: str, takes_turns: bool, fault: Fault
+) -> None:
     skipped = 0
     for seed in range(25):
         world = random_world(seed, MODES[mode])
@@ -56,14 +60,18 @@ def test_group_is_trained_once_or_booked_as_skipped(mode: str, takes_turns: bool
         world.ledger.check()
         skipped += trainer.skipped
     assert skipped > 20
+    fault.fired()
+    fault.counted(lost=0, twice=0)
 
 
-def test_run_fails_after_skipped_updates_in_a_row() -> None:
+@pytest.mark.fault("E1", "NaN in every update")
+def test_run_fails_after_skipped_updates_in_a_row(fault: Fault) -> None:
     world = World(steps=50)
     trainer = build(world, lambda: True, limit=4)
     with pytest.raises(NonFiniteError, match=r"4 updates in a row .* the last: step 1: planted"):
         run_virtual(world.loop.run())
     assert trainer.skipped == 4 and world.loop.step == 0
+    fault.fired()
     counts = world.ledger.counts()
     assert counts["trained"] == 0
     assert counts["dropped"] == {"update_skipped": 4 * world.groups_per_step}

@@ -16,6 +16,7 @@ import pytest
 
 from paceline import background
 from paceline.background import Background
+from tests.fault_report import Fault
 
 ROOT = Path(__file__).parents[2]
 
@@ -321,7 +322,8 @@ def test_ctrl_c_cancels_coroutine_that_does_not_finish(stops: bool, grace_s: flo
 
 
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
-def test_second_signal_ends_command_at_once(second: signal.Signals) -> None:
+@pytest.mark.fault("A13", "second signal {second.name} while a command stops")
+def test_second_signal_ends_command_at_once(second: signal.Signals, fault: Fault) -> None:
     program = """
 import asyncio, time
 from paceline.background import Background
@@ -349,4 +351,6 @@ with stopped_by_signals():
         process.send_signal(signal.SIGINT)
         assert process.stdout.readline() == b"stopping\n"
         process.send_signal(second)
+        fault.fired()
         assert process.wait(20) == 128 + second
+        fault.detected()

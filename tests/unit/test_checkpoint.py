@@ -18,6 +18,7 @@ from paceline.training.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
+from tests.fault_report import Fault
 
 
 async def _write(folder: Path) -> None:
@@ -35,9 +36,11 @@ def test_save_deletes_checkpoints_beyond_keep(tmp_path: Path) -> None:
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step_00000002", "step_00000003"]
 
 
-def test_save_does_not_create_run_directory_that_is_gone(tmp_path: Path) -> None:
+@pytest.mark.fault("C5", "run directory deleted before a save")
+def test_save_does_not_create_run_directory_that_is_gone(tmp_path: Path, fault: Fault) -> None:
     with pytest.raises(CheckpointError, match="cannot write the checkpoint of step 1"):
         save(tmp_path / "run" / "checkpoints", 1)
+    fault.fired()
     assert not (tmp_path / "run").exists()
 
 
@@ -48,7 +51,8 @@ def test_latest_returns_newest_checkpoint(tmp_path: Path) -> None:
     assert found and read_state(found) == {"step": 3}
 
 
-def test_latest_skips_checkpoint_when_any_file_is_truncated(tmp_path: Path) -> None:
+@pytest.mark.fault("C2", "each file of a checkpoint truncated at many bytes")
+def test_latest_skips_checkpoint_when_any_file_is_truncated(tmp_path: Path, fault: Fault) -> None:
     save(tmp_path, 1)
     newest = save(tmp_path, 2)
     for file in [path for path in newest.rglob("*") if path.is_file()]:
@@ -56,6 +60,7 @@ def test_latest_skips_checkpoint_when_any_file_is_truncated(tmp_path: Path) -> N
         for length in range(0, len(content), 37):
             file.write_bytes(content[:length])
             found = latest_checkpoint(tmp_path)
+            fault.fired()
             assert found and found.name == "step_00000001", (
                 f"{file.name} truncated at {length} was not detected"
             )
@@ -64,7 +69,8 @@ def test_latest_skips_checkpoint_when_any_file_is_truncated(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("damage", ["flip", "remove", "add", "link", "schema"])
-def test_verify_names_damage(damage: str, tmp_path: Path) -> None:
+@pytest.mark.fault("C3", "damaged checkpoint: {damage}")
+def test_verify_names_damage(damage: str, tmp_path: Path, fault: Fault) -> None:
     folder = save(tmp_path, 1)
     file = folder / "actor" / "model.safetensors"
     if damage == "flip":
@@ -85,12 +91,14 @@ def test_verify_names_damage(damage: str, tmp_path: Path) -> None:
         "link": "is a symbolic link",
         "schema": "schema 99",
     }
+    fault.fired()
     with pytest.raises(CheckpointError, match=messages[damage]):
         verify_checkpoint(folder)
     assert latest_checkpoint(tmp_path) is None
 
 
-def test_failed_save_leaves_previous_checkpoint_only(tmp_path: Path) -> None:
+@pytest.mark.fault("C1", "disk full while a checkpoint is written")
+def test_failed_save_leaves_previous_checkpoint_only(tmp_path: Path, fault: Fault) -> None:
     save(tmp_path, 1)
 
     async def full_disk(folder: Path) -> None:
@@ -99,6 +107,7 @@ def test_failed_save_leaves_previous_checkpoint_only(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match=r"cannot write .* step 2 .*No space left"):
         asyncio.run(save_checkpoint(tmp_path, 2, {}, full_disk, 2))
+    fault.fired()
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
 
 
@@ -106,21 +115,25 @@ def damage(folder: Path) -> None:
     (folder / "actor" / "model.safetensors").write_bytes(b"truncated")
 
 
-def test_damaged_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:
+@pytest.mark.fault("C9", "newest checkpoint damaged before old ones are deleted")
+def test_damaged_checkpoint_does_not_count_as_kept(tmp_path: Path, fault: Fault) -> None:
     for step in (1, 2):
         save(tmp_path, step)
     damage(tmp_path / "step_00000002")
+    fault.fired()
     save(tmp_path, 3)
     assert (tmp_path / "step_00000001").exists(), "only it and step 3 are complete"
     save(tmp_path, 4)
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step_00000003", "step_00000004"]
 
 
+@pytest.mark.fault("C9", "later checkpoint damaged, one is kept")
 def test_resumed_run_keeps_its_checkpoint_when_later_one_is_damaged(
-    tmp_path: Path,
+    tmp_path: Path, fault: Fault
 ) -> None:
     save(tmp_path, 20)
     damage(save(tmp_path, 30))
+    fault.fired()
     save(tmp_path, 25, keep=1)
     found = latest_checkpoint(tmp_path)
     assert found and found.name == "step_00000025"
@@ -159,10 +172,14 @@ def test_event_loop_runs_while_large_checkpoint_is_finished(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json"])
 @pytest.mark.timeout(20)
-def test_pipe_in_checkpoint_is_damage_and_not_waited_for(name: str, tmp_path: Path) -> None:
+@pytest.mark.fault("C3", "{name} of a checkpoint is a pipe")
+def test_pipe_in_checkpoint_is_damage_and_not_waited_for(
+    name: str, tmp_path: Path, fault: Fault
+) -> None:
     folder = save(tmp_path, 1)
     (folder / name).unlink()
     os.mkfifo(folder / name)
+    fault.fired()
     with pytest.raises(CheckpointError, match=name):
         verify_checkpoint(folder)
     (folder / name).rename(folder / "state.json")
@@ -171,7 +188,10 @@ def test_pipe_in_checkpoint_is_damage_and_not_waited_for(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("earlier", [False, True], ids=["first", "over an earlier one"])
-def test_cancelled_save_leaves_whole_checkpoint_or_none(earlier: bool, tmp_path: Path) -> None:
+@pytest.mark.fault("A13", "save cancelled at a random moment, 50 times")
+def test_cancelled_save_leaves_whole_checkpoint_or_none(
+    earlier: bool, tmp_path: Path, fault: Fault
+) -> None:
     """The clean-up of a cancelled save must not run into the thread that finishes it."""
 
     async def many(folder: Path) -> None:
@@ -194,6 +214,8 @@ def test_cancelled_save_leaves_whole_checkpoint_or_none(earlier: bool, tmp_path:
             verify_checkpoint(folder)
             whole += 1
         assert not list(root.glob(".*"))
+    assert 0 < whole <= 50
+    fault.fired()
     assert whole == 50 if earlier else whole
 
 

@@ -21,6 +21,7 @@ from paceline.sync.collective import Collective, CollectiveTarget
 from paceline.sync.transport import SOURCE, TARGET
 from paceline.sync.weights import Weights
 from paceline.training.service import ActorService
+from tests.fault_report import Fault
 from tests.processes import children, listening
 
 SHAPES = {"a": (1 << 20,), "b": (3, 5), "c": (1 << 20, 2)}
@@ -128,17 +129,20 @@ def test_engine_that_joins_fetches_and_is_in_next_broadcast_group(tmp_path: Path
 @pytest.mark.parametrize(
     "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
 )
+@pytest.mark.fault("A4", "member of the broadcast group gets {how.name} before a weight sync")
 def test_other_engines_get_weights_when_member_is_killed_or_suspended(
-    how: signal.Signals, tmp_path: Path
+    how: signal.Signals, tmp_path: Path, fault: Fault
 ) -> None:
     async def check() -> None:
         async with started(tmp_path, 3) as (trainer, engines):
             transport = await Collective.connect(trainer, engines)
             first = await sync(transport, engines, 0)
             os.kill(engines[1].process.pid, how)
+            fault.fired()
             others = [engines[0], engines[2]]
             async with asyncio.timeout(20):
                 assert await sync(transport, others, 1) == first + 1
+                fault.recovered()
                 assert await sync(transport, others, 2) == first + 2
             assert await members(others) == [True, True], "no new group without the engine"
             if how is signal.SIGSTOP:

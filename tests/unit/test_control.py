@@ -16,6 +16,7 @@ from paceline.cli import app
 from paceline.control import SOCKET, Control, send_command
 from paceline.errors import ConfigError
 from paceline.run import job_commands
+from tests.fault_report import Fault
 
 ROWS = [
     {
@@ -179,8 +180,9 @@ def test_send_command_times_out_when_job_is_suspended(
             send_command(tmp_path, "list")
 
 
+@pytest.mark.fault("G4", "70 clients of a job send garbage")
 def test_job_serves_200_clients_when_others_send_garbage(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: Fault
 ) -> None:
     def send(data: bytes) -> None:
         with socket.socket(socket.AF_UNIX) as connection, suppress(ConnectionError):
@@ -198,6 +200,7 @@ def test_job_serves_200_clients_when_others_send_garbage(
             assert replies[:200] == [ROWS] * 200
 
     asyncio.run(run())
+    fault.fired()
     assert not caplog.records
 
 
@@ -229,8 +232,9 @@ def test_pause_takes_no_name_because_resume_would_not_know_it(tmp_path: Path) ->
     asyncio.run(run())
 
 
+@pytest.mark.fault("B6", "client of a job is silent")
 def test_silent_client_is_dropped_at_its_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
     monkeypatch.setattr(control, "REQUEST_TIMEOUT_S", 0.1)
 
@@ -245,6 +249,7 @@ def test_silent_client_is_dropped_at_its_deadline(
             return await asyncio.to_thread(wait)
 
     assert asyncio.run(run()) == b""
+    fault.fired()
 
 
 def test_more_clients_than_allowed_are_dropped(

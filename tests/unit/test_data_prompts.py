@@ -19,6 +19,7 @@ from paceline.data.files import find_files, read_files
 from paceline.data.prompts import DataSettings, PromptSource
 from paceline.data.tiny import make_tokenizer
 from paceline.errors import ConfigError, DataError
+from tests.fault_report import Fault
 
 TOKENIZER = make_tokenizer()
 
@@ -160,7 +161,8 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize("kind", BAD_ROWS)
-def test_error_names_file_and_number_of_bad_row(kind: str, tmp_path: Path) -> None:
+@pytest.mark.fault("D3", "bad row: {kind}")
+def test_error_names_file_and_number_of_bad_row(kind: str, tmp_path: Path, fault: Fault) -> None:
     row, message = BAD_ROWS[kind]
     path = write(tmp_path / "a.jsonl", GOOD, row, GOOD)
     with pytest.raises(
@@ -170,14 +172,17 @@ def test_error_names_file_and_number_of_bad_row(kind: str, tmp_path: Path) -> No
     skipping = source(path, on_bad_row="skip")
     assert len(skipping) == 2
     assert [bad.where for bad in skipping.bad_rows] == ["a.jsonl:2"]
+    fault.fired()
 
 
-def test_rows_with_same_id_get_unique_uid(tmp_path: Path) -> None:
+@pytest.mark.fault("D3", "rows with the same id")
+def test_rows_with_same_id_get_unique_uid(tmp_path: Path, fault: Fault) -> None:
     path = write(
         tmp_path / "a.jsonl", GOOD | {"id": "q1"}, GOOD | {"id": "q2"}, GOOD | {"id": "q1"}
     )
     prompts = source(path, shuffle=False)
     assert [prompts[i].uid for i in range(3)] == ["q1", "q2", "q1 (a.jsonl:3)"]
+    fault.fired()
 
 
 def test_no_row_is_lost_when_made_up_uid_is_the_id_of_another(tmp_path: Path) -> None:
@@ -189,25 +194,33 @@ def test_no_row_is_lost_when_made_up_uid_is_the_id_of_another(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["../secret.jsonl", "/etc/secret.jsonl", "x/../../secret.jsonl"])
-def test_saved_dataset_reads_only_files_of_its_directory(name: str, tmp_path: Path) -> None:
+@pytest.mark.fault("G2", "dataset names a file outside: {name}")
+def test_saved_dataset_reads_only_files_of_its_directory(
+    name: str, tmp_path: Path, fault: Fault
+) -> None:
     (tmp_path / "secret.jsonl").write_text('{"prompt": "a secret"}\n')
     saved = tmp_path / "saved"
     (saved / "x").mkdir(parents=True)
     (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
     with pytest.raises(DataError, match=r"does not describe a saved dataset.*is not the name of"):
         find_files((str(saved),))
+    fault.fired()
 
 
-def test_pipe_is_rejected_instead_of_read(tmp_path: Path) -> None:
+@pytest.mark.fault("D3", "data file is a pipe")
+def test_pipe_is_rejected_instead_of_read(tmp_path: Path, fault: Fault) -> None:
     os.mkfifo(tmp_path / "rows.jsonl")
     with pytest.raises(DataError, match="is not a regular file"):
         find_files((str(tmp_path / "rows.jsonl"),))
+    fault.fired()
 
 
-def test_integer_with_thousands_of_digits_is_a_bad_row(tmp_path: Path) -> None:
+@pytest.mark.fault("D3", "integer with 5000 digits")
+def test_integer_with_thousands_of_digits_is_a_bad_row(tmp_path: Path, fault: Fault) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a"}\n{"prompt": "b", "n": ' + "9" * 5000 + "}\n")
     assert [bool(read.problem) for read in read_files([path])] == [False, True]
+    fault.fired()
 
 
 def test_row_without_id_gets_location_as_uid(tmp_path: Path) -> None:
@@ -263,11 +276,13 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_error_names_broken_file(name: str, tmp_path: Path) -> None:
+@pytest.mark.fault("D3", "broken data file {name}")
+def test_error_names_broken_file(name: str, tmp_path: Path, fault: Fault) -> None:
     content, message = BROKEN[name]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         source(str(tmp_path / name))
+    fault.fired()
 
 
 def test_answer_key_selects_column_or_nested_field(tmp_path: Path) -> None:
@@ -311,15 +326,19 @@ def test_error_lists_first_bad_rows_and_counts_rest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n"])
-def test_file_without_rows_is_rejected(content: bytes, tmp_path: Path) -> None:
+@pytest.mark.fault("D5", "data file without rows")
+def test_file_without_rows_is_rejected(content: bytes, tmp_path: Path, fault: Fault) -> None:
     (tmp_path / "a.jsonl").write_bytes(content)
     with pytest.raises(DataError, match=r"a\.jsonl"):
         source(str(tmp_path / "a.jsonl"))
+    fault.fired()
 
 
-def test_skipping_all_rows_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.fault("D5", "every row is bad")
+def test_skipping_all_rows_is_an_error(tmp_path: Path, fault: Fault) -> None:
     with pytest.raises(DataError, match="no usable rows"):
         source(write(tmp_path / "a.jsonl", {"prompt": ""}), on_bad_row="skip")
+    fault.fired()
 
 
 @pytest.mark.parametrize("name", ["nowhere.jsonl", "*.parquet"])

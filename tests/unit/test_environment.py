@@ -15,6 +15,7 @@ from paceline.environment.conversation import Limits
 from paceline.errors import ConfigError, RolloutError
 from paceline.rollout.environment import open_environment
 from paceline.types import Completion, Finish, Prompt, Trajectory, Turn
+from tests.fault_report import Fault
 
 TOKENIZER = make_tokenizer()
 DATA, LIMITS = DataSettings(task="reverse:3"), Limits(4, 100, 30.0)
@@ -103,9 +104,11 @@ class Huge(Raising):
         (Huge, r"turn 1 has the reward -1.7e\+308; expected a finite number of at most 1e\+18"),
     ],
 )
-def test_failure_names_environment_and_prompt(make: Any, message: str) -> None:
+@pytest.mark.fault("D2", "bad environment: {make.__name__}")
+def test_failure_names_environment_and_prompt(make: Any, message: str, fault: Fault) -> None:
     with pytest.raises(RolloutError, match=message):
         run(make, "5", "4")
+    fault.fired()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 from paceline.errors import DataError, WorkerDied
 from paceline.remote.group import WorkerGroup
 from paceline.remote.process import process_group
+from tests.fault_report import Fault
 from tests.processes import children, listening
 
 
@@ -93,7 +94,10 @@ def test_group_continues_when_call_fails_on_all_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_group_ends_and_names_rank_when_it_is_killed(victim: int, tmp_path: Path) -> None:
+@pytest.mark.fault("A7", "rank {victim} of two killed while the other waits for it")
+def test_group_ends_and_names_rank_when_it_is_killed(
+    victim: int, tmp_path: Path, fault: Fault
+) -> None:
     async def check() -> None:
         async with group(tmp_path) as ranks:
             await ranks.ready()
@@ -101,6 +105,7 @@ def test_group_ends_and_names_rank_when_it_is_killed(victim: int, tmp_path: Path
             # A barrier, which blocks the other rank when this one is killed.
             blocked = ranks.start_call("part", "fail_on", 7)
             os.kill(ranks.ranks[victim].process.pid, signal.SIGKILL)
+            fault.fired()
             following = ranks.start_call("part", "total", 1)
             for reply in (blocked, following):
                 with pytest.raises(
@@ -110,12 +115,16 @@ def test_group_ends_and_names_rank_when_it_is_killed(victim: int, tmp_path: Path
                     await ranks.call("part", "total", 1)
             with pytest.raises(WorkerDied, match=f"rank {victim}"):
                 await ranks.call("part", "total", 1)
+            fault.detected()
             assert time.monotonic() - started < 10
 
     asyncio.run(check())
 
 
-def test_group_ends_with_log_lines_of_rank_when_it_fails_alone(tmp_path: Path) -> None:
+@pytest.mark.fault("A7", "one of two ranks raises")
+def test_group_ends_with_log_lines_of_rank_when_it_fails_alone(
+    tmp_path: Path, fault: Fault
+) -> None:
     async def check() -> None:
         async with group(tmp_path) as ranks:
             await ranks.ready()
@@ -123,6 +132,7 @@ def test_group_ends_with_log_lines_of_rank_when_it_fails_alone(tmp_path: Path) -
             with pytest.raises(WorkerDied, match=message):
                 await ranks.call("part", "fail_on", 1)
             assert ranks.died.done()
+            fault.fired()
 
     asyncio.run(check())
 

@@ -12,6 +12,7 @@ import pytest
 from paceline.errors import CheckpointError
 from paceline.line_file import LineFile, encode_line, intact_rows, read_lines
 from paceline.queue.ledger import Ledger
+from tests.fault_report import Fault
 
 Row = dict[str, Any]
 
@@ -41,7 +42,8 @@ def flips(content: bytes, count: int = 1, tries: int = 0) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize(("bits", "tries"), [(1, 0), (2, 2000), (20, 1000)])
-def test_every_flipped_bit_is_noticed(bits: int, tries: int, tmp_path: Path) -> None:
+@pytest.mark.fault("C3", "{bits} bits of ledger.jsonl flipped")
+def test_every_flipped_bit_is_noticed(bits: int, tries: int, tmp_path: Path, fault: Fault) -> None:
     path = tmp_path / "ledger.jsonl"
     rows = ledger_rows(path)
     assert [row["event"] for row in rows].count("trained") == 5
@@ -51,6 +53,7 @@ def test_every_flipped_bit_is_noticed(bits: int, tries: int, tmp_path: Path) -> 
         lines = list(read_lines(path))
         intact = [line.row for line in lines if line.row is not None and line.whole]
         assert any(line.row is None or not line.whole for line in lines), damaged
+        fault.fired()
         assert all(row in rows for row in intact), damaged
 
 
@@ -91,28 +94,35 @@ def test_reader_warns_and_names_line_when_line_is_damaged(
     assert f"{path}: line 2 is damaged and is skipped" in caplog.text
 
 
+@pytest.mark.fault("C4", "last line cut at every byte")
 def test_reader_skips_incomplete_last_line_without_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: Fault
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     for length in range(1, len(encode_line({"step": 2}))):
         path.write_bytes(encode_line({"step": 1}) + encode_line({"step": 2})[:length])
         rows = list(intact_rows(path))
         assert rows[0] == {"step": 1} and rows[1:] in ([], [{"step": 2}])
+        fault.fired()
     assert not caplog.text
 
 
-def test_next_line_is_intact_when_last_line_is_damaged(tmp_path: Path) -> None:
+@pytest.mark.fault("C4", "last line damaged, then a run continues the file")
+def test_next_line_is_intact_when_last_line_is_damaged(tmp_path: Path, fault: Fault) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"x" * 30)
     file = LineFile(path, 20)
     file.write({"step": 2})
     file.close()
     assert [line.row for line in read_lines(path)] == [None, {"step": 2}]
+    fault.fired()
 
 
 @pytest.mark.parametrize("act", ["rename", "delete", "recreate", "file"])
-def test_writer_fails_when_its_directory_is_moved_or_deleted(act: str, tmp_path: Path) -> None:
+@pytest.mark.fault("C5", "file of a run: {act}")
+def test_writer_fails_when_its_directory_is_moved_or_deleted(
+    act: str, tmp_path: Path, fault: Fault
+) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     file = LineFile(folder / "ledger.jsonl")
@@ -129,6 +139,7 @@ def test_writer_fails_when_its_directory_is_moved_or_deleted(act: str, tmp_path:
         (folder / "ledger.jsonl").write_text("")
     if act == "delete":
         folder.rmdir()
+    fault.fired()
     with pytest.raises(CheckpointError, match=expected):
         file.flush()
     file.close()

@@ -11,6 +11,7 @@ from paceline.errors import CheckpointError
 from paceline.line_file import read_lines
 from paceline.training.checkpoint import latest_checkpoint, save_checkpoint
 from paceline.training.lineage import FILE, Lineage, begin_attempt
+from tests.fault_report import Fault
 
 
 def save(run_dir: Path, step: int, attempt: str | None) -> Path:
@@ -26,11 +27,13 @@ def newest(run_dir: Path) -> str | None:
     return (folder / "weights").read_text() if folder else None
 
 
-def test_checkpoint_beyond_start_of_later_attempt_is_refused(tmp_path: Path) -> None:
+@pytest.mark.fault("E4", "checkpoint of an abandoned future")
+def test_checkpoint_beyond_start_of_later_attempt_is_refused(tmp_path: Path, fault: Fault) -> None:
     first = begin_attempt(tmp_path, 0)
     save(tmp_path, 10, first)
     abandoned = save(tmp_path, 20, first)
     second = begin_attempt(tmp_path, 10)
+    fault.fired()
     assert newest(tmp_path) == f"{first} 10"
     with pytest.raises(CheckpointError, match="abandoned future: the run continued from step 10"):
         Lineage(tmp_path).check(abandoned, {"step": 20, "attempt": first})
@@ -57,11 +60,13 @@ def test_checkpoint_without_attempt_is_valid(tmp_path: Path) -> None:
     assert newest(tmp_path) is None
 
 
-def test_line_that_crash_cut_is_dropped(tmp_path: Path) -> None:
+@pytest.mark.fault("C4", "attempts.jsonl cut by a crash")
+def test_line_that_crash_cut_is_dropped(tmp_path: Path, fault: Fault) -> None:
     first = begin_attempt(tmp_path, 0)
     save(tmp_path, 10, first)
     with (tmp_path / FILE).open("a") as file:
         file.write('{"attempt": "ab", "from_s')
+    fault.fired()
     assert newest(tmp_path) == f"{first} 10"
     begin_attempt(tmp_path, 5)
     assert newest(tmp_path) is None

@@ -14,6 +14,7 @@ import pytest
 
 from paceline.remote import listener
 from paceline.remote.listener import NONCE, PROOF, Listener, connect, receive
+from tests.fault_report import Fault
 
 HOST, TOKEN, HELLO = "127.0.0.1", b"t" * 32, b"hello"
 
@@ -69,19 +70,24 @@ def test_proof_of_one_connection_is_worth_nothing_in_another(server: Listener) -
             receive(second, 1)
 
 
-def test_silent_connections_hold_no_threads_and_few_descriptors(server: Listener) -> None:
+@pytest.mark.fault("F11", "200 silent connections")
+def test_silent_connections_hold_no_threads_and_few_descriptors(
+    server: Listener, fault: Fault
+) -> None:
     process = psutil.Process()
     threads = process.num_threads()
     with ExitStack() as stack:
         for _ in range(200):
             stack.enter_context(socket.create_connection((HOST, server.port), timeout=60))
+        fault.fired()
         assert served(server)
         assert len(server._strangers) <= listener.MAX_STRANGERS
         assert process.num_threads() <= threads + 1
 
 
+@pytest.mark.fault("F11", "no file descriptors left in a server")
 def test_server_accepts_again_after_descriptors_ran_out(
-    server: Listener, caplog: pytest.LogCaptureFixture
+    server: Listener, caplog: pytest.LogCaptureFixture, fault: Fault
 ) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     used: list[int] = []
@@ -101,15 +107,19 @@ def test_server_accepts_again_after_descriptors_ran_out(
             os.close(descriptor)
         client.close()
     assert "Too many open files" in caplog.text
+    fault.fired()
     assert served(server)
+    fault.recovered()
 
 
+@pytest.mark.fault("B6", "stranger sends a byte now and then")
 def test_slow_or_silent_stranger_is_dropped_at_its_deadline(
-    monkeypatch: pytest.MonkeyPatch, server: Listener
+    monkeypatch: pytest.MonkeyPatch, server: Listener, fault: Fault
 ) -> None:
     monkeypatch.setattr(listener, "PROOF_TIMEOUT_S", 0.3)
     with socket.create_connection((HOST, server.port), timeout=60) as slow:
         receive(slow, NONCE)
+        fault.fired()
         began = time.monotonic()
         slow.settimeout(0.05)
         with pytest.raises(OSError):
@@ -120,12 +130,15 @@ def test_slow_or_silent_stranger_is_dropped_at_its_deadline(
                         raise ConnectionError
                 except TimeoutError:
                     pass
+        fault.detected()
         assert time.monotonic() - began < 3
 
 
-def test_random_bytes_are_refused_without_an_error(server: Listener) -> None:
+@pytest.mark.fault("G4", "300 connections send random bytes")
+def test_random_bytes_are_refused_without_an_error(server: Listener, fault: Fault) -> None:
     generator = random.Random(0)
     for _ in range(300):
         with socket.create_connection((HOST, server.port), timeout=60) as connection:
             connection.sendall(generator.randbytes(generator.randrange(1, 200)))
+    fault.fired()
     assert served(server)

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from paceline.remote.mailbox import Mailbox
+from tests.fault_report import Fault
 
 
 class Caller:
@@ -47,7 +48,10 @@ class Caller:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_messages_arrive_once_in_order_when_calls_are_lost_or_repeated(seed: int) -> None:
+@pytest.mark.fault("A3", "calls to a worker lost or repeated at random")
+def test_messages_arrive_once_in_order_when_calls_are_lost_or_repeated(
+    seed: int, fault: Fault
+) -> None:
     mailbox = Mailbox()
     caller = Caller(mailbox, seed)
     taken: list[object] = []
@@ -62,3 +66,4 @@ def test_messages_arrive_once_in_order_when_calls_are_lost_or_repeated(seed: int
     assert taken == list(range(100))
     assert caller.got == [("reply", number) for number in range(100)]
     assert caller.faults > 20
+    fault.fired()

@@ -10,6 +10,7 @@ import pytest
 
 from paceline.data.tiny import make_tokenizer
 from paceline.model.loading import save_tokenizer
+from tests.fault_report import Fault
 
 FULL = Path("/dev/full")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full here")
@@ -23,10 +24,12 @@ def paceline(*args: str, **options: object) -> "subprocess.CompletedProcess[str]
 
 @needs_full
 @pytest.mark.parametrize("command", ["tasks", "--help"])
-def test_command_says_that_its_output_is_full(command: str) -> None:
+@pytest.mark.fault("C1", "standard output full: paceline {command}")
+def test_command_says_that_its_output_is_full(command: str, fault: Fault) -> None:
     with FULL.open("w") as full:
         result = paceline(*command.split(), stdout=full)
     assert result.returncode == 1
+    fault.fired()
     assert result.stderr.splitlines()[-1] == (
         "error: the output cannot be written: No space left on device"
     )
@@ -54,8 +57,10 @@ def test_command_prints_to_output_without_unicode(command: str) -> None:
 
 
 @needs_full
-def test_full_disk_at_tokenizer_is_an_os_error(tmp_path: Path) -> None:
+@pytest.mark.fault("C1", "disk full while the tokenizer is written")
+def test_full_disk_at_tokenizer_is_an_os_error(tmp_path: Path, fault: Fault) -> None:
     (tmp_path / "tokenizer.json").symlink_to(FULL)
     with pytest.raises(OSError, match="No space left on device") as raised:
         save_tokenizer(make_tokenizer(), tmp_path)
+    fault.fired()
     assert raised.value.errno == errno.ENOSPC

@@ -13,6 +13,7 @@ import pytest
 
 from paceline.errors import WorkerDied
 from paceline.remote.process import ProcessWorker, describe_exit
+from tests.fault_report import Fault
 from tests.processes import children
 
 
@@ -86,7 +87,8 @@ def no_file_descriptors() -> Iterator[None]:
             os.close(fd)
 
 
-def test_death_is_noticed_without_free_file_descriptors(tmp_path: Path) -> None:
+@pytest.mark.fault("F11", "worker killed while no file descriptors are left")
+def test_death_is_noticed_without_free_file_descriptors(tmp_path: Path, fault: Fault) -> None:
     async def scenario() -> None:
         worker = ProcessWorker("w", build, (), cores=[], threads=1, log_path=tmp_path / "log")
         try:
@@ -96,9 +98,11 @@ def test_death_is_noticed_without_free_file_descriptors(tmp_path: Path) -> None:
                 with pytest.raises(OSError, match="Too many open files"):
                     os.open(os.devnull, os.O_RDONLY)
                 worker.process.kill()
+                fault.fired()
                 with pytest.raises(WorkerDied, match="SIGKILL"):
                     async with asyncio.timeout(10):
                         await asyncio.shield(worker.died)
+                fault.detected()
         finally:
             await worker.close()
 

@@ -15,6 +15,7 @@ from paceline.queue.message_queue import (
     MessageQueue,
     MessageQueueClient,
 )
+from tests.fault_report import Fault
 
 
 def make(
@@ -74,11 +75,13 @@ def test_queue_drops_oldest_item_when_full() -> None:
     assert client.get_samples(2, current_param_version=0) == [2, 3]
 
 
-def test_queue_rejects_version_when_trainer_has_not_reached_it() -> None:
+@pytest.mark.fault("E4", "group of a version that the trainer has not reached")
+def test_queue_rejects_version_when_trainer_has_not_reached_it(fault: Fault) -> None:
     queue, client, dropped = make()
     queue.put("future", param_version=6)
     assert client.get_samples(current_param_version=5) is None
     assert dropped == [("future", DropReason.FUTURE)]
+    fault.fired()
     queue.set_version(5)
     with pytest.raises(FutureVersionError, match=r"version 6.*reached version 5"):
         queue.put("again", param_version=6)
@@ -86,10 +89,13 @@ def test_queue_rejects_version_when_trainer_has_not_reached_it() -> None:
         queue.set_version(4)
 
 
-def test_queue_accepts_key_once() -> None:
+@pytest.mark.fault("A3", "group arrives a second time")
+def test_queue_accepts_key_once(fault: Fault) -> None:
     queue, _, _ = make()
     assert queue.put("a", 0, key="k") and not queue.put("a again", 0, key="k")
     assert len(queue) == 1 and queue.counts.duplicates == 1
+    fault.fired()
+    fault.counted(lost=0, twice=0)
 
 
 @given(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fault_report import Fault
 from tests.scoring import in_loop, opened, score
 
 # Answers every call with 777, over every descriptor that the program has or can take.
@@ -81,11 +82,15 @@ def rewards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ["system", "keeping_descriptors", "forked", "multiprocess", "asynchronous"],
 )
 @in_loop
-async def test_child_of_reward_function_cannot_set_the_reward(rewards: Path, name: str) -> None:
+@pytest.mark.fault("G5", "child process of a reward function writes a reward: {name}")
+async def test_child_of_reward_function_cannot_set_the_reward(
+    rewards: Path, name: str, fault: Fault
+) -> None:
     async with opened(f"{rewards}:{name}") as reward:
         first = await score(reward, "a", "b", "c")
         async with asyncio.timeout(20):
             assert first + await score(reward, "a", "b") == [0.0] * 5
+        fault.fired()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pidfd_getfd is a system call of Linux")

@@ -8,6 +8,7 @@ import pytest
 
 from paceline.errors import ConfigError, RewardError
 from paceline.reward.reward import RewardSettings, open_reward
+from tests.fault_report import Fault
 from tests.scoring import alive, in_loop, opened, score, write_functions
 
 
@@ -39,39 +40,48 @@ async def test_plain_function_may_return_coroutine(functions: Path) -> None:
 
 
 @in_loop
-async def test_late_call_is_cancelled_without_its_neighbors(functions: Path) -> None:
+@pytest.mark.fault("B5", "one call of an async reward is late")
+async def test_late_call_is_cancelled_without_its_neighbors(functions: Path, fault: Fault) -> None:
     async with opened(f"{functions}:mixed", timeout_s=1.5) as reward:
         pids = reward.pids
         late = asyncio.ensure_future(score(reward, "late", "fine"))
         neighbor = asyncio.ensure_future(score(reward, "fine"))
         with pytest.raises(RewardError, match=r"no reply within 1\.5 s \(reward\.timeout_s\)$"):
             await late
+        fault.fired()
         assert await neighbor == [1.0]
         assert reward.pids == pids
 
 
 @pytest.mark.parametrize("text", ["block", "stubborn"])
 @in_loop
+@pytest.mark.fault("B5", "async reward cannot be cancelled: {text}")
 async def test_process_is_replaced_when_call_cannot_be_cancelled(
-    functions: Path, text: str
+    functions: Path, text: str, fault: Fault
 ) -> None:
     async with opened(f"{functions}:mixed", timeout_s=0.5) as reward:
         (before,) = reward.pids
+        fault.fired()
         with pytest.raises(RewardError, match=r"'q7': no reply within .* its process was killed"):
             await score(reward, text)
+        fault.detected()
         assert not alive(before)
         assert await score(reward, "fine") == [1.0]
+        fault.recovered()
 
 
 @in_loop
-async def test_neighbors_of_blocking_call_are_scored_again(functions: Path) -> None:
+@pytest.mark.fault("B5", "async reward blocks its event loop beside another call")
+async def test_neighbors_of_blocking_call_are_scored_again(functions: Path, fault: Fault) -> None:
     async with opened(f"{functions}:mixed", timeout_s=0.5) as reward:
         blocked = asyncio.ensure_future(score(reward, "block"))
         await asyncio.sleep(0)
         neighbor = asyncio.ensure_future(score(reward, "fine", "fine"))
         with pytest.raises(RewardError, match="its process was killed"):
             await blocked
+        fault.fired()
         assert await neighbor == [1.0, 1.0]
+        fault.recovered()
 
 
 @pytest.mark.parametrize(

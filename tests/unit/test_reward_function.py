@@ -10,6 +10,7 @@ import torch
 from paceline.errors import ConfigError, RewardError
 from paceline.reward.function import RewardFunctionError, as_reward, function_name
 from paceline.reward.reward import RewardSettings, open_reward
+from tests.fault_report import Fault
 from tests.scoring import in_loop, opened, score, write_functions
 
 
@@ -85,8 +86,9 @@ def test_as_reward_accepts_only_scalars_of_numpy_and_torch() -> None:
     ],
 )
 @in_loop
+@pytest.mark.fault("D2", "bad reward: {name}")
 async def test_score_raises_error_that_names_function_and_prompt(
-    functions: Path, name: str, message: str
+    functions: Path, name: str, message: str, fault: Fault
 ) -> None:
     async with opened(f"{functions}:{name}") as reward:
         for _ in range(2):  # the second call shows that the worker survived or was replaced
@@ -94,6 +96,7 @@ async def test_score_raises_error_that_names_function_and_prompt(
                 RewardError, match=rf"my_rewards\.py:{name}', prompt 'q7': .*{message}"
             ):
                 await score(reward, "a")
+        fault.fired()
         assert len(reward.pids) == 1
 
 

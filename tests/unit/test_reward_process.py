@@ -14,6 +14,7 @@ import pytest
 
 from paceline.errors import RewardError
 from paceline.reward.reward import RewardSettings, open_reward
+from tests.fault_report import Fault
 from tests.processes import children
 from tests.scoring import alive, in_loop, opened, run_program, score, until, write_functions
 
@@ -25,26 +26,33 @@ def functions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ["sleeping", "looping", "holding_the_gil", "suspending"])
 @in_loop
-async def test_worker_is_killed_when_call_exceeds_deadline(functions: Path, name: str) -> None:
+@pytest.mark.fault("B5", "reward function hangs: {name}")
+async def test_worker_is_killed_when_call_exceeds_deadline(
+    functions: Path, name: str, fault: Fault
+) -> None:
     async with opened(f"{functions}:{name}", timeout_s=0.5) as reward:
         before = reward.pids
+        fault.fired()
         async with asyncio.timeout(10):
             with pytest.raises(RewardError, match=rf"{name}', prompt 'q7': no reply within 0.5 s"):
                 await score(reward, "a")
+        fault.detected()
         assert not alive(before[0])
         assert len(reward.pids) == 1
+        fault.recovered()
 
 
 @in_loop
-async def test_group_is_scored_again_when_worker_is_killed(
-    functions: Path,
-) -> None:
+@pytest.mark.fault("A5", "reward process killed while it scores")
+async def test_group_is_scored_again_when_worker_is_killed(functions: Path, fault: Fault) -> None:
     async with opened(f"{functions}:slow", timeout_s=20) as reward:
         (before,) = reward.pids
         call = asyncio.ensure_future(score(reward, "a"))
         await asyncio.sleep(0.5)
         os.kill(before, signal.SIGKILL)
+        fault.fired()
         assert await call == [1.0]
+        fault.recovered()
         assert reward.pids != [before]
 
 
@@ -75,21 +83,27 @@ def test_deadline_excludes_time_while_run_is_suspended(functions: Path) -> None:
     sys.platform != "linux", reason="descendants outside the process group are found through /proc"
 )
 @in_loop
-async def test_descendants_are_killed_with_hanging_worker(functions: Path, tmp_path: Path) -> None:
+@pytest.mark.fault("B5", "reward function hangs with child processes")
+async def test_descendants_are_killed_with_hanging_worker(
+    functions: Path, tmp_path: Path, fault: Fault
+) -> None:
     async with opened(f"{functions}:spawning", timeout_s=2.0) as reward:
         with pytest.raises(RewardError, match="no reply within 2 s"):
             await score(reward, "a", pids=str(tmp_path / "pids"))
     pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
+    fault.fired()
     await until(lambda: not any(alive(pid) for pid in pids))
+    fault.recovered()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="descendants are found through /proc")
 @pytest.mark.parametrize("name", ["daemon", "chain_of_daemons"])
 @pytest.mark.parametrize("completion", ["a", "die"])
 @in_loop
+@pytest.mark.fault("G5", "reward function leaves a {name} behind")
 async def test_daemons_of_function_are_killed(
-    functions: Path, tmp_path: Path, name: str, completion: str
+    functions: Path, tmp_path: Path, name: str, completion: str, fault: Fault
 ) -> None:
     pids = tmp_path / "pids"
     async with opened(f"{functions}:{name}", timeout_s=60.0) as reward:
@@ -97,34 +111,44 @@ async def test_daemons_of_function_are_killed(
             async with asyncio.timeout(30):  # children keep the connection of a dead worker open
                 await score(reward, completion, pids=str(pids))
     assert pids.read_text(), "a daemon was started"
+    fault.fired()
     spec = f"{functions}:{name}"
     assert not [p for p in psutil.process_iter(["cmdline"]) if spec in (p.info["cmdline"] or ())]
 
 
 @in_loop
-async def test_group_is_scored_again_when_worker_is_suspended(functions: Path) -> None:
+@pytest.mark.fault("B5", "reward process suspended before a row of 1 MB")
+async def test_group_is_scored_again_when_worker_is_suspended(
+    functions: Path, fault: Fault
+) -> None:
     async with opened(f"{functions}:good", timeout_s=0.5) as reward:
         (before,) = reward.pids
         os.kill(before, signal.SIGSTOP)
+        fault.fired()
         async with asyncio.timeout(20):  # a row that does not fit into the buffer of the socket
             assert await score(reward, "ab", big="x" * 1_000_000) == [3.0]
+        fault.recovered()
         assert reward.pids != [before] and not alive(before)
 
 
 @in_loop
+@pytest.mark.fault("B5", "process of an async reward suspended")
 async def test_groups_of_async_function_are_scored_again_when_worker_is_suspended(
-    functions: Path,
+    functions: Path, fault: Fault
 ) -> None:
     async with opened(f"{functions}:mixed", timeout_s=0.5) as reward:
         os.kill(reward.pids[0], signal.SIGSTOP)
+        fault.fired()
         async with asyncio.timeout(20):
             found = await asyncio.gather(*(score(reward, "a", "b") for _ in range(5)))
         assert found == [[1.0, 1.0]] * 5
+        fault.recovered()
 
 
 @in_loop
+@pytest.mark.fault("B5", "reward function hangs 20 times")
 async def test_pool_keeps_configured_number_of_workers_after_hangs(
-    functions: Path,
+    functions: Path, fault: Fault
 ) -> None:
     async with opened(f"{functions}:sometimes", timeout_s=0.2, workers=2) as reward:
         first = set(reward.pids)
@@ -132,10 +156,12 @@ async def test_pool_keeps_configured_number_of_workers_after_hangs(
             *(score(reward, "hang") for _ in range(20)), return_exceptions=True
         )
         assert all(isinstance(r, RewardError) for r in results)
+        fault.fired()
         assert len(reward.pids) == 2
         assert all(map(alive, reward.pids))
         assert not any(map(alive, first))
         assert await score(reward, "fine") == [1.0]
+        fault.recovered()
 
 
 @in_loop
@@ -198,7 +224,8 @@ async def test_close_ends_call_in_flight(functions: Path) -> None:
 )
 @pytest.mark.parametrize("name", ["looping", "holding_the_gil", "good"])
 @in_loop
-async def test_workers_end_when_parent_is_killed(functions: Path, name: str) -> None:
+@pytest.mark.fault("A9", "program killed while its reward is {name}")
+async def test_workers_end_when_parent_is_killed(functions: Path, name: str, fault: Fault) -> None:
     program = f"""
         async def main():
             settings = RewardSettings(function={f"{functions}:{name}"!r}, timeout_s=600)
@@ -212,13 +239,16 @@ async def test_workers_end_when_parent_is_killed(functions: Path, name: str) -> 
         worker = int(await asyncio.to_thread(parent.stdout.readline))
         assert alive(worker)
         parent.send_signal(signal.SIGKILL)
+        fault.fired()
     await until(lambda: not alive(worker))
+    fault.recovered()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="open files are counted through /proc")
 @in_loop
+@pytest.mark.fault("F11", "no file descriptors left for reward processes")
 async def test_open_reward_raises_when_processes_cannot_be_started(
-    functions: Path,
+    functions: Path, fault: Fault
 ) -> None:
     before, limits = children(), resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, limits[1]))
@@ -231,6 +261,7 @@ async def test_open_reward_raises_when_processes_cannot_be_started(
             await open_reward(RewardSettings(function=f"{functions}:good", workers=40), task=None)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    fault.fired()
     assert children() == before
 
 
@@ -294,8 +325,9 @@ def score(completion, row):
 
 
 @in_loop
+@pytest.mark.fault("G5", "reward function writes to its own channel")
 async def test_forged_reply_is_an_error_of_its_group_only(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: Fault
 ) -> None:
     (tmp_path / "forging.py").write_text(FORGING)
     async with opened(f"{tmp_path}/forging.py:score", timeout_s=5) as reward:
@@ -304,3 +336,4 @@ async def test_forged_reply_is_an_error_of_its_group_only(
                 await score(reward, str(line))
         assert await score(reward, "a") == [1.0]
     assert "an invalid reply" in caplog.text and "Traceback" not in caplog.text
+    fault.fired()

@@ -13,6 +13,7 @@ import pytest
 from paceline.errors import ConfigError, RewardError
 from paceline.reward.reward import Reward, RewardSettings, open_reward
 from paceline.reward.threads import MAX_THREADS
+from tests.fault_report import Fault
 from tests.scoring import in_loop, run_program, score, until
 
 Row = Mapping[str, Any]
@@ -81,12 +82,16 @@ async def test_callable_reward_takes_precedence_over_settings() -> None:
 
 @pytest.mark.parametrize("function", [sleeping, looping, waiting, blocking])
 @in_loop
-async def test_score_raises_when_function_exceeds_deadline(function: Any) -> None:
+@pytest.mark.fault("B5", "reward function of the program hangs: {function.__name__}")
+async def test_score_raises_when_function_exceeds_deadline(function: Any, fault: Fault) -> None:
     async with opened(function, timeout_s=0.3) as reward:
         message = rf"{function.__name__}', prompt 'q7': no reply within 0\.3 s \(reward\.timeout_s"
+        fault.fired()
         with pytest.raises(RewardError, match=message):
             await score(reward, "fine", "hang")
+        fault.detected()
         assert await score(reward, "fine") == [1.0]
+        fault.recovered()
 
 
 @pytest.mark.parametrize("function", [looping, blocking])
@@ -112,11 +117,13 @@ async def test_deadline_excludes_time_in_line() -> None:
 
 
 @in_loop
-async def test_hung_threads_do_not_occupy_the_pool() -> None:
+@pytest.mark.fault("B5", "reward function of the program hangs on every thread")
+async def test_hung_threads_do_not_occupy_the_pool(fault: Fault) -> None:
     async with opened(sleeping, timeout_s=0.3) as reward:
         hung = [score(reward, "hang") for _ in range(MAX_THREADS)]
         results = await asyncio.gather(*hung, score(reward, "fine"), return_exceptions=True)
         assert all(isinstance(result, RewardError) for result in results[:-1])
+        fault.fired()
         assert results[-1] == [1.0]
 
 

@@ -21,6 +21,7 @@ import pytest
 from paceline import sandbox
 from paceline.sandbox.supervisor import Limits
 from paceline.sandbox.weak import run_weakly
+from tests.fault_report import Fault
 from tests.sandboxes import needs_bubblewrap
 
 pytestmark = needs_bubblewrap
@@ -125,13 +126,15 @@ def attempt(names: str, victim: int, body: str) -> str:
 
 
 @pytest.mark.parametrize("name", [*REAL, *OTHERS])
+@pytest.mark.fault("G5", "sandboxed program {name}")
 def test_program_does_not_leave_sandbox(
-    names: str, victim: "subprocess.Popen[bytes]", name: str
+    names: str, victim: "subprocess.Popen[bytes]", name: str, fault: Fault
 ) -> None:
     result = sandbox.run(attempt(names, victim.pid, (REAL | OTHERS)[name]), timeout_s=10)
     assert result.sandbox == "bubblewrap"
     assert "ESCAPED" not in result.stdout, result
     assert "refused" in result.stdout, result
+    fault.fired()
     assert "SyntaxError" not in result.stdout and "NameError" not in result.stdout, result
     assert victim.poll() is None, "the program ended a process outside"
 
@@ -144,18 +147,21 @@ def test_attempt_succeeds_without_sandbox(
     assert "ESCAPED" in result.stdout, result
 
 
-def test_datagram_does_not_arrive(names: str) -> None:
+@pytest.mark.fault("G5", "sandboxed program sends a datagram")
+def test_datagram_does_not_arrive(names: str, fault: Fault) -> None:
     with socket.socket(type=socket.SOCK_DGRAM) as server:
         server.bind(("127.0.0.1", 0))
         server.settimeout(0.1)
         port = server.getsockname()[1]
         code = f"import socket; socket.socket(type=2).sendto(b'x', ('127.0.0.1', {port}))"
         sandbox.run(code)
+        fault.fired()
         with pytest.raises(TimeoutError):
             server.recv(1)
 
 
-def test_fork_bomb_is_bounded_and_ends() -> None:
+@pytest.mark.fault("G5", "sandboxed program is a fork bomb")
+def test_fork_bomb_is_bounded_and_ends(fault: Fault) -> None:
     code = """
         import os, time
         made = 1
@@ -169,14 +175,17 @@ def test_fork_bomb_is_bounded_and_ends() -> None:
     before = psutil.Process().children(recursive=True)
     result = sandbox.run(textwrap.dedent(code), processes=8)
     assert result.ok and 2 <= int(result.stdout) <= 8, result
+    fault.fired()
     assert psutil.Process().children(recursive=True) == before
 
 
-def test_recursive_fork_bomb_is_killed() -> None:
+@pytest.mark.fault("G5", "sandboxed program is a recursive fork bomb")
+def test_recursive_fork_bomb_is_killed(fault: Fault) -> None:
     started = time.monotonic()
     code = "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass"
     result = sandbox.run(code, timeout_s=0.5)
     assert result.stopped == "time"
+    fault.fired()
     assert time.monotonic() - started < 10
 
 
@@ -185,21 +194,26 @@ def test_memory_bomb_gets_memory_error() -> None:
     assert "MemoryError" in result.stderr and result.exit_code == 1
 
 
-def test_memory_bomb_of_many_processes_is_killed() -> None:
+@pytest.mark.fault("G5", "sandboxed processes use all memory")
+def test_memory_bomb_of_many_processes_is_killed(fault: Fault) -> None:
     code = "import os, time\nos.fork(), os.fork(), os.fork()\nx = b'x' * 60_000_000\ntime.sleep(60)"
     result = sandbox.run(code, memory_mb=200, timeout_s=30)
     assert result.stopped == "memory"
+    fault.fired()
 
 
-def test_output_bomb_is_killed() -> None:
+@pytest.mark.fault("G5", "sandboxed program prints without end")
+def test_output_bomb_is_killed(fault: Fault) -> None:
     started = time.monotonic()
     result = sandbox.run("while True: print('x' * 1000)", output_kb=10, timeout_s=30)
     assert result.truncated and len(result.stdout) == 10 * 1024
+    fault.fired()
     assert time.monotonic() - started < 10
 
 
 @pytest.mark.parametrize("folder", ["/tmp", "/dev/shm"])
-def test_disk_bomb_is_bounded(folder: str) -> None:
+@pytest.mark.fault("G5", "sandboxed program fills {folder}")
+def test_disk_bomb_is_bounded(folder: str, fault: Fault) -> None:
     code = f"""
         import os
         total = 0
@@ -211,17 +225,20 @@ def test_disk_bomb_is_bounded(folder: str) -> None:
     """
     result = sandbox.run(textwrap.dedent(code), disk_mb=4)
     assert result.ok and 10**6 < int(result.stdout) < 5 * 2**20, result
+    fault.fired()
 
 
 @pytest.mark.parametrize(
     "code",
     ["while True: pass", "import time; time.sleep(60)"],
 )
-def test_program_that_ignores_signals_ends_at_deadline(code: str) -> None:
+@pytest.mark.fault("G5", "sandboxed program ignores all signals")
+def test_program_that_ignores_signals_ends_at_deadline(code: str, fault: Fault) -> None:
     header = "import signal\nfor s in set(range(1, 65)) - {9, 19, 32, 33}: signal.signal(s, 1)\n"
     started = time.monotonic()
     result = sandbox.run(header + code, timeout_s=0.3)
     assert result.timed_out and result.exit_code == 137
+    fault.fired()
     assert time.monotonic() - started < 10
 
 

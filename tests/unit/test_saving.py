@@ -9,6 +9,7 @@ import pytest
 from paceline.errors import CheckpointError
 from paceline.training.saving import Saver
 from tests.fakes import World
+from tests.fault_report import Fault
 from tests.virtual import run_virtual
 
 
@@ -39,8 +40,9 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
+@pytest.mark.fault("C6", "slow disk: a checkpoint takes 10 steps to write")
 def test_training_continues_while_checkpoint_is_written(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, fault: Fault
 ) -> None:
     async def scenario() -> None:
         disk = Disk()
@@ -59,6 +61,7 @@ def test_training_continues_while_checkpoint_is_written(
         assert now() == 33 and disk.done == [1, 2, 3]
 
     run_virtual(scenario())
+    fault.fired()
     assert "step 2 waited 6.0 s until the checkpoint of step 1 was written" in caplog.text
 
 
@@ -94,11 +97,13 @@ def test_loop_saves_every_step_beside_training_and_last_one_before_it_ends() -> 
     assert sum(row["time/save_wait_s"] for row in world.observer.rows) > 0
 
 
-def test_loop_fails_during_training_when_checkpoint_cannot_be_written() -> None:
+@pytest.mark.fault("C1", "disk full while a checkpoint is written beside training")
+def test_loop_fails_during_training_when_checkpoint_cannot_be_written(fault: Fault) -> None:
     disk = Disk(copy_s=0.1, write_s=0.1, fails_at=2)
     world = World(steps=1000, save_every=1, save=disk.save, train_s=50.0)
     with pytest.raises(CheckpointError, match="no space left"):
         run_virtual(world.build().run())
+    fault.fired()
     assert len(world.trainer.steps) == 2, "it was reported during the third step"
 
 

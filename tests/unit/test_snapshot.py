@@ -11,6 +11,7 @@ from torch import Tensor
 from paceline.model import snapshot
 from paceline.model.snapshot import Snapshot
 from paceline.model.tensor_file import write_tensors
+from tests.fault_report import Fault
 
 
 def tensors(scale: float = 1.0) -> dict[str, Tensor]:
@@ -50,13 +51,15 @@ def test_snapshot_writes_values_of_its_moment(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux only")
-def test_full_disk_is_error_of_snapshot(tmp_path: Path) -> None:
+@pytest.mark.fault("C1", "disk full while weights are written in the background")
+def test_full_disk_is_error_of_snapshot(tmp_path: Path, fault: Fault) -> None:
     os.symlink("/dev/full", tmp_path / "a.safetensors")
     taken = Snapshot()
     with taken.taking():
         write(tmp_path / "a.safetensors", tensors())
     with pytest.raises(OSError, match="No space left"):
         taken.written.result()
+    fault.fired()
 
 
 def test_file_is_written_at_once_when_memory_is_short(

@@ -17,6 +17,7 @@ from paceline.sync import stream
 from paceline.sync.block import CHUNK, Layout, layout_of
 from paceline.sync.stream import REQUEST, StreamSource, StreamTarget
 from paceline.sync.weights import Weights
+from tests.fault_report import Fault
 
 HOST, TOKEN = "127.0.0.1", b"t" * 32
 # 16 MB: some tensors are inside one chunk, one spans several.
@@ -83,8 +84,9 @@ def test_engine_receives_bytes_while_trainer_gathers() -> None:
     assert same(received(engine, Weights(1, trainer.write(gathered(), 1))), 1)
 
 
+@pytest.mark.fault("E2", "sender of weights ends after one chunk, the next one is silent")
 def test_engine_continues_from_trainer_when_source_ends_or_is_unresponsive(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
     monkeypatch.setattr(stream, "SILENCE_S", 0.2)
     trainer = source()
@@ -106,17 +108,21 @@ def test_engine_continues_from_trainer_when_source_ends_or_is_unresponsive(
         assert same(received(engine, weights), 1)
     partial.close()
     assert starts == [CHUNK]
+    fault.fired()
 
 
-def test_engine_fetches_again_when_weights_are_corrupted() -> None:
+@pytest.mark.fault("E2", "streamed weights corrupted")
+def test_engine_fetches_again_when_weights_are_corrupted(fault: Fault) -> None:
     trainer = source()
     engine = target(trainer.address)
     checksum = trainer.write(tensors(1), 1)
     trainer._buffer.block.bytes[5] ^= 1
     with pytest.raises(SyncError, match="version 1 are corrupted"):
         received(engine, Weights(1, checksum))
+    fault.fired()
     trainer._buffer.block.bytes[5] ^= 1
     assert same(received(engine, Weights(1, checksum)), 1)
+    fault.recovered()
 
 
 def test_write_fails_when_tensors_are_missing_or_out_of_order() -> None:
@@ -137,11 +143,13 @@ def test_fetch_fails_when_version_is_gone_or_token_is_wrong() -> None:
             received(engine, weights)
 
 
-def test_slow_reader_gets_old_version_while_new_one_is_published() -> None:
+@pytest.mark.fault("E2", "engine reads slowly while the next version is published")
+def test_slow_reader_gets_old_version_while_new_one_is_published(fault: Fault) -> None:
     trainer = source()
     old = Weights(1, trainer.write(tensors(1), 1))
     with connect((HOST, trainer.address), TOKEN, REQUEST.pack(1, 0), 5) as slow:
         wait_until(lambda: trainer._buffer.readers == 1)
+        fault.fired()
         new = Weights(2, trainer.write(tensors(2), 2))
         engine = target(trainer.address)
         assert same(received(engine, new), 2)
@@ -158,7 +166,8 @@ def test_slow_reader_gets_old_version_while_new_one_is_published() -> None:
         engine.tensors(old)
 
 
-def test_engine_gets_weights_while_a_thousand_silent_connections_are_open() -> None:
+@pytest.mark.fault("F11", "1000 silent connections to the sender of weights")
+def test_engine_gets_weights_while_a_thousand_silent_connections_are_open(fault: Fault) -> None:
     trainer = source()
     weights = Weights(1, trainer.write(tensors(1), 1))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -169,6 +178,7 @@ def test_engine_gets_weights_while_a_thousand_silent_connections_are_open() -> N
             resource.setrlimit(resource.RLIMIT_NOFILE, (free, max(free, limits[1])))
             for _ in range(1000):
                 stack.enter_context(socket.create_connection((HOST, trainer.address), timeout=60))
+            fault.fired()
             assert same(received(target(trainer.address), weights), 1)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

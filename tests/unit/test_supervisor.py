@@ -18,6 +18,7 @@ import pytest
 
 from paceline import supervisor
 from paceline.supervisor import SUPERVISOR, Supervisor, last_step, saved_step
+from tests.fault_report import Fault
 
 ROOT = Path(__file__).parents[2]
 # Every attempt makes a step. `acts` has one entry per attempt: an exit code, a signal such as "-9",
@@ -66,9 +67,11 @@ def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("end", ["-9", "-11", "-6", "1", "7", "8", "9", "12"])
-def test_run_that_dies_is_restarted(end: str, tmp_path: Path) -> None:
+@pytest.mark.fault("A9", "supervised run ends with {end}")
+def test_run_that_dies_is_restarted(end: str, tmp_path: Path, fault: Fault) -> None:
     code, attempts, told = supervise(tmp_path, f"{end},0")
     assert (code, attempts) == (0, 2)
+    fault.fired()
     assert "restart 1 of 3 from the start" in told[0] and len(told) == 1
 
 
@@ -85,9 +88,11 @@ def test_mistake_of_user_is_final_only_before_first_step(end: int, tmp_path: Pat
     assert (code, attempts) == (0, 2) and f"exit code {end}" in told[0]
 
 
-def test_supervisor_gives_up_when_restarts_make_no_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.fault("A11", "supervised run dies at every start")
+def test_supervisor_gives_up_when_restarts_make_no_checkpoint(tmp_path: Path, fault: Fault) -> None:
     code, attempts, told = supervise(tmp_path, "-9", restarts=3)
     assert (code, attempts) == (137, 4)
+    fault.fired()
     assert "SIGKILL, which the kernel sends when memory is full" in told[0]
     assert told[-1].endswith("giving up after 3 restart(s) without a new checkpoint")
 
@@ -131,11 +136,14 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_sigterm_is_forwarded_and_ends_supervision(tmp_path: Path) -> None:
+@pytest.mark.fault("A13", "SIGTERM to a supervised run")
+def test_sigterm_is_forwarded_and_ends_supervision(tmp_path: Path, fault: Fault) -> None:
     process = start(tmp_path, "-9,wait")
     wait_for(tmp_path / "attempt1", process)
     process.send_signal(signal.SIGTERM)
+    fault.fired()
     output, _ = process.communicate(timeout=20)
+    fault.detected()
     assert process.returncode == 143 and output.count("restart") == 1
     assert len(list(tmp_path.glob("attempt*"))) == 2
 
@@ -162,7 +170,8 @@ def test_run_is_suspended_and_resumed_with_supervisor(tmp_path: Path) -> None:
     assert process.wait(20) == 143
 
 
-def test_child_ends_when_its_supervisor_is_killed(tmp_path: Path) -> None:
+@pytest.mark.fault("A12", "supervisor killed")
+def test_child_ends_when_its_supervisor_is_killed(tmp_path: Path, fault: Fault) -> None:
     program = (
         "import os, signal; from paceline.supervisor import end_with_supervisor\n"
         f"assert os.environ[{SUPERVISOR!r}]\nend_with_supervisor()\n"
@@ -185,8 +194,10 @@ def test_child_ends_when_its_supervisor_is_killed(tmp_path: Path) -> None:
     assert process.stdout is not None
     child = psutil.Process(int(process.stdout.readline()))
     process.kill()
+    fault.fired()
     process.wait()
     assert psutil.wait_procs([child], timeout=60)[1] == [] or child.status() == "zombie"
+    fault.detected()
 
 
 @pytest.mark.parametrize(

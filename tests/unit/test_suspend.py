@@ -15,6 +15,7 @@ from paceline.config import load_config
 from paceline.errors import DataError
 from paceline.run import train
 from paceline.suspend import SuspendAwareClock
+from tests.fault_report import Fault
 
 PROGRAM = textwrap.dedent("""
     import asyncio
@@ -38,7 +39,8 @@ PROGRAM = textwrap.dedent("""
 """)
 
 
-def test_deadline_does_not_expire_while_process_is_suspended() -> None:
+@pytest.mark.fault("F8", "process suspended for longer than its deadline")
+def test_deadline_does_not_expire_while_process_is_suspended(fault: Fault) -> None:
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM],
@@ -50,6 +52,7 @@ def test_deadline_does_not_expire_while_process_is_suspended() -> None:
         process.send_signal(signal.SIGSTOP)
         time.sleep(4)  # longer than the deadline
         process.send_signal(signal.SIGCONT)
+        fault.fired()
         assert process.stdout.read() == "done\ndeadlines still expire\n"
 
 

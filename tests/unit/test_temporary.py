@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from paceline.temporary import TemporaryFolder
+from tests.fault_report import Fault
 
 
 def age(folder: Path) -> Path:
@@ -13,7 +16,8 @@ def age(folder: Path) -> Path:
     return folder
 
 
-def test_directory_of_killed_process_is_removed_at_next_start(tmp_path: Path) -> None:
+@pytest.mark.fault("A9", "process killed with a temporary directory")
+def test_directory_of_killed_process_is_removed_at_next_start(tmp_path: Path, fault: Fault) -> None:
     program = f"""
 import os
 from pathlib import Path
@@ -24,9 +28,11 @@ os.kill(os.getpid(), 9)
 """
     subprocess.run([sys.executable, "-c", program], check=False)
     (left,) = tmp_path.iterdir()
+    fault.fired()
     age(left)
     with TemporaryFolder("test-", tmp_path) as folder:
         assert list(tmp_path.iterdir()) == [folder]
+        fault.recovered()
     assert not list(tmp_path.iterdir())
 
 

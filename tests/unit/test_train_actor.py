@@ -22,6 +22,7 @@ from paceline.training.settings import TrainSettings
 from paceline.training.single import SingleDevice
 from paceline.types import Batch
 from tests.contract.test_train_engine import random_batch, same_bits, tiny, weights_of
+from tests.fault_report import Fault
 
 FAST = TrainSettings(learning_rate=1e-2)
 
@@ -77,13 +78,15 @@ def test_update_reports_unchanged_weights_when_rate_is_zero() -> None:
     assert all(torch.equal(before[name], weight) for name, weight in policy.engine.export_weights())
 
 
-def test_update_is_skipped_when_gradient_is_not_finite() -> None:
+@pytest.mark.fault("E1", "infinite advantages")
+def test_update_is_skipped_when_gradient_is_not_finite(fault: Fault) -> None:
     policy, batch = actor(AlgorithmSettings()), random_batch()
     metrics = policy.update(
         replace(batch, advantages=np.full(batch.num_tokens, np.float32(math.inf))), step=0
     )
     assert metrics["updates_skipped"] == 1 and metrics["weights_changed"] == 0
     assert math.isnan(metrics["grad_norm"])
+    fault.fired()
 
 
 class InfiniteLoss(PolicyLoss):
@@ -105,7 +108,8 @@ def skips(settings: AlgorithmSettings, act: Callable[[Actor], float]) -> bool:
     return same and same_bits(weights_of(clean.engine), weights_of(policy.engine))
 
 
-def test_update_is_skipped_when_loss_is_infinite() -> None:
+@pytest.mark.fault("E1", "infinite loss with a finite gradient")
+def test_update_is_skipped_when_loss_is_infinite(fault: Fault) -> None:
     settings = AlgorithmSettings()
 
     def act(policy: Actor) -> float:
@@ -113,26 +117,31 @@ def test_update_is_skipped_when_loss_is_infinite() -> None:
         return found["updates_skipped"]
 
     assert skips(settings, act)
+    fault.fired()
 
 
 @pytest.mark.parametrize("more", [{}, {"correction": "truncate", "epochs": 1}], ids=str)
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
+@pytest.mark.fault("E1", "sampled log-probability is {value}")
 def test_update_is_skipped_when_sampled_logprob_is_not_finite(
-    value: float, more: dict[str, Any]
+    value: float, more: dict[str, Any], fault: Fault
 ) -> None:
     batch = random_batch()
     batch.logprobs[np.flatnonzero(batch.mask)[3]] = value
     settings = AlgorithmSettings(**more)
     assert skips(settings, lambda policy: policy.update(batch, step=0)["updates_skipped"])
+    fault.fired()
 
 
-def test_only_bad_mini_batch_is_skipped() -> None:
+@pytest.mark.fault("E1", "NaN in one of two mini-batches")
+def test_only_bad_mini_batch_is_skipped(fault: Fault) -> None:
     policy, batch = actor(AlgorithmSettings(mini_batches=2)), random_batch()
     assert batch.advantages is not None
     batch.advantages[np.flatnonzero(batch.mask)[0]] = math.nan
     metrics = policy.update(batch, step=0)
     assert (metrics["updates"], metrics["updates_skipped"]) == (2, 1)
     assert metrics["weights_changed"] == 1
+    fault.fired()
     weights = weights_of(policy.engine).values()
     assert all(torch.isfinite(weight).all() for weight in weights)
 

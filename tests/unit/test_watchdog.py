@@ -19,6 +19,7 @@ from paceline.types import Role
 from paceline.watchdog import Patience, Progress, StallMonitor, Watchdog
 from paceline.workers.cluster import Node, PlannedWorker
 from paceline.workers.pools import start_workers
+from tests.fault_report import Fault
 
 QUIET, BUSY = Patience(10, "stall_timeout_s"), Patience(100, "rollout.episode_timeout_s")
 
@@ -54,8 +55,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "WARN_S", 0.2)
 
 
+@pytest.mark.fault("B7", "event loop blocked")
 def test_blocked_event_loop_is_named_and_abandoned(
-    quick: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    quick: None, tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: Fault
 ) -> None:
     async def environment_that_blocks() -> None:
         time.sleep(5)
@@ -68,9 +70,11 @@ def test_blocked_event_loop_is_named_and_abandoned(
         with Watchdog(lambda: [worker], 1.0, tmp_path):
             await environment_that_blocks()
 
+    fault.fired()
     begun = time.monotonic()
     with pytest.raises(StalledError) as caught:
         Background(run()).result()
+    fault.detected()
     assert time.monotonic() - begun < 4
     message = str(caught.value)
     assert "has been blocked for 1 s at" in message
@@ -81,7 +85,8 @@ def test_blocked_event_loop_is_named_and_abandoned(
     assert "must not block" in caplog.text
 
 
-def test_run_that_blocks_again_and_again_is_told_to_fail(quick: None) -> None:
+@pytest.mark.fault("B7", "event loop blocked again and again")
+def test_run_that_blocks_again_and_again_is_told_to_fail(quick: None, fault: Fault) -> None:
     """Its event loop does not count the time in which it is blocked."""
 
     async def run() -> str:
@@ -96,6 +101,7 @@ def test_run_that_blocks_again_and_again_is_told_to_fail(quick: None) -> None:
         return told.result()
 
     assert Background(run()).result() == "no progress for 1 s (stall_timeout_s = 1)"
+    fault.fired()
 
 
 def test_responsive_event_loop_is_left_alone(quick: None) -> None:
@@ -119,8 +125,9 @@ def test_responsive_event_loop_is_left_alone(quick: None) -> None:
         (signal.SIGKILL, WorkerDied, "worker 'w' died .*SIGKILL"),
     ],
 )
+@pytest.mark.fault("A11", "worker gets {number.name} at the start")
 def test_stage_of_start_fails_when_worker_is_suspended_or_killed(
-    tmp_path: Path, number: signal.Signals, error: type[Exception], message: str
+    tmp_path: Path, number: signal.Signals, error: type[Exception], message: str, fault: Fault
 ) -> None:
     async def start() -> str:
         worker = ProcessWorker(
@@ -133,6 +140,7 @@ def test_stage_of_start_fails_when_worker_is_suspended_or_killed(
             assert await watching.within(limit, "x", worker.call("part", "upper")) == "A"
             assert worker.pid
             os.kill(worker.pid, number)
+            fault.fired()
             limit = Patience(1.0, "start_timeout_s")
             return await watching.within(limit, "the start", worker.call("part", "upper"))
         finally:
@@ -140,6 +148,7 @@ def test_stage_of_start_fails_when_worker_is_suspended_or_killed(
 
     with pytest.raises(error, match=message):
         asyncio.run(start())
+    fault.detected()
     if number == signal.SIGSTOP:
         assert "no reply; it is suspended" in (tmp_path / "stacks.txt").read_text()
 
@@ -164,7 +173,8 @@ class SlowCluster:
         return
 
 
-def test_worker_that_never_gets_ready_is_named_with_its_stack(tmp_path: Path) -> None:
+@pytest.mark.fault("B7", "worker never gets ready")
+def test_worker_that_never_gets_ready_is_named_with_its_stack(tmp_path: Path, fault: Fault) -> None:
     plans = [PlannedWorker("w", (Role.ROLLOUT,))]
     with pytest.raises(
         WorkerDied,
@@ -172,4 +182,5 @@ def test_worker_that_never_gets_ready_is_named_with_its_stack(tmp_path: Path) ->
         r"worker 'w' has not finished start for 1 s",
     ):
         asyncio.run(start_workers(SlowCluster(tmp_path), plans, 1.0, tmp_path))
+    fault.fired()
     assert "worker 'w', process" in (tmp_path / "stacks.txt").read_text()

@@ -18,6 +18,7 @@ from paceline.config import RunConfig, load_config
 from paceline.errors import ConfigError, MismatchError, PacelineError
 from paceline.run import train
 from paceline.training.phases import MEASURED
+from tests.fault_report import Fault
 from tests.models import random_model
 from tests.processes import children
 from tests.vllm import faults
@@ -102,8 +103,9 @@ def test_hybrid_run_alternates_phases_and_reports_their_memory(
 
 
 @pytest.mark.parametrize(("ranks", "log_name"), [(1, "rollout.log"), (2, "rollout.1.log")])
+@pytest.mark.fault("A2", "vLLM engine of {ranks} ranks killed")
 def test_run_replaces_killed_engine_or_fails_with_its_name(
-    ranks: int, log_name: str, model: str, tmp_path: Path
+    ranks: int, log_name: str, model: str, tmp_path: Path, fault: Fault
 ) -> None:
     killed: list[float] = []
 
@@ -117,6 +119,7 @@ def test_run_replaces_killed_engine_or_fails_with_its_name(
                     if os.path.realpath(f"/proc/{p.pid}/fd/1") == log
                 )
                 os.kill(engine.pid, signal.SIGKILL)
+                fault.fired()
                 killed.append(time.monotonic())
 
         def engines_polled(self, *_: object) -> None:
@@ -135,14 +138,16 @@ def test_run_replaces_killed_engine_or_fails_with_its_name(
     assert killed
 
 
+@pytest.mark.fault("E5", "one tensor of vLLM is wrong")
 def test_run_fails_within_one_step_when_engine_has_wrong_tensor(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
     monkeypatch.setattr("paceline.workers.local.build_parts", faults.build_with_a_wrong_tensor)
     with pytest.raises(
         MismatchError, match=r"step 3: engine and trainer do not have the same weights"
     ):
         asyncio.run(train(config(model, tmp_path, "steps=6", "train.offload=true")))
+    fault.fired()
     assert len(rows(tmp_path)) == 2
 
 
