@@ -175,6 +175,9 @@ def _cut(pid: int, sources: list[int]) -> str:
     }
     # A transfer takes milliseconds. Its socket gets one of the first free descriptors.
     used = set(map(int, os.listdir(f"/proc/{pid}/fd")))
+    for _ in range(10):  # without those that are open for a moment
+        time.sleep(0.05)
+        used &= set(map(int, os.listdir(f"/proc/{pid}/fd")))
     free = list(itertools.islice((n for n in itertools.count() if n not in used), NEXT))
     deadline = time.monotonic() + CUT_S
     with _handle(pid) as handle:
