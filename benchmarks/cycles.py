@@ -29,7 +29,7 @@ import paceline
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.endurance import paced
-from benchmarks.endurance.checks import Check, as_json, save, show
+from benchmarks.endurance.checks import Check, as_json, circumstances, save, show
 from benchmarks.endurance.leftovers import Leftovers, descriptors, listening_sockets
 
 WARM_UP = 4  # cycles: pools of threads and caches reach their size
@@ -113,6 +113,8 @@ def run_cycles(
                 settings = IN_PROCESSES[number // processes_every % 2]
             cycle(run_dir, settings, model)
             seconds.append(time.perf_counter() - begun)
+            if number % 50 == 0:
+                print(f"{number} cycles, {_resident_mb() - memory:+.1f} MB", flush=True)
         growth = _settled(before, leftovers, run_dir)
         return growth, seconds, _resident_mb() - memory
 
@@ -148,7 +150,7 @@ def main() -> None:
         Check("growth of memory, MB per 100 cycles", 100 * memory / len(seconds)),
     ]
     good = show(f"{args.count} runs started and stopped in one process", checks)
-    save("cycles.json", {"checks": as_json(checks)})
+    save("cycles.json", circumstances() | {"checks": as_json(checks)})
     sys.exit(not good)
 
 

@@ -23,7 +23,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.endurance import paced
-from benchmarks.endurance.checks import Check, as_json, save, show
+from benchmarks.endurance.checks import Check, as_json, circumstances, save, show
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 1.0  # MB per minute
@@ -135,7 +135,7 @@ def main() -> None:
     ]
     good = show(f"{args.minutes:g} minutes of producers that are faster than the trainer", checks)
     curve = [round(size, 2) for _, size in series["all processes"][:: int(30 / POLL_S)]]
-    save("flat_memory.json", {"checks": as_json(checks), "mb_every_30_s": curve})
+    save("flat_memory.json", circumstances() | {"checks": as_json(checks), "mb_every_30_s": curve})
     sys.exit(not good)
 
 

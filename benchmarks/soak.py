@@ -32,9 +32,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.endurance import paced
-from benchmarks.endurance.checks import Check, as_json, save, show
+from benchmarks.endurance.checks import Check, as_json, circumstances, save, show
 from benchmarks.endurance.faults import FAULTS, LOCAL, Fault, Victims
 from benchmarks.endurance.leftovers import Leftovers
 from benchmarks.endurance.nodes import Nodes, two_nodes
@@ -103,16 +105,16 @@ class Soak:
             )
             faults, end = self._faults(), begun + 60 * minutes
             self._wait_for_step(process, 0.0, end)
+            due = time.monotonic() + self._interval(every)
             while process.poll() is None and time.monotonic() < end:
-                last, due = time.time(), time.monotonic() + self._interval(every)
-                if self.injected and not self.injected[-1].proof:
-                    due = time.monotonic()
                 if self._random.random() > DURING_RECOVERY:
-                    self._wait_for_step(process, last, end)
+                    self._wait_for_step(process, time.time(), end)
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(max(0.0, min(due, end) - time.monotonic()))
                 if time.monotonic() >= due:
-                    self._inject(next(faults), victims, begun)
+                    due = time.monotonic() + self._interval(every)
+                    if not self._inject(next(faults), victims, begun):
+                        due = time.monotonic()  # another one instead
             process.send_signal(signal.SIGTERM)
             code = process.wait(END_S)
             self.wall_s = time.monotonic() - begun
@@ -159,7 +161,8 @@ class Soak:
                 break
             time.sleep(0.2)
 
-    def _inject(self, fault: Fault, victims: Victims, begun: float) -> None:
+    def _inject(self, fault: Fault, victims: Victims, begun: float) -> bool:
+        """Return whether the fault fired."""
         role = "controller" if fault.role == "all" else fault.role
         deadline = time.monotonic() + VICTIM_S
         while not (found := victims.find(role)) and time.monotonic() < deadline:
@@ -169,13 +172,14 @@ class Soak:
         if found:
             try:
                 proof = fault.inject(victims, self._random.choice(found)) or "did not fire"
-            except (OSError, LookupError, ValueError) as error:  # it has just ended
+            except (OSError, LookupError, ValueError, psutil.Error) as error:  # it has just ended
                 proof = f"did not fire: {error}"
         fired = "" if proof.startswith(("no such", "did not")) else proof
         self.injected.append(Injected(str(fault), round(at, 1), wall, fired))
         print(f"{at:7.1f} s  step {len(self.rows()):5}  {fault}: {proof}", flush=True)
         if self._nodes:
             self._nodes.replace()
+        return bool(fired)
 
     def _end(self, process: "subprocess.Popen[bytes]") -> None:
         if process.poll() is None:
@@ -245,7 +249,7 @@ def measure(
         Check("reward without faults", calm_end),
         *(Check(f"left behind: {kind}", len(found), "==", 0) for kind, found in left.items()),
     ]
-    details = {
+    details = circumstances() | {
         "seed": seed,
         "minutes": minutes,
         "checks": as_json(checks),

@@ -49,13 +49,19 @@ def as_json(checks: Sequence[Check]) -> list[dict[str, Any]]:
     return [asdict(check) | {"ok": check.ok} for check in checks]
 
 
-def save(name: str, content: dict[str, Any]) -> None:
-    """Write a file of results, with the command and the machine."""
-    head = {
+def circumstances() -> dict[str, Any]:
+    """Return the command, the day and the machine of a measurement."""
+    return {
         "command": " ".join(["python", *sys.argv]),
         "date": date.today().isoformat(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "load_average": [round(load, 1) for load in os.getloadavg()],
     }
+
+
+def save(name: str, content: dict[str, Any]) -> None:
+    """Write a file of results. Parts of an earlier one that are not measured again stay."""
+    path = RESULTS / name
+    before = json.loads(path.read_text()) if path.exists() else {}
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / name).write_text(json.dumps(head | content, indent=1) + "\n")
+    path.write_text(json.dumps(before | content, indent=1) + "\n")
