@@ -105,6 +105,10 @@ async def train(
     config, inputs = layout.config, inputs.with_config(layout.config)
     for warning in (*layout.warnings, *changed_choices(layout.choices, recorded)):
         log.warning("%s", warning)
+    if not gc.get_freeze_count():
+        # Collections then skip what the libraries hold, which takes tenths of a second. Frozen
+        # objects are never freed: so only once in a program, and before the run has models.
+        gc.freeze()
     async with AsyncExitStack() as stack:
         stack.enter_context(explain_disk_errors(run_dir))
         scorer = await open_scorer(stack, config, inputs, reward, agent)
@@ -190,7 +194,6 @@ class _Run:
             config.takes_turns and config.schedule.max_staleness > 0,
         )
         await within("the first weight sync", self._synchronizer.sync_weights(self._start.step))
-        gc.freeze()  # collections then skip what the libraries hold, which takes tenths of a second
 
     async def train(
         self,

@@ -9,6 +9,7 @@ that have not proven themselves yet: it holds few of them, the oldest gives way 
 each has a deadline. So connections of strangers, silent or not, use up no threads or descriptors.
 """
 
+import _thread
 import hmac
 import logging
 import secrets
@@ -28,7 +29,7 @@ NONCE, PROOF = 32, 32  # bytes
 PROOF_TIMEOUT_S = 5.0
 MAX_STRANGERS = 64  # clients that have not proven themselves
 MAX_CLIENTS = 512  # clients that have
-RETRY_S = 0.1  # until the next connection is accepted, if there are no descriptors left
+RETRY_S = 0.1  # until the next connection is accepted, if no descriptors or memory are left
 
 
 @dataclass(slots=True)
@@ -67,14 +68,20 @@ class Listener:
     def _run(self) -> None:
         with self._socket, self._selector:
             while not self._closing:
-                for key, _ in self._selector.select(self._time_left()):
-                    if key.fileobj is self._socket:
-                        self._accept()
-                    elif stranger := self._strangers.get(key.fd):
-                        self._read(stranger)
-                self._drop_overdue()
+                try:
+                    self._serve_strangers()
+                except MemoryError:
+                    time.sleep(RETRY_S)
             for stranger in list(self._strangers.values()):
                 self._drop(stranger)
+
+    def _serve_strangers(self) -> None:
+        for key, _ in self._selector.select(self._time_left()):
+            if key.fileobj is self._socket:
+                self._accept()
+            elif stranger := self._strangers.get(key.fd):
+                self._read(stranger)
+        self._drop_overdue()
 
     def _time_left(self) -> float | None:
         if not self._strangers:
@@ -129,12 +136,13 @@ class Listener:
         self._forget(stranger)
         stranger.connection.settimeout(PROOF_TIMEOUT_S)
         answer = _proof(self._token, b"server", nonce)
-        threading.Thread(
-            target=self._serve_client,
-            args=(stranger.connection, answer, message),
-            name="connection",
-            daemon=True,
-        ).start()
+        try:
+            # Thread.start would wait for ever for a thread that fails to start for lack of memory.
+            _thread.start_new_thread(self._serve_client, (stranger.connection, answer, message))
+        except (RuntimeError, MemoryError) as error:
+            stranger.connection.close()
+            self._clients.release()
+            log.warning("a client was not served: %s", error)
 
     def _serve_client(self, connection: socket.socket, answer: bytes, message: bytes) -> None:
         try:

@@ -71,10 +71,16 @@ class WeightBuffer:
             self._changed.notify_all()
 
     def wait(self, version: int, start: int) -> int:
-        """Wait for bytes of `version` beyond `start`; return their number, or 0 on timeout."""
+        """Wait for bytes of `version` beyond `start`; return their number, or 0 if there are none.
+
+        None follow if the transfer failed or paused for SILENCE_S.
+        """
         with self._changed:
             self._changed.wait_for(
-                lambda: self.version > version or (self.version == version and self.filled > start),
+                lambda: (
+                    self.version > version
+                    or (self.version == version and (self.filled > start or bool(self.failure)))
+                ),
                 SILENCE_S,
             )
             return self.filled if self.version == version and self.filled > start else 0

@@ -31,6 +31,8 @@ class RayHost:
         os.environ.update(environment)
         self._text = _redirect_output()
         log_to_stderr()
+        # The first line of the worker's log, for those who look for its process.
+        print(f"process {os.getpid()} on {socket.gethostname()}", flush=True)
         self._mailbox = Mailbox()
         self._listening: socket.socket | None = None
         self._lock = threading.Lock()

@@ -1,5 +1,6 @@
 """Connections of a run: strangers get nothing, hold nothing and keep nobody waiting."""
 
+import _thread
 import os
 import random
 import resource
@@ -141,4 +142,35 @@ def test_random_bytes_are_refused_without_an_error(server: Listener, fault: Faul
         with socket.create_connection((HOST, server.port), timeout=60) as connection:
             connection.sendall(generator.randbytes(generator.randrange(1, 200)))
     fault.fired()
+    assert served(server)
+
+
+def test_listener_serves_again_after_a_thread_could_not_be_started(
+    server: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        for module in (_thread, threading):
+            for name in ("start_new_thread", "_start_new_thread"):
+                patch.setattr(module, name, refuse, raising=False)
+        with pytest.raises(OSError):
+            served(server)
+    assert served(server)
+
+
+def test_listener_serves_again_after_memory_was_full(
+    server: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> bytes:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(listener.secrets, "token_bytes", fail)
+        with (
+            socket.create_connection((HOST, server.port), timeout=5) as connection,
+            pytest.raises(ConnectionError),
+        ):
+            receive(connection, NONCE)
     assert served(server)

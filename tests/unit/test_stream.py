@@ -3,6 +3,7 @@
 import resource
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -109,6 +110,26 @@ def test_engine_continues_from_trainer_when_source_ends_or_is_unresponsive(
     partial.close()
     assert starts == [CHUNK]
     fault.fired()
+
+
+def test_engine_asks_trainer_at_once_when_its_source_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream, "SILENCE_S", 60.0)
+    trainer = source()
+    weights = Weights(1, trainer.write(tensors(1), 1))
+    cut = threading.Event()
+    server = Listener(HOST, TOKEN, REQUEST.size, lambda *_: bool(cut.wait(60)))
+    first = target(server.port)
+    second = target(first.address, trainer.address)
+    begun = time.monotonic()
+    first.fetch(1)
+    second.fetch(1)
+    wait_until(lambda: first.buffer.readers == 1)  # the second one waits for the first
+    cut.set()
+    assert same(received(second, weights), 1)
+    assert time.monotonic() - begun < 30 and first.buffer.failure
+    server.close()
 
 
 @pytest.mark.fault("E2", "streamed weights corrupted")

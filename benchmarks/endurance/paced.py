@@ -1,0 +1,27 @@
+"""Functions that benchmarks give to a run: they do the usual work in a chosen time."""
+
+import os
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from paceline.data.tasks import get_task
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TASK = "reverse:5"
+# Environment variables: seconds of each call.
+REWARD_S, LOSS_S = "PACELINE_BENCH_REWARD_S", "PACELINE_BENCH_LOSS_S"
+
+
+def reward(completion: str, row: Mapping[str, Any]) -> float:
+    """Return the score of the built-in task, like a verifier that takes some time."""
+    time.sleep(float(os.environ.get(REWARD_S, "0")))
+    return get_task(TASK).score(completion, row)
+
+
+def loss(logprobs: "Tensor", proximal: "Tensor", advantages: "Tensor") -> "Tensor":
+    """Return the loss of each token without a clip, like a large model that takes some time."""
+    time.sleep(float(os.environ.get(LOSS_S, "0")))
+    return -advantages * (logprobs - proximal).exp()

@@ -1,0 +1,143 @@
+"""Memory of a run whose producers are ten times faster than its trainer: it must not grow.
+
+    python benchmarks/flat_memory.py [--minutes 10] [--warm-up 3]
+
+A fully asynchronous run with the built-in model and real processes. The loss waits in the trainer,
+so the queue is always full and the engine waits for tickets. The memory of each process
+(anonymous and shared pages) is read every 2 seconds. Its slope is that of the least-squares line
+after the warm-up. Exit code 1 if a limit is missed; results in benchmarks/results/flat_memory.json.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.endurance import paced
+from benchmarks.endurance.checks import Check, as_json, circumstances, save, show
+
+ROOT = Path(__file__).parents[1]
+LIMIT = 1.0  # MB per minute
+FASTER = 10.0  # producers, compared with the trainer
+POLL_S = 2.0
+LOSS_S = 3.0  # also on a busy machine ten times the time of generation
+Series = dict[str, list[tuple[float, float]]]  # seconds and MB, by process
+
+
+def start(run_dir: Path, minutes: float) -> "subprocess.Popen[bytes]":
+    pace = Path(paced.__file__)
+    settings = [
+        *(f"run_dir={run_dir}", f"steps={int(minutes * 60 / LOSS_S) + 10}", "placement.threads=1"),
+        *(f"data.task={paced.TASK}", "schedule.max_staleness=4", "save_every=25"),
+        *(f"algorithm.loss={pace}:loss", f"reward.function={pace}:reward"),
+    ]
+    return subprocess.Popen(
+        [sys.executable, "-m", "paceline", "train", "fully_async", *settings],
+        cwd=ROOT,
+        env=os.environ | {paced.LOSS_S: str(LOSS_S), "PYTHONPATH": str(ROOT)},
+        stdout=(run_dir.parent / "output.txt").open("wb"),
+        stderr=subprocess.STDOUT,
+    )
+
+
+def poll(root: psutil.Process, run_dir: Path, at: float, series: Series) -> None:
+    total = 0.0
+    for process in (root, *root.children(recursive=True)):
+        try:
+            size = resident_mb(process.pid)
+            series[f"{name_of(process, root, run_dir)} {process.pid}"].append((at, size))
+            total += size
+        except (psutil.Error, OSError):
+            continue
+    series["all processes"].append((at, total))
+
+
+def resident_mb(pid: int) -> float:
+    """Return anonymous and shared memory. Pages of files depend on other processes."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    kb = [int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem"))]
+    return sum(kb) / 1024
+
+
+def name_of(process: psutil.Process, root: psutil.Process, run_dir: Path) -> str:
+    if process.pid == root.pid:
+        return "controller"
+    output = Path(os.path.realpath(f"/proc/{process.pid}/fd/1"))
+    if output.parent == (run_dir / "logs").resolve():
+        return output.stem
+    return "reward" if "paceline.reward.worker" in " ".join(process.cmdline()) else "other"
+
+
+def slope(points: list[tuple[float, float]]) -> float:
+    """Return MB per minute."""
+    seconds, sizes = np.array(points).T
+    return float(np.polyfit(seconds / 60, sizes, 1)[0])
+
+
+def measure(minutes: float, warm_up: float, folder: Path) -> tuple[Series, dict[str, float]]:
+    run_dir = folder / "run"
+    series: Series = defaultdict(list)
+    metrics = run_dir / "metrics.jsonl"
+    run = start(run_dir, minutes)
+    try:
+        begun: float | None = None
+        root = psutil.Process(run.pid)
+        while run.poll() is None:
+            if begun is None and metrics.exists() and metrics.stat().st_size:
+                begun = time.monotonic()
+            if begun is not None and (at := time.monotonic() - begun) <= minutes * 60:
+                poll(root, run_dir, at, series)
+            time.sleep(POLL_S)
+    finally:
+        run.kill()
+        run.wait()
+    if run.returncode:
+        sys.exit((folder / "output.txt").read_text()[-4000:])
+    summary = json.loads((run_dir / "summary.json").read_text())
+    warm = {
+        name: [point for point in points if point[0] >= warm_up * 60]
+        for name, points in series.items()
+    }
+    enough = (minutes - warm_up) * 60 / POLL_S / 2  # without processes that existed for a moment
+    return {name: points for name, points in warm.items() if len(points) >= enough}, summary
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--warm-up", type=float, default=3)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        series, summary = measure(args.minutes, args.warm_up, Path(folder))
+    checks = [
+        Check(f"MB per minute: {name}", slope(points), "<=", LIMIT)
+        for name, points in series.items()
+    ]
+    checks += [
+        Check(
+            "producers faster than trainer, times",
+            1 / summary["rollout_busy_fraction"],
+            ">=",
+            FASTER,
+        ),
+        Check("queue utilization, mean", summary["queue_utilization"]),
+        Check("train steps", summary["steps"]),
+        Check("MB at the end", series["all processes"][-1][1]),
+    ]
+    good = show(f"{args.minutes:g} minutes of producers that are faster than the trainer", checks)
+    curve = [round(size, 2) for _, size in series["all processes"][:: int(30 / POLL_S)]]
+    save("flat_memory.json", circumstances() | {"checks": as_json(checks), "mb_every_30_s": curve})
+    sys.exit(not good)
+
+
+if __name__ == "__main__":
+    main()
