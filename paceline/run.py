@@ -22,6 +22,7 @@ from paceline.inputs import Inputs, load_inputs
 from paceline.loop import Loop, LoopSettings, Observer
 from paceline.model.loading import TokenizerFiles
 from paceline.observe.collapse import CollapseMonitor
+from paceline.observe.device_meter import DeviceMeter, metered_workers, refresh
 from paceline.observe.drift import DriftMonitor
 from paceline.observe.health import Health
 from paceline.observe.mismatch import MismatchMonitor
@@ -53,6 +54,7 @@ from paceline.run_dir import (
 )
 from paceline.suspend import ignore_suspended_time
 from paceline.synchronizer import ParameterSynchronizer
+from paceline.timeline import Timeline
 from paceline.training.checkpoint import read_state, save_checkpoint
 from paceline.training.lineage import begin_attempt
 from paceline.training.manifest import reading_state
@@ -149,6 +151,7 @@ class _Run:
         self._config, self._inputs, self._start = config, inputs, start
         self._workers, self._fleet = generation.workers, generation.fleet
         self._rollouter, self._scorer = generation.rollouter, generation.scorer
+        self._metered = partial(metered_workers, config, generation)
         self._run_dir = Path(config.run_dir)
         self.watchdog = Watchdog(
             generation.living_workers, config.stall_timeout_s, self._run_dir / "logs"
@@ -209,8 +212,10 @@ class _Run:
         stack.callback(ledger.close)
         display = make_display(start.step) if make_display else None
         sinks = open_sinks(config.track, self._run_dir, self._inputs.identity["config"])
+        timeline = Timeline()
+        meter = self._open_meter(timeline)
         recorder = Recorder(
-            self._run_dir, start.metrics_length, samples, display, sinks, start.step
+            self._run_dir, start.metrics_length, samples, display, sinks, start.step, meter
         )
         stack.callback(recorder.close)
         queue = MessageQueue(config.max_queue_size, changed=fleet.changed)
@@ -235,13 +240,18 @@ class _Run:
             check_weights=_weight_check(config, self._workers[Role.ACTOR][0], fleet),
             evaluations=self._held_out,
             report_stall=self.watchdog.report,
+            timeline=timeline,
         )
         self.watchdog.watch(loop.stall_check(time.monotonic()), loop.stalled)
         if stop is not None:
             stopper = asyncio.create_task(_stop_when(stop, loop))
             stack.callback(stopper.cancel)
+        await refresh(self._metered())
+        meter.start()
         async with control.serving(job_commands(fleet, self._rollouter)):
             await loop.run(start.step)
+        await refresh(self._metered())
+        meter.end()
         ledger.flush()  # fails if the directory was moved or deleted after the last step
         peak = await self._final_stats(recorder)
         summary = recorder.summary(
@@ -251,6 +261,14 @@ class _Run:
             summary["evaluation"] = self._held_out.summary()
         summary["fleet"] = {"replaced": fleet.replaced, "fenced_messages": fleet.fenced_messages}
         return summary
+
+    def _open_meter(self, timeline: Timeline) -> DeviceMeter:
+        rollouter = self._rollouter
+        return DeviceMeter(
+            self._metered,
+            timeline,
+            lambda: (rollouter.lost_tokens, rollouter.evaluation_tokens),
+        )
 
     def _open_held_out(self, recorder: Recorder) -> HeldOut | None:
         config, settings = self._config, self._config.evaluation

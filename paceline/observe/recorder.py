@@ -14,6 +14,7 @@ import numpy as np
 
 from paceline.line_file import LineFile, intact_rows
 from paceline.loop import Metrics, Observer
+from paceline.observe.device_meter import DeviceMeter
 from paceline.observe.samples import Samples
 from paceline.observe.sinks import Sinks
 from paceline.observe.slow_steps import SlowSteps
@@ -44,10 +45,11 @@ class Recorder:
         display: Observer | None = None,
         sinks: Sinks | None = None,
         first_step: int = 0,
+        meter: DeviceMeter | None = None,
     ) -> None:
         """`length`: bytes of metrics.jsonl that a checkpoint of `first_step` has recorded."""
         self._engines: Sequence[EngineStats] = ()
-        self._samples = samples
+        self._samples, self._meter = samples, meter
         self._display = display
         self._evaluated: Metrics = {}  # since the last step
         self._sinks = sinks or Sinks()
@@ -83,6 +85,8 @@ class Recorder:
 
     def step_done(self, step: int, metrics: Metrics, groups: Sequence[Group]) -> None:
         metrics, self._evaluated = metrics | self._evaluated, {}
+        if self._meter:
+            metrics |= self._meter.step().metrics()
         self._file.write({"step": step} | {name: rounded(v) for name, v in metrics.items()})
         self._file.flush()
         self._step = step
@@ -166,6 +170,7 @@ class Recorder:
                 if name.startswith("memory/")
             },
             "ledger": ledger,
+            **({"device_time": self._meter.summary()} if self._meter else {}),
         }
 
 

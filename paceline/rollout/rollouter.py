@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -174,7 +174,11 @@ class Rollouter:
         self._timeout = generation_timeout
         self._episode_s = episode_timeout_s or EPISODE_GENERATIONS * generation_timeout
         self._ids = itertools.count()
-        self._ended: Counter[str] = Counter()  # shared with the variants
+        self._ended: Counter[str] = Counter()  # groups and tokens, shared with the variants
+        self._kind = "group"  # for the watcher
+        self._made: Counter[int] = Counter()  # tokens of complete trajectories, by group
+        # Called with a group's kind and number when it enters a stage, and None when it ends.
+        self.watch: Callable[[str, int, str | None], None] = lambda *_: None
         # Current stage of each group, and when it began.
         self._stages: dict[int, tuple[str, float]] = {}
         # Deadlines of generations and episodes, with the seconds that were left when paused.
@@ -189,16 +193,23 @@ class Rollouter:
         other._sampling = replace(self._sampling, temperature=temperature)
         other._group_size = group_size
         other._may_fail, other._greedy_baseline, other._stages = 0, False, {}
+        other._kind, other._made = "evaluation", Counter()
+        # Looked up at every call, because the loop sets it later.
+        other.watch = lambda *args: self.watch(*args)
         return other
 
     async def run(self, seq: int, prompt: Prompt) -> Group:
         """Generate and score all trajectories of a prompt. Raises RolloutError or RewardError."""
         self._enter(seq, "generated")
+        unused = "lost_tokens"
         try:
-            return await self._run(seq, prompt)
+            group = await self._run(seq, prompt)
+            unused = "evaluation_tokens" if self._kind == "evaluation" else ""
+            return group
         finally:
             del self._stages[seq]
-            self._ended.update(["group"])
+            self._ended.update({"group": 1, unused: self._made.pop(seq, 0)})
+            self.watch(self._kind, seq, None)
 
     async def _run(self, seq: int, prompt: Prompt) -> Group:
         clock = asyncio.get_running_loop().time
@@ -260,6 +271,16 @@ class Rollouter:
         """Number of groups that have ended, those of its variants and failed ones included."""
         return self._ended["group"]
 
+    @property
+    def lost_tokens(self) -> int:
+        """Tokens of complete trajectories whose group failed."""
+        return self._ended["lost_tokens"]
+
+    @property
+    def evaluation_tokens(self) -> int:
+        """Tokens that its variants generated."""
+        return self._ended["evaluation_tokens"]
+
     def group_stages(self) -> list[str]:
         """Describe how many groups are in which stage, and since when the oldest is."""
         now, stages = asyncio.get_running_loop().time(), list(self._stages.items())
@@ -273,6 +294,7 @@ class Rollouter:
 
     def _enter(self, seq: int, stage: str) -> None:
         self._stages[seq] = stage, asyncio.get_running_loop().time()
+        self.watch(self._kind, seq, stage.split()[0])
 
     @property
     def paused(self) -> bool:
@@ -330,7 +352,9 @@ class Rollouter:
         """Generate one trajectory; None if it failed and the group may continue without it."""
         generate = self._generate(assignment, seq, index, prompt)
         try:
-            return await self._episode(self._environment.run(prompt, generate), index, prompt)
+            made = await self._episode(self._environment.run(prompt, generate), index, prompt)
+            self._made[seq] += made.num_tokens
+            return made
         except RolloutError as error:
             failures.append(error)
             fatal = isinstance(error, Quarantined) or index == GREEDY
