@@ -21,8 +21,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
 from paceline.errors import (
     LedgerError,
     NonFiniteError,
@@ -33,7 +31,7 @@ from paceline.errors import (
     WorkerDied,
     first_error,
 )
-from paceline.group_metrics import equal_rewards, measure
+from paceline.group_metrics import equal_rewards, measure, measure_staleness
 from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger
 from paceline.queue.message_queue import DropReason, Item, MessageQueueClient
@@ -455,17 +453,12 @@ class Loop:
     ) -> Metrics:
         return {
             "wall_time_s": time.time(),
-            "sample_age_s": float(np.mean([taken_s - group.started_s for group in groups])),
-            "staleness/mean": float(np.mean(staleness)),
-            "staleness/max": float(max(staleness)),
+            **measure_staleness(groups, staleness, taken_s),
             "queue/utilization": self._queue.utilization,
             "queue/dropped": float(self._queue.counts.dropped),
             "rollout/failed_groups": float(self._failed),
             "train/skipped_groups": float(self._ledger.dropped[UPDATE_SKIPPED]),
-            "fleet/engines": float(len(self._fleet.in_rotation)),
-            "fleet/completions_min": float(min(self._fleet.take_completions(), default=0)),
-            "fleet/replaced": float(self._fleet.replaced),
-            "fleet/fenced_messages": float(self._fleet.fenced_messages),
+            **self._fleet.metrics(),
             **measure(groups, batch),
         }
 

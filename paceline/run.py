@@ -21,15 +21,19 @@ from paceline.held_out import HeldOut
 from paceline.inputs import Inputs, load_inputs
 from paceline.loop import Loop, LoopSettings, Observer
 from paceline.model.loading import TokenizerFiles
+from paceline.model.loading import load_config as load_model_config
+from paceline.model.shape import model_shape
 from paceline.observe.collapse import CollapseMonitor
 from paceline.observe.device_meter import DeviceMeter, metered_workers, refresh
 from paceline.observe.drift import DriftMonitor
+from paceline.observe.flops import TrainUtilization, peak_flops
 from paceline.observe.health import Health
 from paceline.observe.mismatch import MismatchMonitor
 from paceline.observe.model_card import model_card, write_model_card
 from paceline.observe.recorder import Recorder, write_json
 from paceline.observe.samples import Samples
 from paceline.observe.sinks import open_sinks
+from paceline.observe.trace import TraceWriter
 from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger
 from paceline.queue.message_queue import MessageQueue, MessageQueueClient
@@ -152,6 +156,7 @@ class _Run:
         self._workers, self._fleet = generation.workers, generation.fleet
         self._rollouter, self._scorer = generation.rollouter, generation.scorer
         self._metered = partial(metered_workers, config, generation)
+        self._gpu_name = generation.gpu_name
         self._run_dir = Path(config.run_dir)
         self.watchdog = Watchdog(
             generation.living_workers, config.stall_timeout_s, self._run_dir / "logs"
@@ -212,10 +217,19 @@ class _Run:
         stack.callback(ledger.close)
         display = make_display(start.step) if make_display else None
         sinks = open_sinks(config.track, self._run_dir, self._inputs.identity["config"])
-        timeline = Timeline()
+        trace = self._open_trace()
+        timeline = Timeline(trace)
         meter = self._open_meter(timeline)
         recorder = Recorder(
-            self._run_dir, start.metrics_length, samples, display, sinks, start.step, meter
+            self._run_dir,
+            start.metrics_length,
+            samples,
+            display,
+            sinks,
+            start.step,
+            meter,
+            trace,
+            self._utilization(),
         )
         stack.callback(recorder.close)
         queue = MessageQueue(config.max_queue_size, changed=fleet.changed)
@@ -252,6 +266,8 @@ class _Run:
             await loop.run(start.step)
         await refresh(self._metered())
         meter.end()
+        if trace:
+            trace.collect()
         ledger.flush()  # fails if the directory was moved or deleted after the last step
         peak = await self._final_stats(recorder)
         summary = recorder.summary(
@@ -268,6 +284,23 @@ class _Run:
             self._metered,
             timeline,
             lambda: (rollouter.lost_tokens, rollouter.evaluation_tokens),
+        )
+
+    def _utilization(self) -> TrainUtilization | None:
+        """Return what measures the FLOP utilization, if the peak of the GPUs is known."""
+        config = self._config
+        peak = peak_flops(self._gpu_name, config.train.dtype)
+        if peak is None:
+            return None
+        shape = model_shape(load_model_config(self._inputs.model_path))
+        devices = sum(Role.ACTOR in each.roles for each in self._metered())
+        return TrainUtilization(shape, peak, devices, config.algorithm.epochs)
+
+    def _open_trace(self) -> TraceWriter | None:
+        if not self._config.trace:
+            return None
+        return TraceWriter(
+            self._run_dir, lambda: ((each.name, each.worker) for each in self._metered())
         )
 
     def _open_held_out(self, recorder: Recorder) -> HeldOut | None:

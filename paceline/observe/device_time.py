@@ -62,6 +62,24 @@ class DeviceTime:
         }
 
 
+def describe(seconds: Mapping[str, float], total_s: float) -> str:
+    """Return the largest parts in words: "training 41 %, generation 30 %, waiting for groups …"."""
+    if total_s <= 0:
+        return ""
+    shown = []
+    for name in sorted(PARTS, key=lambda name: -seconds.get(name, 0.0))[:5]:
+        if (fraction := seconds.get(name, 0.0) / total_s) >= 0.01:
+            words = name.replace("wait_", "waiting for ").replace("waiting for other", "other")
+            shown.append(f"{words} {fraction:.0%}")
+    return ", ".join(shown)
+
+
+def describe_metrics(metrics: Mapping[str, float]) -> str:
+    """Return the device time of a step in words, if its metrics have it."""
+    seconds = {name: metrics.get(f"device/{name}_s", 0.0) for name in PARTS}
+    return describe(seconds, metrics.get("device/total_s", 0.0))
+
+
 def saturated_rate(devices: Iterable[DeviceUse]) -> float:
     """Return the highest tokens per device-second of any fill level of the slots; 0: unknown."""
     seconds: dict[str, float] = defaultdict(float)

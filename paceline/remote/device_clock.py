@@ -22,7 +22,7 @@ DISCARDED = "discarded"  # counts tokens of aborted generations
 MERGE_GAP_S, MERGED_S = 1e-3, 0.02  # of equal activities that become one event of a trace
 MAX_EVENTS = 20_000  # between two reports; later ones are dropped
 
-Event = tuple[str, float, float]  # name, start, seconds
+Event = tuple[str, float, float, int]  # name, start, seconds, number of the thread
 
 
 def decoding(running: int, slots: int) -> str:
@@ -43,6 +43,7 @@ class ClockReport:
 class _Activity:
     name: str
     begun: float
+    thread: int
 
 
 class DeviceClock:
@@ -56,11 +57,12 @@ class DeviceClock:
         self._seconds: dict[str, float] = defaultdict(float)
         self._counts: Counter[str] = Counter()
         self._events: list[Event] = []
+        self._threads: dict[int, int] = {}  # numbers of threads, by their identifiers
 
     def enter(self, name: str, instead_of: _Activity | None = None) -> _Activity:
         """Start an activity; `instead_of` pauses until it ends."""
         with self._lock:
-            activity = _Activity(name, self._advance())
+            activity = _Activity(name, self._advance(), threading.get_ident())
             if instead_of:
                 self._active.remove(instead_of)
             self._active.append(activity)
@@ -73,7 +75,7 @@ class DeviceClock:
             if back_to:
                 self._active.append(back_to)
             if self._keep:
-                self._add_event(activity.name, activity.begun, now)
+                self._add_event(activity, now)
 
     def count(self, name: str, number: int) -> None:
         with self._lock:
@@ -99,15 +101,17 @@ class DeviceClock:
         self._since = now
         return now
 
-    def _add_event(self, name: str, begun: float, now: float) -> None:
-        events = self._events
-        if events:
-            last, start, seconds = events[-1]
-            if last == name and begun - start - seconds < MERGE_GAP_S and seconds < MERGED_S:
-                events[-1] = (name, start, now - start)
+    def _add_event(self, activity: _Activity, now: float) -> None:
+        name, begun = activity.name, activity.begun
+        thread = self._threads.setdefault(activity.thread, len(self._threads))
+        if self._events:
+            last, start, seconds, by = self._events[-1]
+            near = begun - start - seconds < MERGE_GAP_S and seconds < MERGED_S
+            if near and (last, by) == (name, thread):
+                self._events[-1] = (name, start, now - start, thread)
                 return
-        if len(events) < MAX_EVENTS:
-            events.append((name, begun, now - begun))
+        if len(self._events) < MAX_EVENTS:
+            self._events.append((name, begun, now - begun, thread))
 
 
 class _Here(threading.local):

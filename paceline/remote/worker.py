@@ -75,7 +75,7 @@ class Worker(ABC):
 
     def take_events(self) -> list[ClockEvent]:
         """Return what it did since the last call, on the controller's clock, if it says so."""
-        events = [(name, self.on_time(begun), took) for name, begun, took in self._events]
+        events = [(e[0], self.on_time(e[1]), *e[2:]) for e in self._events]
         self._events.clear()
         return events
 
