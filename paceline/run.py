@@ -266,6 +266,7 @@ class _Run:
             await loop.run(start.step)
         await refresh(self._metered())
         meter.end()
+        timeline.end()
         if trace:
             trace.collect()
         ledger.flush()  # fails if the directory was moved or deleted after the last step

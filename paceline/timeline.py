@@ -63,6 +63,13 @@ class Timeline:
         if self._tracer:
             self._tracer.dropped(seq, reason, self._since)
 
+    def end(self) -> None:
+        """Give the tracer what has not ended."""
+        for kind, seq in list(self._groups):
+            self.group(kind, seq, None)
+        if self._tracer:
+            self._tracer.phase(self._phase, self._phase_begun, self.advance())
+
     def advance(self) -> float:
         """Count the time until now; return it."""
         now, stages = asyncio.get_running_loop().time(), self._stages

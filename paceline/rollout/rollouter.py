@@ -200,7 +200,7 @@ class Rollouter:
 
     async def run(self, seq: int, prompt: Prompt) -> Group:
         """Generate and score all trajectories of a prompt. Raises RolloutError or RewardError."""
-        self._enter(seq, "generated")
+        self._enter(seq, "generated", "issued")
         unused = "lost_tokens"
         try:
             group = await self._run(seq, prompt)
@@ -220,6 +220,7 @@ class Rollouter:
         failures: list[RolloutError] = []
         try:
             await self._wait_for_engine(assignment)
+            self.watch(self._kind, seq, "generated")
             async with asyncio.TaskGroup() as group:
                 tasks = [
                     group.create_task(self._trajectory(assignment, seq, index, prompt, failures))
@@ -234,7 +235,7 @@ class Rollouter:
         results = [task.result() for task in tasks]
         baseline = results.pop() if self._greedy_baseline else None
         trajectories = [trajectory for trajectory in results if trajectory is not None]
-        self._enter(seq, "scored by the reward")
+        self._enter(seq, "scored by the reward", "scored")
         scored = await self._score(prompt, trajectories + ([baseline] if baseline else []))
         return Group(
             seq,
@@ -292,9 +293,9 @@ class Rollouter:
             for stage, count in counts.items()
         ]
 
-    def _enter(self, seq: int, stage: str) -> None:
+    def _enter(self, seq: int, stage: str, name: str) -> None:
         self._stages[seq] = stage, asyncio.get_running_loop().time()
-        self.watch(self._kind, seq, stage.split()[0])
+        self.watch(self._kind, seq, name)
 
     @property
     def paused(self) -> bool:
