@@ -44,6 +44,8 @@ class Generation:
     fleet: Fleet
     rollouter: Rollouter
     scorer: Reward
+    plans: Sequence[PlannedWorker] = ()
+    gpu_name: str = ""
 
     def living_workers(self) -> list[Worker]:
         """Return the workers that run now; replacements of engines included."""
@@ -118,7 +120,8 @@ async def open_generation(
         model = workers[Role.REWARD][0]
         scorer = ModelReward(model, config.data.prompt_key, config.data.system)
     rollouter = _rollouter(config, inputs, fleet, environment, scorer, Quarantine(quarantine))
-    return Generation(workers, fleet, rollouter, scorer)
+    gpu_name = next((node.gpu_name for node in cluster.nodes() if node.gpu_name), "")
+    return Generation(workers, fleet, rollouter, scorer, plans, gpu_name)
 
 
 def open_agent(

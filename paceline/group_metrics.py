@@ -36,5 +36,16 @@ def measure(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
     }
 
 
+def measure_staleness(
+    groups: Sequence[Group], staleness: Sequence[int], taken_s: float
+) -> dict[str, float]:
+    """Return the metrics of the age of groups that were taken at this time."""
+    return {
+        "sample_age_s": float(np.mean([taken_s - group.started_s for group in groups])),
+        "staleness/mean": float(np.mean(staleness)),
+        "staleness/max": float(max(staleness)),
+    }
+
+
 def equal_rewards(group: Group) -> bool:
     return uniform([trajectory.total_reward for trajectory in group.trajectories])

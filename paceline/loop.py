@@ -21,8 +21,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
 from paceline.errors import (
     LedgerError,
     NonFiniteError,
@@ -33,7 +31,7 @@ from paceline.errors import (
     WorkerDied,
     first_error,
 )
-from paceline.group_metrics import equal_rewards, measure
+from paceline.group_metrics import equal_rewards, measure, measure_staleness
 from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger
 from paceline.queue.message_queue import DropReason, Item, MessageQueueClient
@@ -43,6 +41,7 @@ from paceline.rollout.quarantine import Quarantined
 from paceline.rollout.rollouter import Rollouter
 from paceline.settings import Settings
 from paceline.synchronizer import ParameterSynchronizer
+from paceline.timeline import CHECKPOINT, EVALUATION, GROUPS, PAUSE, SYNC, TRAIN, Timeline
 from paceline.training.assembly import assemble
 from paceline.training.saving import END_TIMEOUT_S, Save, Saver
 from paceline.training.skipped import too_many
@@ -122,6 +121,7 @@ class Loop:
         check_weights: Callable[[Sequence[Group], int], Awaitable[None]] | None = None,
         evaluations: Evaluations | None = None,
         report_stall: Callable[[str], StalledError] | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         """`check_weights`: starts a check that the engines have a version's weights.
 
@@ -146,6 +146,7 @@ class Loop:
         self._check: asyncio.Task[None] | None = None  # of the last version
         self._report_stall = report_stall
         self._problem = ""  # that the watchdog has noticed
+        self._timeline = timeline or Timeline()
         self._evaluations = evaluations
         self._evaluation: asyncio.Task[None] | None = None
         self._sync_due = False  # but an evaluation needs the engines' weights
@@ -168,6 +169,8 @@ class Loop:
     async def run(self, first_step: int = 0) -> None:
         """Train until `steps` are done. `first_step` is where a resumed run starts."""
         self.step, settings = first_step, self._settings
+        self._rollouter.watch = self._timeline.group
+        self._timeline.enter(GROUPS)
         self._saver = Saver(self._save, settings.save_every, settings.save_every_s, first_step)
         self._queue.set_version(first_step)
         try:
@@ -220,8 +223,7 @@ class Loop:
         try:
             group = await self._rollouter.run(seq, self._source[seq])
         except Quarantined as error:
-            self._ledger.drop(seq, "quarantined", str(error))
-            self._admission.drop(seq)
+            self._drop(seq, "quarantined", str(error))
             log.warning("group %d is dropped: %s", seq, error)
         except (RewardError, RolloutError) as error:
             self._group_failed(seq, error)
@@ -229,6 +231,7 @@ class Loop:
             if self._settings.dynamic_sampling and equal_rewards(group):
                 self._filtered(group)
             else:
+                self._timeline.group("group", seq, "queued")
                 self._client.put_samples(group, group.version_min, key=seq)
 
     async def _train(self) -> None:
@@ -236,16 +239,17 @@ class Loop:
         await self._begin_evaluation()
         while self.step < self._settings.steps and not self._stopping:
             begun = clock()
+            self._timeline.enter(GROUPS)
             groups = await self._take()
             if groups is None:
                 break
             evaluated_s = await self._evaluated() if self._settings.takes_turns else 0.0
-            self.waiting_for["train"] = "running generations to pause"
+            self._wait(PAUSE, "running generations to pause")
             await self._synchronizer.pause_before_update()
             taken = clock()
             batch = assemble(groups)
             staleness = [self.step - group.version_min for group in groups]
-            self.waiting_for["train"] = f"train step {self.step + 1}"
+            self._wait(TRAIN, f"train step {self.step + 1}")
             try:
                 metrics = await self._trainer.step(batch, self.step)
             except NonFiniteError as error:
@@ -253,6 +257,7 @@ class Loop:
                 continue
             self._skipped_in_a_row = 0
             for group, stale in zip(groups, staleness, strict=True):
+                self._timeline.group("group", group.seq, None)
                 self._ledger.trained(
                     group.seq, uid=group.prompt.uid, step=self.step, staleness=stale
                 )
@@ -289,7 +294,7 @@ class Loop:
                 await self._evaluated()
 
     async def _sync(self) -> None:
-        self.waiting_for["train"] = f"the sync of version {self.step}"
+        self._wait(SYNC, f"the sync of version {self.step}")
         if self._check is not None:
             await asyncio.wait({self._check}, timeout=CHECK_TIMEOUT_S)
         await self._synchronizer.sync_weights(self.step)
@@ -332,13 +337,14 @@ class Loop:
         if self._evaluation is None or self._evaluation.done():
             return 0.0
         clock = asyncio.get_running_loop().time
-        self.waiting_for["train"], begun = "the evaluation", clock()
+        self._wait(EVALUATION, "the evaluation")
+        begun = clock()
         await asyncio.wait({self._evaluation})
         return clock() - begun
 
     async def _checkpoint(self, beside: bool = True) -> None:
         """Save this step. With `beside`, training continues while the files are written."""
-        self.waiting_for["train"] = f"the checkpoint of step {self.step}"
+        self._wait(CHECKPOINT, f"the checkpoint of step {self.step}")
         if saving := await self._saver.save(self.step, beside):
             self._start(f"checkpoint {self.step}", _wait_for, saving)
 
@@ -350,6 +356,7 @@ class Loop:
             if self._sync_due and not self._evaluating:
                 await self._sync()
                 await self._begin_evaluation()
+                self._timeline.enter(GROUPS)
             wanted = self._admission.oldest(count)
             groups: list[Group] | None = None
             if len(wanted) == count:
@@ -359,6 +366,8 @@ class Loop:
             if groups is not None:
                 self._taking = False
                 self._admission.take(wanted)
+                for seq in wanted:
+                    self._timeline.group("group", seq, "trained")
                 return groups
             missing = [seq for seq in wanted if seq not in self._queue]
             self.waiting_for["train"] = (
@@ -382,10 +391,8 @@ class Loop:
 
     def _group_failed(self, seq: int, error: PacelineError) -> None:
         self._failed += 1
-        self._ledger.drop(
-            seq, "reward_failed" if isinstance(error, RewardError) else "rollout_failed", str(error)
-        )
-        self._admission.drop(seq)
+        reason = "reward_failed" if isinstance(error, RewardError) else "rollout_failed"
+        self._drop(seq, reason, str(error))
         log.warning("group %d failed and is dropped: %s", seq, error)
         limit = self._settings.max_failed_groups
         if self._failed > limit:
@@ -394,8 +401,7 @@ class Loop:
 
     def _filtered(self, group: Group) -> None:
         """Drop a group with equal rewards, which has no advantage; another one replaces it."""
-        self._ledger.drop(group.seq, "equal_rewards")
-        self._admission.drop(group.seq)
+        self._drop(group.seq, "equal_rewards", tokens=group.num_tokens)
         self._uniform[group.trajectories[0].total_reward] += 1
         if self._uniform.total() > FILTERED_IN_A_ROW * self._settings.groups_per_step:
             seen = ", ".join(
@@ -410,8 +416,7 @@ class Loop:
     async def _skip(self, groups: Sequence[Group], error: NonFiniteError) -> None:
         """Drop the groups of a skipped update. The step is made with the next groups."""
         for group in groups:
-            self._ledger.drop(group.seq, UPDATE_SKIPPED, f"step {self.step + 1}")
-            self._admission.drop(group.seq)
+            self._drop(group.seq, UPDATE_SKIPPED, f"step {self.step + 1}", group.num_tokens)
         self._ledger.flush()
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row >= self._settings.max_skipped_updates:
@@ -430,25 +435,30 @@ class Loop:
                 f"group {item.key} has version {item.param_version}, newer than the trainer's "
                 f"{self.step}"
             )
-        self._ledger.drop(int(item.key), reason.value)
-        self._admission.drop(int(item.key))
+        self._drop(int(item.key), reason.value, tokens=item.payload.num_tokens)
+
+    def _drop(self, seq: int, reason: str, details: str = "", tokens: int = 0) -> None:
+        """Drop a group. `tokens`: those generated for it that the rollouter returned."""
+        self._ledger.drop(seq, reason, details)
+        self._admission.drop(seq)
+        self._timeline.dropped(seq, reason, tokens)
+
+    def _wait(self, phase: str, what: str) -> None:
+        """Begin a phase of the train task, which waits for `what`."""
+        self.waiting_for["train"] = what
+        self._timeline.enter(phase)
 
     def _measure(
         self, groups: Sequence[Group], batch: Batch, staleness: Sequence[int], taken_s: float
     ) -> Metrics:
         return {
             "wall_time_s": time.time(),
-            "sample_age_s": float(np.mean([taken_s - group.started_s for group in groups])),
-            "staleness/mean": float(np.mean(staleness)),
-            "staleness/max": float(max(staleness)),
+            **measure_staleness(groups, staleness, taken_s),
             "queue/utilization": self._queue.utilization,
             "queue/dropped": float(self._queue.counts.dropped),
             "rollout/failed_groups": float(self._failed),
             "train/skipped_groups": float(self._ledger.dropped[UPDATE_SKIPPED]),
-            "fleet/engines": float(len(self._fleet.in_rotation)),
-            "fleet/completions_min": float(min(self._fleet.take_completions(), default=0)),
-            "fleet/replaced": float(self._fleet.replaced),
-            "fleet/fenced_messages": float(self._fleet.fenced_messages),
+            **self._fleet.metrics(),
             **measure(groups, batch),
         }
 

@@ -21,14 +21,19 @@ from paceline.held_out import HeldOut
 from paceline.inputs import Inputs, load_inputs
 from paceline.loop import Loop, LoopSettings, Observer
 from paceline.model.loading import TokenizerFiles
+from paceline.model.loading import load_config as load_model_config
+from paceline.model.shape import model_shape
 from paceline.observe.collapse import CollapseMonitor
+from paceline.observe.device_meter import DeviceMeter, metered_workers, refresh
 from paceline.observe.drift import DriftMonitor
+from paceline.observe.flops import TrainUtilization, peak_flops
 from paceline.observe.health import Health
 from paceline.observe.mismatch import MismatchMonitor
 from paceline.observe.model_card import model_card, write_model_card
 from paceline.observe.recorder import Recorder, write_json
 from paceline.observe.samples import Samples
 from paceline.observe.sinks import open_sinks
+from paceline.observe.trace import TraceWriter
 from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger
 from paceline.queue.message_queue import MessageQueue, MessageQueueClient
@@ -53,6 +58,7 @@ from paceline.run_dir import (
 )
 from paceline.suspend import ignore_suspended_time
 from paceline.synchronizer import ParameterSynchronizer
+from paceline.timeline import Timeline
 from paceline.training.checkpoint import read_state, save_checkpoint
 from paceline.training.lineage import begin_attempt
 from paceline.training.manifest import reading_state
@@ -154,6 +160,8 @@ class _Run:
         self._generation = generation
         self._workers, self._fleet = generation.workers, generation.fleet
         self._rollouter, self._scorer = generation.rollouter, generation.scorer
+        self._metered = partial(metered_workers, config, generation)
+        self._gpu_name = generation.gpu_name
         self._run_dir = Path(config.run_dir)
         self.watchdog = Watchdog(
             generation.living_workers, config.stall_timeout_s, self._run_dir / "logs"
@@ -213,8 +221,19 @@ class _Run:
         stack.callback(ledger.close)
         display = make_display(start.step) if make_display else None
         sinks = open_sinks(config.track, self._run_dir, self._inputs.identity["config"])
+        trace = self._open_trace()
+        timeline = Timeline(trace)
+        meter = self._open_meter(timeline)
         recorder = Recorder(
-            self._run_dir, start.metrics_length, samples, display, sinks, start.step
+            self._run_dir,
+            start.metrics_length,
+            samples,
+            display,
+            sinks,
+            start.step,
+            meter,
+            trace,
+            self._utilization(),
         )
         stack.callback(recorder.close)
         queue = MessageQueue(config.max_queue_size, changed=fleet.changed)
@@ -239,13 +258,21 @@ class _Run:
             check_weights=_weight_check(config, self._workers[Role.ACTOR][0], fleet),
             evaluations=self._held_out,
             report_stall=self.watchdog.report,
+            timeline=timeline,
         )
         self.watchdog.watch(loop.stall_check(time.monotonic()), loop.stalled)
         if stop is not None:
             stopper = asyncio.create_task(_stop_when(stop, loop))
             stack.callback(stopper.cancel)
+        await refresh(self._metered())
+        meter.start()
         async with control.serving(job_commands(fleet, self._rollouter)):
             await loop.run(start.step)
+        await refresh(self._metered())
+        meter.end()
+        timeline.end()
+        if trace:
+            trace.collect()
         ledger.flush()  # fails if the directory was moved or deleted after the last step
         peak = await self._final_stats(recorder)
         summary = recorder.summary(
@@ -255,6 +282,31 @@ class _Run:
             summary["evaluation"] = self._held_out.summary()
         summary["fleet"] = {"replaced": fleet.replaced, "fenced_messages": fleet.fenced_messages}
         return summary
+
+    def _open_meter(self, timeline: Timeline) -> DeviceMeter:
+        rollouter = self._rollouter
+        return DeviceMeter(
+            self._metered,
+            timeline,
+            lambda: (rollouter.lost_tokens, rollouter.evaluation_tokens),
+        )
+
+    def _utilization(self) -> TrainUtilization | None:
+        """Return what measures the FLOP utilization, if the peak of the GPUs is known."""
+        config = self._config
+        peak = peak_flops(self._gpu_name, config.train.dtype)
+        if peak is None:
+            return None
+        shape = model_shape(load_model_config(self._inputs.model_path))
+        devices = sum(Role.ACTOR in each.roles for each in self._metered())
+        return TrainUtilization(shape, peak, devices, config.algorithm.epochs)
+
+    def _open_trace(self) -> TraceWriter | None:
+        if not self._config.trace:
+            return None
+        return TraceWriter(
+            self._run_dir, lambda: ((each.name, each.worker) for each in self._metered())
+        )
 
     def _open_held_out(self, recorder: Recorder) -> HeldOut | None:
         config, settings = self._config, self._config.evaluation

@@ -24,6 +24,7 @@ from paceline.rollout.rollouter import Rollouter
 from paceline.schedule import ScheduleSettings
 from paceline.sync.weights import Weights
 from paceline.synchronizer import ParameterSynchronizer
+from paceline.timeline import Timeline
 from paceline.training.saving import Save
 from paceline.types import (
     Batch,
@@ -309,6 +310,7 @@ class World:
     check_weights: Callable[[Sequence[Group], int], Awaitable[None]] | None = None
     make_evaluations: "Callable[[World], Evaluations] | None" = None
     report_stall: Callable[[str], StalledError] | None = None
+    timeline: Timeline | None = None
 
     def build(self, ledger: Ledger | None = None) -> Loop:
         rng = random.Random(self.seed)
@@ -386,6 +388,7 @@ class World:
             check_weights=self.check_weights,
             evaluations=self.make_evaluations(self) if self.make_evaluations else None,
             report_stall=self.report_stall,
+            timeline=self.timeline,
         )
         return self.loop
 

@@ -43,6 +43,8 @@ class RunConfig(RunSettings):
     save_in_flight: bool = True
     """Whether checkpoints contain the groups in flight: those that wait for training, and the
     tokens of unfinished ones. A resumed run continues them; otherwise it generates them again."""
+    trace: bool = False
+    """Record what each worker and each group does to trace.jsonl, see `paceline trace`."""
     start_timeout_s: float = Field(600.0, gt=0)
     """Maximum seconds for each stage of the start: loading models, loading the checkpoint,
     connecting trainer and engines, the first weight sync."""
@@ -250,7 +252,7 @@ class RunConfig(RunSettings):
 # workers). Data may move; its content is compared.
 MAY_CHANGE = {
     *("save_every_s", "save_in_flight", "grace_s"),
-    *("run_dir", "steps", "save_every", "keep_checkpoints", "save_samples", "track"),
+    *("run_dir", "steps", "save_every", "keep_checkpoints", "save_samples", "track", "trace"),
     "start_timeout_s",
     *("step_timeout_s", "stall_timeout_s", "sync", "fleet", "cluster", "ray", "data.path"),
     "evaluation",

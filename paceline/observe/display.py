@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.loop import Metrics
+from paceline.observe.device_time import describe, describe_metrics
 from paceline.printable import printable
 from paceline.rollout.engine import EngineStats
 from paceline.types import Group
@@ -207,6 +208,8 @@ class Display:
                 f"{self._busy('train')} busy   lr {m.get('train/lr', 0):.1e}",
             ),
         }
+        if devices := describe_metrics(m):
+            rows["devices"] = Text(devices, no_wrap=True, overflow="ellipsis")
         for name, text in rows.items():
             grid.add_row(name, text)
         if warning := self._truncation_warning(""):
@@ -254,6 +257,7 @@ def print_summary(console: Console, summary: dict[str, Any], run_dir: str) -> No
         "weight sync": f"{summary['sync_latency_s'] * 1000:.1f} ms",
         "busy: rollout, train": f"{summary['rollout_busy_fraction']:.0%}, "
         f"{summary['train_busy_fraction']:.0%}",
+        **_device_rows(summary.get("device_time")),
         "peak memory": f"{summary['memory_peak_bytes'] / 2**30:.2f} GiB",
         **_memory_rows(summary.get("memory_phases", {}), summary.get("memory_planned", {})),
         "ledger": f"{ledger['issued']} issued = {ledger['trained']} trained + {dropped} dropped "
@@ -287,6 +291,17 @@ def _distill_row(summary: dict[str, Any]) -> dict[str, Text]:
         return {}
     first, last = summary["distill_kl_first"], summary["distill_kl_last"]
     return {"KL to teacher, first → last": _change(first, last)}
+
+
+def _device_rows(found: Mapping[str, float] | None) -> dict[str, str]:
+    """Return what the devices did, if it was measured."""
+    if not found:
+        return {}
+    seconds = {name.removesuffix("_s"): value for name, value in found.items()}
+    return {
+        "device time": describe(seconds, found["total_s"]),
+        "speed of light": f"{found['speed_of_light']:.0%}",
+    }
 
 
 def _change(first: float, last: float) -> Text:

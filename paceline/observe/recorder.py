@@ -1,6 +1,7 @@
 """The results of a run, for people and programs: metrics.jsonl (one line per step), samples.jsonl
 and the contents of summary.json."""
 
+import asyncio
 import json
 import math
 import time
@@ -14,9 +15,12 @@ import numpy as np
 
 from paceline.line_file import LineFile, intact_rows
 from paceline.loop import Metrics, Observer
+from paceline.observe.device_meter import DeviceMeter
+from paceline.observe.flops import TrainUtilization
 from paceline.observe.samples import Samples
 from paceline.observe.sinks import Sinks
 from paceline.observe.slow_steps import SlowSteps
+from paceline.observe.trace import TraceWriter
 from paceline.rollout.engine import EngineStats
 from paceline.types import Group
 
@@ -44,10 +48,14 @@ class Recorder:
         display: Observer | None = None,
         sinks: Sinks | None = None,
         first_step: int = 0,
+        meter: DeviceMeter | None = None,
+        trace: TraceWriter | None = None,
+        utilization: TrainUtilization | None = None,
     ) -> None:
         """`length`: bytes of metrics.jsonl that a checkpoint of `first_step` has recorded."""
         self._engines: Sequence[EngineStats] = ()
-        self._samples = samples
+        self._samples, self._meter, self._trace = samples, meter, trace
+        self._utilization = utilization
         self._display = display
         self._evaluated: Metrics = {}  # since the last step
         self._sinks = sinks or Sinks()
@@ -83,6 +91,12 @@ class Recorder:
 
     def step_done(self, step: int, metrics: Metrics, groups: Sequence[Group]) -> None:
         metrics, self._evaluated = metrics | self._evaluated, {}
+        if self._meter:
+            metrics |= self._meter.step().metrics()
+        if self._utilization:
+            metrics |= self._utilization.step(groups, metrics.get("train/busy_s", 0.0))
+        if self._trace:
+            self._trace.step_done(step, asyncio.get_running_loop().time())
         self._file.write({"step": step} | {name: rounded(v) for name, v in metrics.items()})
         self._file.flush()
         self._step = step
@@ -107,6 +121,8 @@ class Recorder:
         self._polls += 1
         self._queue_sum += queue_utilization
         self._queue_last = queue_utilization
+        if self._trace:
+            self._trace.collect()
         self.record_final_stats(engines)
 
     def record_final_stats(self, engines: Sequence[EngineStats]) -> None:
@@ -119,6 +135,8 @@ class Recorder:
         self._file.close()
         self._samples.close()
         self._sinks.close()
+        if self._trace:
+            self._trace.close()
 
     def summary(
         self, *, sync_s: Sequence[float], ledger: dict[str, Any], memory_peak_bytes: int
@@ -166,6 +184,9 @@ class Recorder:
                 if name.startswith("memory/")
             },
             "ledger": ledger,
+            **({"device_time": self._meter.summary()} if self._meter else {}),
+            # None: the peak of this device is not known.
+            "train_flop_utilization": self._utilization.mean if self._utilization else None,
         }
 
 

@@ -17,14 +17,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from paceline.printable import log_to_stderr
+from paceline.remote.device_clock import DeviceClock, doing, use_clock
 from paceline.remote.message import Call, Deferred, Event, Reply, portable
 from paceline.remote.parent import end_with_parent
-from paceline.remote.parts import Parts, concurrent_parts
+from paceline.remote.parts import Parts, clock_of, concurrent_parts
 from paceline.remote.peak import peak_memory
 from paceline.remote.stacks import write_stacks_on_signal
 
@@ -94,9 +96,9 @@ class Lane(ThreadChannel):
 
 def serve_parts(channel: Channel, parts: Mapping[str, Any]) -> None:
     """Serve all parts, on two threads if some are concurrent. The first error ends it."""
-    concurrent = concurrent_parts(parts)
+    concurrent, clock = concurrent_parts(parts), clock_of(parts)
     if not concurrent:
-        return serve(channel, parts)
+        return serve(channel, parts, clock)
     sys.setswitchinterval(SWITCH_S)
     sending = threading.Lock()
     first, second = Lane(channel, sending), Lane(channel, sending)
@@ -116,8 +118,12 @@ def serve_parts(channel: Channel, parts: Mapping[str, Any]) -> None:
             ends.put(error)
 
     works = {
-        "first": partial(serve, first, {k: v for k, v in parts.items() if k not in concurrent}),
-        "second": partial(serve, second, {k: v for k, v in parts.items() if k in concurrent}),
+        "first": partial(
+            serve, first, {k: v for k, v in parts.items() if k not in concurrent}, clock
+        ),
+        "second": partial(
+            serve, second, {k: v for k, v in parts.items() if k in concurrent}, clock
+        ),
         "router": route,
     }
     for name, work in works.items():
@@ -128,13 +134,16 @@ def serve_parts(channel: Channel, parts: Mapping[str, Any]) -> None:
             raise error
 
 
-def serve(channel: Channel, parts: Mapping[str, Any]) -> None:
+def serve(channel: Channel, parts: Mapping[str, Any], clock: DeviceClock | None = None) -> None:
     """Answer calls and run parts until the controller sends None or is gone (EOFError).
 
     A part is any object whose public methods can be called. If it has a method `work`, that runs
     between calls: it does one unit of work and returns what it produced, or None if it is idle.
     """
+    clock = clock or clock_of(parts)
+    use_clock(clock)
     workers = {role: part for role, part in parts.items() if hasattr(part, "work")}
+    activities = {role: getattr(part, "activities", {}) for role, part in parts.items()}
     busy = True  # a part may have work before the first call
     open_calls: list[tuple[Call, Deferred]] = []
     while True:
@@ -142,19 +151,23 @@ def serve(channel: Channel, parts: Mapping[str, Any]) -> None:
             call = channel.recv()
             if call is None:
                 return
-            reply = _reply(call, partial(_perform, call, parts))
+            activity = activities.get(call.part, {}).get(call.method)
+            with doing(activity):
+                reply = _reply(call, partial(_perform, call, parts))
             if isinstance(reply.value, Deferred):
                 open_calls.append((call, reply.value))
             elif isinstance(reply.value, Future):
                 reply.value.add_done_callback(partial(_reply_later, channel, call))
             else:
-                channel.send(reply)
+                channel.send(replace(reply, clock=clock.report()))
             busy = True
             continue
         busy = False
         for call, later in [(call, later) for call, later in open_calls if later.done()]:
             open_calls.remove((call, later))
-            channel.send(_reply(call, later.result))
+            with doing(activities[call.part].get(call.method)):
+                reply = _reply(call, later.result)
+            channel.send(replace(reply, clock=clock.report()))
         for role, part in workers.items():
             produced = part.work()
             if produced is not None:
@@ -213,7 +226,8 @@ def build_and_serve(channel: Channel) -> None:
         return channel.send(Reply(0, error=portable(error)))
     gc.freeze()  # collections then skip what the libraries hold, which takes tenths of a second
     channel.send(Reply(0))
-    serve_parts(channel, Parts({**parts, "host": ProcessStats()}, concurrent_parts(parts)))
+    parts = Parts({**parts, "host": ProcessStats()}, concurrent_parts(parts), clock_of(parts))
+    serve_parts(channel, parts)
 
 
 def main() -> None:

@@ -2,8 +2,10 @@
 
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from paceline.remote.device_clock import ClockReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,7 @@ class Reply:
     id: int
     value: Any = None
     error: BaseException | None = None
+    clock: ClockReport | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

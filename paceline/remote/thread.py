@@ -7,8 +7,9 @@ import threading
 from typing import Any
 
 from paceline.openmp import end_idle_threads
-from paceline.remote.host import SWITCH_S, ThreadChannel, serve_parts
+from paceline.remote.host import SWITCH_S, ProcessStats, ThreadChannel, serve_parts
 from paceline.remote.message import Reply
+from paceline.remote.parts import Parts, clock_of, concurrent_parts
 from paceline.remote.worker import Build, Worker
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ class ThreadWorker(Worker):
                 self._channel.send(Reply(0, error=error))
                 return
             self._channel.send(Reply(0))
+            clock = clock_of(parts)
+            parts = Parts({**parts, "host": ProcessStats()}, concurrent_parts(parts), clock)
             serve_parts(self._channel, parts)
             self._channel.send(None)
         except BaseException as error:

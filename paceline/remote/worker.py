@@ -8,17 +8,22 @@ suspended process can continue).
 import asyncio
 import itertools
 import logging
+import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from paceline.errors import WorkerDied
+from paceline.remote.device_clock import ClockReport
+from paceline.remote.device_clock import Event as ClockEvent
 from paceline.remote.message import Call, Event, Reply
 
 log = logging.getLogger(__name__)
 
 Build = Callable[..., Mapping[str, Any]]  # runs in the worker and returns its parts by name
 T = TypeVar("T")
+MAX_EVENTS = 100_000  # of its clock, between two looks of the tracer
 
 
 class Worker(ABC):
@@ -28,6 +33,9 @@ class Worker(ABC):
         self.host = "127.0.0.1"  # the address where other workers reach it
         self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.fenced = 0  # messages that arrived after its death
+        self.clock: ClockReport | None = None  # last report of its device's time
+        self._events: deque[ClockEvent] = deque(maxlen=MAX_EVENTS)  # on its clock
+        self._ahead_s = math.inf  # of the controller's clock, before the worker's
         self._loop = asyncio.get_running_loop()
         self._ids = itertools.count(1)
         self._started: asyncio.Future[Any] = self._loop.create_future()
@@ -60,6 +68,16 @@ class Worker(ABC):
 
     async def ready(self) -> None:
         await self._started
+
+    def on_time(self, time_s: float) -> float:
+        """Return a time of its clock on the controller's. The shortest message tells both."""
+        return time_s + self._ahead_s
+
+    def take_events(self) -> list[ClockEvent]:
+        """Return what it did since the last call, on the controller's clock, if it says so."""
+        events = [(e[0], self.on_time(e[1]), *e[2:]) for e in self._events]
+        self._events.clear()
+        return events
 
     @property
     def starting(self) -> bool:
@@ -95,6 +113,8 @@ class Worker(ABC):
         if isinstance(message, Event):
             self._listeners[message.part](message.value)
             return
+        if message.clock:
+            self._keep(message.clock)
         _, future = self._pending.pop(message.id)
         del self._sent_s[message.id]
         if future.done():
@@ -103,6 +123,12 @@ class Worker(ABC):
             future.set_exception(message.error)
         else:
             future.set_result(message.value)
+
+    def _keep(self, report: ClockReport) -> None:
+        self._ahead_s = min(self._ahead_s, self._loop.time() - report.now)
+        self._events.extend(report.events)
+        if self.clock is None or report.now > self.clock.now:  # two threads of it may send
+            self.clock = report
 
     def _dead(self, cause: BaseException | None) -> None:
         if self._closing or self.died.done():

@@ -7,7 +7,7 @@ tokenizer and chat template. A score depends only on the group it is computed wi
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jinja2 import TemplateError
@@ -16,6 +16,7 @@ from transformers import AutoModelForSequenceClassification
 from paceline.data.chat import conversation, has_template
 from paceline.errors import ModelError, RewardError
 from paceline.model.loading import load_config, load_model, load_tokenizer
+from paceline.remote.device_clock import REWARD
 from paceline.remote.worker import Worker
 from paceline.types import Prompt, Role, Trajectory
 
@@ -42,6 +43,8 @@ def check_reward_model(name: str) -> None:
 
 class RewardModel:
     """The model and its tokenizer, in the worker."""
+
+    activities: ClassVar = {"score": REWARD}
 
     def __init__(self, name: str, dtype: str, batch_tokens: int) -> None:
         """Load the model. `batch_tokens`: maximum tokens per forward pass, padding included."""

@@ -116,6 +116,14 @@ class Fleet:
         before, self._counted = self._counted, counts
         return [count - before.get(member, 0) for member, count in counts.items()]
 
+    def metrics(self) -> dict[str, float]:
+        return {
+            "fleet/engines": float(len(self.in_rotation)),
+            "fleet/completions_min": float(min(self.take_completions(), default=0)),
+            "fleet/replaced": float(self.replaced),
+            "fleet/fenced_messages": float(self.fenced_messages),
+        }
+
     def unavailable_engines(self) -> list[str]:
         """Describe each engine that takes no new prompts."""
         starting = self._names - {member.name for member in self._members}

@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -189,7 +189,11 @@ class Rollouter:
         self._timeout = generation_timeout
         self._episode_s = episode_timeout_s or EPISODE_GENERATIONS * generation_timeout
         self._ids = itertools.count()
-        self._ended: Counter[str] = Counter()  # shared with the variants
+        self._ended: Counter[str] = Counter()  # groups and tokens, shared with the variants
+        self._kind = "group"  # for the watcher
+        self._made: Counter[int] = Counter()  # tokens of complete trajectories, by group
+        # Called with a group's kind and number when it enters a stage, and None when it ends.
+        self.watch: Callable[[str, int, str | None], None] = lambda *_: None
         # Current stage of each group, and when it began.
         self._stages: dict[int, tuple[str, float]] = {}
         self._in_flight: dict[int, GroupInFlight] = {}
@@ -207,6 +211,9 @@ class Rollouter:
         other._group_size = group_size
         other._may_fail, other._greedy_baseline, other._stages = 0, False, {}
         other._in_flight, other._saved = {}, {}
+        other._kind, other._made = "evaluation", Counter()
+        # Looked up at every call, because the loop sets it later.
+        other.watch = lambda *args: self.watch(*args)
         return other
 
     async def run(self, seq: int, prompt: Prompt) -> Group:
@@ -214,15 +221,20 @@ class Rollouter:
         saved = self._saved.pop(seq, None)
         # A curriculum may have chosen another prompt for this position.
         progress = saved if saved and saved.uid == prompt.uid else GroupInFlight(prompt.uid)
-        self._enter(seq, "generated")
+        self._enter(seq, "generated", "issued")
         self._in_flight[seq] = progress
+        unused = "lost_tokens"
         try:
             if progress.scored:
-                return progress.group(seq, prompt, asyncio.get_running_loop().time())
-            return await self._run(seq, prompt, progress)
+                group = progress.group(seq, prompt, asyncio.get_running_loop().time())
+            else:
+                group = await self._run(seq, prompt, progress)
+            unused = "evaluation_tokens" if self._kind == "evaluation" else ""
+            return group
         finally:
             del self._stages[seq], self._in_flight[seq]
-            self._ended.update(["group"])
+            self._ended.update({"group": 1, unused: self._made.pop(seq, 0)})
+            self.watch(self._kind, seq, None)
 
     def in_flight(self) -> dict[int, GroupInFlight]:
         """Return the groups that are not finished, with what the controller knows of them."""
@@ -241,6 +253,7 @@ class Rollouter:
         failures: list[RolloutError] = []
         try:
             await self._wait_for_engine(assignment)
+            self.watch(self._kind, seq, "generated")
             async with asyncio.TaskGroup() as group:
                 tasks = [
                     group.create_task(
@@ -257,7 +270,7 @@ class Rollouter:
         results = [task.result() for task in tasks]
         baseline = results.pop() if self._greedy_baseline else None
         trajectories = [trajectory for trajectory in results if trajectory is not None]
-        self._enter(seq, "scored by the reward")
+        self._enter(seq, "scored by the reward", "scored")
         scored = await self._score(prompt, trajectories + ([baseline] if baseline else []))
         return Group(
             seq,
@@ -294,6 +307,16 @@ class Rollouter:
         """Number of groups that have ended, those of its variants and failed ones included."""
         return self._ended["group"]
 
+    @property
+    def lost_tokens(self) -> int:
+        """Tokens of complete trajectories whose group failed."""
+        return self._ended["lost_tokens"]
+
+    @property
+    def evaluation_tokens(self) -> int:
+        """Tokens that its variants generated."""
+        return self._ended["evaluation_tokens"]
+
     def group_stages(self) -> list[str]:
         """Describe how many groups are in which stage, and since when the oldest is."""
         now, stages = asyncio.get_running_loop().time(), list(self._stages.items())
@@ -305,8 +328,9 @@ class Rollouter:
             for stage, count in counts.items()
         ]
 
-    def _enter(self, seq: int, stage: str) -> None:
+    def _enter(self, seq: int, stage: str, name: str) -> None:
         self._stages[seq] = stage, asyncio.get_running_loop().time()
+        self.watch(self._kind, seq, name)
 
     @property
     def paused(self) -> bool:
@@ -367,7 +391,9 @@ class Rollouter:
         try:
             if index not in progress.finished:
                 episode = self._environment.run(prompt, generate)
-                progress.finish(index, await self._episode(episode, index, prompt))
+                made = await self._episode(episode, index, prompt)
+                self._made[seq] += made.num_tokens
+                progress.finish(index, made)
             return progress.finished[index]
         except RolloutError as error:
             failures.append(error)

@@ -3,11 +3,12 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
 from paceline.errors import RolloutError
+from paceline.remote.device_clock import DISCARDED, SYNC, current_clock, decoding, doing
 from paceline.remote.host import BusyClock
 from paceline.remote.message import Deferred
 from paceline.rollout.engine import EngineStats
@@ -53,6 +54,8 @@ class SteppedEngine(Protocol):
 class RolloutService:
     """The engine. `weight_target` is the part that the weight transport talks to."""
 
+    activities: ClassVar = {"load_weights": SYNC, "gather_weights": SYNC}
+
     def __init__(
         self,
         engine: SteppedEngine,
@@ -73,8 +76,14 @@ class RolloutService:
         blocked = self._paused or self._released or not self.weight_target.intact
         if blocked or not self._engine.has_work:
             return finished or None
-        with self._busy:
-            return finished + self._engine.step()
+        engine = self._engine
+        activity = decoding(min(engine.running + engine.waiting, engine.slots), engine.slots)
+        sampled = engine.tokens_sampled
+        with self._busy, doing(activity):
+            finished += engine.step()
+        if clock := current_clock():
+            clock.count(activity, engine.tokens_sampled - sampled)
+        return finished
 
     def submit(self, requests: Sequence[Request]) -> list[tuple[str, RolloutError]]:
         """Submit requests; return those that the engine rejects, with the reason."""
@@ -87,7 +96,10 @@ class RolloutService:
         return rejected
 
     def abort(self, ids: Sequence[str]) -> None:
-        self._finished += self._engine.abort(ids)
+        aborted = self._engine.abort(ids)
+        self._finished += aborted
+        if clock := current_clock():
+            clock.count(DISCARDED, sum(len(completion) for _, completion in aborted))
 
     def interrupt(self) -> None:
         self._finished += self._engine.interrupt()

@@ -270,6 +270,7 @@ class InOrder:
         """`before`: called before every method: on the leader it posts the marker, on a follower
         it waits for it."""
         self._part, self._before = part, before
+        self.activities = getattr(part, "activities", {})
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._part, name)

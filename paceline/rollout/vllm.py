@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paceline.errors import RolloutError, SyncError
 from paceline.model.weights import check_weights
+from paceline.remote.device_clock import PREFILL, SWITCHING, doing
 from paceline.rollout.native.slots import already_ended, check_request, ends_in_stop
 from paceline.rollout.tensor_parallel import AllRanks, Team
 from paceline.rollout.vllm_rank import VllmRank, sampling_params
@@ -140,9 +141,12 @@ class VllmEngine:
         """Admit waiting sequences, generate a token for each and return those that ended."""
         finished = list(self._ended.items())
         self._ended.clear()
+        admits = bool(self._waiting) and len(self._running) < self._slots
         while self._waiting and len(self._running) < self._slots:
             self._admit(self._waiting.popitem(last=False)[1])
-        for output in self._ranks.step() if self._running else ():
+        with doing(PREFILL if admits else None):  # vLLM also decodes in this step
+            outputs = self._ranks.step() if self._running else ()
+        for output in outputs:
             finish = self._record(output)
             if finish is not None:
                 finished.append(
@@ -224,7 +228,8 @@ class VllmEngine:
         for running in reversed(self._stop(list(self._running))):
             self._waiting[running.request.id] = running
             self._waiting.move_to_end(running.request.id, last=False)
-        self._ranks.sleep()
+        with doing(SWITCHING):
+            self._ranks.sleep()
 
     def wake(self) -> None:
         """Undo `sleep`; steps and weight loads do so implicitly."""

@@ -8,11 +8,12 @@ methods.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from paceline.errors import SyncError
+from paceline.remote.device_clock import SYNC
 from paceline.remote.group import is_first_rank
 from paceline.remote.message import Deferred
 from paceline.remote.worker import Worker
@@ -49,6 +50,7 @@ class TargetEnd(Protocol):
 class _Part:
     """What source and target have in common: the end of a transport, and calls of its methods."""
 
+    activities: ClassVar = dict.fromkeys(("layout", "open", "publish", "run"), SYNC)
     _end: Any = None
 
     def gpu(self) -> str | None:

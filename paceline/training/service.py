@@ -5,13 +5,14 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.model.snapshot import Snapshot
+from paceline.remote.device_clock import CHECKPOINT, SWITCHING, TRAINING, doing
 from paceline.remote.host import BusyClock
 from paceline.sync.transport import WeightSource
 from paceline.training.actor import Actor
@@ -50,7 +51,8 @@ class DeviceTimeShare:
     def for_step(self) -> Iterator[None]:
         """Hold the device for a part of a train step, which ends with a sync."""
         if self._phases:
-            self._phases.release_engine()
+            with doing(SWITCHING):
+                self._phases.release_engine()
         with self:
             yield
 
@@ -66,7 +68,8 @@ class DeviceTimeShare:
 
     def _place(self, where: Literal["device", "host"]) -> None:
         if self._offload:
-            moved = self._engine.place(where)
+            with doing(SWITCHING):
+                moved = self._engine.place(where)
             self._bytes, self._seconds = self._bytes + moved.bytes, self._seconds + moved.seconds
 
     def metrics(self) -> dict[str, float]:
@@ -80,6 +83,11 @@ class DeviceTimeShare:
 
 class _Trained:
     """What actor and critic have in common."""
+
+    activities: ClassVar = {
+        **dict.fromkeys(("update", "fit", "values", "logprobs"), TRAINING),
+        **dict.fromkeys(("save", "snapshot", "load"), CHECKPOINT),
+    }
 
     def __init__(self, engine: TrainEngine, offload: bool, phases: Phases | None) -> None:
         self._engine, self._on_device = engine, DeviceTimeShare(engine, offload, phases)
@@ -128,6 +136,8 @@ class RefService:
     `vocabulary`: number of its tokens, if that may be smaller than the policy's, which can sample
     from the padding of its vocabulary.
     """
+
+    activities: ClassVar = {"logprobs": TRAINING}
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ from paceline.model.fp8_weights import fp8_weights
 from paceline.model.loading import default_device, load_config, load_model, load_tokenizer
 from paceline.model.stored_weights import open_empty
 from paceline.model.weights import EngineWeights
+from paceline.remote.device_clock import DeviceClock
 from paceline.remote.group import is_first_rank
 from paceline.remote.parts import Parts
 from paceline.reward.model import RewardModel
@@ -79,7 +80,7 @@ def build_parts(roles: Sequence[Role], config: RunConfig, model_path: str, threa
         parts[Role.ROLLOUT] = rollout
         if isinstance(rollout, RolloutService):
             parts[TARGET] = rollout.weight_target
-    return Parts(parts, {Role.ROLLOUT} if concurrent else ())
+    return Parts(parts, {Role.ROLLOUT} if concurrent else (), DeviceClock(config.trace))
 
 
 def _actor(

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from paceline.config import RunConfig, load_config
 from paceline.errors import CheckpointError, PacelineError, WorkerDied
 from paceline.line_file import intact_rows
+from paceline.observe.trace import convert
 from paceline.rollout.in_flight_files import read_in_flight
 from paceline.run import train
 from paceline.run_dir import lock_run_dir
@@ -30,6 +31,7 @@ from paceline.training.checkpoint import verify_checkpoint
 from paceline.types import Group
 from paceline.workers.local import LocalCluster
 from tests.audits import assert_consistent
+from tests.device_times import assert_device_time_adds_up, assert_valid_trace
 from tests.fault_report import Fault
 from tests.models import random_model
 from tests.processes import children
@@ -126,9 +128,11 @@ def test_mode_trains_every_prompt_once_within_staleness_bound(
     name: str, settings: list[str], model: str, tmp_path: Path
 ) -> None:
     before = children()
-    summary = run(model, tmp_path, *settings)
+    summary = run(model, tmp_path, *settings, "trace=true")
     chosen = config(model, tmp_path, *settings)
     assert summary["steps"] == 4
+    assert_device_time_adds_up(summary["device_time"])
+    assert_valid_trace(convert(tmp_path))
     assert 0 <= summary["staleness_max"] <= chosen.schedule.max_staleness
     ledger = summary["ledger"]
     assert ledger["trained"] == 16 and not ledger["dropped"]

@@ -46,6 +46,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "weight_check",
         "group_metrics",
         "watchdog",
+        "timeline",
     ),
     ("generation", "loop", "run_dir", "script", "held_out"),
     ("observe",),

@@ -28,6 +28,7 @@ from paceline.rollout.native.backend import PrefillChunk, Tokens
 from paceline.rollout.native.forward import Cache, Forward
 from paceline.rollout.native.kernels import PAGE, State
 from paceline.rollout.native.pages import Pages
+from paceline.rollout.native.prefill_timer import PrefillTimer
 from paceline.rollout.native.slots import Sequence, Slots
 
 # Maximum steps per burst, about 10 ms of work: enough for the host to keep up, and few wasted steps
@@ -77,6 +78,7 @@ class CudaBackend:
         self.slots, self.max_length, self.fraction = slots, max_length, kv_memory_fraction
         # Bursts are short, so they take priority over training on the same device.
         self.stream = torch.cuda.Stream(self.device, priority=-1)
+        self._prefill_timer = PrefillTimer(self.stream)
         self._wait_for_caller()
         with self._on_stream():
             self.forward = Forward(config, weights, slots, max_length, kv_dtype)
@@ -172,7 +174,8 @@ class CudaBackend:
         """Prefill concatenated chunks in forward passes of at most FORWARD_TOKENS."""
         batch: list[PrefillChunk] = []
         room = FORWARD_TOKENS
-        with self._on_stream():
+        self._prefill_timer.settle()
+        with self._on_stream(), self._prefill_timer:
             for chunk in chunks:
                 start = chunk.start
                 while start < chunk.stop:
@@ -235,6 +238,7 @@ class CudaBackend:
     def decode(self, slots: Slots, steps: int) -> PendingTokens:
         n = len(slots.live)
         truncated = bool(slots.top_k[:n].any() or (slots.top_p[:n] < 1).any())
+        self._prefill_timer.settle()
         with self._on_stream():
             if self._used > n:
                 self.state[:, n : self._used] = 0

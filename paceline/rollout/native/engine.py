@@ -22,6 +22,7 @@ from paceline.errors import RolloutError
 from paceline.model.releasable import ReleasableMemory
 from paceline.model.shape import position_limit
 from paceline.model.weights import EngineWeights
+from paceline.remote.device_clock import PREFILL, SWITCHING, doing
 from paceline.rollout.native.backend import Backend, Burst, PrefillChunk, choose_backend
 from paceline.rollout.native.slots import Sequence as Running
 from paceline.rollout.native.slots import Slots, already_ended, check_request
@@ -264,10 +265,11 @@ class NativeEngine:
         """Free the KV cache. Running sequences wait and are prefilled again after `wake`."""
         if self._asleep:
             return
-        self.wait_idle()
-        while self._prefilling or self._slots.live:
-            self._preempt()
-        self._backend.sleep()
+        with doing(SWITCHING):
+            self.wait_idle()
+            while self._prefilling or self._slots.live:
+                self._preempt()
+            self._backend.sleep()
         self._asleep = True
 
     def release(self) -> None:
@@ -285,7 +287,8 @@ class NativeEngine:
     def wake(self) -> None:
         """Undo `sleep`; a step does so implicitly."""
         if self._asleep:
-            self._backend.wake()
+            with doing(SWITCHING):
+                self._backend.wake()
             self._asleep = False
 
     def _admit(self) -> None:
@@ -335,7 +338,8 @@ class NativeEngine:
                 budget -= tokens
                 self._tokens_prefilled += tokens
         if chunks:
-            self._backend.prefill(chunks, base)
+            with doing(None if self._backend.ahead else PREFILL):  # a GPU has a timer of its own
+                self._backend.prefill(chunks, base)
         complete = [pending for pending in self._prefilling if pending.left == 0]
         self._prefilling = [pending for pending in self._prefilling if pending.left]
         for pending in complete:
