@@ -9,7 +9,7 @@ from typing import Any
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from paceline.algo.custom import check_custom
-from paceline.config import SINKS, RunConfig
+from paceline.config import SINKS, TRACKERS, RunConfig
 from paceline.data.held_out import SEED_OFFSET
 from paceline.data.prompts import PromptSource
 from paceline.data.source import Prompts, open_source
@@ -128,8 +128,10 @@ def _held_out(
 
 
 def check_sinks(config: RunConfig) -> None:
-    """Import every sink, so that a wrong name fails before the run starts."""
+    """Import every custom sink, so that a wrong name fails before the run starts."""
     for sink in config.track:
+        if str(sink) in TRACKERS:
+            continue  # early_checks.py finds their packages
         try:
             sink.load(SINKS)
         except PluginError as problem:

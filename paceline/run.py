@@ -208,7 +208,9 @@ class _Run:
         ledger = Ledger(self._run_dir / "ledger.jsonl", start.ledger)
         stack.callback(ledger.close)
         display = make_display(start.step) if make_display else None
-        sinks = open_sinks(config.track, self._run_dir, self._inputs.identity["config"])
+        sinks = open_sinks(
+            config.track, self._run_dir, self._inputs.identity["config"], start.abandons_later
+        )
         recorder = Recorder(
             self._run_dir, start.metrics_length, samples, display, sinks, start.step
         )
@@ -250,6 +252,7 @@ class _Run:
         if self._held_out:
             summary["evaluation"] = self._held_out.summary()
         summary["fleet"] = {"replaced": fleet.replaced, "fenced_messages": fleet.fenced_messages}
+        recorder.log_summary(summary)
         return summary
 
     def _open_held_out(self, recorder: Recorder) -> HeldOut | None:

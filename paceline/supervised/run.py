@@ -153,7 +153,9 @@ class _Run:
             await saver.end(END_TIMEOUT_S)
             raise
         memory = peak_memory() + await self._actor.peak_memory()
-        return recorder.summary(memory)
+        summary = recorder.summary(memory)
+        recorder.log_summary(summary)
+        return summary
 
     async def _steps(self, saver: Saver, recorder: LossRecorder, stop: asyncio.Event) -> None:
         config, inputs, step = self._config, self._inputs, self._start.step

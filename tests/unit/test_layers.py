@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.config import TRACKERS
+
 PACKAGE = Path(__file__).parents[2] / "paceline"
 
 # From the bottom to the top. A unit may import units of lower layers and its own package; units of
@@ -69,6 +71,7 @@ LEAVES = {
     "rich": {"cli", "observe.display", "observe.plan", "observe.samples"}
     | {"observe.console", "observe.terminal", "supervised.display"},
     "typer": {"cli"},
+    **{name: {f"observe.trackers.{name}"} for name in TRACKERS},
 }
 HEAVY = {"torch", "transformers"}
 WITHOUT_TORCH = ("paceline.cli", "paceline.config", "paceline.control", "paceline.loop")
