@@ -4,6 +4,8 @@ meaning."""
 
 import logging
 import os
+import urllib.error
+import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -43,20 +45,32 @@ class WandbRun:
 
 def open_run(run: TrackedRun) -> WandbRun:
     """Open the run online if there is an account, otherwise offline."""
+    session = wandb.setup(wandb.Settings(silent=True))
     if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
         return WandbRun(_init(run, None))
-    reason = "wandb has no API key (wandb login)"
-    try:
-        if wandb.login(prompt=False, verify=False):
-            return WandbRun(_init(run, "allow"))
-    except Exception as error:  # of the network; wandb has many kinds
-        reason = f"the server did not respond ({type(error).__name__}: {error})"
-    log.warning(
-        "%s: the run is recorded in %s; upload it with: wandb sync DIR",
-        reason,
-        run.run_dir / "wandb",
-    )
+    if not wandb.login(prompt=False, verify=False):
+        reason = "wandb has no API key (wandb login)"
+    elif problem := _unreachable(session.settings.base_url):
+        reason = f"the server of wandb did not respond ({problem})"
+    else:
+        return WandbRun(_init(run, "allow"))
+    folder = run.run_dir / "wandb"
+    log.warning("%s: the run is recorded in %s; upload it with: wandb sync DIR", reason, folder)
     return WandbRun(_init(run, None, "offline"))
+
+
+def _unreachable(url: str) -> str:
+    """Return why the server cannot be reached, if so.
+
+    wandb.init would find out, but an ID that it has failed with cannot be used offline.
+    """
+    try:
+        urllib.request.urlopen(url, timeout=CONNECT_TIMEOUT_S).close()
+    except urllib.error.HTTPError:
+        return ""  # a reply
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def _init(
