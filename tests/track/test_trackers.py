@@ -28,7 +28,7 @@ def _files() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Importing the packages takes long on a loaded machine."""
+    """Allow for slow imports of the packages on a loaded machine."""
     monkeypatch.setattr(trackers.Tracker, "close_timeout_s", 200.0)
 
 
@@ -36,7 +36,7 @@ def open_all(run_dir: Path, *names: str, goes_back: bool = False) -> Sinks:
     return open_sinks([Plugin.of(name) for name in names], run_dir, CONFIG, goes_back)
 
 
-def put(sinks: Sinks, step: int, others: Mapping[str, float] = {}) -> None:  # noqa: B006
+def put(sinks: Sinks, step: int, others: Mapping[str, float] = {}) -> None:
     sinks.put(step, {"reward/mean": step / 4, "train/loss": float("nan"), **others})
     sinks.log_samples(step, [sample(step)])
 
@@ -98,7 +98,7 @@ def test_run_that_goes_back_to_an_earlier_step_begins_a_new_run(tmp_path: Path) 
 
 
 def forget_wandb_settings() -> None:
-    """wandb reads its environment variables once in a process."""
+    """Let wandb read its environment variables again, which it does once in a process."""
     import wandb
 
     wandb.teardown()
