@@ -149,6 +149,30 @@ def tasks() -> None:
 
 
 @app.command()
+def metrics(
+    prefix: Annotated[
+        str, typer.Argument(help="List only these metrics, for example train", show_default=False)
+    ] = "",
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/metrics.md.")] = False,
+) -> None:
+    """List the metrics of a train step with unit and meaning."""
+    from rich.table import Table
+
+    from paceline.observe.metric_names import METRICS, markdown
+
+    if as_markdown:
+        sys.stdout.write(markdown())
+        return
+    found = [metric for metric in METRICS if prefix in metric.name]
+    if not found:
+        fail(ConfigError(f"no metric contains {prefix!r}; paceline metrics lists all"))
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for metric in found:
+        table.add_row(Text(metric.name, "bold"), Text(metric.unit, "cyan"), metric.meaning)
+    console.print(table, highlight=False)
+
+
+@app.command()
 def settings(
     prefix: Annotated[
         str,
