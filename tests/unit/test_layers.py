@@ -51,7 +51,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("generation", "loop", "run_dir", "script", "held_out"),
     ("observe",),
     ("run", "evaluation", "replay"),
-    ("job", "supervisor"),
+    ("job", "supervisor", "doctor"),
     ("supervised",),
     ("api",),
     ("cli", "trl"),
@@ -76,6 +76,7 @@ LEAVES = {
 HEAVY = {"torch", "transformers"}
 WITHOUT_TORCH = ("paceline.cli", "paceline.config", "paceline.control", "paceline.loop")
 WITHOUT_TORCH += ("paceline.observe.display", "paceline.observe.samples", "paceline.early_checks")
+WITHOUT_TORCH += ("paceline.doctor",)
 
 
 def modules(root: Path) -> dict[str, ast.Module]:
