@@ -10,6 +10,7 @@ import typer
 from rich.text import Text
 
 from paceline.cli.app import app, console, fail
+from paceline.cli.completion import complete_recipe, complete_setting
 from paceline.errors import PacelineError
 
 COLORS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
@@ -19,10 +20,15 @@ COLORS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 def doctor(
     recipe: Annotated[
         Path | None,
-        typer.Argument(help="Also check what this recipe needs", show_default=False),
+        typer.Argument(
+            help="Also check what this recipe needs",
+            show_default=False,
+            autocompletion=complete_recipe,
+        ),
     ] = None,
     settings: Annotated[
-        list[str] | None, typer.Argument(help="key=value", show_default=False)
+        list[str] | None,
+        typer.Argument(help="key=value", show_default=False, autocompletion=complete_setting),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
