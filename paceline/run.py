@@ -29,6 +29,7 @@ from paceline.observe.model_card import model_card, write_model_card
 from paceline.observe.recorder import Recorder, write_json
 from paceline.observe.samples import Samples
 from paceline.observe.sinks import open_sinks
+from paceline.progress import stage
 from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger
 from paceline.queue.message_queue import MessageQueue, MessageQueueClient
@@ -120,6 +121,7 @@ async def train(
         report_choices(layout.choices)
         control = await stack.enter_async_context(Control(run_dir))
         write_json(run_dir / "config.json", inputs.identity["config"])
+        stage("starting the workers, which load the model")
         generation = await open_generation(
             stack,
             config,
@@ -177,7 +179,9 @@ class _Run:
         config = self._config
         within = partial(self.watchdog.within, Patience(config.start_timeout_s, "start_timeout_s"))
         if self._start.checkpoint:
+            stage(f"loading the checkpoint of step {self._start.step}")
             await within("loading the checkpoint", self._restore(self._start.checkpoint))
+        stage("connecting the trainer and the engines")
         transport = open_transport(config, self._workers)
         self._synchronizer = ParameterSynchronizer(
             await within("connecting the trainer and the engines", transport),
@@ -188,6 +192,7 @@ class _Run:
             # With max_staleness = 0 nothing is generated during a train step.
             config.takes_turns and config.schedule.max_staleness > 0,
         )
+        stage("the first weight sync, for which kernels may be compiled")
         await within("the first weight sync", self._synchronizer.sync_weights(self._start.step))
         gc.freeze()  # collections then skip what the libraries hold, which takes tenths of a second
 

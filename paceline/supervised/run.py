@@ -20,6 +20,7 @@ from paceline.observe.health import Health
 from paceline.observe.model_card import card_text, data_name, write_model_card
 from paceline.observe.recorder import write_json
 from paceline.observe.sinks import open_sinks
+from paceline.progress import stage
 from paceline.remote.peak import peak_memory
 from paceline.remote.worker import Worker
 from paceline.run_dir import (
@@ -89,6 +90,7 @@ async def fine_tune(
         stack.enter_context(log_file(run_dir / "logs"))
         report_choices(choice for choice in layout.choices if _concerns(config, choice.name))
         write_json(run_dir / "config.json", inputs.identity["config"])
+        stage("starting the workers, which load the model")
         _, _, started = await open_workers(
             stack, layout.config, ROLES, inputs.model_path, run_dir / "logs"
         )
@@ -121,6 +123,7 @@ class _Run:
     async def restore(self) -> None:
         """Load the checkpoint that the run resumes from, if there is one."""
         if self._start.checkpoint:
+            stage(f"loading the checkpoint of step {self._start.step}")
             await self._call("load", str(self._start.checkpoint))
             state = read_state(self._start.checkpoint)
             with reading_state(self._start.checkpoint):

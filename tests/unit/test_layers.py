@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "notifier",
         "suspend",
         "openmp",
+        "progress",
         "temporary",
     ),
     ("plugins", "schedule", "placement", "recipe", "hints", "background", "line_file", "sandbox"),
