@@ -18,13 +18,13 @@ PYTEST := $(BIN)/python -m pytest $(ARGS)
 PARALLEL := -n $(JOBS) --dist worksteal
 FAST := tests/unit tests/torture
 SERIAL := tests/faults tests/gpu
-OTHER_PACKAGES := tests/bench tests/megatron tests/ray tests/vllm
+OTHER_PACKAGES := tests/bench tests/megatron tests/ray tests/track tests/vllm
 RUNS := $(filter-out $(FAST) $(SERIAL) $(OTHER_PACKAGES),$(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py)))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo test test-fast test-runs test-serial coverage faults test-slow test-megatron \
-	test-ray test-vllm test-bench lint format clean
+	test-ray test-vllm test-bench test-track lint format clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | \
@@ -65,6 +65,9 @@ test-vllm: .venv-vllm/.others  ## vLLM on CPUs: contract suite and whole runs, a
 
 test-bench: .venv-trl/.ready  ## formulas, fields and one script against TRL: about three minutes
 	OMP_NUM_THREADS=1 .venv-trl/bin/python -m pytest $(ARGS) tests/bench
+
+test-track: .venv-track/.ready  ## trackers with their real packages, no network: half a minute
+	.venv-track/bin/python -m pytest $(ARGS) tests/track
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -110,6 +113,14 @@ $(VENV)/.plots: $(READY)
 	.venv-vllm/bin/$(PIP_INSTALL) "pytest>=9" "pytest-timeout>=2.4" "psutil>=7" "peft>=0.18" \
 		"accelerate>=1.10" "torch==2.13.0"
 	.venv-vllm/bin/$(PIP_INSTALL) --no-deps -e .
+	@touch $@
+
+# Sees the packages of $(VENV), torch among them, and has its own of the trackers and what they need.
+.venv-track/.ready: $(READY) pyproject.toml constraints-track.txt
+	$(PYTHON) -m venv .venv-track
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > \
+		"$$(.venv-track/bin/python -c 'import site; print(site.getsitepackages()[0])')/shared.pth"
+	.venv-track/bin/$(PIP_INSTALL) -c constraints-track.txt tensorboard wandb mlflow-skinny trackio
 	@touch $@
 
 # For the tests of vLLM in the ranks of Megatron and on Ray.

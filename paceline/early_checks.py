@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from paceline.code_search import CodeNotFound, find_code
-from paceline.config import RunConfig
+from paceline.config import TRACKERS, RunConfig
 from paceline.data.files import find_files, first_rows
 from paceline.data.prompts import DataSettings
 from paceline.data.rows import check_columns
@@ -127,10 +127,12 @@ def check_code(setting: str, spec: str) -> None:
 
 
 def _check_packages(config: RunConfig) -> None:
+    tracked = set(map(str, config.track))
     needed = (
         ("cluster = 'ray'", config.cluster == "ray", "ray", "ray"),
         ("train.backend = 'megatron'", config.train.backend == "megatron", "megatron", "megatron"),
         ("train.lora", config.train.lora is not None, "peft", "lora"),
+        *((f"track = {name!r}", True, name, name) for name in TRACKERS if name in tracked),
     )
     for setting, used, package, extra in needed:
         if used and importlib.util.find_spec(package) is None:

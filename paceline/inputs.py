@@ -9,7 +9,7 @@ from typing import Any
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from paceline.algo.custom import check_custom
-from paceline.config import SINKS, RunConfig
+from paceline.config import SINKS, TRACKERS, RunConfig
 from paceline.data.held_out import SEED_OFFSET
 from paceline.data.prompts import PromptSource
 from paceline.data.source import Prompts, open_source
@@ -26,6 +26,7 @@ from paceline.model.loading import (
 from paceline.model.shape import position_limit
 from paceline.model.support import FAST, check_generates, is_fast
 from paceline.plugins import PluginError
+from paceline.progress import stage
 from paceline.reward.model import check_reward_model
 from paceline.rollout.vllm_settings import check_vllm
 
@@ -66,8 +67,11 @@ def load_inputs(
     check_sinks(config)
     model_path = resolve_model(config.model, config.data.task)
     report_conversion(config.model, model_path)
+    stage(f"loading the tokenizer of {config.model}")
     tokenizer = load_tokenizer(model_path)
+    stage(f"reading {config.data.path or 'the prompts'}")
     source = open_source(config.data, tokenizer, config.seed, rows)
+    stage(f"checking {config.model}")
     identity = {
         "config": config.model_dump(mode="json"),
         "model": model_fingerprint(model_path),
@@ -128,8 +132,10 @@ def _held_out(
 
 
 def check_sinks(config: RunConfig) -> None:
-    """Import every sink, so that a wrong name fails before the run starts."""
+    """Import every custom sink, so that a wrong name fails before the run starts."""
     for sink in config.track:
+        if str(sink) in TRACKERS:
+            continue  # early_checks.py finds their packages
         try:
             sink.load(SINKS)
         except PluginError as problem:

@@ -34,6 +34,7 @@ from paceline.observe.recorder import Recorder, write_json
 from paceline.observe.samples import Samples
 from paceline.observe.sinks import open_sinks
 from paceline.observe.trace import TraceWriter
+from paceline.progress import stage
 from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger
 from paceline.queue.message_queue import MessageQueue, MessageQueueClient
@@ -130,6 +131,7 @@ async def train(
         report_choices(layout.choices)
         control = await stack.enter_async_context(Control(run_dir))
         write_json(run_dir / "config.json", inputs.identity["config"])
+        stage("starting the workers, which load the model")
         generation = await open_generation(
             stack,
             config,
@@ -190,7 +192,9 @@ class _Run:
         config = self._config
         within = partial(self.watchdog.within, Patience(config.start_timeout_s, "start_timeout_s"))
         if self._start.checkpoint:
+            stage(f"loading the checkpoint of step {self._start.step}")
             await within("loading the checkpoint", self._restore(self._start.checkpoint))
+        stage("connecting the trainer and the engines")
         transport = open_transport(config, self._workers)
         self._synchronizer = ParameterSynchronizer(
             await within("connecting the trainer and the engines", transport),
@@ -201,6 +205,7 @@ class _Run:
             # With max_staleness = 0 nothing is generated during a train step.
             config.takes_turns and config.schedule.max_staleness > 0,
         )
+        stage("the first weight sync, for which kernels may be compiled")
         await within("the first weight sync", self._synchronizer.sync_weights(self._start.step))
 
     async def train(
@@ -220,7 +225,9 @@ class _Run:
         ledger = Ledger(self._run_dir / "ledger.jsonl", start.ledger)
         stack.callback(ledger.close)
         display = make_display(start.step) if make_display else None
-        sinks = open_sinks(config.track, self._run_dir, self._inputs.identity["config"])
+        sinks = open_sinks(
+            config.track, self._run_dir, self._inputs.identity["config"], start.abandons_later
+        )
         trace = self._open_trace()
         timeline = Timeline(trace)
         meter = self._open_meter(timeline)
@@ -281,6 +288,7 @@ class _Run:
         if self._held_out:
             summary["evaluation"] = self._held_out.summary()
         summary["fleet"] = {"replaced": fleet.replaced, "fenced_messages": fleet.fenced_messages}
+        recorder.log_summary(summary)
         return summary
 
     def _open_meter(self, timeline: Timeline) -> DeviceMeter:

@@ -11,10 +11,22 @@ from paceline.cli import model
 from paceline.cli import translate
 from paceline.cli import inspect
 from paceline.cli import trace
+from paceline.cli import doctor
 from paceline.cli import audit
 from paceline.cli import jobs
 # isort: on
 
 from paceline.cli.app import app
 
-__all__ = ["app", "audit", "export", "inspect", "jobs", "model", "trace", "train", "translate"]
+__all__ = [
+    "app",
+    "audit",
+    "doctor",
+    "export",
+    "inspect",
+    "jobs",
+    "model",
+    "trace",
+    "train",
+    "translate",
+]

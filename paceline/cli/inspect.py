@@ -13,6 +13,7 @@ import typer
 from rich.text import Text
 
 from paceline.cli.app import app, console, fail, log_to_console, warn
+from paceline.cli.completion import complete_recipe, complete_setting
 from paceline.errors import ConfigError, PacelineError
 
 MAX_ROWS = 20  # of a replayed batch that are listed
@@ -21,10 +22,16 @@ MAX_ROWS = 20  # of a replayed batch that are listed
 @app.command()
 def plan(
     recipe: Annotated[
-        Path, typer.Argument(help="Recipe, for example recipes/split.toml", show_default=False)
+        Path,
+        typer.Argument(
+            help="Recipe, for example recipes/split.toml",
+            show_default=False,
+            autocompletion=complete_recipe,
+        ),
     ],
     settings: Annotated[
-        list[str] | None, typer.Argument(help="key=value", show_default=False)
+        list[str] | None,
+        typer.Argument(help="key=value", show_default=False, autocompletion=complete_setting),
     ] = None,
     devices: Annotated[
         str | None,
@@ -146,6 +153,30 @@ def tasks() -> None:
 
     for name, description in describe_tasks():
         console.print(Text(f"{name:12}", "bold"), description, highlight=False)
+
+
+@app.command()
+def metrics(
+    prefix: Annotated[
+        str, typer.Argument(help="List only these metrics, for example train", show_default=False)
+    ] = "",
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/metrics.md.")] = False,
+) -> None:
+    """List the metrics of a train step with unit and meaning."""
+    from rich.table import Table
+
+    from paceline.observe.metric_names import METRICS, markdown
+
+    if as_markdown:
+        sys.stdout.write(markdown())
+        return
+    found = [metric for metric in METRICS if prefix in metric.name]
+    if not found:
+        fail(ConfigError(f"no metric contains {prefix!r}; paceline metrics lists all"))
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for metric in found:
+        table.add_row(Text(metric.name, "bold"), Text(metric.unit, "cyan"), metric.meaning)
+    console.print(table, highlight=False)
 
 
 @app.command()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.app import app, console, errors, fail, log_to_console
+from paceline.cli.completion import complete_recipe, complete_setting, complete_sft_setting
 from paceline.errors import PacelineError
 from paceline.supervisor import FORWARDED, Supervisor, end_with_supervisor, this_program
 
@@ -52,12 +53,18 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 def train(
     recipe: Annotated[
         Path,
-        typer.Argument(help="Recipe, for example recipes/fully_async.toml", show_default=False),
+        typer.Argument(
+            help="Recipe, for example recipes/fully_async.toml",
+            show_default=False,
+            autocompletion=complete_recipe,
+        ),
     ],
     settings: Annotated[
         list[str] | None,
         typer.Argument(
-            help="key=value, for example steps=50 schedule.max_staleness=4", show_default=False
+            help="key=value, for example steps=50 schedule.max_staleness=4",
+            show_default=False,
+            autocompletion=complete_setting,
         ),
     ] = None,
     fresh: Fresh = False,
@@ -96,12 +103,19 @@ def train(
 @app.command()
 def sft(
     recipe: Annotated[
-        Path, typer.Argument(help="Recipe, for example recipes/sft.toml", show_default=False)
+        Path,
+        typer.Argument(
+            help="Recipe, for example recipes/sft.toml",
+            show_default=False,
+            autocompletion=complete_recipe,
+        ),
     ],
     settings: Annotated[
         list[str] | None,
         typer.Argument(
-            help="key=value, for example data.path=examples.jsonl epochs=2", show_default=False
+            help="key=value, for example data.path=examples.jsonl epochs=2",
+            show_default=False,
+            autocompletion=complete_sft_setting,
         ),
     ] = None,
     fresh: Fresh = False,
@@ -138,7 +152,12 @@ def sft(
 @app.command()
 def evaluate(
     recipe: Annotated[
-        Path, typer.Argument(help="Recipe, for example recipes/gsm8k.toml", show_default=False)
+        Path,
+        typer.Argument(
+            help="Recipe, for example recipes/gsm8k.toml",
+            show_default=False,
+            autocompletion=complete_recipe,
+        ),
     ],
     settings: Annotated[
         list[str] | None,
@@ -146,6 +165,7 @@ def evaluate(
             help="key=value, for example model=runs/x/checkpoints/step_00000100/actor "
             "data.path=test.jsonl",
             show_default=False,
+            autocompletion=complete_setting,
         ),
     ] = None,
     samples: Annotated[

@@ -1,6 +1,6 @@
 """All settings of a run: a recipe plus `key=value` overrides, checked before anything starts."""
 
-from paceline.config.base import SINKS, RunSettings
+from paceline.config.base import SINKS, TRACKERS, RunSettings
 from paceline.config.listing import describe_settings
 from paceline.config.loading import is_setting, load_config, split_settings
 from paceline.config.run import MAY_CHANGE, RunConfig, check_trainable, differences
@@ -8,6 +8,7 @@ from paceline.config.run import MAY_CHANGE, RunConfig, check_trainable, differen
 __all__ = [
     "MAY_CHANGE",
     "SINKS",
+    "TRACKERS",
     "RunConfig",
     "RunSettings",
     "check_trainable",

@@ -8,6 +8,7 @@ from paceline.plugins import Plugin
 from paceline.settings import Settings
 
 SINKS = "paceline.sinks"  # entry points of track
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")  # also their packages and extras
 
 
 class RunSettings(Settings):
@@ -32,8 +33,8 @@ class RunSettings(Settings):
     cluster: Literal["local", "ray"] = "local"
     """Where workers run: in processes of this machine, or on Ray."""
     track: tuple[Plugin, ...] = ()
-    """Sinks that get the metrics of each step: custom functions or classes, as "file.py:function".
-    """
+    """Sinks that get the metrics of each step: the trackers "tensorboard", "wandb", "mlflow" and
+    "trackio", and custom functions or classes, as "file.py:function"."""
 
     @field_validator("track", mode="before")
     @classmethod
@@ -44,5 +45,8 @@ class RunSettings(Settings):
     @classmethod
     def _known_sinks(cls, sinks: tuple[Plugin, ...]) -> tuple[Plugin, ...]:
         for sink in sinks:
-            sink.check(SINKS)
+            if str(sink) not in TRACKERS:
+                sink.check(SINKS, TRACKERS)
+        if len({str(sink) for sink in sinks}) < len(sinks):
+            raise ValueError(f"{', '.join(map(str, sinks))}: a sink is named twice")
         return sinks

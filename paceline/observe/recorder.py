@@ -106,8 +106,9 @@ class Recorder:
             if name == "staleness/max" or name.startswith("memory/"):
                 self._maxima[name] = max(self._maxima.get(name, 0.0), value)
         self._slow.check(step, metrics)
-        self._samples.step_done(step, groups)
+        saved = self._samples.step_done(step, groups)
         self._sinks.put(step, metrics)
+        self._sinks.log_samples(step, saved)
         if self._display:
             self._display.step_done(step, metrics, groups)
 
@@ -130,6 +131,10 @@ class Recorder:
         self._engines = engines
         if self._display:
             self._display.engines_polled(engines, self._queue_last)
+
+    def log_summary(self, summary: dict[str, Any]) -> None:
+        """Pass the results of a run that has ended on to the sinks."""
+        self._sinks.log_summary(summary)
 
     def close(self) -> None:
         self._file.close()

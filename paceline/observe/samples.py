@@ -36,10 +36,13 @@ class Samples:
         kept = (line.end for line in intact_lines(path) if _step(line.row) <= first_step)
         self._file = LineFile(path, max(kept, default=0))
 
-    def step_done(self, step: int, groups: Sequence[Group]) -> None:
-        for group in groups[: self._groups]:
-            self._file.write(_row(step, group, self._decode), ascii_only=False)
+    def step_done(self, step: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
+        """Write the groups of a step and return what was written."""
+        rows = [_row(step, group, self._decode) for group in groups[: self._groups]]
+        for row in rows:
+            self._file.write(row, ascii_only=False)
         self._file.flush()
+        return rows
 
     def close(self) -> None:
         self._file.close()

@@ -1,4 +1,4 @@
-"""Metrics sinks: custom code that gets the metrics of each step.
+"""Metrics sinks: trackers and custom code that get the metrics of each step.
 
 Every sink has a thread and a queue, so that it cannot delay the run. A sink that raises is reported
 once and gets no more metrics.
@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.config import SINKS
+from paceline.config import SINKS, TRACKERS
 from paceline.errors import ConfigError
+from paceline.observe.trackers import Tracker
 from paceline.plugins import Plugin, PluginError, call_by_name
 
 log = logging.getLogger(__name__)
@@ -23,21 +24,33 @@ MAX_BEHIND = 1000  # steps in a queue
 
 
 class Sink:
-    """A function of (step, metrics), or an object that also has `close()`, on its own thread."""
+    """A function of (step, metrics), on its own thread.
+
+    It may be an object that also has `log_samples(step, groups)`, `log_summary(summary)` or
+    `close()`.
+    """
 
     def __init__(self, name: str, function: Callable[[int, dict[str, float]], Any]) -> None:
         self.name, self._function = name, function
-        self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(MAX_BEHIND)
+        self._queue: queue.Queue[tuple[Callable[..., Any], Any] | None] = queue.Queue(MAX_BEHIND)
         self._disabled = False
         self._thread = threading.Thread(target=self._run, name=f"sink {name}", daemon=True)
         self._thread.start()
 
     def put(self, step: int, metrics: Mapping[str, float]) -> None:
         """Pass on the metrics of a step, without waiting."""
+        self._put(self._function, step, dict(metrics))
+
+    def put_for(self, method: str, *args: Any) -> None:
+        """Pass on what only some sinks have a method for, without waiting."""
+        if callable(function := getattr(self._function, method, None)):
+            self._put(function, *args)
+
+    def _put(self, function: Callable[..., Any], *args: Any) -> None:
         if self._disabled:
             return
         try:
-            self._queue.put_nowait((step, dict(metrics)))
+            self._queue.put_nowait((function, args))
         except queue.Full:
             self._disable(f"is {MAX_BEHIND} steps behind")
 
@@ -48,18 +61,21 @@ class Sink:
         except queue.Full:
             self._disabled = True  # the thread ends by itself
 
-    def join(self, timeout_s: float) -> None:
-        self._thread.join(timeout_s)
+    def join(self, ended: float) -> None:
+        """Wait for the thread. `ended`: when all sinks were asked to end."""
+        limit: float = getattr(self._function, "close_timeout_s", CLOSE_TIMEOUT_S)
+        self._thread.join(max(0.0, ended + limit - time.monotonic()))
         if self._thread.is_alive():
             log.warning(
                 "sink %r has not finished within %g s; its last metrics may be missing",
                 self.name,
-                CLOSE_TIMEOUT_S,
+                limit,
             )
 
     def _run(self) -> None:
         while not self._disabled and (item := self._queue.get()) is not None:
-            self._call(self._function, *item)
+            function, args = item
+            self._call(function, *args)
         close = getattr(self._function, "close", None)
         if close is not None:
             self._call(close)
@@ -85,17 +101,35 @@ class Sinks:
         for sink in self._sinks:
             sink.put(step, metrics)
 
+    def log_samples(self, step: int, groups: Sequence[Mapping[str, Any]]) -> None:
+        for sink in self._sinks:
+            sink.put_for("log_samples", step, groups)
+
+    def log_summary(self, summary: Mapping[str, Any]) -> None:
+        for sink in self._sinks:
+            sink.put_for("log_summary", dict(summary))
+
     def close(self) -> None:
         for sink in self._sinks:
             sink.end()
-        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        ended = time.monotonic()
         for sink in self._sinks:
-            sink.join(max(0.0, deadline - time.monotonic()))
+            sink.join(ended)
 
 
-def open_sinks(track: Sequence[Plugin], run_dir: Path, config: dict[str, Any]) -> Sinks:
-    """Make the sinks. A class is made with those of `run_dir` and `config` that it takes."""
-    functions = [_make(plugin, run_dir, config) for plugin in track]  # all, before a thread starts
+def open_sinks(
+    track: Sequence[Plugin], run_dir: Path, config: dict[str, Any], goes_back: bool = False
+) -> Sinks:
+    """Make the sinks. A class is made with those of `run_dir` and `config` that it takes.
+
+    `goes_back`: the run abandons steps that it has made, so trackers begin a new run.
+    """
+    functions = [  # all, before a thread starts
+        Tracker(str(plugin), run_dir, config, goes_back)
+        if str(plugin) in TRACKERS
+        else _make(plugin, run_dir, config)
+        for plugin in track
+    ]
     return Sinks([Sink(str(plugin), f) for plugin, f in zip(track, functions, strict=True)])
 
 

@@ -1,7 +1,8 @@
 """The console during a run: what is being loaded, then the display, then the summary."""
 
 import logging
-from contextlib import AbstractContextManager
+import time
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -24,7 +25,10 @@ from paceline.model import gguf_cache
 from paceline.observe.console import RunConsole
 from paceline.observe.display import Display, print_summary
 from paceline.printable import printable
+from paceline.progress import listening
 from paceline.workers import hardware
+
+MIN_SHOWN_S = 2.0
 
 DisplayT = TypeVar("DisplayT", bound=AbstractContextManager[Any])
 
@@ -114,12 +118,25 @@ class ModelProgress:
                 self._status.start()
 
 
+class _Stage:
+    """What is being done, with the seconds that it has taken once they are worth showing."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._begun = text, time.monotonic()
+
+    def __rich__(self) -> Text:
+        seconds = time.monotonic() - self._begun
+        shown = f" {seconds:.0f} s" if seconds >= MIN_SHOWN_S else ""
+        return Text(printable(f"{self._text} …{shown}"))
+
+
 class StartTerminal:
     """What every run shows until its first step."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or RunConsole()
-        self._status = self._console.status("loading torch and transformers …")
+        self._status = self._console.status(_Stage("loading torch and transformers"))
+        self._stages = ExitStack()
         self._devices = DeviceLines(self._console)
         self.preparing = ModelProgress(self._console, self._status)
         self._display: AbstractContextManager[Any] | None = None
@@ -127,23 +144,26 @@ class StartTerminal:
     def __enter__(self) -> Self:
         self._status.start()
         self._devices.__enter__()
+        self._stages.enter_context(listening(lambda text: self._status.update(_Stage(text))))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._devices.__exit__(None, None, None)
+        self._stages.close()
         self.preparing.__exit__()
         self._status.stop()
         if self._display:
             self._display.__exit__(None, None, None)
 
     def starting(self) -> None:
-        text = "loading the model and starting the workers …"
-        self._status.update(text)
+        text = "loading the model and starting the workers"
+        self._status.update(_Stage(text))
         if not self._console.is_terminal:
-            self._console.print(text)
+            self._console.print(f"{text} …")
 
     def _show(self, display: DisplayT) -> DisplayT:
         """Replace the status with the display of the steps."""
+        self._stages.close()
         self._status.stop()
         self._display = display
         display.__enter__()

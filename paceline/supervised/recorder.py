@@ -71,6 +71,10 @@ class LossRecorder:
         if self._display:
             self._display.step_done(step, metrics)
 
+    def log_summary(self, summary: dict[str, Any]) -> None:
+        """Pass the results of a run that has ended on to the sinks."""
+        self._sinks.log_summary(summary)
+
     def close(self) -> None:
         self._file.close()
         self._sinks.close()

@@ -20,6 +20,7 @@ from paceline.observe.health import Health
 from paceline.observe.model_card import card_text, data_name, write_model_card
 from paceline.observe.recorder import write_json
 from paceline.observe.sinks import open_sinks
+from paceline.progress import stage
 from paceline.remote.peak import peak_memory
 from paceline.remote.worker import Worker
 from paceline.run_dir import (
@@ -97,6 +98,7 @@ async def fine_tune(
         stack.enter_context(log_file(run_dir / "logs"))
         report_choices(choice for choice in layout.choices if _concerns(config, choice.name))
         write_json(run_dir / "config.json", inputs.identity["config"])
+        stage("starting the workers, which load the model")
         _, _, started = await open_workers(
             stack, layout.config, ROLES, inputs.model_path, run_dir / "logs"
         )
@@ -129,6 +131,7 @@ class _Run:
     async def restore(self) -> None:
         """Load the checkpoint that the run resumes from, if there is one."""
         if self._start.checkpoint:
+            stage(f"loading the checkpoint of step {self._start.step}")
             await self._call("load", str(self._start.checkpoint))
             state = read_state(self._start.checkpoint)
             with reading_state(self._start.checkpoint):
@@ -163,7 +166,9 @@ class _Run:
             await saver.end(END_TIMEOUT_S)
             raise
         memory = peak_memory() + await self._actor.peak_memory()
-        return recorder.summary(memory)
+        summary = recorder.summary(memory)
+        recorder.log_summary(summary)
+        return summary
 
     async def _steps(self, saver: Saver, recorder: LossRecorder, stop: asyncio.Event) -> None:
         config, inputs, step = self._config, self._inputs, self._start.step

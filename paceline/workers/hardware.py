@@ -79,7 +79,7 @@ def unusable_gpu() -> str:
     import torch
 
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if torch.cuda.device_count() or hidden or not _has_nvidia_gpu():
+    if torch.cuda.device_count() or hidden or not has_nvidia_gpu():
         return ""
     if torch.version.cuda is None:
         why, what = "it was built without CUDA", "install a CUDA build of torch"
@@ -92,7 +92,7 @@ def unusable_gpu() -> str:
     )
 
 
-def _has_nvidia_gpu() -> bool:
+def has_nvidia_gpu() -> bool:
     if any(Path("/proc/driver/nvidia/gpus").glob("*")) or any(Path("/dev").glob("nvidia[0-9]*")):
         return True
     for vendor in Path("/sys/bus/pci/devices").glob("*/vendor"):

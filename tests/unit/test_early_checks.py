@@ -215,3 +215,13 @@ def test_program_reports_typo_without_torch(function: str, folder: Path) -> None
     result = subprocess.run([sys.executable, "program.py"], capture_output=True, text=True)
     assert "no data file at 'nope.jsonl'" in result.stdout, result.stderr
     assert result.stdout.endswith("False\n")
+
+
+def test_tracker_without_its_package_is_reported_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = load_config(None, ["data.task=copy:3", 'track=["wandb"]'])
+    message = r"track = 'wandb': .* run pip install 'paceline\[wandb\]'"
+    with pytest.raises(ConfigError, match=message):
+        check_early(config)

@@ -68,9 +68,9 @@ def test_warning_names_reason_when_torch_cannot_use_gpu(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(hardware, "_has_nvidia_gpu", lambda: False)
+    monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: False)
     assert unusable_gpu() == ""
-    monkeypatch.setattr(hardware, "_has_nvidia_gpu", lambda: True)
+    monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "was built without CUDA): the run uses the CPU" in unusable_gpu()
     monkeypatch.setattr(torch.version, "cuda", "13.0")

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.config import TRACKERS
+
 PACKAGE = Path(__file__).parents[2] / "paceline"
 
 # From the bottom to the top. A unit may import units of lower layers and its own package; units of
@@ -28,6 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "notifier",
         "suspend",
         "openmp",
+        "progress",
         "temporary",
     ),
     ("plugins", "schedule", "placement", "recipe", "hints", "background", "line_file", "sandbox"),
@@ -51,7 +54,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("generation", "loop", "run_dir", "script", "held_out"),
     ("observe",),
     ("run", "evaluation", "replay"),
-    ("job", "supervisor"),
+    ("job", "supervisor", "doctor"),
     ("supervised",),
     ("api",),
     ("cli", "trl"),
@@ -71,10 +74,12 @@ LEAVES = {
     "rich": {"cli", "observe.display", "observe.plan", "observe.samples"}
     | {"observe.console", "observe.terminal", "supervised.display"},
     "typer": {"cli"},
+    **{name: {f"observe.trackers.{name}"} for name in TRACKERS},
 }
 HEAVY = {"torch", "transformers"}
 WITHOUT_TORCH = ("paceline.cli", "paceline.config", "paceline.control", "paceline.loop")
 WITHOUT_TORCH += ("paceline.observe.display", "paceline.observe.samples", "paceline.early_checks")
+WITHOUT_TORCH += ("paceline.doctor",)
 
 
 def modules(root: Path) -> dict[str, ast.Module]:

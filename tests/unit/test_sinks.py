@@ -94,5 +94,29 @@ def test_track_accepts_one_sink_or_several() -> None:
 
 
 def test_track_rejects_unknown_name() -> None:
-    with pytest.raises(ConfigError, match=r"track: 'wand' is neither .* entry point"):
+    with pytest.raises(ConfigError, match=r"track: 'wand' is neither .* did you mean 'wandb'"):
         load_config(None, ["track=wand"])
+
+
+def test_track_rejects_a_tracker_that_is_named_twice() -> None:
+    with pytest.raises(ConfigError, match="named twice"):
+        load_config(None, ['track=["wandb", "wandb"]'])
+
+
+def test_object_with_methods_for_them_gets_samples_and_summary(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    class Sink:
+        def __call__(self, step: int, metrics: dict[str, float]) -> None: ...
+
+        def log_samples(self, step: int, groups: list[dict[str, Any]]) -> None:
+            seen.append((step, groups))
+
+        def log_summary(self, summary: dict[str, Any]) -> None:
+            seen.append(summary)
+
+    opened = open_sinks([Plugin.of(Sink), Plugin.of(lambda step, metrics: None)], tmp_path, CONFIG)
+    opened.log_samples(1, [{"prompt": "2"}])
+    opened.log_summary({"steps": 1})
+    opened.close()
+    assert seen == [(1, [{"prompt": "2"}]), {"steps": 1}]
