@@ -140,6 +140,8 @@ class Loop:
         self._trainer = trainer
         self._synchronizer = synchronizer
         self._observer = observer
+        # Observers may lack it; it gets each group that was generated, and those dropped later.
+        self._seen = getattr(observer, "group_seen", lambda kind, group: None)
         self._save = save
         self._guards = guards
         self._check_weights = check_weights
@@ -226,6 +228,7 @@ class Loop:
         except (RewardError, RolloutError) as error:
             self._group_failed(seq, error)
         else:
+            self._seen("generated", group)
             if self._settings.dynamic_sampling and equal_rewards(group):
                 self._filtered(group)
             else:
@@ -395,6 +398,7 @@ class Loop:
     def _filtered(self, group: Group) -> None:
         """Drop a group with equal rewards, which has no advantage; another one replaces it."""
         self._ledger.drop(group.seq, "equal_rewards")
+        self._seen("dropped", group)
         self._admission.drop(group.seq)
         self._uniform[group.trajectories[0].total_reward] += 1
         if self._uniform.total() > FILTERED_IN_A_ROW * self._settings.groups_per_step:
@@ -411,6 +415,7 @@ class Loop:
         """Drop the groups of a skipped update. The step is made with the next groups."""
         for group in groups:
             self._ledger.drop(group.seq, UPDATE_SKIPPED, f"step {self.step + 1}")
+            self._seen("dropped", group)
             self._admission.drop(group.seq)
         self._ledger.flush()
         self._skipped_in_a_row += 1
@@ -431,6 +436,7 @@ class Loop:
                 f"{self.step}"
             )
         self._ledger.drop(int(item.key), reason.value)
+        self._seen("dropped", item.payload)
         self._admission.drop(int(item.key))
 
     def _measure(

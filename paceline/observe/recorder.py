@@ -14,6 +14,7 @@ import numpy as np
 
 from paceline.line_file import LineFile, intact_rows
 from paceline.loop import Metrics, Observer
+from paceline.observe.distributions import Distributions, Kind
 from paceline.observe.samples import Samples
 from paceline.observe.sinks import Sinks
 from paceline.observe.slow_steps import SlowSteps
@@ -53,6 +54,7 @@ class Recorder:
         self._sinks = sinks or Sinks()
         # One number per step whose line is intact, including the steps before this run.
         self._rewards, self._teacher_kl = array("d"), array("d")
+        self._distributions = Distributions(run_dir, first_step)
         self._file = LineFile(run_dir / "metrics.jsonl", length)
         for row in intact_rows(self._file.path):
             self._keep(row)
@@ -81,6 +83,10 @@ class Recorder:
         if show := getattr(self._display, "evaluation_done", None):  # observers may lack it
             show(step, scores)
 
+    def group_seen(self, kind: Kind, group: Group) -> None:
+        """Count a group that was generated, or dropped after that."""
+        self._distributions.add(kind, [group], self._step)
+
     def step_done(self, step: int, metrics: Metrics, groups: Sequence[Group]) -> None:
         metrics, self._evaluated = metrics | self._evaluated, {}
         self._file.write({"step": step} | {name: rounded(v) for name, v in metrics.items()})
@@ -93,6 +99,7 @@ class Recorder:
                 self._maxima[name] = max(self._maxima.get(name, 0.0), value)
         self._slow.check(step, metrics)
         self._samples.step_done(step, groups)
+        self._distributions.step_done(step, groups)
         self._sinks.put(step, metrics)
         if self._display:
             self._display.step_done(step, metrics, groups)
@@ -118,6 +125,7 @@ class Recorder:
     def close(self) -> None:
         self._file.close()
         self._samples.close()
+        self._distributions.close()
         self._sinks.close()
 
     def summary(
