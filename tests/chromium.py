@@ -80,8 +80,14 @@ class Browser:
 
     def open(self, url: str) -> None:
         """Open an address and wait until the page has drawn its data."""
+        self.leave()
         self._send("Page.navigate", url=url)
         self.wait("document.body && document.body.dataset.ready === 'true'")
+
+    def leave(self) -> None:
+        """Close the page, so that it asks its server for nothing more."""
+        self._send("Page.navigate", url="about:blank")
+        self.wait("location.href === 'about:blank'")
 
     def run(self, script: str) -> Any:
         """Return the value of a JavaScript expression; promises are awaited."""

@@ -4,7 +4,6 @@ Long runs are thinned out: a point is the mean of some steps, and samples are ta
 whole run.
 """
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.line_file import read_lines
-from paceline.page.document import document
+from paceline.page.document import document, embedded
 from paceline.page.reader import Row, RunReader, index_entry, short
 
 log = logging.getLogger(__name__)
@@ -23,6 +22,8 @@ MAX_BYTES = 3_000_000
 METRICS_BYTES = 900_000
 DISTRIBUTIONS_BYTES = 500_000
 SAMPLES_BYTES = 1_100_000
+MAX_PARTS = 1024  # of samples.jsonl, from each of which a group is taken
+MAX_READ = 20  # times the limit of samples that may be read to find small enough groups
 
 
 def write_report(run_dirs: Sequence[Path], target: Path) -> None:
@@ -103,23 +104,28 @@ def _sum(rows: Sequence[Row]) -> Row:
 
 
 def spread_groups(path: Path, limit: int) -> list[Row]:
-    """Return groups of about `limit` bytes, evenly from the whole file, without reading all."""
+    """Return groups of at most `limit` bytes, evenly from the whole file, without reading all."""
     size = path.stat().st_size if path.exists() else 0
     if size <= limit:
-        return [line.row for line in read_lines(path) if line.row and index_entry(line.row)]
+        rows = [line.row for line in read_lines(path) if line.row and index_entry(line.row)]
+        if _size(rows) <= limit:
+            return rows
     found: dict[int, Row] = {}
-    wanted, used = 1, 0
-    while used < limit and wanted <= 4096:  # halve the distance until enough groups are found
-        for number in range(1, 2 * wanted, 2):
-            start = size * number // (2 * wanted)
-            end, row = _line_after(path, start)
+    parts, used, read = 1, 0, 0
+    while used < limit and parts <= MAX_PARTS and read < MAX_READ * limit:
+        for number in range(1, 2 * parts, 2):  # the middles of the parts; then halve the parts
+            end, row = _line_after(path, size * number // (2 * parts))
             if row is None or end in found or not index_entry(row):
                 continue
-            used += _size(row)
+            taken = _size(row)
+            read += taken
+            if taken > limit // 8:  # one group should not stand for the whole run
+                continue
+            used += taken
             if used > limit:
                 break
             found[end] = row
-        wanted *= 2
+        parts *= 2
     return [found[end] for end in sorted(found)]
 
 
@@ -132,4 +138,4 @@ def _line_after(path: Path, start: int) -> tuple[int, Row | None]:
 
 
 def _size(data: Any) -> int:
-    return len(json.dumps(data, separators=(",", ":")))
+    return len(embedded(data))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from paceline.errors import ConfigError
 from paceline.page.document import document, to_json
@@ -54,24 +54,27 @@ class _Handler(BaseHTTPRequestHandler):
     server: PageServer
 
     def do_GET(self) -> None:
-        address = urlsplit(self.path)
-        _, token, *rest = address.path.split("/")
-        known = secrets.compare_digest(token.encode(), self.server.token.encode())
-        if self.headers.get("Host") not in self.server.hosts or not known or len(rest) != 1:
+        path, _, query = self.path.partition("?")
+        if self.headers.get("Host") not in self.server.hosts or not self._has_token(path):
             self._send(403, "text/plain", b"open the address that paceline watch has printed\n")
             return
-        query = {name: values[0] for name, values in parse_qs(address.query).items()}
-        if rest == [""]:
+        name = path.split("/")[2]
+        if not name:
             self._send(200, "text/html", document().encode())
             return
         try:
-            reply = self._reply(rest[0], query)
+            reply = self._reply(name, {key: found[0] for key, found in parse_qs(query).items()})
         except (KeyError, ValueError, IndexError):
             reply = None
         if reply is None:
             self._send(404, "text/plain", b"not found\n")
         else:
             self._send(200, "application/json", to_json(reply).encode())
+
+    def _has_token(self, path: str) -> bool:
+        parts = path.split("/")
+        token = parts[1] if len(parts) == 3 else ""
+        return secrets.compare_digest(token.encode(), self.server.token.encode())
 
     def _reply(self, name: str, query: dict[str, str]) -> Any:
         if name == "runs":

@@ -19,6 +19,7 @@ from paceline.model.loading import TokenizerFiles
 from paceline.observe.health import Health
 from paceline.observe.model_card import card_text, data_name, write_model_card
 from paceline.observe.recorder import write_json
+from paceline.page.report import try_report
 from paceline.observe.sinks import open_sinks
 from paceline.remote.peak import peak_memory
 from paceline.remote.worker import Worker
@@ -87,6 +88,7 @@ async def fine_tune(
         if start.step >= inputs.steps and (finished := finished_summary(run_dir, start.step)):
             return finished
         stack.enter_context(log_file(run_dir / "logs"))
+        stack.callback(try_report, run_dir)
         report_choices(choice for choice in layout.choices if _concerns(config, choice.name))
         write_json(run_dir / "config.json", inputs.identity["config"])
         _, _, started = await open_workers(

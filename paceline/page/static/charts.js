@@ -126,7 +126,7 @@ class Chart {
     const axis = { stroke: style("--quiet"), grid: { stroke: style("--grid"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
     const format = this.spec.format || ((value) => number(value, 3));
     this.chart = new uPlot({
-      ...this._size(), padding: [8, 8, 0, 0], legend: { show: false },
+      ...this._size(), padding: [8, 16, 0, 0], legend: { show: false },
       cursor: { sync: { key: SYNC.key, setSeries: false }, points: { size: 6 }, drag: { x: true, y: false } },
       scales: { x: { time: false }, y: { range: (u, low, high) => this._range(low, high) } },
       axes: [{ ...axis, size: 24, gap: 4, space: 60 }, { ...axis, size: 52, gap: 4, space: 32, values: (u, ticks) => ticks.map(format) }],
