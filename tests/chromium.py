@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-WAIT_S = 60.0  # for a reply or a condition; long, because a loaded machine is slow
+WAIT_S = 120.0  # for a reply or a condition; long, because a loaded machine is slow
 
 
 def find_chromium() -> str | None:

@@ -75,7 +75,12 @@ def group(step: int, number: int, completions: int, words: int = 30) -> dict[str
 
 
 def write_run(
-    run_dir: Path, steps: int, groups: int = 1, completions: int = 4, **settings: Any
+    run_dir: Path,
+    steps: int,
+    groups: int = 1,
+    completions: int = 4,
+    words: int = 30,
+    **settings: Any,
 ) -> Path:
     """Write a finished run."""
     run_dir.mkdir(parents=True)
@@ -86,7 +91,7 @@ def write_run(
         "evaluations": (
             {"step": step, "reward": 0.3 + 0.6 * step / steps} for step in (0, *numbers[9::10])
         ),
-        "samples": (group(step, n, completions) for step in numbers for n in range(groups)),
+        "samples": (group(step, n, completions, words) for step in numbers for n in range(groups)),
     }
     for name, rows in files.items():
         with (run_dir / f"{name}.jsonl").open("wb") as file:

@@ -30,8 +30,11 @@ def write_report(run_dirs: Sequence[Path], target: Path) -> None:
     """Write the report of one or more runs, side by side."""
     html = document({"runs": [_run(run_dir, len(run_dirs)) for run_dir in run_dirs]})
     temporary = target.with_suffix(".tmp")
-    temporary.write_text(html, encoding="utf-8")
-    temporary.replace(target)
+    try:
+        temporary.write_text(html, encoding="utf-8")
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)  # of a failed attempt
 
 
 def try_report(run_dir: Path) -> None:

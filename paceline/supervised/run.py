@@ -19,8 +19,8 @@ from paceline.model.loading import TokenizerFiles
 from paceline.observe.health import Health
 from paceline.observe.model_card import card_text, data_name, write_model_card
 from paceline.observe.recorder import write_json
-from paceline.page.report import try_report
 from paceline.observe.sinks import open_sinks
+from paceline.page.report import try_report
 from paceline.remote.peak import peak_memory
 from paceline.remote.worker import Worker
 from paceline.run_dir import (

@@ -67,7 +67,8 @@ class Chart {
     for (const [index, run] of runs.entries()) {
       if (this.spec.stacked && run !== active) continue;
       const { steps, columns } = this._columns(run);
-      const drawn = Object.entries(columns);
+      // Several runs with several lines each are hard to read, so the first metric stands for all.
+      const drawn = Object.entries(columns).slice(0, runs.length > 1 && !this.spec.stacked && !this.spec.prefix ? 1 : undefined);
       if (!drawn.length) continue;
       tables.push([steps, ...this._series(drawn, index, smoothing, lines, runs.length > 1)]);
     }
@@ -102,7 +103,7 @@ class Chart {
     let below = null;
     for (const [at, [name, values]] of drawn.entries()) {
       const color = this.spec.stacked || (!several && drawn.length > 1) ? runColor(at) : runColor(index);
-      const text = [several ? run.name : "", drawn.length > 1 ? label(name) : ""].filter(Boolean).join(" ");
+      const text = [several && !this.spec.stacked ? run.name : "", drawn.length > 1 ? label(name) : ""].filter(Boolean).join(" ");
       const line = { label: text, stroke: color, width: 1.6, raw: values, dash: several ? DASHES[at % DASHES.length] : [] };
       if (this.spec.stacked) {
         below = values.map((value, step) => (value || 0) + (below ? below[step] : 0));
@@ -150,7 +151,7 @@ class Chart {
 
   /* Values of a point, or the last ones, beside the title. */
   _show(at) {
-    const format = this.spec.format || number;
+    const format = this.spec.format || ((value) => number(value, 3));
     const kept = this.lines.map((line, index) => [line, index]).filter(([line]) => !line.hidden);
     if (this.spec.stacked) kept.reverse();
     this.values.replaceChildren(...kept.map(([line, index]) => {
@@ -160,6 +161,7 @@ class Chart {
       return element("i", {}, kept.length > 1 ? element("span", { class: "key", color: line.stroke }) : null,
         line.label ? `${line.label} ` : "", element("b", {}, format(value ?? null)));
     }));
+    if (this.spec.stacked && state.runs.length > 1) this.values.prepend(element("i", {}, shown(state.active.name)));
     if (at !== null && at !== undefined) this.values.prepend(element("i", {}, `step ${this.chart.data[0][at]}`));
   }
 

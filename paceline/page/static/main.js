@@ -57,7 +57,7 @@ function drawTiles() {
     ["Reward", number(recent(metrics["reward/mean"]), 3), first === undefined ? "" : `from ${number(first, 3)}`],
     evaluation ? ["Evaluation", number(evaluation.reward, 3), `step ${evaluation.step}`] : null,
     metrics["reward/mean"] ? null : ["Loss", number(recent(metrics["train/loss"]), 3), "in the last steps"],
-    ["Tokens per second", number(recent(rate), 3), "in the last steps"],
+    ["Tokens/s", number(recent(rate), 3), "in the last steps"],
     ["Time per step", seconds(passed === null ? null : passed / Math.max(1, lastOf(metrics.step) - metrics.step[0])), passed === null ? "" : `${seconds(passed)} in all`],
     metrics["staleness/mean"] ? ["Staleness", number(recent(metrics["staleness/mean"]), 3), `max ${number(Math.max(...metrics["staleness/max"]))}`] : null,
     metrics["time/sync_s"] ? ["Weight sync", seconds(recent(metrics["time/sync_s"])), "per step"] : null,
