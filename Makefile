@@ -18,13 +18,14 @@ PYTEST := $(BIN)/python -m pytest $(ARGS)
 PARALLEL := -n $(JOBS) --dist worksteal
 FAST := tests/unit tests/torture
 SERIAL := tests/faults tests/gpu
-OTHER_PACKAGES := tests/bench tests/megatron tests/ray tests/track tests/vllm
+OTHER_PACKAGES := tests/bench tests/browser tests/megatron tests/ray tests/track tests/vllm
 RUNS := $(filter-out $(FAST) $(SERIAL) $(OTHER_PACKAGES),$(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py)))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo test test-fast test-runs test-serial coverage faults test-slow test-megatron \
-	test-ray test-vllm test-bench test-track lint format clean
+	test-ray test-vllm test-bench test-track test-browser screenshots \
+	lint format clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | \
@@ -68,6 +69,12 @@ test-bench: .venv-trl/.ready  ## formulas, fields and one script against TRL: ab
 
 test-track: .venv-track/.ready  ## trackers with their real packages, no network: half a minute
 	.venv-track/bin/python -m pytest $(ARGS) tests/track
+
+test-browser: $(READY)  ## the page of a run in a headless Chromium: about 30 seconds
+	$(PYTEST) tests/browser
+
+screenshots: $(READY)  ## make the pictures of the page in the documentation, with Chromium
+	$(BIN)/python docs/screenshots.py
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .

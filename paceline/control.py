@@ -127,10 +127,13 @@ class Control:
             return {"error": f"{request['command']} failed: {type(error).__name__}: {error}"}
 
 
-def send_command(run_dir: Path, command: str, **arguments: Any) -> Any:
+def send_command(
+    run_dir: Path, command: str, *, reply_timeout_s: float | None = None, **arguments: Any
+) -> Any:
     """Send a command to the job in `run_dir`, and return its reply or raise its error."""
+    reply_timeout_s = reply_timeout_s or REPLY_TIMEOUT_S
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(REPLY_TIMEOUT_S)
+        connection.settimeout(reply_timeout_s)
         try:
             with _short_path(run_dir) as path:
                 connection.connect(path)
@@ -150,7 +153,7 @@ def send_command(run_dir: Path, command: str, **arguments: Any) -> Any:
                 line = stream.readline()
         except TimeoutError:
             raise ConfigError(
-                f"the job in {run_dir} did not reply within {REPLY_TIMEOUT_S:g} s; "
+                f"the job in {run_dir} did not reply within {reply_timeout_s:g} s; "
                 "check whether it is suspended (Ctrl-Z)"
             ) from None
         except ConnectionError:

@@ -19,6 +19,7 @@ from paceline.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
+MAX_MARK = 4096  # bytes before the end of what was read, which show whether a file was changed
 _TAIL = re.compile(rb', "crc": "([0-9a-f]{8})"\}')
 _TEMPLATE = b', "crc": "........"}'
 
@@ -38,12 +39,16 @@ def encode_line(row: dict[str, Any], *, ascii_only: bool = True) -> bytes:
     return b'%b, "crc": "%08x"}\n' % (text, zlib.crc32(text))
 
 
-def read_lines(path: Path, length: int | None = None) -> Iterator[Line]:
-    """Yield the lines of a file, or of its first `length` bytes; nothing if there is no file."""
+def read_lines(path: Path, length: int | None = None, start: int = 0) -> Iterator[Line]:
+    """Yield the lines of a file, or of its first `length` bytes; nothing if there is no file.
+
+    With `start`, yield and number the lines from this byte on.
+    """
     if not path.exists():
         return
-    end, checked = 0, False
+    end, checked = start, False
     with path.open("rb") as file:
+        file.seek(start)
         for number, text in enumerate(file, 1):
             if length is not None:
                 text = text[: length - end]
@@ -71,6 +76,44 @@ def intact_lines(path: Path) -> Iterator[Line]:
                 path,
                 line.number,
             )
+
+
+class LineTail:
+    """Reader of a file that another process extends: each call continues at the last whole line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._last, self._end = b"", 0  # the last bytes that were read, and their end
+
+    def changed(self) -> bool:
+        """Return whether lines that were read were truncated or replaced; then start over."""
+        if not self._end:
+            return False
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._end - len(self._last))
+                same = file.read(len(self._last)) == self._last
+        except FileNotFoundError:
+            same = False
+        if not same:
+            self._last, self._end = b"", 0
+        return not same
+
+    def read(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield the start and the row of each new intact line."""
+        for line in read_lines(self.path, start=self._end):
+            if not line.whole:
+                return
+            start, self._end = self._end, line.end
+            if line.row is not None:
+                yield start, line.row
+
+    def mark(self) -> None:
+        """Remember the last bytes that were read, for `changed`."""
+        if self._end:
+            with self.path.open("rb") as file:
+                file.seek(max(0, self._end - MAX_MARK))
+                self._last = file.read(self._end - file.tell())
 
 
 class LineFile:

@@ -140,6 +140,8 @@ class Loop:
         self._trainer = trainer
         self._synchronizer = synchronizer
         self._observer = observer
+        # Observers may lack it; it gets each group that was generated, and those dropped later.
+        self._seen = getattr(observer, "group_seen", lambda kind, group: None)
         self._save = save
         self._guards = guards
         self._check_weights = check_weights
@@ -228,6 +230,7 @@ class Loop:
         except (RewardError, RolloutError) as error:
             self._group_failed(seq, error)
         else:
+            self._seen("generated", group)
             if self._settings.dynamic_sampling and equal_rewards(group):
                 self._filtered(group)
             else:
@@ -401,7 +404,7 @@ class Loop:
 
     def _filtered(self, group: Group) -> None:
         """Drop a group with equal rewards, which has no advantage; another one replaces it."""
-        self._drop(group.seq, "equal_rewards", tokens=group.num_tokens)
+        self._drop(group.seq, "equal_rewards", group=group)
         self._uniform[group.trajectories[0].total_reward] += 1
         if self._uniform.total() > FILTERED_IN_A_ROW * self._settings.groups_per_step:
             seen = ", ".join(
@@ -416,7 +419,7 @@ class Loop:
     async def _skip(self, groups: Sequence[Group], error: NonFiniteError) -> None:
         """Drop the groups of a skipped update. The step is made with the next groups."""
         for group in groups:
-            self._drop(group.seq, UPDATE_SKIPPED, f"step {self.step + 1}", group.num_tokens)
+            self._drop(group.seq, UPDATE_SKIPPED, f"step {self.step + 1}", group)
         self._ledger.flush()
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row >= self._settings.max_skipped_updates:
@@ -435,13 +438,15 @@ class Loop:
                 f"group {item.key} has version {item.param_version}, newer than the trainer's "
                 f"{self.step}"
             )
-        self._drop(int(item.key), reason.value, tokens=item.payload.num_tokens)
+        self._drop(int(item.key), reason.value, group=item.payload)
 
-    def _drop(self, seq: int, reason: str, details: str = "", tokens: int = 0) -> None:
-        """Drop a group. `tokens`: those generated for it that the rollouter returned."""
+    def _drop(self, seq: int, reason: str, details: str = "", group: Group | None = None) -> None:
+        """Drop a group. `group`: if it was generated."""
         self._ledger.drop(seq, reason, details)
+        if group is not None:
+            self._seen("dropped", group)
         self._admission.drop(seq)
-        self._timeline.dropped(seq, reason, tokens)
+        self._timeline.dropped(seq, reason, group.num_tokens if group is not None else 0)
 
     def _wait(self, phase: str, what: str) -> None:
         """Begin a phase of the train task, which waits for `what`."""

@@ -34,6 +34,7 @@ from paceline.observe.recorder import Recorder, write_json
 from paceline.observe.samples import Samples
 from paceline.observe.sinks import open_sinks
 from paceline.observe.trace import TraceWriter
+from paceline.page.report import try_report
 from paceline.progress import stage
 from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger
@@ -128,6 +129,7 @@ async def train(
         if start.step >= config.steps and (finished := finished_summary(run_dir, start.step)):
             return finished
         stack.enter_context(log_file(run_dir / "logs"))
+        stack.callback(try_report, run_dir)
         report_choices(layout.choices)
         control = await stack.enter_async_context(Control(run_dir))
         write_json(run_dir / "config.json", inputs.identity["config"])

@@ -12,6 +12,7 @@ from paceline.cli import translate
 from paceline.cli import inspect
 from paceline.cli import trace
 from paceline.cli import doctor
+from paceline.cli import page
 from paceline.cli import audit
 from paceline.cli import jobs
 # isort: on
@@ -26,6 +27,7 @@ __all__ = [
     "inspect",
     "jobs",
     "model",
+    "page",
     "trace",
     "train",
     "translate",

@@ -16,6 +16,7 @@ import numpy as np
 from paceline.line_file import LineFile, intact_rows
 from paceline.loop import Metrics, Observer
 from paceline.observe.device_meter import DeviceMeter
+from paceline.observe.distributions import Distributions, Kind
 from paceline.observe.flops import TrainUtilization
 from paceline.observe.samples import Samples
 from paceline.observe.sinks import Sinks
@@ -61,6 +62,7 @@ class Recorder:
         self._sinks = sinks or Sinks()
         # One number per step whose line is intact, including the steps before this run.
         self._rewards, self._teacher_kl = array("d"), array("d")
+        self._distributions = Distributions(run_dir, first_step)
         self._file = LineFile(run_dir / "metrics.jsonl", length)
         for row in intact_rows(self._file.path):
             self._keep(row)
@@ -89,6 +91,10 @@ class Recorder:
         if show := getattr(self._display, "evaluation_done", None):  # observers may lack it
             show(step, scores)
 
+    def group_seen(self, kind: Kind, group: Group) -> None:
+        """Count a group that was generated, or dropped after that."""
+        self._distributions.add(kind, [group], self._step)
+
     def step_done(self, step: int, metrics: Metrics, groups: Sequence[Group]) -> None:
         metrics, self._evaluated = metrics | self._evaluated, {}
         if self._meter:
@@ -107,6 +113,7 @@ class Recorder:
                 self._maxima[name] = max(self._maxima.get(name, 0.0), value)
         self._slow.check(step, metrics)
         saved = self._samples.step_done(step, groups)
+        self._distributions.step_done(step, groups)
         self._sinks.put(step, metrics)
         self._sinks.log_samples(step, saved)
         if self._display:
@@ -139,6 +146,7 @@ class Recorder:
     def close(self) -> None:
         self._file.close()
         self._samples.close()
+        self._distributions.close()
         self._sinks.close()
         if self._trace:
             self._trace.close()

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from paceline.errors import CheckpointError
 from paceline.line_file import LineFile, intact_lines, intact_rows, read_lines
+from paceline.observe.token_details import TokenDetails
 from paceline.printable import printable
 from paceline.types import Group, Trajectory
 
@@ -30,7 +31,7 @@ class Samples:
     def __init__(
         self, run_dir: Path, groups: int, first_step: int, decode: Callable[[list[int]], str]
     ) -> None:
-        self._groups, self._decode = groups, decode
+        self._groups, self._decode, self._details = groups, decode, TokenDetails(decode)
         path = run_dir / NAME
         # Steps after the checkpoint are trained again.
         kept = (line.end for line in intact_lines(path) if _step(line.row) <= first_step)
@@ -38,11 +39,50 @@ class Samples:
 
     def step_done(self, step: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
         """Write the groups of a step and return what was written."""
-        rows = [_row(step, group, self._decode) for group in groups[: self._groups]]
+        rows = [self._row(step, group) for group in groups[: self._groups]]
         for row in rows:
             self._file.write(row, ascii_only=False)
         self._file.flush()
         return rows
+
+    def _row(self, step: int, group: Group) -> dict[str, Any]:
+        return {
+            "step": step,
+            "seq": group.seq,
+            "uid": group.prompt.uid,
+            # Step n is trained from version n - 1.
+            "staleness": step - 1 - group.version_min,
+            "prompt": group.prompt.text,
+            "completions": [
+                self._completion(trajectory, group.prompt.tokens)
+                for trajectory in group.trajectories
+            ],
+        }
+
+    def _completion(self, trajectory: Trajectory, prompt: tuple[int, ...]) -> dict[str, Any]:
+        turns, last = trajectory.turns, trajectory.turns[-1].completion
+        found: dict[str, Any] = {
+            "reward": trajectory.total_reward,
+            "details": dict(trajectory.details),
+            "tokens": trajectory.num_tokens,
+            "finish": last.finish.value,
+            "text": trajectory.text,
+        }
+        if trajectory.end is not None:
+            found["end"] = trajectory.end.value
+        if len(turns) == 1:
+            return found | self._details.of(last, trajectory.text)
+        found["turns"] = [
+            {
+                # The prompt of the first turn is the prompt of the group, unless it was changed.
+                "prompt": "" if turn.prompt == prompt else self._decode(list(turn.prompt)),
+                "text": (text := self._decode(turn.completion.tokens.tolist())),
+                "reward": turn.reward,
+                **self._details.of(turn.completion, text),
+            }
+            for turn in turns
+        ]
+        return found
 
     def close(self) -> None:
         self._file.close()
@@ -99,47 +139,6 @@ def _turns(sample: dict[str, Any]) -> list[Text]:
         reward = f" (reward {turn['reward']:g})" if turn["reward"] else ""
         parts.append(Text(f"turn {number}{reward}: {printable(turn['text'].strip())}"))
     return parts
-
-
-def _row(step: int, group: Group, decode: Callable[[list[int]], str]) -> dict[str, Any]:
-    return {
-        "step": step,
-        "seq": group.seq,
-        "uid": group.prompt.uid,
-        # Step n is trained from version n - 1.
-        "staleness": step - 1 - group.version_min,
-        "prompt": group.prompt.text,
-        "completions": [
-            _completion(trajectory, group.prompt.tokens, decode)
-            for trajectory in group.trajectories
-        ],
-    }
-
-
-def _completion(
-    trajectory: Trajectory, prompt: tuple[int, ...], decode: Callable[[list[int]], str]
-) -> dict[str, Any]:
-    turns = trajectory.turns
-    found: dict[str, Any] = {
-        "reward": trajectory.total_reward,
-        "details": dict(trajectory.details),
-        "tokens": trajectory.num_tokens,
-        "finish": turns[-1].completion.finish.value,
-        "text": trajectory.text,
-    }
-    if trajectory.end is not None:
-        found["end"] = trajectory.end.value
-    if len(turns) > 1:
-        found["turns"] = [
-            {
-                # The prompt of the first turn is the prompt of the group, unless it was changed.
-                "prompt": "" if turn.prompt == prompt else decode(list(turn.prompt)),
-                "text": decode(turn.completion.tokens.tolist()),
-                "reward": turn.reward,
-            }
-            for turn in turns
-        ]
-    return found
 
 
 def _step(row: dict[str, Any] | None) -> float:

@@ -20,6 +20,7 @@ from paceline.observe.health import Health
 from paceline.observe.model_card import card_text, data_name, write_model_card
 from paceline.observe.recorder import write_json
 from paceline.observe.sinks import open_sinks
+from paceline.page.report import try_report
 from paceline.progress import stage
 from paceline.remote.peak import peak_memory
 from paceline.remote.worker import Worker
@@ -96,6 +97,7 @@ async def fine_tune(
         if start.step >= inputs.steps and (finished := finished_summary(run_dir, start.step)):
             return finished
         stack.enter_context(log_file(run_dir / "logs"))
+        stack.callback(try_report, run_dir)
         report_choices(choice for choice in layout.choices if _concerns(config, choice.name))
         write_json(run_dir / "config.json", inputs.identity["config"])
         stage("starting the workers, which load the model")

@@ -543,6 +543,20 @@ def test_finished_run_rewrites_summary_when_missing_or_damaged(
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 2
 
 
+def test_run_leaves_report_and_distributions_of_all_completions(model: str, tmp_path: Path) -> None:
+    run(model, tmp_path, "steps=2")
+    first, second = intact_rows(tmp_path / "distributions.jsonl")
+    for row in (first, second):
+        for measure in ("staleness", "length", "reward"):
+            assert sum(row["trained"][measure].values()) == 16
+            assert row["generated"][measure] == row["trained"][measure]
+    (row, *_) = intact_rows(tmp_path / "samples.jsonl")
+    sample = row["completions"][0]
+    assert len(sample["logprobs"]) == len(sample["token_characters"]) == sample["tokens"]
+    assert sample["versions"] == [[0, sample["tokens"]]]
+    assert "Content-Security-Policy" in (tmp_path / "report.html").read_text()
+
+
 @pytest.mark.parametrize("victim", ["train", "rollout"])
 @pytest.mark.fault("A7", "worker {victim} killed, no restarts allowed")
 def test_run_fails_and_names_worker_when_worker_is_killed(

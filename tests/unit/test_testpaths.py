@@ -15,7 +15,7 @@ def test_every_test_directory_has_a_command() -> None:
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     listed = pyproject["tool"]["pytest"]["ini_options"]["testpaths"]
     found = {str(path.parent.relative_to(ROOT)) for path in ROOT.glob("tests/*/__init__.py")}
-    others = {"bench", "megatron", "ray", "track", "vllm"}
+    others = {"bench", "browser", "megatron", "ray", "track", "vllm"}
     assert found - set(listed) == {f"tests/{name}" for name in others}
 
 

@@ -1,0 +1,77 @@
+"""Log-probs and versions of the tokens of a saved completion, and the characters each one covers.
+
+A reader can then color the text of a completion by token, without a tokenizer.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+from paceline.types import Completion
+
+MAX_TOKENS = 512  # per completion; the text of later tokens has no details
+REPLACEMENT = "\ufffd"  # decoders return it for a part of a character
+MAX_PIECES = 200_000  # texts of tokens that are kept
+
+
+class TokenDetails:
+    """Details of tokens. `decode` turns tokens into text; it is called once per distinct token."""
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._pieces: dict[int, str] = {}
+
+    def of(self, completion: Completion, text: str) -> dict[str, Any]:
+        """Return the details of a completion with this text; nothing if it cannot be divided."""
+        tokens = completion.tokens[:MAX_TOKENS].tolist()
+        counts = characters(text, list(self._texts(tokens)))
+        if counts is None or not tokens:
+            return {}
+        versions = groupby(completion.versions[:MAX_TOKENS].tolist())
+        return {
+            "token_characters": counts,
+            "logprobs": [round(value, 2) for value in completion.logprobs[:MAX_TOKENS].tolist()],
+            # Runs of equal versions: [version, tokens].
+            "versions": [[version, len(list(run))] for version, run in versions],
+        }
+
+    def _texts(self, tokens: Sequence[int]) -> Iterator[str]:
+        """Yield the text of each token. The first of those that share a character has it."""
+        for partial, run in groupby(tokens, lambda token: REPLACEMENT in self._piece(token)):
+            shared = list(run)
+            if partial:
+                yield self._decode(shared)
+                yield from [""] * (len(shared) - 1)
+            else:
+                yield from map(self._piece, shared)
+
+    def _piece(self, token: int) -> str:
+        if len(self._pieces) > MAX_PIECES:
+            self._pieces.clear()
+        if token not in self._pieces:
+            self._pieces[token] = self._decode([token])
+        return self._pieces[token]
+
+
+def characters(text: str, pieces: Sequence[str]) -> list[int] | None:
+    """Return the characters of `text` that each piece covers, or None if they do not match.
+
+    Some tokenizers drop the space before a token that is decoded alone, and decoders may strip the
+    ends of a text.
+    """
+    at, counts = 0, []
+    for piece in pieces:
+        if at == len(text):
+            counts.append(0)
+            continue
+        start = at
+        if not text.startswith(piece, at):
+            bare = piece.strip()
+            while at < len(text) and text[at].isspace():
+                at += 1
+            if not text.startswith(bare, at):
+                return None
+            piece = bare
+        at += len(piece)
+        counts.append(at - start)
+    return counts
