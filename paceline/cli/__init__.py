@@ -10,10 +10,11 @@ from paceline.cli import export
 from paceline.cli import model
 from paceline.cli import translate
 from paceline.cli import inspect
+from paceline.cli import simulate
 from paceline.cli import audit
 from paceline.cli import jobs
 # isort: on
 
 from paceline.cli.app import app
 
-__all__ = ["app", "audit", "export", "inspect", "jobs", "model", "train", "translate"]
+__all__ = ["app", "audit", "export", "inspect", "jobs", "model", "simulate", "train", "translate"]

@@ -47,7 +47,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "watchdog",
     ),
     ("generation", "loop", "run_dir", "script", "held_out"),
-    ("observe",),
+    ("observe", "simulator"),
     ("run", "evaluation", "replay"),
     ("job", "supervisor"),
     ("supervised",),
