@@ -89,7 +89,7 @@ def simulate(
 
 def modes_table(found: "Comparison") -> Table:
     title = f"{found.devices} device{'s' if found.devices > 1 else ''}, lengths {found.lengths}"
-    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=title, box=SIMPLE_HEAD, padding=0)
     for column in (
         "mode",
         "pools",
