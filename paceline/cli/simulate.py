@@ -1,7 +1,10 @@
-"""`paceline simulate`: the speed of every mode, predicted in virtual time."""
+"""`paceline simulate` and `paceline plan --probe`: the speed of every mode, predicted."""
 
+import asyncio
 import json
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +16,9 @@ from paceline.cli.app import app, console, fail, log_to_console
 from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
+    from paceline.config import RunConfig
     from paceline.simulator.modes import Comparison
+    from paceline.simulator.probe import Probe
 
 
 @app.command()
@@ -54,6 +59,14 @@ def simulate(
             min=1, help="Devices to use. Default: those of the recipe.", show_default=False
         ),
     ] = None,
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Mean length of prompts. Default: half of data.max_prompt_length.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Predict the speed of every mode: the real loop in virtual time, without a model."""
@@ -76,6 +89,7 @@ def simulate(
                 model,
                 given,
                 devices,
+                prompt_tokens=prompt_tokens,
                 report=lambda mode: status.update(f"simulating {mode} …"),
             )
     except PacelineError as error:
@@ -85,6 +99,43 @@ def simulate(
         return
     console.print(modes_table(found))
     console.print(found.verdict(), highlight=False, soft_wrap=True)
+
+
+def probe_and_predict(config: "RunConfig", path: Path, cluster: str | None) -> None:
+    """Measure the recipe's engine and trainer, save the costs and print the predictions.
+
+    `cluster`: devices to predict for, as in `paceline plan --devices`; default: those here.
+    """
+    from paceline.simulator.costs import write_costs
+    from paceline.simulator.modes import compare_modes, recipe_devices
+    from paceline.simulator.probe import probe, summary
+    from paceline.workers.cluster import parse_nodes
+    from paceline.workers.pools import find_nodes
+
+    async def measure(report: Callable[[str], None]) -> "tuple[Probe, int]":
+        nodes = parse_nodes(cluster) if cluster else await find_nodes(config)
+        return await probe(config, report), sum(node.gpus for node in nodes)
+
+    try:
+        with console.status("starting …") as status:
+            found, gpus = asyncio.run(measure(lambda what: status.update(f"{what} …")))
+            write_costs(path, found.costs)
+            status.update("simulating …")
+            predicted = compare_modes(
+                config if gpus else found.config,  # slots of a CPU do not depend on the mode
+                found.costs,
+                devices=gpus if cluster else max(gpus, recipe_devices(config)),
+                prompt_tokens=found.prompt_tokens,
+            )
+    except PacelineError as error:
+        fail(error)
+    except KeyboardInterrupt:
+        raise typer.Exit(128 + signal.SIGINT) from None
+    for line in summary(found):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(f"saved in {path}; prompts of {found.prompt_tokens} tokens", highlight=False)
+    console.print(modes_table(predicted))
+    console.print(predicted.verdict(), highlight=False, soft_wrap=True)
 
 
 def modes_table(found: "Comparison") -> Table:

@@ -91,9 +91,14 @@ def compare_modes(
     lengths: Distribution | None = None,
     devices: int | None = None,
     steps: int | None = None,
+    prompt_tokens: int | None = None,
     report: Callable[[str], None] = lambda mode: None,
 ) -> Comparison:
-    """Simulate the recipe in every mode that the devices allow. `report` gets each mode's name."""
+    """Simulate the recipe in every mode that the devices allow.
+
+    `prompt_tokens`: mean length of prompts; default: half of data.max_prompt_length. `report` gets
+    the name of each mode.
+    """
     devices = devices or recipe_devices(config)
     size = config.rollout.ranks
     if devices < size:
@@ -107,7 +112,7 @@ def compare_modes(
         costs,
         lengths.tokens(limit),
         ScheduleSettings(),
-        prompt_tokens=max(1, config.data.max_prompt_length // 2),
+        prompt_tokens=prompt_tokens or max(1, config.data.max_prompt_length // 2),
         steps=steps or config.steps,
         groups_per_step=config.groups_per_step,
         group_size=config.group_size + config.algorithm.needs_greedy_baseline,
