@@ -216,7 +216,8 @@ class _Simulation:
             sync_s=sync / len(rows),
             staleness_mean=sum(row["staleness/mean"] for row in rows) / len(rows),
             staleness_max=round(max(row["staleness/max"] for row in recorder.rows)),
-            device_use=(generated + trained) / (scenario.devices * wall),
+            # An engine accounts for a prefill when it starts, so the last one may count too early.
+            device_use=min(1.0, (generated + trained) / (scenario.devices * wall)),
             engines_idle=max(0.0, idle) / engine_time,
             replaced_engines=fleet.replaced,
             groups=ledger.counts(),
