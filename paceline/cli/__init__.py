@@ -13,6 +13,7 @@ from paceline.cli import inspect
 from paceline.cli import trace
 from paceline.cli import doctor
 from paceline.cli import page
+from paceline.cli import simulate
 from paceline.cli import audit
 from paceline.cli import jobs
 # isort: on
@@ -28,6 +29,7 @@ __all__ = [
     "jobs",
     "model",
     "page",
+    "simulate",
     "trace",
     "train",
     "translate",

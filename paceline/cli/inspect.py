@@ -49,12 +49,28 @@ def plan(
             show_default=False,
         ),
     ] = None,
+    probe: Annotated[
+        bool,
+        typer.Option(
+            "--probe",
+            help="Measure engine and trainer for some 20 s, and predict the speed of every mode.",
+        ),
+    ] = False,
+    costs: Annotated[Path, typer.Option(help="File for the costs that --probe measures.")] = Path(
+        "costs.json"
+    ),
 ) -> None:
-    """Show which devices each role gets and the memory of each phase. Starts no workers."""
+    """Show which devices each role gets and the memory of each phase. Starts no workers, unless
+    they are probed."""
     from paceline.config import check_trainable, load_config
     from paceline.early_checks import check_early
 
     try:
+        if probe and shape:
+            raise ConfigError(
+                f"--probe contradicts --shape {shape}: only the recipe's model can be measured; "
+                "leave out one of them"
+            )
         config = load_config(recipe, settings or ())
         check_trainable(config)
         # A plan needs neither prompts nor a reward, but what the settings name must exist.
@@ -76,6 +92,10 @@ def plan(
         console.print(table)
     for warning in warnings:
         warn(warning)
+    if probe:
+        from paceline.cli.simulate import probe_and_predict
+
+        probe_and_predict(config, costs, devices)
 
 
 @app.command()

@@ -56,12 +56,13 @@ class Fleet:
         loading_timeout_s: float = 60.0,
         max_restarts: int = 3,
         changed: Notifier | None = None,
+        heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         """Create a fleet of running engines.
 
         `shared`: names of workers that also have other roles. `launch(name)` starts a rollout
         worker; without it, engines cannot be added or replaced. `loading_timeout_s`: heartbeat
-        timeout of a worker that is loading new weights.
+        timeout of a worker that is loading new weights. `heartbeat_s`: seconds between heartbeats.
         """
         self.replaced = 0
         self.changed = changed or Notifier()
@@ -69,7 +70,7 @@ class Fleet:
         self._launch = launch
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._loading_timeout_s = max(heartbeat_timeout_s, loading_timeout_s)
-        self._max_restarts = max_restarts
+        self._max_restarts, self._heartbeat_s = max_restarts, heartbeat_s
         self._incarnations = itertools.count()
         self._members = [
             Member(
@@ -173,7 +174,7 @@ class Fleet:
         try:
             while True:
                 await self._heartbeat(member)
-                await asyncio.wait({worker.died}, timeout=HEARTBEAT_S)
+                await asyncio.wait({worker.died}, timeout=self._heartbeat_s)
         except WorkerDied as error:
             if not member.elastic:
                 raise

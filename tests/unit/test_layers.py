@@ -52,7 +52,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "timeline",
     ),
     ("generation", "loop", "run_dir", "script", "held_out"),
-    ("observe", "page"),
+    ("observe", "page", "simulator"),
     ("run", "evaluation", "replay"),
     ("job", "supervisor", "doctor"),
     ("supervised",),

@@ -1,0 +1,62 @@
+"""Fit of costs to measured points: non-negative least squares of the relative error."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    coefficients: tuple[float, ...]
+    error: float  # mean relative error of the points
+    error_max: float
+
+
+def fit_line(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> Fit:
+    """Fit seconds = row x coefficients, with coefficients of at least 0.
+
+    There are few coefficients, so every subset of them that may be positive is tried: the best
+    solution without a negative value is the optimum.
+    """
+    inputs, measured = np.array(rows, np.float64), np.array(seconds, np.float64)
+    if inputs.ndim != 2 or len(inputs) != len(measured) or not len(measured):
+        raise ConfigError(f"{len(rows)} rows and {len(seconds)} times: expected as many of both")
+    if not (np.isfinite(inputs).all() and np.isfinite(measured).all() and (measured > 0).all()):
+        raise ConfigError("a measured point is not a finite number, or its time is not above 0")
+    scaled, columns = inputs / measured[:, None], inputs.shape[1]
+    best, least = np.zeros(columns), float(columns and np.inf)
+    for size in range(1, columns + 1):
+        for chosen in combinations(range(columns), size):
+            found = _solve(scaled[:, chosen])
+            loss = float(((scaled[:, chosen] @ found - 1) ** 2).sum())
+            if (found >= 0).all() and loss < least * (1 - 1e-9):
+                best, least = np.zeros(columns), loss
+                best[list(chosen)] = found
+    errors = np.abs(scaled @ best - 1)
+    return Fit(tuple(map(float, best)), float(errors.mean()), float(errors.max()))
+
+
+def _solve(inputs: NDArray[np.float64]) -> NDArray[np.float64]:
+    scale = np.abs(inputs).max(axis=0)
+    scale[scale == 0] = 1.0
+    found = np.linalg.lstsq(inputs / scale, np.ones(len(inputs)), rcond=None)[0]
+    return np.asarray(found / scale, np.float64)
+
+
+def fit_decode(points: Sequence[tuple[int, int, float]]) -> Fit:
+    """Fit decode steps, measured as (sequences, context tokens, seconds).
+
+    The coefficients are decode_step_s, decode_sequence_s and decode_context_s.
+    """
+    return fit_line([(1, n, context) for n, context, _ in points], [s for *_, s in points])
+
+
+def fit_tokens(points: Sequence[tuple[int, float]], constant: bool = True) -> Fit:
+    """Fit a constant and a cost per token to points (tokens, seconds)."""
+    rows = [(1, tokens) if constant else (tokens,) for tokens, _ in points]
+    return fit_line(rows, [seconds for _, seconds in points])

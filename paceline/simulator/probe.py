@@ -1,0 +1,236 @@
+"""Probe: measures the costs of a device in some seconds, with the engine and trainer of a recipe.
+
+Waits for: the workers of the recipe, which generate and train on random tokens. Nothing is saved.
+"""
+
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from paceline.config import RunConfig
+from paceline.inputs import load_inputs
+from paceline.model.loading import load_config
+from paceline.remote.worker import Worker
+from paceline.rollout.client import EngineClient
+from paceline.simulator.costs import CostModel
+from paceline.simulator.fit import Fit, fit_decode, fit_tokens
+from paceline.training.assembly import assemble
+from paceline.types import Batch, Group, Prompt, Request, Role, Sampling, Trajectory, Turn
+from paceline.workers.engines import engine_workers
+from paceline.workers.layout import plan_that_fits
+from paceline.workers.pools import open_workers
+from paceline.workers.transport import open_transport
+
+REPEATS = 3  # of which the median counts; fewer if they take long
+ENOUGH_S = 0.5  # after which a measurement is not repeated
+NEW_TOKENS = 32  # generated per sequence, if the recipe allows it
+PROMPTS = 64  # that are read to find their mean length
+GENERATION_S, TRAINING_S = 12.0, 8.0  # no further load is measured after them
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Measured points and the costs that were fitted to them."""
+
+    config: RunConfig  # whose automatic settings have been chosen
+    costs: CostModel
+    prompt_tokens: int  # the mean of the recipe's prompts
+    decode: tuple[tuple[int, int, float], ...]  # (sequences, context tokens, seconds of a step)
+    prefill: tuple[tuple[int, float], ...]  # (tokens, seconds)
+    train: tuple[tuple[int, float], ...]  # (tokens, seconds)
+    errors: dict[str, Fit]
+
+
+async def probe(config: RunConfig, report: Report = lambda what: None) -> Probe:
+    """Start the recipe's engine and trainer, measure them and fit the costs."""
+    inputs, roles = load_inputs(config), [Role.ACTOR, Role.ROLLOUT]
+    lengths = [len(inputs.source[seq].tokens) for seq in range(PROMPTS)]
+    layout = await plan_that_fits(config, inputs.model_path, roles)
+    config = layout.config
+    vocabulary = load_config(inputs.model_path).get_text_config().vocab_size
+    async with AsyncExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        report("starting the engine and the trainer")
+        _, plans, workers = await open_workers(stack, config, roles, inputs.model_path, logs)
+        engine = EngineClient(engine_workers(config, plans, workers[Role.ROLLOUT])[0])
+        prompt = round(statistics.mean(lengths))
+        return await _Measurement(config, engine, workers, vocabulary, prompt, report).run()
+
+
+class _Measurement:
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: EngineClient,
+        workers: dict[Role, list[Worker]],
+        vocabulary: int,
+        prompt: int,
+        report: Report,
+    ) -> None:
+        self._config, self._engine, self._workers = config, engine, workers
+        self._vocabulary, self._prompt, self._report = vocabulary, max(2, prompt), report
+        self._random = np.random.default_rng(0)
+        self._new = min(NEW_TOKENS, config.rollout.max_response_length)
+        self._number = 0
+
+    async def run(self) -> Probe:
+        publish_s, load_s = await self._sync()
+        decode, prefill = await self._generation()
+        train = await self._training()
+        fits = {
+            "decode": fit_decode(decode),
+            "prefill": fit_tokens(prefill),
+            "train": fit_tokens(train),
+        }
+        step_s, sequence_s, context_s = fits["decode"].coefficients
+        train_step_s, train_token_s = fits["train"].coefficients
+        costs = CostModel(
+            decode_step_s=step_s,
+            decode_sequence_s=sequence_s,
+            decode_context_s=context_s,
+            prefill_token_s=fits["prefill"].coefficients[1],
+            train_step_s=train_step_s,
+            train_token_s=train_token_s * self._train_ranks,
+            publish_s=publish_s,
+            load_s=load_s,
+            fit_error=max(fit.error for fit in fits.values()),
+        )
+        return Probe(
+            self._config, costs, self._prompt, tuple(decode), tuple(prefill), tuple(train), fits
+        )
+
+    @property
+    def _train_ranks(self) -> int:
+        """Devices that trained; the cost of a token is that of one device."""
+        return self._config.placement.train_ranks or 1
+
+    # --- generation ---
+
+    async def _generation(
+        self,
+    ) -> tuple[list[tuple[int, int, float]], list[tuple[int, float]]]:
+        """Measure waves of sequences: all of them start and end together."""
+        decode: list[tuple[int, int, float]] = []
+        prefill: list[tuple[int, float]] = []
+        await self._generate(self._config.slots, self._prompt, 2)  # compiles and allocates
+        end = time.perf_counter() + GENERATION_S
+        for sequences, prompt in self._waves():
+            if time.perf_counter() > end:
+                break
+            self._report(f"measuring {sequences} sequences with contexts of {prompt} tokens")
+            filled = await self._median(partial(self._generate, sequences, prompt, 1))
+            prefill.append((sequences * (prompt - 1), filled))
+            new, step_s = self._new, filled
+            if new > 1:
+                whole = await self._median(partial(self._generate, sequences, prompt, new))
+                step_s = max(1e-7, (whole - filled) / (new - 1))
+            decode.append((sequences, sequences * (prompt + new // 2), step_s))
+        return decode, prefill
+
+    def _waves(self) -> list[tuple[int, int]]:
+        """Return loads as (sequences, context), those first that say most."""
+        slots, room = self._config.slots, self._config.rollout.max_response_length - self._new
+        counts = list(dict.fromkeys(max(1, slots // part) for part in (1, 8, slots, 2)))
+        contexts = sorted({self._prompt, self._prompt + room // 2})
+        few = [(count, context) for context in contexts for count in counts[:2]]
+        return few + [(count, context) for context in contexts for count in counts[2:]]
+
+    async def _generate(self, sequences: int, prompt: int, new: int) -> None:
+        sampling = Sampling(max_new_tokens=new)
+        requests = []
+        for _ in range(sequences):
+            self._number += 1
+            tokens = tuple(map(int, self._random.integers(0, self._vocabulary, prompt)))
+            requests.append(Request(f"{self._number}.0.0", tokens, self._number, sampling))
+        self._completions = await asyncio.gather(*map(self._engine.generate, requests))
+
+    async def _median(self, work: Callable[[], Awaitable[None]]) -> float:
+        seconds: list[float] = []
+        while len(seconds) < REPEATS and sum(seconds) < ENOUGH_S:
+            begun = time.perf_counter()
+            await work()
+            seconds.append(time.perf_counter() - begun)
+        return statistics.median(seconds)
+
+    # --- training ---
+
+    async def _training(self) -> list[tuple[int, float]]:
+        rows = self._config.groups_per_step * self._config.group_size
+        counts = sorted({max(1, rows // part) for part in (8, 4, 2, 1)})
+        await self._update(self._batch(counts[0]))  # compiles and allocates
+        points: list[tuple[int, float]] = []
+        end = time.perf_counter() + TRAINING_S
+        for count in counts:
+            batch = self._batch(count)
+            # A batch has twice the tokens of the one before.
+            if len(points) > 1 and time.perf_counter() + 2 * points[-1][1] > end:
+                break
+            self._report(f"measuring a train step of {batch.num_tokens:,} tokens")
+            points.append((batch.num_tokens, await self._median(partial(self._update, batch))))
+        return points
+
+    async def _update(self, batch: Batch) -> None:
+        await self._workers[Role.ACTOR][0].call(Role.ACTOR, "update", batch, 0, 0.0)
+
+    def _batch(self, rows: int) -> Batch:
+        """Return a batch of random tokens whose advantages have both signs."""
+        prompt = self._prompt
+        tokens = self._random.integers(0, self._vocabulary, (rows, prompt + self._new))
+        completion = self._completions[0]
+        size = min(self._new, len(completion))
+        groups = []
+        for number, row in enumerate(tokens):
+            made = replace(
+                completion,
+                tokens=row[prompt : prompt + size].astype(np.int32),
+                logprobs=completion.logprobs[:size],
+                versions=completion.versions[:size],
+            )
+            context = tuple(map(int, row[:prompt]))
+            trajectory = Trajectory((Turn(context, made),), "", reward=0.0)
+            groups.append(Group(number, Prompt(str(number), context, "", {}), (trajectory,), 0, 0))
+        batch = assemble(groups)
+        signs = self._random.standard_normal(batch.num_tokens).astype(np.float32)
+        return replace(batch, advantages=np.where(batch.mask, signs, 0).astype(np.float32))
+
+    # --- weight sync ---
+
+    async def _sync(self) -> tuple[float, float]:
+        """Return the seconds to publish and to load weights, with the recipe's transport."""
+        self._report("measuring the weight sync")
+        transport = await open_transport(self._config, self._workers)
+        published, loaded = [], []
+        for version in range(1, REPEATS + 1):
+            begun = time.perf_counter()
+            weights = await transport.publish(version)
+            middle = time.perf_counter()
+            await self._engine.load_weights(weights)
+            published.append(middle - begun)
+            loaded.append(time.perf_counter() - middle)
+        return statistics.median(published), statistics.median(loaded)
+
+
+def summary(found: Probe) -> Sequence[str]:
+    """Describe the costs and how well they fit, a line each."""
+    costs, errors = found.costs, found.errors
+    return (
+        f"decode step: {costs.decode_step_s * 1e3:.3g} ms + {costs.decode_sequence_s * 1e6:.3g} µs "
+        f"per sequence + {costs.decode_context_s * 1e9:.3g} ns per token in the KV cache "
+        f"(error {errors['decode'].error:.0%})",
+        f"prefill: {costs.prefill_token_s * 1e6:.3g} µs per token "
+        f"(error {errors['prefill'].error:.0%})",
+        f"train step: {costs.train_step_s * 1e3:.3g} ms + {costs.train_token_s * 1e6:.3g} µs per "
+        f"token (error {errors['train'].error:.0%})",
+        f"weight sync: {costs.publish_s * 1e3:.3g} ms to publish, {costs.load_s * 1e3:.3g} ms to "
+        "load",
+    )

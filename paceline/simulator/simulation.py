@@ -1,0 +1,343 @@
+"""One simulated run: the real loop, rollouter, router, queue, admission and ledger in virtual time.
+
+Only the engines, the trainer, the weight transport and the environment are simulated.
+"""
+
+import asyncio
+import gc
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.loop import Loop, LoopSettings, Metrics
+from paceline.queue.admission import Admission
+from paceline.queue.ledger import Ledger
+from paceline.queue.message_queue import MessageQueue, MessageQueueClient
+from paceline.remote.worker import Worker
+from paceline.rollout.client import EngineClient
+from paceline.rollout.engine import EngineStats
+from paceline.rollout.environment import Generate
+from paceline.rollout.fleet import Fleet
+from paceline.rollout.rollouter import Rollouter
+from paceline.schedule import ScheduleSettings
+from paceline.simulator.clock import NEVER_S, run_virtual
+from paceline.simulator.costs import CostModel
+from paceline.simulator.engine import BusySeconds, SimulatedWorker
+from paceline.simulator.lengths import Distribution, read_distribution
+from paceline.sync.settings import SyncSettings
+from paceline.sync.weights import Weights
+from paceline.synchronizer import ParameterSynchronizer
+from paceline.types import Batch, Group, Prompt, Sampling, Trajectory, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What to simulate: the load, the schedule and the devices of one mode."""
+
+    costs: CostModel
+    lengths: Distribution  # of completions, in tokens
+    schedule: ScheduleSettings
+    prompt_tokens: int = 100
+    steps: int = 20
+    groups_per_step: int = 16
+    group_size: int = 8
+    engines: int = 1
+    engine_devices: int = 1  # of each engine
+    train_devices: int = 1
+    critic_devices: int = 0  # of a separate pool that trains the critic
+    has_critic: bool = False
+    shared: bool = False  # the engines are on the devices that train
+    overlap: bool = False  # and generate while these train
+    copies_weights: bool = True  # otherwise engines read the trainer's parameters
+    slots: int = 1024
+    max_queue_size: int | None = None
+    seed: int = 0
+
+    @property
+    def devices(self) -> int:
+        generating = 0 if self.shared else self.engines * self.engine_devices
+        return generating + self.train_devices + self.critic_devices
+
+    @property
+    def takes_turns(self) -> bool:
+        return self.shared and not self.overlap
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of a simulated run, without its first steps."""
+
+    steps_per_s: float
+    tokens_per_s: float  # of trained completions
+    step_s: float
+    wait_s: float  # in which the trainer waits for groups, per step
+    train_s: float  # per step
+    sync_s: float  # per step
+    staleness_mean: float
+    staleness_max: int
+    device_use: float  # fraction of all device time that computes
+    engines_idle: float  # fraction of the engines' device time without work
+    replaced_engines: int
+    groups: dict[str, Any]  # of the ledger, in the whole run
+
+
+def simulate(scenario: Scenario) -> Outcome:
+    """Simulate a run. It needs no event loop and takes little real time."""
+    collects = gc.isenabled()
+    gc.disable()  # nothing in the loop makes cycles, and collections take a third of the time
+    try:
+        outcome: Outcome = run_virtual(_Simulation(scenario).run(), NEVER_S)
+        return outcome
+    finally:
+        if collects:
+            gc.enable()
+
+
+class _Simulation:
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        self._random = random.Random(scenario.seed)
+        self._workers: list[SimulatedWorker] = []
+        costs = scenario.costs
+        if not scenario.copies_weights:
+            costs = costs.model_copy(update={"load_s": 0.0, "publish_s": 0.0})
+        self._costs = costs
+
+    async def run(self) -> Outcome:
+        scenario = self._scenario
+        engines = [self._engine(f"rollout-{number}") for number in range(scenario.engines)]
+        fleet = Fleet(
+            engines,
+            launch=None if scenario.shared else self._launch,
+            max_restarts=10**9,
+            heartbeat_s=NEVER_S,
+        )
+        rollouter = Rollouter(
+            fleet,
+            _Environment(self._costs),
+            _Reward(),
+            Sampling(max_new_tokens=2**31),
+            group_size=scenario.group_size,
+            seed=scenario.seed,
+            on_sync=scenario.schedule.on_sync,
+            generation_timeout=NEVER_S,
+            slots=scenario.slots,
+        )
+        recorder = _Recorder(self._busy, self._warm_up)
+        ledger = Ledger()
+        loop = self._loop(fleet, rollouter, ledger, recorder)
+        await loop.run()
+        return self._outcome(recorder, ledger, fleet)
+
+    @property
+    def _warm_up(self) -> int:
+        """Steps until the pipeline is full. They are not measured."""
+        return min(self._scenario.steps - 1, 1 + self._scenario.schedule.max_staleness)
+
+    def _loop(
+        self, fleet: Fleet, rollouter: Rollouter, ledger: Ledger, recorder: "_Recorder"
+    ) -> Loop:
+        scenario, schedule = self._scenario, self._scenario.schedule
+        capacity = schedule.capacity(scenario.groups_per_step)
+        queue_size = scenario.max_queue_size or capacity
+        queue = MessageQueue(queue_size, changed=fleet.changed)
+
+        async def save(step: int, copied: Callable[[], None] | None) -> None:
+            return None
+
+        return Loop(
+            LoopSettings(
+                steps=scenario.steps,
+                groups_per_step=scenario.groups_per_step,
+                sync_every=schedule.sync_every,
+                max_failed_groups=10**9,
+                stall_timeout_s=NEVER_S,
+                takes_turns=scenario.takes_turns,
+            ),
+            source=_Source(scenario.prompt_tokens),
+            rollouter=rollouter,
+            fleet=fleet,
+            queue=MessageQueueClient(queue, schedule.max_staleness),
+            admission=Admission(capacity, fleet.changed, queue_size),
+            ledger=ledger,
+            trainer=_Trainer(scenario, self._costs, self._workers),
+            synchronizer=ParameterSynchronizer(
+                _Transport(self._costs.publish_s),
+                fleet,
+                rollouter,
+                schedule.on_sync,
+                SyncSettings(timeout_s=NEVER_S, straggler_timeout_s=NEVER_S),
+                takes_turns=scenario.takes_turns and schedule.max_staleness > 0,
+            ),
+            observer=recorder,
+            save=save,
+        )
+
+    def _engine(self, name: str) -> EngineClient:
+        scenario = self._scenario
+        worker = SimulatedWorker(name, self._costs, scenario.lengths, scenario.slots)
+        self._workers.append(worker)
+        rate = self._costs.failures_per_hour / 3600
+        if rate and not scenario.shared:
+            delay = self._random.expovariate(rate)
+            asyncio.get_running_loop().call_later(delay, worker.die)
+        return EngineClient(worker)
+
+    async def _launch(self, name: str) -> EngineClient:
+        await asyncio.sleep(self._costs.restart_s)
+        return self._engine(name)
+
+    def _busy(self) -> BusySeconds:
+        engines = [worker.engine.busy for worker in self._workers]
+        return BusySeconds(
+            sum(busy.decode for busy in engines),
+            sum(busy.prefill for busy in engines),
+            sum(busy.load for busy in engines),
+        )
+
+    def _outcome(self, recorder: "_Recorder", ledger: Ledger, fleet: Fleet) -> Outcome:
+        scenario, rows = self._scenario, recorder.rows[self._warm_up :]
+        wall = recorder.ends[-1] - recorder.warm_s
+        wait, train, sync = (
+            sum(row[f"time/{name}_s"] for row in rows) for name in ("wait", "train", "sync")
+        )
+        generated = (self._busy().total - recorder.warm_busy.total) * scenario.engine_devices
+        trained = sum(row["busy_s"] for row in rows)
+        elsewhere = sum(row["critic_s"] for row in rows)
+        engine_time = scenario.engines * scenario.engine_devices * wall
+        idle = engine_time - generated - (trained - elsewhere if scenario.shared else 0.0)
+        return Outcome(
+            steps_per_s=len(rows) / wall,
+            tokens_per_s=sum(row["tokens"] for row in rows) / wall,
+            step_s=wall / len(rows),
+            wait_s=wait / len(rows),
+            train_s=train / len(rows),
+            sync_s=sync / len(rows),
+            staleness_mean=sum(row["staleness/mean"] for row in rows) / len(rows),
+            staleness_max=round(max(row["staleness/max"] for row in recorder.rows)),
+            # An engine accounts for a prefill when it starts, so the last one may count too early.
+            device_use=min(1.0, (generated + trained) / (scenario.devices * wall)),
+            engines_idle=max(0.0, idle) / engine_time,
+            replaced_engines=fleet.replaced,
+            groups=ledger.counts(),
+        )
+
+
+class _Trainer:
+    """Trainer whose steps take the time of their tokens."""
+
+    def __init__(
+        self, scenario: Scenario, costs: CostModel, workers: Sequence[SimulatedWorker]
+    ) -> None:
+        self._scenario, self._costs, self._workers = scenario, costs, workers
+
+    async def step(self, batch: Batch, step: int) -> Metrics:
+        scenario, costs, tokens = self._scenario, self._costs, int(batch.tokens.sum())
+        actor = costs.train_s(tokens, scenario.train_devices)
+        critic, critic_devices = 0.0, scenario.critic_devices or scenario.train_devices
+        if scenario.has_critic:
+            critic = costs.train_s(tokens, critic_devices, costs.critic_factor)
+        busy = actor * scenario.train_devices + critic * critic_devices
+        if scenario.overlap:
+            busy = await self._beside_engine(actor + critic)
+        else:
+            both = max(actor, critic) if scenario.critic_devices else actor + critic
+            await asyncio.sleep(both + (2 * costs.switch_s if scenario.takes_turns else 0.0))
+        return {
+            "busy_s": busy,  # of all training devices
+            "critic_s": critic * scenario.critic_devices,  # of them, in the critic's pool
+            "tokens": float(batch.tokens[batch.mask].sum()),
+        }
+
+    async def _beside_engine(self, left: float) -> float:
+        """Train on the device of an engine: each slows the other down while both work.
+
+        Return the seconds in which the device only trained.
+        """
+        (worker,), costs = self._workers, self._costs
+        engine, clock = worker.engine, asyncio.get_running_loop().time
+        started, generated = clock(), engine.busy.total
+        engine.set_slowdown(costs.overlap_decode)
+        while left > 1e-9:
+            factor, begun = (costs.overlap_train if engine.generating else 1.0), clock()
+            try:
+                async with asyncio.timeout(left * factor):
+                    while engine.generating == (factor != 1.0) or costs.overlap_train == 1:
+                        await engine.changed.wait()
+            except TimeoutError:
+                break
+            left -= (clock() - begun) / factor
+        engine.set_slowdown(1.0)
+        return max(0.0, clock() - started - (engine.busy.total - generated))
+
+
+class _Transport:
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    async def publish(self, version: int) -> Weights:
+        await asyncio.sleep(self._seconds)
+        return Weights(version)
+
+    async def attach(self, engine: Worker) -> None:
+        return
+
+
+class _Source:
+    def __init__(self, prompt_tokens: int) -> None:
+        self._tokens = prompt_tokens
+
+    def __getitem__(self, seq: int) -> Prompt:
+        return Prompt(str(seq), (self._tokens,), "", {})
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        return
+
+
+class _Reward:
+    async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[float]:
+        return [0.0] * len(trajectories)
+
+    async def close(self) -> None:
+        return
+
+
+class _Environment:
+    """Agent loop with some generations, each followed by tools that take time."""
+
+    def __init__(self, costs: CostModel) -> None:
+        self._turns = costs.turns
+        self._seconds = read_distribution(costs.environment_s, "environment_s")
+        self._calls = 0
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+        turns: list[Turn] = []
+        context = prompt.tokens
+        for _ in range(self._turns):
+            completion = await generate(context)
+            turns.append(Turn(context[len(turns) :] if not turns else (), completion))
+            context += (int(completion.tokens.sum()),)
+            self._calls += 1
+            if (seconds := self._seconds[self._calls]) > 0:
+                await asyncio.sleep(seconds)
+        return Trajectory(tuple(turns), "")
+
+
+class _Recorder:
+    """Observer that keeps the metrics and the times of the steps."""
+
+    def __init__(self, busy: Callable[[], BusySeconds], warm_up: int) -> None:
+        self.rows: list[Metrics] = []
+        self.ends: list[float] = []
+        self.warm_s, self.warm_busy = 0.0, BusySeconds()
+        self._busy, self._warm_up = busy, warm_up
+
+    def step_done(self, step: int, metrics: Metrics, groups: Sequence[Group]) -> None:
+        self.rows.append(metrics)
+        self.ends.append(asyncio.get_running_loop().time())
+        if step == self._warm_up:
+            self.warm_s, self.warm_busy = self.ends[-1], self._busy()
+
+    def engines_polled(self, engines: Sequence[EngineStats], queue_utilization: float) -> None:
+        return
