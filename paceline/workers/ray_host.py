@@ -31,8 +31,9 @@ class RayHost:
         os.environ.update(environment)
         self._text = _redirect_output()
         log_to_stderr()
-        # The first line of the worker's log, for those who look for its process.
-        print(f"process {os.getpid()} on {socket.gethostname()}", flush=True)
+        # The first line of the worker's log, for users who look for its process.
+        sys.stdout.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        sys.stdout.flush()
         self._mailbox = Mailbox()
         self._listening: socket.socket | None = None
         self._lock = threading.Lock()

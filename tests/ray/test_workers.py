@@ -83,6 +83,7 @@ def test_workers_run_on_planned_nodes_and_reply_in_order(
             await workers[1].call("part", "output", "hello from two")
             await wait_until(lambda: "hello from two" in (tmp_path / "two.log").read_text())
             assert "hello" not in (tmp_path / "one.log").read_text()
+            assert f"process {one} on " in (tmp_path / "one.log").read_text()
             assert await workers[0].peak_memory() > 50e6
             await close(*workers, later)
             return [one, two]
