@@ -285,7 +285,7 @@ class _Run:
         """
         inputs, trainer = self._inputs, self._trainer
         card = model_card(self._config, step, recorder.reward)
-        in_flight = self._generation.in_flight(queue) if self._config.save_in_flight else {}
+        in_flight = self._generation.in_flight(queue) if self._config.keeps_in_flight else {}
 
         async def write(target: Path) -> None:
             async with self._generation.writing_in_flight(in_flight, step, target):
@@ -316,7 +316,7 @@ class _Run:
 
     async def _restore(self, checkpoint: Path) -> None:
         await self._trainer.load(checkpoint)
-        if self._config.save_in_flight and self._start.ledger:
+        if self._config.keeps_in_flight and self._start.ledger:
             order = self._start.ledger.outstanding
             self._generation.restore_in_flight(self._config, checkpoint, self._start.step, order)
         state = read_state(checkpoint)
