@@ -34,7 +34,7 @@ from paceline.queue.ledger import Ledger
 from paceline.queue.message_queue import MessageQueue, MessageQueueClient
 from paceline.remote.peak import peak_memory
 from paceline.remote.worker import Worker
-from paceline.reward.reward import Rewards, reward_memory
+from paceline.reward.reward import Rewards, reward_memory, reward_processes
 from paceline.rollout.environment import MakeEnvironment, open_environment
 from paceline.rollout.fleet import Fleet
 from paceline.rollout.rollouter import Rollouter
@@ -152,7 +152,10 @@ class _Run:
         self._rollouter, self._scorer = generation.rollouter, generation.scorer
         self._run_dir = Path(config.run_dir)
         self.watchdog = Watchdog(
-            generation.living_workers, config.stall_timeout_s, self._run_dir / "logs"
+            generation.living_workers,
+            config.stall_timeout_s,
+            self._run_dir / "logs",
+            lambda: reward_processes(generation.scorer),
         )
         self._tokenizer_files = TokenizerFiles(inputs.tokenizer)
         collapse = CollapseMonitor()
