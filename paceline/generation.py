@@ -12,7 +12,7 @@ from paceline.data.chat import stop_token_ids
 from paceline.environment.conversation import Conversation
 from paceline.inputs import Inputs
 from paceline.queue.message_queue import MessageQueue
-from paceline.remote.worker import Worker
+from paceline.remote.worker import Worker, mark_seen
 from paceline.reward.model import ModelReward
 from paceline.reward.pool import ProcessReward
 from paceline.reward.reward import (
@@ -73,6 +73,8 @@ class Generation:
             await asyncio.to_thread(write_in_flight, target, known)
 
         writing = asyncio.create_task(write()) if groups else None
+        if writing:
+            mark_seen(writing)  # if both fail, the error of the context counts
         try:
             yield
             if writing:

@@ -41,7 +41,7 @@ from paceline.queue.ledger import Ledger
 from paceline.queue.message_queue import MessageQueue, MessageQueueClient
 from paceline.remote.peak import peak_memory
 from paceline.remote.worker import Worker
-from paceline.reward.reward import Rewards, reward_memory
+from paceline.reward.reward import Rewards, reward_memory, reward_processes
 from paceline.rollout.environment import MakeEnvironment
 from paceline.rollout.fleet import Fleet
 from paceline.rollout.rollouter import Rollouter
@@ -168,7 +168,10 @@ class _Run:
         self._gpu_name = generation.gpu_name
         self._run_dir = Path(config.run_dir)
         self.watchdog = Watchdog(
-            generation.living_workers, config.stall_timeout_s, self._run_dir / "logs"
+            generation.living_workers,
+            config.stall_timeout_s,
+            self._run_dir / "logs",
+            lambda: reward_processes(generation.scorer),
         )
         self._tokenizer_files = TokenizerFiles(inputs.tokenizer)
         collapse = CollapseMonitor()
@@ -350,7 +353,7 @@ class _Run:
         """
         inputs, trainer = self._inputs, self._trainer
         card = model_card(self._config, step, recorder.reward)
-        in_flight = self._generation.in_flight(queue) if self._config.save_in_flight else {}
+        in_flight = self._generation.in_flight(queue) if self._config.keeps_in_flight else {}
 
         async def write(target: Path) -> None:
             async with self._generation.writing_in_flight(in_flight, step, target):
@@ -381,7 +384,7 @@ class _Run:
 
     async def _restore(self, checkpoint: Path) -> None:
         await self._trainer.load(checkpoint)
-        if self._config.save_in_flight and self._start.ledger:
+        if self._config.keeps_in_flight and self._start.ledger:
             order = self._start.ledger.outstanding
             self._generation.restore_in_flight(self._config, checkpoint, self._start.step, order)
         state = read_state(checkpoint)

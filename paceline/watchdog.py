@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from paceline.background import Background, location
 from paceline.errors import StalledError
-from paceline.remote.stacks import unanswered, write_stacks
+from paceline.remote.stacks import Traced, unanswered, write_stacks
 from paceline.remote.worker import Worker
 from paceline.suspend import SuspendAwareClock
 
@@ -99,12 +99,15 @@ class Watchdog:
         workers: Callable[[], Sequence[Worker]],
         limit_s: float,
         folder: Path | None = None,
+        others: Callable[[], Sequence[Traced]] = tuple,
     ) -> None:
         """Watch the event loop that runs now.
 
-        `limit_s`: for a blocked event loop. `folder`: for the stacks of all processes.
+        `limit_s`: for a blocked event loop. `folder`: for the stacks of all processes, with those
+        of `others` that are not workers.
         """
         self._workers, self._limit_s, self._folder = workers, limit_s, folder
+        self._others = others
         self._check: Callable[[float], str | None] | None = None
         self._fail: Callable[[str], None] | None = None
         self._loop = asyncio.get_running_loop()
@@ -152,7 +155,7 @@ class Watchdog:
         if self._folder is not None:
             path = self._folder / "stacks.txt"
             with suppress(OSError):
-                write_stacks(path, problem, workers)
+                write_stacks(path, problem, workers, self._others())
                 problem += f". Python stacks of all processes: {path}"
         return StalledError(problem)
 

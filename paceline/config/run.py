@@ -42,7 +42,9 @@ class RunConfig(RunSettings):
     """
     save_in_flight: bool = True
     """Whether checkpoints contain the groups in flight: those that wait for training, and the
-    tokens of unfinished ones. A resumed run continues them; otherwise it generates them again."""
+    tokens of unfinished ones. A resumed run continues them; otherwise it generates them again, as
+    with schedule.max_staleness = 0, where a resumed run is bit-identical to an uninterrupted one.
+    """
     trace: bool = False
     """Record what each worker and each group does to trace.jsonl, see `paceline trace`."""
     start_timeout_s: float = Field(600.0, gt=0)
@@ -241,6 +243,14 @@ class RunConfig(RunSettings):
         """Slots of each engine: at most as many as completions can be in flight."""
         completions = self.group_size + self.algorithm.needs_greedy_baseline
         return min(self.rollout.slots, self.schedule.capacity(self.groups_per_step) * completions)
+
+    @property
+    def keeps_in_flight(self) -> bool:
+        """Whether checkpoints contain groups in flight.
+
+        A continued completion has the same tokens, but its log-probs may differ in the last bit.
+        """
+        return self.save_in_flight and self.schedule.max_staleness > 0
 
     @property
     def max_queue_size(self) -> int:

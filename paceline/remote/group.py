@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import fcntl
 import os
+import signal
 import socket
 import struct
 import sys
@@ -56,6 +57,18 @@ class Rank(Worker):
             log.seek(start)
             return log.read().decode(errors="replace")
         return ""
+
+    @property
+    def title(self) -> str:
+        return f"worker {self.name!r}, process {self.pid}"
+
+    def ask_stacks(self) -> Callable[[], str]:
+        """Ask the process for its stacks; return a function that returns what has arrived."""
+        size = self.log_size()
+        with contextlib.suppress(OSError):  # the process has ended
+            if self.pid:
+                os.kill(self.pid, signal.SIGUSR1)
+        return lambda: self.log_since(size)
 
     async def peak_memory(self) -> int:
         return await self.call("host", "peak_memory")

@@ -1,23 +1,39 @@
-"""Python stacks of a run: of the controller and of its workers on this machine, in one file.
+"""Python stacks of a run in one file: of the controller, its workers and its reward processes.
 
-A worker writes its stacks to its log when it gets SIGUSR1, even if it is blocked in C code.
+A process of this machine writes its stacks to a file when it gets SIGUSR1, even if it is blocked in
+C code. A worker on Ray is asked by a call of its actor, which one of its other threads serves.
 """
 
 import faulthandler
 import os
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import IO, Protocol
 
+from paceline.printable import printable
 from paceline.remote.group import Rank, ranks_of
 from paceline.remote.parent import is_suspended
 from paceline.remote.worker import Worker
 
-REPLY_S = 2.0  # for all workers to write their stacks
+REPLY_S = 2.0  # for all processes to write their stacks
 POLL_S = 0.05
+
+
+class Traced(Protocol):
+    """A process that writes its stacks when it is asked."""
+
+    @property
+    def title(self) -> str: ...
+    @property
+    def pid(self) -> int | None: ...  # if it is on this machine
+    def ask_stacks(self) -> Callable[[], str]:
+        """Ask for the stacks; return a function that returns what has arrived."""
+        ...
 
 
 def write_stacks_on_signal() -> None:
@@ -25,38 +41,50 @@ def write_stacks_on_signal() -> None:
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
 
 
-def write_stacks(path: Path, title: str, workers: Sequence[Worker]) -> None:
-    """Append the stacks of this process and of the workers to a file. Takes some seconds at most.
+def current_stacks() -> str:
+    """Return the stacks of the threads of this process."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        return read_from(file, 0)
 
-    Workers on threads of this process are part of its stacks; workers on Ray are left out.
+
+def read_from(file: IO[bytes], start: int) -> str:
+    """Return what a file has from this byte on; nothing if it was closed meanwhile."""
+    with suppress(OSError, ValueError):
+        size = os.fstat(file.fileno()).st_size
+        return os.pread(file.fileno(), max(0, size - start), start).decode(errors="replace")
+    return ""
+
+
+def write_stacks(
+    path: Path, title: str, workers: Sequence[Worker], others: Sequence[Traced] = ()
+) -> None:
+    """Append the stacks of this process and of the others to a file. Takes some seconds at most.
+
+    Workers on threads of this process are part of its stacks.
     """
-    ranks = [rank for worker in workers for rank in ranks_of(worker)]
-    asked = [(rank, rank.log_size()) for rank in ranks if isinstance(rank, Rank) and rank.pid]
-    for rank, _ in asked:
-        with suppress(OSError):  # the process has ended
-            os.kill(rank.pid or 0, signal.SIGUSR1)
+    ranks = [rank for worker in workers for rank in ranks_of(worker) if isinstance(rank, Rank)]
+    asked: list[Traced] = [*ranks, *others]
+    replies = [process.ask_stacks() for process in asked]
     with path.open("a", encoding="utf-8") as file:
         file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {title}\n\ncontroller:\n")
         file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
-        for (rank, _), text in zip(asked, _replies(asked), strict=True):
-            file.write(f"\nworker {rank.name!r}, process {rank.pid}:\n{text}")
-        file.write("\n")
+        for process, text in zip(asked, _texts(replies), strict=True):
+            suspended = "; it is suspended" if is_suspended(process.pid or 0) else ""
+            file.write(f"\n{process.title}:\n{printable(text) or f'no reply{suspended}'}\n")
 
 
-def _replies(asked: Sequence[tuple[Rank, int]]) -> list[str]:
-    """Return what each worker has written since, once it writes no more."""
-    texts = [""] * len(asked)
+def _texts(replies: Sequence[Callable[[], str]]) -> list[str]:
+    """Return what each process has written, once it writes no more."""
+    texts = [""] * len(replies)
     deadline = time.monotonic() + REPLY_S
-    while asked and time.monotonic() < deadline:
+    while replies and time.monotonic() < deadline:
         time.sleep(POLL_S)
-        before, texts = texts, [rank.log_since(size) for rank, size in asked]
+        before, texts = texts, [reply() for reply in replies]
         if all(texts) and texts == before:
             break
-    return [
-        text or f"no reply{'; it is suspended' if is_suspended(rank.pid or 0) else ''}\n"
-        for (rank, _), text in zip(asked, texts, strict=True)
-    ]
+    return texts
 
 
 def unanswered(worker: Worker) -> list[str]:

@@ -111,6 +111,9 @@ class ProcessReward:
     def pids(self) -> list[int]:
         return [process.process.pid for process in self._processes.values()]
 
+    def processes(self) -> list[RewardProcess]:
+        return list(self._processes.values())
+
     def peak_memory(self) -> int:
         """Return the peak resident bytes of all processes."""
         return sum(process.peak_memory() for process in self._processes.values())

@@ -12,14 +12,16 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.remote.parent import is_suspended
 from paceline.remote.peak import peak_memory_of
+from paceline.remote.stacks import read_from
 from paceline.reward.calls import GRACE_S, Calls, Died, Interrupted, Lost, Overdue
 from paceline.reward.descendants import VARIABLE, kill_descendants, new_mark
 from paceline.reward.function import RewardFunctionError, as_optional_reward, as_score
@@ -61,17 +63,20 @@ class RewardProcess(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._loaded: asyncio.Future[bool] = self._loop.create_future()
         self._loaded.add_done_callback(lambda loaded: loaded.cancelled() or loaded.exception())
+        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 (closed when the process is lost)
         self._socket, remote = socket.socketpair()
         with remote:
             try:
                 self.process = self._start(remote.fileno(), environment)
             except BaseException:
                 self._socket.close()
+                self._stacks.close()
                 raise
         threading.Thread(target=self._relay, daemon=True, name="reward-output").start()
 
     def _start(self, fd: int, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-        arguments = [str(fd), str(os.getpid()), str(self._timeout_s), self.function]
+        stacks = self._stacks.fileno()
+        arguments = [str(fd), str(os.getpid()), str(self._timeout_s), str(stacks), self.function]
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         # The kernel kills the process when the thread that started it ends (see remote/parent.py).
         # It is the thread of the event loop, which outlives the pool.
@@ -80,7 +85,7 @@ class RewardProcess(asyncio.Protocol):
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            pass_fds=[fd],
+            pass_fds=[fd, stacks],
             start_new_session=True,  # a separate process group can be killed as a whole
             env={
                 **environment,
@@ -141,6 +146,22 @@ class RewardProcess(asyncio.Protocol):
     def kill(self) -> None:
         kill_all([self])
 
+    @property
+    def title(self) -> str:
+        return f"reward {self.function!r}, process {self.process.pid}"
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def ask_stacks(self) -> Callable[[], str]:
+        """Ask the process for its stacks; return a function that returns what has arrived."""
+        size = 0
+        with suppress(OSError, ValueError):  # it has exited, and the file is closed
+            size = os.fstat(self._stacks.fileno()).st_size
+            self.process.send_signal(signal.SIGUSR1)
+        return lambda: read_from(self._stacks, size)
+
     def peak_memory(self) -> int:
         """Return the peak resident bytes of the process (Linux; elsewhere 0)."""
         return peak_memory_of(self.process.pid)
@@ -170,6 +191,7 @@ class RewardProcess(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._forget_exit()
+        self._stacks.close()
         self._reporting = self._loop.create_task(self._report_death())
 
     def _receive(self, message: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from paceline.reward import verify
 from paceline.reward.function import RewardFunctionError, as_score, call, function_name
 from paceline.reward.lookup import IN_PROCESSES, builtin, check_name, locate
 from paceline.reward.pool import ProcessReward
+from paceline.reward.process import RewardProcess
 from paceline.reward.python_tests import TIMEOUT, row_tests
 from paceline.reward.threads import CallableReward
 from paceline.settings import Settings, automatic
@@ -168,6 +169,9 @@ class WeightedReward:
                 for part in parts:
                     part.check([located])
 
+    def processes(self) -> list[RewardProcess]:
+        return [process for part in self._parts.values() for process in reward_processes(part)]
+
     def peak_memory(self) -> int:
         return sum(reward_memory(part) for part in self._parts.values())
 
@@ -196,6 +200,11 @@ async def _score(
     part: Reward, prompt: Prompt, trajectories: Sequence[Trajectory]
 ) -> Sequence[Score]:
     return await part.score(prompt, trajectories)
+
+
+def reward_processes(reward: Reward) -> list[RewardProcess]:
+    """Return the processes of a reward that run now."""
+    return reward.processes() if isinstance(reward, ProcessReward | WeightedReward) else []
 
 
 def reward_memory(reward: Reward) -> int:

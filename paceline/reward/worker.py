@@ -1,15 +1,16 @@
 """Process that runs a custom reward function.
 
-Usage: `python -m paceline.reward.worker FD PARENT_PID TIMEOUT_S FUNCTION`. Completions and rows
-arrive pickled over a private socket; rewards or errors leave as lines of JSON, so stdout is free
-for the function's prints. A plain function scores one completion after another; an async function
-scores all that have arrived, in one event loop that lives as long as the process. The process ends
-with its parent, even while the function runs. It starts fast, because it imports only the standard
-library.
+Usage: `python -m paceline.reward.worker FD PARENT_PID TIMEOUT_S STACKS_FD FUNCTION`. Completions
+and rows arrive pickled over a private socket; rewards or errors leave as lines of JSON, so stdout
+is free for the function's prints. A plain function scores one completion after another; an async
+function scores all that have arrived, in one event loop that lives as long as the process. The
+process ends with its parent, even while the function runs. It starts fast, because it imports only
+the standard library. On SIGUSR1 it writes its stacks to the file STACKS_FD.
 """
 
 import atexit
 import ctypes
+import faulthandler
 import json
 import os
 import pickle
@@ -83,8 +84,10 @@ class Link:
             os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def main(fd: int, parent: int, timeout_s: float, spec: str) -> None:
+def main(fd: int, parent: int, timeout_s: float, stacks: int, spec: str) -> None:
     end_with_parent(parent)
+    os.set_inheritable(stacks, False)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     # Registered first, so that it is called after what the function has registered.
     atexit.register(kill_descendants, [os.getpid()], [os.environ.get(VARIABLE, "")])
     if sys.platform == "linux":
@@ -191,4 +194,4 @@ class _Runner:
 
 if __name__ == "__main__":
     unicode_output()
-    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4])
+    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]), sys.argv[5])

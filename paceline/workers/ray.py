@@ -163,6 +163,16 @@ class RayWorker(Rank):
     def _exit_details(self) -> str:
         return f" on node {self.node}{self.last_lines()}"
 
+    @property
+    def title(self) -> str:
+        return f"worker {self.name!r} on node {self.node}"
+
+    def ask_stacks(self) -> Callable[[], str]:
+        with contextlib.suppress(RayError):
+            reply = self._actor.stacks.remote()
+            return lambda: _reply(reply)
+        return str
+
     def kill(self) -> None:
         ray.kill(self._actor)
 
@@ -178,6 +188,14 @@ class RayWorker(Rank):
         await asyncio.gather(*self._tasks, return_exceptions=True)
         with contextlib.suppress(RayError):
             self.kill()
+
+
+def _reply(reply: Any) -> str:
+    """Return the result of a call of an actor, or nothing as long as there is none."""
+    try:
+        return str(ray.get(reply, timeout=0))
+    except RayError:
+        return ""
 
 
 class RayCluster:

@@ -18,6 +18,7 @@ from paceline.printable import log_to_stderr
 from paceline.remote.host import build_and_serve
 from paceline.remote.mailbox import Mailbox
 from paceline.remote.message import portable
+from paceline.remote.stacks import current_stacks
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,10 @@ class RayHost:
         """Return messages beyond `received`, and output beyond the first `printed` bytes."""
         first, messages = self._mailbox.pull(received)
         return first, messages, os.pread(self._text.fileno(), TEXT_BYTES, printed)
+
+    def stacks(self) -> str:
+        """Return the stacks of this process. A blocked host does not keep Ray's other threads."""
+        return current_stacks()
 
     def _run(self) -> None:
         mailbox = self._mailbox

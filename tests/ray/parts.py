@@ -1,6 +1,7 @@
 """A part for tests of workers: it records calls and produces events."""
 
 import os
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,6 +40,9 @@ class Part:
     def where(self) -> tuple[int, int]:
         """Return the PIDs of this process and of its raylet, which identifies the node."""
         return os.getpid(), os.getppid()
+
+    def block(self) -> None:
+        time.sleep(600)
 
     def output(self, text: str) -> None:
         print(text, flush=True)

@@ -17,6 +17,7 @@ import pytest
 
 from paceline.config import load_config
 from paceline.errors import ConfigError, DataError, WorkerDied
+from paceline.remote.stacks import write_stacks
 from paceline.remote.worker import Worker
 from paceline.workers import ray as place_ray
 from paceline.workers.cluster import Device, PlannedWorker
@@ -93,6 +94,26 @@ def test_workers_run_on_planned_nodes_and_reply_in_order(
         [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10
     )
     assert not left
+
+
+def test_stacks_contain_blocked_call_of_worker(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def check() -> None:
+        async with opened(address, tmp_path, monkeypatch) as cluster:
+            worker = await cluster.start(on(cluster, "blocked", 0))
+            await worker.ready()
+            reply, path, text = worker.start_call("part", "block"), tmp_path / "stacks.txt", ""
+            async with asyncio.timeout(60):
+                while "in block" not in text:  # the call may not have arrived yet
+                    path.unlink(missing_ok=True)
+                    await asyncio.to_thread(write_stacks, path, "it stalls", [worker])
+                    text = path.read_text()
+            assert f"worker 'blocked' on node {worker.node}:" in text
+            await close(worker)
+            reply.cancel()
+
+    asyncio.run(check())
 
 
 @pytest.mark.fault("A1", "worker on Ray killed")

@@ -13,13 +13,16 @@ from paceline import watchdog
 from paceline.background import Background
 from paceline.errors import StalledError, WorkerDied
 from paceline.remote.process import ProcessWorker
+from paceline.remote.stacks import write_stacks
 from paceline.remote.thread import ThreadWorker
 from paceline.remote.worker import Worker
+from paceline.reward.reward import reward_processes
 from paceline.types import Role
 from paceline.watchdog import Patience, Progress, StallMonitor, Watchdog
 from paceline.workers.cluster import Node, PlannedWorker
 from paceline.workers.pools import start_workers
 from tests.fault_report import Fault
+from tests.scoring import opened, score, write_functions
 
 QUIET, BUSY = Patience(10, "stall_timeout_s"), Patience(100, "rollout.episode_timeout_s")
 
@@ -184,3 +187,21 @@ def test_worker_that_never_gets_ready_is_named_with_its_stack(tmp_path: Path, fa
         asyncio.run(start_workers(SlowCluster(tmp_path), plans, 1.0, tmp_path))
     fault.fired()
     assert "worker 'w', process" in (tmp_path / "stacks.txt").read_text()
+
+
+@pytest.mark.parametrize("function", ["sleeping", "holding_the_gil"])
+def test_stacks_name_line_of_reward_function_that_hangs(function: str, tmp_path: Path) -> None:
+    file, path = write_functions(tmp_path), tmp_path / "stacks.txt"
+
+    async def run() -> None:
+        async with opened(f"{file}:{function}", timeout_s=600) as reward:
+            scoring = asyncio.ensure_future(score(reward, "a"))
+            text = ""
+            while f"in {function}" not in text:  # the call may not have arrived yet
+                path.unlink(missing_ok=True)
+                await asyncio.to_thread(write_stacks, path, "a", [], reward_processes(reward))
+                text = path.read_text()
+            assert f"reward '{file}:{function}', process {reward.pids[0]}:" in text
+            scoring.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
