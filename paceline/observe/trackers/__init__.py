@@ -97,7 +97,8 @@ class Tracker:
         if others and step > self._state.step:
             self._log(step, others)
             self._state.step = step
-        self._save()
+        if self._backend:
+            self._save()
 
     def log_samples(self, step: int, groups: Sequence[Mapping[str, Any]]) -> None:
         """Log completions of some steps; `groups` are lines of samples.jsonl."""
