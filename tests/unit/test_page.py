@@ -235,7 +235,9 @@ def test_server_returns_page_and_data(tmp_path: Path) -> None:
         assert json.loads(get(server, f"{base}runs")[1]) == ["one", "two"]
         data = json.loads(get(server, f"{base}data?run=1&epoch=-1")[1])
         assert data["metrics"]["step"] == [1, 2] and data["state"] == "finished"
-        assert get(server, f"{base}data?run=0")[0] == 200  # groups are known once they are listed
+        assert (
+            get(server, f"{base}data?run=0&epoch=0")[0] == 200
+        )  # groups are known once they are listed
         assert json.loads(get(server, f"{base}group?run=0&group=2")[1])["step"] == 3
         assert json.loads(get(server, f"{base}search?run=0&text=question+2.0")[1]) == [1]
         for path in ("group?run=0&group=99", "data?run=7", "data?run=-1", "data", "data?run=x"):
