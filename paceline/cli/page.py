@@ -19,7 +19,9 @@ RunDirs = Annotated[
 def watch(
     runs: RunDirs,
     port: Annotated[int, typer.Option(help="Port on 127.0.0.1. 0: any free one.")] = 0,
-    browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
+    open_browser: Annotated[
+        bool, typer.Option("--open", help="Open the page in the default browser.")
+    ] = False,
 ) -> None:
     """Serve a page with the charts and samples of runs, live or finished, side by side."""
     from paceline.page.server import PageServer
@@ -29,7 +31,7 @@ def watch(
     except PacelineError as error:
         fail(error)
     console.print(f"{server.url}  (Ctrl-C ends)", highlight=False, soft_wrap=True)
-    if browser:
+    if open_browser:
         webbrowser.open(server.url)
     try:
         server.serve_forever()

@@ -84,7 +84,9 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         run = self.server.runs[number]
         if name == "data":
-            more = run.update()
+            # The first reply has the curves, so that the page opens before samples are listed.
+            first = int(query.get("epoch", -1)) < 0
+            more = run.update(samples=not first) or first
             seen = {name: max(0, int(query[name])) for name in SEEN if name in query}
             new = run.since(int(query.get("epoch", -1)), seen)
             return {**run.description(), **new, "more": more}

@@ -1,5 +1,6 @@
 """The page of a run: what it reads, what its server refuses, and that texts stay texts."""
 
+import asyncio
 import http.client
 import json
 import re
@@ -11,7 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from paceline.cli import app
+from paceline.control import Control
 from paceline.errors import CheckpointError, ConfigError
 from paceline.line_file import encode_line
 from paceline.observe.distributions import NAME as DISTRIBUTIONS
@@ -127,6 +131,27 @@ def test_reader_hides_secrets_in_settings(tmp_path: Path, monkeypatch: pytest.Mo
     assert "hunter2" not in str(RunReader(run_dir).description())
 
 
+def test_reader_lists_workers_of_running_job_only(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", 1)
+    worker = {"name": "rollout-0", "state": "live", "tokens_per_s": 12.5}
+
+    async def list_workers() -> list[dict[str, Any]]:
+        return [worker]
+
+    async def descriptions() -> list[dict[str, Any]]:
+        reader = RunReader(run_dir)
+        async with Control(run_dir) as control:
+            starting = await asyncio.to_thread(reader.description)
+            async with control.serving({"list": list_workers}):
+                running = await asyncio.to_thread(reader.description)
+        return [starting, running, reader.description()]
+
+    found = asyncio.run(descriptions())
+    assert [row["state"] for row in found] == ["running", "running", "finished"]
+    assert [row["workers"] for row in found] == [[], [worker], []]
+    assert found[1]["summary"] == {}  # that of an earlier part of the run
+
+
 def test_reader_fails_without_directory(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="expected a run directory"):
         RunReader(tmp_path / "nothing")
@@ -182,6 +207,17 @@ def test_report_stays_small_when_texts_need_escapes(tmp_path: Path) -> None:
     assert 10**6 < (tmp_path / "report.html").stat().st_size < MAX_BYTES
 
 
+def test_report_command_writes_one_file_for_all_runs(tmp_path: Path) -> None:
+    runs = [str(write_run(tmp_path / name, 2)) for name in ("one", "two")]
+    result = CliRunner().invoke(app, ["report", *runs])
+    assert result.exit_code == 0 and "bytes" in result.output
+    found = data_of((tmp_path / "one" / "report.html").read_text())["runs"]
+    assert [run["name"] for run in found] == ["one", "two"]
+    for arguments in ([str(tmp_path / "no")], [*runs, "--output", str(tmp_path / "no" / "x.html")]):
+        result = CliRunner().invoke(app, ["report", *arguments])
+        assert result.exit_code == CheckpointError.exit_code
+
+
 def test_failed_report_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run_dir = write_run(tmp_path / "run", 1)
     (run_dir / "report.tmp").mkdir()
@@ -199,7 +235,9 @@ def test_server_returns_page_and_data(tmp_path: Path) -> None:
         assert json.loads(get(server, f"{base}runs")[1]) == ["one", "two"]
         data = json.loads(get(server, f"{base}data?run=1&epoch=-1")[1])
         assert data["metrics"]["step"] == [1, 2] and data["state"] == "finished"
-        assert get(server, f"{base}data?run=0")[0] == 200  # groups are known once they are listed
+        assert (
+            get(server, f"{base}data?run=0&epoch=0")[0] == 200
+        )  # groups are known once they are listed
         assert json.loads(get(server, f"{base}group?run=0&group=2")[1])["step"] == 3
         assert json.loads(get(server, f"{base}search?run=0&text=question+2.0")[1]) == [1]
         for path in ("group?run=0&group=99", "data?run=7", "data?run=-1", "data", "data?run=x"):

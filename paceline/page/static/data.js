@@ -64,7 +64,7 @@ class LiveSource {
 
 const pause = (ms) => new Promise((done) => setTimeout(done, ms));
 
-/* Add what is new to a run; return whether anything is. */
+/* Add what is new to a run; return whether the open view shows any of it. */
 function merge(run, news) {
   if (news.epoch !== run.epoch) Object.assign(run, emptyRun(run.name), { epoch: news.epoch });
   const count = run.metrics.step.length, added = news.metrics.step.length;
@@ -74,7 +74,8 @@ function merge(run, news) {
   }
   for (const name of ["distributions", "evaluations", "samples"]) for (const row of news[name]) run[name].push(row);
   for (const name of ["name", "path", "state", "config", "summary", "workers", "warnings", "more"]) run[name] = news[name];
-  return added + news.distributions.length + news.evaluations.length + news.samples.length > 0;
+  const curves = added + news.distributions.length + news.evaluations.length;
+  return curves > 0 || (state.view === "samples" && news.samples.length > 0);
 }
 
 const source = EMBEDDED ? new EmbeddedSource() : new LiveSource();

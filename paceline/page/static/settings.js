@@ -10,7 +10,7 @@ class SettingTable {
     const runs = state.runs, wanted = $("setting-filter").value.toLowerCase();
     $("only-different").closest("label").hidden = runs.length < 2;
     const rows = [];
-    for (const [title, field] of [["Results", "summary"], ["Settings", "config"]]) {
+    for (const [title, field] of [["Settings", "config"], ["Results", "summary"]]) {
       const names = [...new Set(runs.flatMap((run) => Object.keys(run[field])))];
       const kept = names.map((name) => [name, runs.map((run) => run[field][name])]).filter(([name, values]) =>
         (name.toLowerCase().includes(wanted) || values.some((value) => value && value.toLowerCase().includes(wanted))) &&
