@@ -24,16 +24,9 @@ class Distribution:
     def __getitem__(self, seed: int) -> float:
         return float(self._values[seed % len(self._values)])
 
-    @property
-    def mean(self) -> float:
-        return float(self._values.mean())
-
     def tokens(self, limit: int) -> "Distribution":
         """Return it as whole numbers from 1 to `limit`."""
         return Distribution(self.name, np.clip(np.rint(self._values), 1, limit))
-
-    def quantile(self, fraction: float) -> float:
-        return float(np.quantile(self._values, fraction))
 
 
 def read_distribution(text: str, option: str = "--lengths") -> Distribution:

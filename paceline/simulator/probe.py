@@ -125,7 +125,7 @@ class _Measurement:
         await self._generate(self._config.slots, self._prompt, 2)  # compiles and allocates
         end = time.perf_counter() + GENERATION_S
         for sequences, prompt in self._waves():
-            if time.perf_counter() > end:
+            if time.perf_counter() > end and len(decode) > 1:  # one point has no slope
                 break
             self._report(f"measuring {sequences} sequences with contexts of {prompt} tokens")
             filled = await self._median(partial(self._generate, sequences, prompt, 1))
