@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from paceline.errors import WorkerDied
+from paceline.errors import PacelineError, WorkerDied
 from paceline.remote.worker import Build, Worker, mark_seen
 
 SIOCGIFADDR = 0x8915  # Linux: the address of a network interface
@@ -107,11 +107,15 @@ class WorkerGroup(Worker):
     async def ready(self) -> None:
         starting = [asyncio.ensure_future(rank.ready()) for rank in self.ranks]
         await asyncio.wait(starting, return_when=asyncio.FIRST_EXCEPTION)
-        for start in starting:
-            if start.done() and (error := start.exception()) is not None:
-                self._kill()
-                await asyncio.gather(*starting, return_exceptions=True)
-                raise error
+        errors = _errors(starting)
+        if errors and not any(isinstance(error, PacelineError) for error in errors):
+            # A rank may fail because another one is gone, and reply before it.
+            await asyncio.wait(starting, timeout=GRACE_S)
+            errors = _errors(starting)
+        if errors:
+            self._kill()
+            await asyncio.gather(*starting, return_exceptions=True)
+            raise next((error for error in errors if isinstance(error, PacelineError)), errors[0])
 
     def waiting_for(self) -> list[str]:
         return [f"{rank.name}: {what}" for rank in self.ranks for what in rank.waiting_for()]
@@ -171,6 +175,10 @@ class WorkerGroup(Worker):
     def send(self, message: Any) -> None:
         for rank in self.ranks:
             rank.send(message)
+
+
+def _errors(replies: Sequence[asyncio.Future[Any]]) -> list[BaseException]:
+    return [error for each in replies if each.done() and (error := each.exception()) is not None]
 
 
 def ranks_of(worker: Worker) -> Sequence[Worker]:
