@@ -32,9 +32,9 @@ KINDS = {
     "F": "load and time",
     "G": "security",
 }
-# Quick ones first, Ray last: the processes of its cluster end with the session.
+# Quick ones first, Ray last: the processes of its cluster end with pytest.
 ORDER = ["unit", "torture", "faults", "e2e", "contract", "slow", "gpu", "vllm", "ray"]
-UNREACHED = "not run: the session ended before"
+UNREACHED = "not run: interrupted before"
 COLUMNS = ["row", "fault", "fired", "detected", "recovered", "lost", "twice", "result", "test"]
 HEADER = f"""# Fault report
 
@@ -126,7 +126,7 @@ class FaultReport:
         items.sort(key=lambda item: _place(item.path.parent.name))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """List also what an interrupted session does not reach."""
+        """List also what is not reached before an interruption."""
         for item in session.items:
             for row in dict(item.user_properties).get("fault", []):
                 self._add(row | {"result": UNREACHED})

@@ -96,7 +96,7 @@ def test_rows_are_counted_and_sorted(report: str) -> None:
     assert rows == ["row", "A2", "A10", "A10", "B1", "B2", "C1", "F1"]
 
 
-def test_interrupted_session_lists_faults_that_it_did_not_reach(tmp_path: Path) -> None:
+def test_report_lists_faults_that_were_not_reached_when_interrupted(tmp_path: Path) -> None:
     report = run(tmp_path, "--exitfirst")
     assert "**7 faults: 2 passed, 1 failed, 4 not run.**" in report
-    assert "not run: the session ended before" in line(report, "B2")
+    assert "not run: interrupted before" in line(report, "B2")
