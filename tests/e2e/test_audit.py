@@ -23,9 +23,9 @@ from paceline.training.assembly import assemble
 from paceline.types import Batch, Group
 from tests import witness
 from tests.audits import assert_consistent
-from tests.e2e.test_runs import config
-from tests.e2e.test_runs import run as small_run
 from tests.models import random_model
+from tests.small_runs import config
+from tests.small_runs import run as small_run
 
 ROWS = [{"prompt": f"say {i}"} for i in range(40)]
 SETTINGS: dict[str, Any] = {

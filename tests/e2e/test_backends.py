@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 from paceline.config import load_config
 from paceline.errors import ConfigError, WorkerDied
 from paceline.run import train
-from tests.e2e.test_runs import SEPARATE, run
 from tests.fault_report import Fault
 from tests.hybrid import IN_FLIGHT, Run
 from tests.processes import children
+from tests.small_runs import SEPARATE, run
 
 TO_COMPARE = ["train.learning_rate=1e-4", "save_samples=100", "save_every=1", "keep_checkpoints=9"]
 FSDP = ["train.backend=fsdp", "placement.train_ranks=2"]

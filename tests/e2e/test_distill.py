@@ -14,8 +14,8 @@ from paceline.data.tiny import make_tokenizer
 from paceline.errors import CheckpointError
 from paceline.types import Role
 from paceline.workers.build import build_parts
-from tests.e2e.test_runs import SEPARATE, config, run, weights
 from tests.models import random_model
+from tests.small_runs import SEPARATE, config, run, weights
 
 ROWS = [{"prompt": f"copy {letter}="} for letter in "abcdefgh"]
 FULLY_ASYNC = [*SEPARATE, "schedule.max_staleness=2", "schedule.on_sync=swap"]

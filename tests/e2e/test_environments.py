@@ -9,7 +9,7 @@ import pytest
 from paceline.config import load_config
 from paceline.run import train
 from tests.audits import assert_consistent
-from tests.e2e.test_runs import SEPARATE, SMALL
+from tests.small_runs import SEPARATE, SMALL
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tool_environment.py"
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from paceline.config import load_config
 from paceline.errors import ConfigError, PacelineError
 from paceline.run import train
-from tests.e2e.test_runs import SEPARATE, SMALL, weights
 from tests.processes import children
+from tests.small_runs import SEPARATE, SMALL, weights
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FSDP = ["train.backend=fsdp", "placement.train_ranks=2"]

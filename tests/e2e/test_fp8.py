@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_runs import MODES, SEPARATE, run, weights
+from tests.e2e.test_runs import MODES
+from tests.small_runs import SEPARATE, run, weights
 
 FP8 = ["rollout.kv_cache_dtype=fp8", "rollout.weight_dtype=fp8"]
 

@@ -8,8 +8,8 @@ import pytest
 
 from paceline.errors import MismatchError
 from paceline.run import train
-from tests.e2e.test_runs import SEPARATE, config
 from tests.fault_report import Fault
+from tests.small_runs import SEPARATE, config
 from tests.vllm import faults
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.test_runs import SEPARATE, run, weights
 from tests.models import random_other_model
+from tests.small_runs import SEPARATE, run, weights
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,8 @@ from paceline.types import Batch, Completion, Request, Role, Sampling
 from paceline.workers.build import build_parts
 from paceline.workers.local import LocalCluster
 from paceline.workers.pools import close_workers, plan_workers, start_workers
-from tests.e2e.test_runs import SEPARATE, SMALL, config, run, weights
 from tests.models import random_reward_model
+from tests.small_runs import SEPARATE, SMALL, config, run, weights
 
 LORA = ["train.lora.rank=4", "train.learning_rate=1e-2"]
 PROMPT = (5, 9, 13, 2, 7)

@@ -12,9 +12,9 @@ from paceline.errors import DataError
 from paceline.script import Workers
 from paceline.types import Sampling
 from tests.e2e.test_roles import batch
-from tests.e2e.test_runs import SEPARATE, SMALL, config
 from tests.models import random_model, random_reward_model
 from tests.processes import children
+from tests.small_runs import SEPARATE, SMALL, config
 
 SPLIT = ["algorithm.name=ppo", "placement.critic=critic_pool"]
 

@@ -22,9 +22,9 @@ from paceline.errors import CheckpointError, ConfigError, DataError, WorkerDied
 from paceline.supervised.config import load_sft_config
 from paceline.supervised.run import fine_tune
 from tests.audits import assert_consistent
-from tests.e2e.test_runs import weights
 from tests.fault_report import Fault
 from tests.processes import children
+from tests.small_runs import weights
 
 SMALL = [
     "rows_per_step=8",

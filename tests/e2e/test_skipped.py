@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 from paceline.cli import app
 from paceline.training.skipped import MAX_DUMPS, read_dump
 from tests.e2e.test_extensions import run, steps_of
-from tests.e2e.test_runs import weights
 from tests.fault_report import Fault
 from tests.models import random_model
 from tests.processes import children
+from tests.small_runs import weights
 
 # The gradient of some batches overflows. Which ones depends only on their log-probs.
 LOSSES = """

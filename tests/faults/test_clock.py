@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from paceline.run import train
-from tests.e2e.test_runs import config
 from tests.fault_report import Fault
+from tests.small_runs import config
 
 
 @pytest.mark.parametrize("hours", [1, -1])

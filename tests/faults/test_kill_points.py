@@ -10,10 +10,10 @@ import pytest
 
 from paceline.training.checkpoint import latest_checkpoint, verify_checkpoint
 from tests.audits import assert_consistent
-from tests.e2e.test_runs import weights
 from tests.fault_report import Fault
 from tests.faults.killable import Killable
 from tests.models import random_model
+from tests.small_runs import weights
 
 KILLED = -signal.SIGKILL
 STEPS = 4  # two epochs

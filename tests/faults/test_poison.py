@@ -11,11 +11,11 @@ from paceline.config import load_config
 from paceline.errors import WorkerDied
 from paceline.run import train
 from paceline.workers.local import LocalCluster
-from tests.e2e.test_runs import SEPARATE
 from tests.fault_report import Fault
 from tests.faults.poison import POISON_TOKENS, build_with_poison
 from tests.models import random_model
 from tests.processes import children
+from tests.small_runs import SEPARATE
 
 pytestmark = pytest.mark.slow  # every engine that dies is replaced by a new process
 ROWS = 12

@@ -18,8 +18,8 @@ from paceline.observe.plan import plan_tables
 from paceline.remote.worker import Worker
 from paceline.run import train
 from tests.audits import assert_consistent
-from tests.e2e.test_runs import SEPARATE, SMALL, config, run, weights
 from tests.fault_report import Fault
+from tests.small_runs import SEPARATE, SMALL, config, run, weights
 
 FAULTS = 5  # percent of Ray's calls
 SPLIT = [

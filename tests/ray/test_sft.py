@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from tests.e2e.test_runs import weights
 from tests.e2e.test_sft import run
 from tests.models import random_model
+from tests.small_runs import weights
 
 
 def test_supervised_run_on_ray_gives_same_weights_as_local(address: str, tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.test_other_models import agree_and_learn
-from tests.e2e.test_runs import SEPARATE
 from tests.models import random_other_model
+from tests.small_runs import SEPARATE
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "gemma2", "opt"])

@@ -1,0 +1,191 @@
+"""The directory of a run: permissions, locks, damage, and what happens if it is moved or full."""
+
+import asyncio
+import errno
+import json
+import logging
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import CheckpointError, PacelineError
+from paceline.line_file import intact_rows
+from paceline.run import train
+from paceline.run_dir import lock_run_dir
+from paceline.training import checkpoint
+from paceline.training.checkpoint import verify_checkpoint
+from tests.fault_report import Fault
+from tests.small_runs import config, run
+
+
+@pytest.mark.fault("C7", "second run in the same directory")
+def test_run_fails_when_run_directory_is_in_use(model: str, tmp_path: Path, fault: Fault) -> None:
+    chosen = config(model, tmp_path / "run")
+    with (
+        lock_run_dir(Path(chosen.run_dir)),
+        pytest.raises(CheckpointError, match="in use by another run"),
+    ):
+        asyncio.run(train(chosen))
+    fault.fired()
+
+
+@pytest.mark.fault("C5", "run directory is a file")
+def test_run_fails_when_run_directory_is_a_file(model: str, tmp_path: Path, fault: Fault) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be used"):
+        run(model, tmp_path / "file")
+    fault.fired()
+
+
+@pytest.mark.fault("C1", "disk full while metrics are written")
+def test_run_fails_with_cause_when_disk_is_full(model: str, tmp_path: Path, fault: Fault) -> None:
+    class Full:
+        def step_done(self, *_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def engines_polled(self, *_: object) -> None:
+            return
+
+    with pytest.raises(
+        CheckpointError, match=r"run cannot be written: No space left on device; fix the cause"
+    ):
+        asyncio.run(train(config(model, tmp_path / "run"), lambda _: Full()))
+    fault.fired()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl"])
+@pytest.mark.fault("C4", "part of {name} missing, then a cut last line")
+def test_resume_fails_when_part_of_metrics_or_ledger_is_missing(
+    name: str, model: str, tmp_path: Path, fault: Fault
+) -> None:
+    run(model, tmp_path, "steps=1")
+    content = (tmp_path / name).read_bytes()
+    for damaged in (b"", content[:-9]):
+        (tmp_path / name).write_bytes(damaged)
+        message = f"{name} does not match the checkpoint of step 1: a part is missing"
+        with pytest.raises(CheckpointError, match=message):
+            run(model, tmp_path, "steps=2")
+    (tmp_path / name).write_bytes(content + b'{"half a li')
+    assert run(model, tmp_path, "steps=2")["steps"] == 2
+    fault.fired()
+    fault.audited(tmp_path)
+
+
+@pytest.mark.fault("C3", "line of ledger.jsonl, metrics.jsonl or samples.jsonl damaged")
+def test_resume_names_damaged_line_of_ledger_and_skips_one_of_other_files(
+    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: Fault
+) -> None:
+    """A ledger line decides which prompts are trained; other lines are only read by people."""
+    run(model, tmp_path, "steps=3")
+    ledger = (tmp_path / "ledger.jsonl").read_bytes()
+    for damaged in (ledger.replace(b'"seq": 1', b'"seq": 2', 1), ledger[:-1] + b"x"):
+        (tmp_path / "ledger.jsonl").write_bytes(damaged)
+        message = r"ledger.jsonl does not match .* line (2|24) is damaged. Restore the file"
+        with pytest.raises(CheckpointError, match=message):
+            run(model, tmp_path, "steps=4")
+    (tmp_path / "ledger.jsonl").write_bytes(ledger)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        content = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(content.replace(b'"step": 2', b'"step": 6', 1))
+    with caplog.at_level(logging.WARNING, "paceline"):
+        assert run(model, tmp_path, "steps=4")["steps"] == 4
+    assert "metrics.jsonl: line 2 is damaged and is skipped" in caplog.text
+    fault.fired()
+    assert [row["step"] for row in intact_rows(tmp_path / "metrics.jsonl")] == [1, 3, 4]
+
+
+@pytest.mark.parametrize("act", ["rename", "delete", "replace"])
+@pytest.mark.fault("C5", "run directory during a run: {act}")
+def test_run_fails_when_run_directory_is_moved_or_deleted(
+    act: str, model: str, tmp_path: Path, fault: Fault
+) -> None:
+    folder, other = tmp_path / "run", tmp_path / "other"
+
+    class Mover:
+        acted = 0
+
+        def step_done(self, step: int, *_: object) -> None:
+            done = [path.name for path in (folder / "checkpoints").glob("*step*")]
+            # Not while a checkpoint is being written: `rm` itself would fail.
+            if not self.acted and done and not any(name.endswith(".tmp") for name in done):
+                self.acted = step
+                folder.rename(other)
+                if act == "delete":
+                    shutil.rmtree(other)
+                elif act == "replace":
+                    shutil.copytree(other, folder, ignore=shutil.ignore_patterns("*.sock"))
+
+        def engines_polled(self, *_: object) -> None:
+            return
+
+    mover = Mover()
+    what = "deleted" if act == "delete" else f"moved to {other}/ledger.jsonl"
+    chosen = config(model, folder, "steps=99", "save_every=2")
+    with pytest.raises(CheckpointError, match=f"run_dir = {folder}: ledger.jsonl was {what} while"):
+        asyncio.run(train(chosen, lambda _: mover))
+    fault.fired()
+    if act == "replace":
+        assert not (folder / "summary.json").exists()
+    else:
+        assert not folder.exists(), "the run created its directory again"
+    if act == "rename":
+        steps = mover.acted + 1
+        assert run(model, other, f"steps={steps}", "save_every=2")["steps"] == steps
+        fault.audited(other)
+
+
+@pytest.mark.parametrize("damage", ["missing", "invalid", "outdated"])
+@pytest.mark.fault("C3", "summary.json {damage}")
+def test_finished_run_rewrites_summary_when_missing_or_damaged(
+    damage: str, model: str, tmp_path: Path, fault: Fault
+) -> None:
+    run(model, tmp_path, "steps=1")
+    earlier = (tmp_path / "summary.json").read_text()
+    run(model, tmp_path, "steps=2")
+    if damage == "missing":
+        (tmp_path / "summary.json").unlink()
+    else:
+        (tmp_path / "summary.json").write_text(earlier if damage == "outdated" else "{")
+    fault.fired()
+    assert run(model, tmp_path, "steps=2")["steps"] == 2
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 2
+
+
+class Payload:
+    """What a pickle could do when it is read."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.marker,)
+
+
+@pytest.mark.parametrize("where", ["checkpoint", "model"])
+@pytest.mark.fault("G3", "weights of a {where} replaced by a pickle with code")
+def test_pickle_with_code_is_not_run(where: str, model: str, tmp_path: Path, fault: Fault) -> None:
+    marker, folder = tmp_path / "marker", tmp_path / "run"
+    content = pickle.dumps(Payload(marker))
+    other = shutil.copytree(model, tmp_path / "model")
+    if where == "checkpoint":
+        run(str(other), folder, "steps=1")
+        saved = folder / "checkpoints" / "step_00000001"
+        for file in saved.rglob("*.safetensors"):
+            file.write_bytes(content)
+        manifest = json.loads((saved / "manifest.json").read_text())
+        manifest["files"] = checkpoint._digests(saved)  # as somebody who wants it to be read does
+        (saved / "manifest.json").write_text(json.dumps(manifest))
+        verify_checkpoint(saved)
+    else:
+        (other / "model.safetensors").unlink()
+        (other / "pytorch_model.bin").write_bytes(content)
+    fault.fired()
+    with pytest.raises(PacelineError):
+        run(str(other), folder, "steps=2")
+    assert not marker.exists()
+    pickle.loads(content)
+    assert marker.exists(), "the payload does nothing"
