@@ -19,7 +19,7 @@ from paceline.placement import PlacementSettings, RaySettings
 from paceline.queue.message_queue import QueueSettings
 from paceline.reward.reward import RewardSettings
 from paceline.rollout.fleet import FleetSettings
-from paceline.rollout.rollouter import RolloutSettings
+from paceline.rollout.settings import RolloutSettings
 from paceline.schedule import ScheduleSettings
 from paceline.sync.settings import MISMATCH_LIMITS, SyncSettings
 from paceline.training.settings import TrainSettings
