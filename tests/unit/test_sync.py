@@ -62,7 +62,7 @@ def test_engine_generates_nothing_after_torn_load_until_next_load(path: str, fau
     block = WeightBlock(path, layout_of(TENSORS))
 
     class Engine:
-        has_work, running, waiting, slots = True, 1, 0, 1
+        has_work, running, waiting, slots, tokens_sampled = True, 1, 0, 1, 0
         interfere = True
 
         def load(self, tensors: object, version: int) -> None:
