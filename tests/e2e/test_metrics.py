@@ -37,15 +37,18 @@ RUNS = {
         "schedule.sync_every=2",  # so that the second step has stale tokens in any case
         "algorithm.correction=truncate",
     ],
-    "a critic": ["algorithm.name=ppo", "train.offload=true"],
+    "a critic and an environment": [
+        *("algorithm.name=ppo", "train.offload=true"),
+        f"rollout.environment={TESTS.parent}/examples/tool_environment.py:Lookup",
+    ],
     "a teacher": ["algorithm.name=distill"],
 }
 SUPERVISED = [
     *("epochs=1", "rows_per_step=8", "data.task=copy:3", "data.limit=24", "data.max_length=32"),
     *("placement.threads=1", "validation.rows=4", "validation.every=1"),
 ]
-# Needs several ranks: tests/hybrid.py reads it.
-OTHER_RUNS = {"memory/rank_{n}_{phase}_bytes"}
+# These need several ranks, where tests/hybrid.py reads it, and a GPU.
+OTHER_RUNS = {"memory/rank_{n}_{phase}_bytes", "train/flop_utilization"}
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,9 @@ def test_wheel_contains_package_type_marker_recipes_and_nothing_else(wheel: Path
     names = zipfile.ZipFile(wheel).namelist()
     source = {str(path.relative_to(ROOT)) for path in (ROOT / "paceline").rglob("*.py")}
     recipes = {f"paceline/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.toml")}
-    expected = source | recipes | {"paceline/py.typed"}
+    static = (ROOT / "paceline" / "page" / "static").iterdir()
+    page = {str(path.relative_to(ROOT)) for path in static}
+    expected = source | recipes | page | {"paceline/py.typed"}
     assert expected == {name for name in names if ".dist-info/" not in name}
 
 
