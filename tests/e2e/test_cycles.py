@@ -3,9 +3,12 @@
 import gc
 from pathlib import Path
 
+import pytest
+
 from benchmarks.cycles import IN_THREADS, cycle, run_cycles
 
 
+@pytest.mark.slow
 def test_runs_in_one_program_leave_nothing_behind(model: str, tmp_path: Path) -> None:
     cycle(tmp_path / "run", IN_THREADS[0], model)
     frozen = gc.get_freeze_count()

@@ -55,6 +55,7 @@ def test_simulate_explains_wrong_options(options: list[str], words: str) -> None
     assert code == 2 and words in " ".join(output.split())
 
 
+@pytest.mark.slow
 def test_plan_probe_measures_costs_and_predicts_every_mode(tmp_path: Path) -> None:
     """Real engine and trainer of the tiny model, on a thread."""
     path = tmp_path / "costs.json"
