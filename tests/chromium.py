@@ -32,7 +32,10 @@ class Browser:
         self.problems: list[str] = []  # errors in the console, and exceptions
 
     def __enter__(self) -> "Browser":
-        self._folder = tempfile.TemporaryDirectory(prefix="paceline-chromium-")
+        # Processes of the browser may write to it for a moment after its end.
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="paceline-chromium-", ignore_cleanup_errors=True
+        )
         command = [find_chromium() or NAMES[0], "--headless=new", "--remote-debugging-pipe"]
         command += ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
         command += ["--no-first-run", "--disable-background-networking", "--mute-audio"]
