@@ -34,9 +34,9 @@ help:  ## list the commands
 demo: $(READY)  ## train a tiny model with fully async GRPO: about 30 seconds on two cores
 	$(BIN)/paceline train recipes/fully_async.toml run_dir=runs/demo --fresh
 
-test: test-fast test-runs test-serial  ## run every test of the README: about ten minutes on two cores
+test: test-fast test-runs test-serial  ## run every test of the README: about twelve minutes on two cores
 
-test-fast: $(READY)  ## unit and torture tests only: about three minutes
+test-fast: $(READY)  ## unit and torture tests only: under five minutes
 	$(PYTEST) $(PARALLEL) $(FAST)
 
 test-runs: $(READY)  ## contract tests and whole runs that can share the machine
@@ -51,7 +51,7 @@ coverage: $(READY)  ## like test-fast, with a coverage report: about five minute
 faults: $(READY)  ## inject every fault of docs/faults_report.md and write the report again
 	$(PYTEST) -m fault --fault-report $(FAULT_REPORT) --ignore=tests/bench --ignore=tests/megatron tests
 
-test-slow: $(READY)  ## presets learn with three seeds, guarantees in further settings: eight minutes
+test-slow: $(READY)  ## presets learn with three seeds, guarantees in further settings: nine minutes
 	$(PYTEST) $(PARALLEL) -m slow
 
 test-megatron: $(VENV)/.megatron  ## Megatron backend against one device, ranks on CPUs: a few minutes
