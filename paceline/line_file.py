@@ -78,6 +78,18 @@ def intact_lines(path: Path) -> Iterator[Line]:
             )
 
 
+def step_of(row: dict[str, Any] | None) -> float:
+    """Return the step of a line; infinity if the line is damaged or has none."""
+    step = row.get("step") if row else None
+    return step if isinstance(step, int) else float("inf")
+
+
+def end_of_step(path: Path, step: int) -> int:
+    """Return the bytes of a file up to the lines of a step, where a resumed run continues."""
+    kept = (line.end for line in intact_lines(path) if step_of(line.row) <= step)
+    return max(kept, default=0)
+
+
 class LineTail:
     """Reader of a file that another process extends: each call continues at the last whole line."""
 

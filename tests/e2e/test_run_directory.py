@@ -177,7 +177,7 @@ def test_pickle_with_code_is_not_run(where: str, model: str, tmp_path: Path, fau
         for file in saved.rglob("*.safetensors"):
             file.write_bytes(content)
         manifest = json.loads((saved / "manifest.json").read_text())
-        manifest["files"] = checkpoint._digests(saved)  # as somebody who wants it to be read does
+        manifest["files"] = checkpoint._digests(saved)  # so that the checksums hold
         (saved / "manifest.json").write_text(json.dumps(manifest))
         verify_checkpoint(saved)
     else:

@@ -338,7 +338,7 @@ class NativeEngine:
                 budget -= tokens
                 self._tokens_prefilled += tokens
         if chunks:
-            with doing(None if self._backend.ahead else PREFILL):  # a GPU has a timer of its own
+            with doing(None if self._backend.ahead else PREFILL):  # a GPU has a timer
                 self._backend.prefill(chunks, base)
         complete = [pending for pending in self._prefilling if pending.left == 0]
         self._prefilling = [pending for pending in self._prefilling if pending.left]
