@@ -15,6 +15,7 @@ import itertools
 import json
 import platform
 import random
+import shutil
 import statistics
 import sys
 import tempfile
@@ -120,6 +121,8 @@ def run(options: argparse.Namespace, mode: str, seed: int, data: tuple[Rows, Row
     task, given = TASKS[options.task], dict(pair.split("=", 1) for pair in options.set)
     small = task.cpu if options.cpu else {}
     settings = task.settings | small | MODES[mode] | {k: _read(v) for k, v in given.items()}
+    if mode == "async" and options.staleness is not None:
+        settings["schedule.max_staleness"] = options.staleness
     with tempfile.TemporaryDirectory() as folder:
         done = paceline.train(
             model=options.model,
@@ -136,12 +139,17 @@ def run(options: argparse.Namespace, mode: str, seed: int, data: tuple[Rows, Row
         )
         lines = (Path(folder) / "evaluations.jsonl").read_text().splitlines()
         metrics = done.metrics
+        if options.metrics:
+            name = f"teach_{options.task}_{mode}_{seed}.jsonl"
+            shutil.copy(Path(folder) / "metrics.jsonl", options.metrics / name)
     found = [json.loads(line) for line in lines]
     start = found[0]["wall_time_s"] - found[0]["seconds"]
     steps = [b["wall_time_s"] - a["wall_time_s"] for a, b in itertools.pairwise(metrics)]
     return {
         "mode": mode,
         "seed": seed,
+        "max_staleness": settings["schedule.max_staleness"],
+        "set": {key: _read(value) for key, value in given.items()},
         "accuracy": [
             [round(line["wall_time_s"] - start, 1), line["step"], round(line["pass@1"], 4)]
             for line in found
@@ -181,18 +189,22 @@ def plot(result: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
+    labels: set[str] = set()
     for made in result["runs"]:
-        first = made["seed"] == min(other["seed"] for other in result["runs"])
+        label = ", ".join([made["mode"], *(f"{k}={v}" for k, v in made["set"].items())])
         axes.plot(
             [seconds / 60 for seconds, _, _ in made["accuracy"]],
             [accuracy for _, _, accuracy in made["accuracy"]],
             color=COLORS[made["mode"]],
-            label=made["mode"] if first else None,
+            label=None if label in labels else label,
+            linestyle="--" if made["set"] else "-",
             marker=".",
         )
+        labels.add(label)
     axes.set_xlabel("minutes, evaluations included")
     axes.set_ylabel("held-out accuracy")
-    axes.set_title(f"{result['name']}, {result['held_out']} held-out rows, {result['device']}")
+    title = f"{result['name']}, {result['held_out']} held-out rows, {result['device']}"
+    axes.set_title(title, fontsize="small")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, metadata={"Date": None})
@@ -212,6 +224,9 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--every", type=int)
+    parser.add_argument("--staleness", type=int, help="bound of async runs; default: 2")
+    parser.add_argument("--append", action="store_true", help="keep the runs of earlier commands")
+    parser.add_argument("--metrics", type=Path, help="directory for the metrics of every step")
     parser.add_argument("--cpu", action="store_true", help="smaller steps, for two cores")
     parser.add_argument("--set", action="append", default=[], help="additional key=value")
     parser.add_argument("--out", type=Path)
@@ -232,6 +247,8 @@ def main() -> None:
         "runs": [],
     }
     out = options.out or RESULTS / f"teach_{options.task}.json"
+    if options.append and out.exists():
+        result["runs"] = json.loads(out.read_text())["runs"]
     for seed in map(int, options.seeds.split(",")):
         for mode in options.modes.split(","):
             result["runs"].append(run(options, mode, seed, data))
