@@ -310,7 +310,7 @@ class _Environment:
         for _ in range(self._turns):
             completion = await generate(context)
             turns.append(Turn(context[len(turns) :] if not turns else (), completion))
-            context += (int(completion.tokens.sum()),)
+            context += (sum(completion.tokens.tolist()),)  # few, so faster than numpy
             self._calls += 1
             if (seconds := self._seconds[self._calls]) > 0:
                 await asyncio.sleep(seconds)
