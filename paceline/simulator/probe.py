@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from transformers import PretrainedConfig
 
 from paceline.config import RunConfig
 from paceline.inputs import load_inputs
@@ -43,6 +44,7 @@ class Probe:
     """Measured points and the costs that were fitted to them."""
 
     config: RunConfig  # whose automatic settings have been chosen
+    model: PretrainedConfig
     costs: CostModel
     prompt_tokens: int  # the mean of the recipe's prompts
     decode: tuple[tuple[int, int, float], ...]  # (sequences, context tokens, seconds of a step)
@@ -57,14 +59,14 @@ async def probe(config: RunConfig, report: Report = lambda what: None) -> Probe:
     lengths = [len(inputs.source[seq].tokens) for seq in range(PROMPTS)]
     layout = await plan_that_fits(config, inputs.model_path, roles)
     config = layout.config
-    vocabulary = load_config(inputs.model_path).get_text_config().vocab_size
+    model = load_config(inputs.model_path)
     async with AsyncExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         report("starting the engine and the trainer")
         _, plans, workers = await open_workers(stack, config, roles, inputs.model_path, logs)
         engine = EngineClient(engine_workers(config, plans, workers[Role.ROLLOUT])[0])
         prompt = round(statistics.mean(lengths))
-        return await _Measurement(config, engine, workers, vocabulary, prompt, report).run()
+        return await _Measurement(config, engine, workers, model, prompt, report).run()
 
 
 class _Measurement:
@@ -73,12 +75,13 @@ class _Measurement:
         config: RunConfig,
         engine: EngineClient,
         workers: dict[Role, list[Worker]],
-        vocabulary: int,
+        model: PretrainedConfig,
         prompt: int,
         report: Report,
     ) -> None:
         self._config, self._engine, self._workers = config, engine, workers
-        self._vocabulary, self._prompt, self._report = vocabulary, max(2, prompt), report
+        self._model, self._prompt, self._report = model, max(2, prompt), report
+        self._vocabulary = model.get_text_config().vocab_size
         self._random = np.random.default_rng(0)
         self._new = min(NEW_TOKENS, config.rollout.max_response_length)
         self._number = 0
@@ -106,7 +109,14 @@ class _Measurement:
             fit_error=max(fit.error for fit in fits.values()),
         )
         return Probe(
-            self._config, costs, self._prompt, tuple(decode), tuple(prefill), tuple(train), fits
+            self._config,
+            self._model,
+            costs,
+            self._prompt,
+            tuple(decode),
+            tuple(prefill),
+            tuple(train),
+            fits,
         )
 
     @property
