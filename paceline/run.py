@@ -232,7 +232,13 @@ class _Run:
         config, start, fleet = self._config, self._start, self._fleet
         decode = partial(self._inputs.tokenizer.decode, skip_special_tokens=True)
         self._attempt = begin_attempt(self._run_dir, start.step)
-        samples = Samples(self._run_dir, config.save_samples, start.step, decode)
+        samples = Samples(
+            self._run_dir,
+            config.save_samples,
+            start.step,
+            decode,
+            lambda: self._trainer.advantages,
+        )
         # The ledger is truncated to the checkpoint only now: a start that fails changes nothing.
         if start.abandons_later:
             set_later_aside(self._run_dir, start.step)

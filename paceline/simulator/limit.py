@@ -8,12 +8,9 @@ from paceline.simulator.simulation import Scenario
 
 def limit_steps_per_s(scenario: Scenario) -> float:
     """Return the steps per second of engines with full slots and a trainer that never wait."""
-    costs = scenario.costs
-    generate_s = scenario.groups_per_step * scenario.group_size * costs.turns
-    generate_s *= _completion_s(scenario) / scenario.engines
-    prompts = scenario.groups_per_step * scenario.prompt_tokens
-    generate_s += costs.prefill_token_s * prompts / scenario.engines
-    rows = scenario.groups_per_step * scenario.group_size
+    costs, rows = scenario.costs, scenario.groups_per_step * scenario.group_size
+    prefill_s = costs.prefill_token_s * scenario.groups_per_step * scenario.prompt_tokens
+    generate_s = (rows * costs.turns * _completion_s(scenario) + prefill_s) / scenario.engines
     tokens = rows * (scenario.prompt_tokens + costs.turns * scenario.lengths.mean)
     train_s = costs.train_s(round(tokens), scenario.train_devices)
     if scenario.has_critic:
