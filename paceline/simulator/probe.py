@@ -34,6 +34,7 @@ REPEATS = 3  # of which the median counts; fewer if they take long
 ENOUGH_S = 0.5  # after which a measurement is not repeated
 NEW_TOKENS = 32  # generated per sequence, if the recipe allows it
 PROMPTS = 64  # that are read to find their mean length
+MOST_SLOWDOWN = 10.0  # of overlapping work; more is an error of the measurement
 GENERATION_S, TRAINING_S = 12.0, 8.0  # no further load is measured after them
 
 Report = Callable[[str], None]
@@ -90,6 +91,7 @@ class _Measurement:
         publish_s, load_s = await self._sync()
         decode, prefill = await self._generation()
         train = await self._training()
+        overlap = await self._overlap() if self._config.placement.overlap else {}
         fits = {
             "decode": fit_decode(decode),
             "prefill": fit_tokens(prefill),
@@ -107,6 +109,7 @@ class _Measurement:
             publish_s=publish_s,
             load_s=load_s,
             fit_error=max(fit.error for fit in fits.values()),
+            **overlap,
         )
         return Probe(
             self._config,
@@ -213,6 +216,31 @@ class _Measurement:
         signs = self._random.standard_normal(batch.num_tokens).astype(np.float32)
         return replace(batch, advantages=np.where(batch.mask, signs, 0).astype(np.float32))
 
+    # --- both at the same time ---
+
+    async def _overlap(self) -> dict[str, float]:
+        """Return how much engine and trainer slow each other down on the device they share."""
+        self._report("measuring generation and training at the same time")
+        rows = self._config.groups_per_step * self._config.group_size
+        batch = self._batch(max(1, rows // 8))
+        works = {
+            "decode": partial(self._generate, self._config.slots, self._prompt, self._new),
+            "train": partial(self._update, batch),
+        }
+        alone = {name: await self._median(work) for name, work in works.items()}
+        found = []
+        for _ in range(REPEATS):
+            begun, ends = time.perf_counter(), dict[str, float]()
+
+            async def run(name: str, begun: float = begun, ends: dict[str, float] = ends) -> None:
+                await works[name]()
+                ends[name] = time.perf_counter() - begun
+
+            await asyncio.gather(*map(run, works))
+            found.append(slowdowns(alone["decode"], alone["train"], ends["decode"], ends["train"]))
+        decode, train = (statistics.median(each) for each in zip(*found, strict=True))
+        return {"overlap_decode": decode, "overlap_train": train}
+
     # --- weight sync ---
 
     async def _sync(self) -> tuple[float, float]:
@@ -230,9 +258,28 @@ class _Measurement:
         return statistics.median(published), statistics.median(loaded)
 
 
+def slowdowns(
+    decode_s: float, train_s: float, decode_end: float, train_end: float
+) -> tuple[float, float]:
+    """Return the slowdown of two works that start together, from their times alone and their ends.
+
+    The one that ends first was slowed all the time, the other one until then.
+    """
+    if train_end > decode_end:
+        train, decode = slowdowns(train_s, decode_s, train_end, decode_end)
+        return decode, train
+    left = decode_s - (decode_end - train_end)  # work of the engine beside the trainer
+    decode = train_end / left if left > train_end / MOST_SLOWDOWN else MOST_SLOWDOWN
+    return max(1.0, decode), min(MOST_SLOWDOWN, max(1.0, train_end / train_s))
+
+
 def summary(found: Probe) -> Sequence[str]:
     """Describe the costs and how well they fit, a line each."""
     costs, errors = found.costs, found.errors
+    overlap = (
+        f"at the same time: generation takes {costs.overlap_decode:.2f}x as long, training "
+        + (f"{costs.overlap_train:.2f}x")
+    )
     return (
         f"decode step: {costs.decode_step_s * 1e3:.3g} ms + {costs.decode_sequence_s * 1e6:.3g} µs "
         f"per sequence + {costs.decode_context_s * 1e9:.3g} ns per token in the KV cache "
@@ -243,4 +290,5 @@ def summary(found: Probe) -> Sequence[str]:
         f"token (error {errors['train'].error:.0%})",
         f"weight sync: {costs.publish_s * 1e3:.3g} ms to publish, {costs.load_s * 1e3:.3g} ms to "
         "load",
+        *([overlap] if found.config.placement.overlap else []),
     )
