@@ -5,7 +5,8 @@
 A probe measures the costs of engine and trainer once per placement. The simulator then predicts
 hybrid sync, one step off and fully async for three distributions of lengths, and real runs of the
 same load (that of benchmarks/modes.py) measure them. The aim is an error of at most 10 % each, and
-the same fastest mode. Run it on a quiet machine: two processes need two cores.
+the same fastest mode. Run it on a quiet machine: two processes need two cores. --quick is one
+distribution with a few steps of each mode, and needs about three minutes of CPU time.
 """
 
 import argparse
@@ -13,9 +14,11 @@ import asyncio
 import json
 import logging
 import math
+import os
 import platform
 import sys
 import tempfile
+from datetime import date
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -117,11 +120,14 @@ def main() -> None:
         if (same := [row for row in results if row["lengths"] == lengths])
     )
     within = sum(abs(row["error"]) <= AIM for row in results)
+    load = os.getloadavg()
     sys.stdout.write(
-        f"{within} of {len(results)} within {AIM:.0%}; fastest mode right {right} times\n"
+        f"{within} of {len(results)} within {AIM:.0%}; fastest mode right {right} times; "
+        f"load average {load[1]:.1f} on {os.cpu_count()} cores\n"
     )
     if not quick:
         report = {"command": " ".join(["python", *sys.argv]), "machine": platform.machine()}
+        report |= {"date": date.today().isoformat(), "load_average": load}
         report |= {"torch": torch.__version__, "rows": rows}
         RESULTS.write_text(json.dumps(report, indent=1) + "\n")
 

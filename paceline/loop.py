@@ -19,6 +19,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 from paceline.errors import (
@@ -372,7 +373,7 @@ class Loop:
                 for seq in wanted:
                     self._timeline.group("group", seq, "trained")
                 return groups
-            missing = [seq for seq in wanted if seq not in self._queue]
+            missing = list(islice((seq for seq in wanted if seq not in self._queue), 6))
             self.waiting_for["train"] = (
                 f"groups {missing[:5]}{'…' if len(missing) > 5 else ''} to be generated and scored"
             )

@@ -30,6 +30,7 @@ from paceline.observe.flops import TrainUtilization, peak_flops
 from paceline.observe.health import Health
 from paceline.observe.mismatch import MismatchMonitor
 from paceline.observe.model_card import model_card, write_model_card
+from paceline.observe.profile import StepProfile
 from paceline.observe.recorder import Recorder, write_json
 from paceline.observe.samples import Samples
 from paceline.observe.sinks import open_sinks
@@ -58,6 +59,7 @@ from paceline.run_dir import (
     recorded_config,
     set_later_aside,
 )
+from paceline.simulator.prediction import PredictionCheck, read_prediction
 from paceline.suspend import ignore_suspended_time
 from paceline.synchronizer import ParameterSynchronizer
 from paceline.timeline import Timeline
@@ -104,6 +106,7 @@ async def train(
     """
     ignore_suspended_time(asyncio.get_running_loop())
     check_trainable(config)
+    prediction = _prediction_check(config)
     inputs = load_inputs(config, rows, held_out)
     agent = open_agent(config, inputs, environment)
     run_dir = Path(config.run_dir)
@@ -144,7 +147,7 @@ async def train(
             run_dir / "logs",
             run_dir / "quarantine.jsonl",
         )
-        run = _Run(config, inputs, generation, start)
+        run = _Run(config, inputs, generation, start, prediction)
         stack.enter_context(run.watchdog)
         await run.prepare()
         summary = await run.train(stack, control, make_display, stop)
@@ -158,9 +161,15 @@ class _Run:
     """One training run, once its workers have started."""
 
     def __init__(
-        self, config: RunConfig, inputs: Inputs, generation: Generation, start: Start
+        self,
+        config: RunConfig,
+        inputs: Inputs,
+        generation: Generation,
+        start: Start,
+        prediction: PredictionCheck | None,
     ) -> None:
         self._config, self._inputs, self._start = config, inputs, start
+        self._prediction = prediction
         self._generation = generation
         self._workers, self._fleet = generation.workers, generation.fleet
         self._rollouter, self._scorer = generation.rollouter, generation.scorer
@@ -223,7 +232,13 @@ class _Run:
         config, start, fleet = self._config, self._start, self._fleet
         decode = partial(self._inputs.tokenizer.decode, skip_special_tokens=True)
         self._attempt = begin_attempt(self._run_dir, start.step)
-        samples = Samples(self._run_dir, config.save_samples, start.step, decode)
+        samples = Samples(
+            self._run_dir,
+            config.save_samples,
+            start.step,
+            decode,
+            lambda: self._trainer.advantages,
+        )
         # The ledger is truncated to the checkpoint only now: a start that fails changes nothing.
         if start.abandons_later:
             set_later_aside(self._run_dir, start.step)
@@ -236,6 +251,7 @@ class _Run:
         trace = self._open_trace()
         timeline = Timeline(trace)
         meter = self._open_meter(timeline)
+        profile = self._open_profile()
         recorder = Recorder(
             self._run_dir,
             start.metrics_length,
@@ -246,6 +262,7 @@ class _Run:
             meter,
             trace,
             self._utilization(),
+            [watcher for watcher in (self._prediction, profile) if watcher],
         )
         stack.callback(recorder.close)
         queue = MessageQueue(config.max_queue_size, changed=fleet.changed)
@@ -280,6 +297,8 @@ class _Run:
         meter.start()
         async with control.serving(job_commands(fleet, self._rollouter)):
             await loop.run(start.step)
+        if profile:
+            await profile.close()
         await refresh(self._metered())
         meter.end()
         timeline.end()
@@ -292,6 +311,8 @@ class _Run:
         )
         if self._held_out:
             summary["evaluation"] = self._held_out.summary()
+        if self._prediction and (compared := self._prediction.summary()):
+            summary["prediction"] = compared
         summary["fleet"] = {"replaced": fleet.replaced, "fenced_messages": fleet.fenced_messages}
         recorder.log_summary(summary)
         return summary
@@ -319,6 +340,16 @@ class _Run:
             return None
         return TraceWriter(
             self._run_dir, lambda: ((each.name, each.worker) for each in self._metered())
+        )
+
+    def _open_profile(self) -> StepProfile | None:
+        if not self._config.profile_steps:
+            return None
+        return StepProfile(
+            self._config.profiled,
+            self._run_dir,
+            lambda: (each.worker for each in self._metered()),
+            self._start.step,
         )
 
     def _open_held_out(self, recorder: Recorder) -> HeldOut | None:
@@ -437,6 +468,14 @@ def _weight_check(
     if config.rollout.engine == "vllm" and config.schedule.max_staleness and separate:
         return WeightCheck(actor, fleet, config.rollout.temperature, config.mismatch_limit).begin
     return None
+
+
+def _prediction_check(config: RunConfig) -> PredictionCheck | None:
+    """Return what compares the run with its prediction, if there is one."""
+    if config.prediction is None:
+        return None
+    prediction = read_prediction(Path(config.prediction))
+    return PredictionCheck(prediction, config.schedule.max_staleness)
 
 
 def _loop_settings(config: RunConfig) -> LoopSettings:

@@ -34,6 +34,7 @@ class Timeline:
         self._since = math.nan
         self._groups: dict[tuple[str, int], tuple[str, float]] = {}  # stage, and since when
         self._stages: Counter[str] = Counter()
+        self._generation = NOTHING  # what it does, from the stages
 
     def enter(self, phase: str) -> None:
         """Begin a phase of the train task."""
@@ -46,22 +47,27 @@ class Timeline:
 
     def group(self, kind: str, seq: int, stage: str | None) -> None:
         """Begin a stage of a group; None: it has left the last one."""
-        now, key = self.advance(), (kind, seq)
+        stages, key = self._stages, (kind, seq)
+        now = asyncio.get_running_loop().time() if self._tracer else 0.0
         last, begun = self._groups.pop(key, (None, now))
         if last is not None:
-            self._stages[last] -= 1
+            stages[last] -= 1
             if self._tracer:
                 self._tracer.group(kind, seq, last, begun, now)
         if stage is not None:
             self._groups[key] = stage, now
-            self._stages[stage] += 1
+            stages[stage] += 1
+        generation = GENERATED if stages[GENERATED] else SCORED if stages[SCORED] else NOTHING
+        if generation != self._generation:  # of many groups, few change it
+            self.advance()
+            self._generation = generation
 
     def dropped(self, seq: int, reason: str, tokens: int = 0) -> None:
         """End a group that is not trained, with its generated tokens."""
         self.group("group", seq, None)
         self.wasted_tokens += tokens
         if self._tracer:
-            self._tracer.dropped(seq, reason, self._since)
+            self._tracer.dropped(seq, reason, asyncio.get_running_loop().time())
 
     def end(self) -> None:
         """Give the tracer what has not ended."""
@@ -72,10 +78,9 @@ class Timeline:
 
     def advance(self) -> float:
         """Count the time until now; return it."""
-        now, stages = asyncio.get_running_loop().time(), self._stages
+        now = asyncio.get_running_loop().time()
         if math.isnan(self._since):
             self._since = self._phase_begun = now
-        stage = GENERATED if stages[GENERATED] else SCORED if stages[SCORED] else NOTHING
-        self.seconds[self._phase, stage] += now - self._since
+        self.seconds[self._phase, self._generation] += now - self._since
         self._since = now
         return now

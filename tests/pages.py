@@ -32,6 +32,11 @@ def metrics(step: int, steps: int = 100) -> dict[str, Any]:
         "time/wait_s": 0.3 + noise,
         "time/train_s": 1.9 + noise,
         "time/sync_s": 0.12 + noise / 2,
+        "device/total_s": 5.0,
+        "device/generation_s": 2.0 - done,
+        "device/training_s": 1.5 + done,
+        "device/wait_groups_s": 1.5,
+        "device/speed_of_light": 0.6,
         **{f"train/more_{number}": noise * number for number in range(30)},
     }
 
@@ -58,6 +63,7 @@ def completion(number: int, words: int, text: str | None = None) -> dict[str, An
         "logprobs": [
             -round(abs(math.sin(number + at * 3)) ** 4 * 5, 2) for at in range(len(pieces))
         ],
+        "advantages": [[-0.5, len(pieces) // 2], [1.25, -(-len(pieces) // 2)]],
         "versions": [[number % 5, len(pieces) // 2], [number % 5 + 1, -(-len(pieces) // 2)]],
     }
 

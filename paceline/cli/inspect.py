@@ -53,12 +53,23 @@ def plan(
         bool,
         typer.Option(
             "--probe",
-            help="Measure engine and trainer for some 20 s, and predict the speed of every mode.",
+            help="Measure engine and trainer for some 20 s, predict the speed of every mode, and "
+            "propose one with its settings.",
         ),
     ] = False,
-    costs: Annotated[Path, typer.Option(help="File for the costs that --probe measures.")] = Path(
-        "costs.json"
-    ),
+    costs: Annotated[
+        Path,
+        typer.Option(
+            help="File for the costs that --probe measures; prediction.json is beside it."
+        ),
+    ] = Path("costs.json"),
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Lengths of completions that --probe predicts for, as in `paceline simulate`.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Show which devices each role gets and the memory of each phase. Starts no workers, unless
     they are probed."""
@@ -93,9 +104,9 @@ def plan(
     for warning in warnings:
         warn(warning)
     if probe:
-        from paceline.cli.simulate import probe_and_predict
+        from paceline.cli.simulate import probe_and_propose
 
-        probe_and_predict(config, costs, devices)
+        probe_and_propose(recipe, settings or [], costs, devices, lengths)
 
 
 @app.command()

@@ -47,6 +47,12 @@ class RunConfig(RunSettings):
     """
     trace: bool = False
     """Record what each worker and each group does to trace.jsonl, see `paceline trace`."""
+    profile_steps: str | None = Field(None, pattern=r"^[1-9]\d*:[1-9]\d*$")
+    """Train steps, for example "10:12", of which each worker writes a torch profile to profile/ in
+    the run directory. Profiled steps are slower."""
+    prediction: str | None = None
+    """File of `paceline plan --probe` with the predicted speed. The run compares its speed with it,
+    and reports what differs if it is off by more than 20 %."""
     start_timeout_s: float = Field(600.0, gt=0)
     """Maximum seconds for each stage of the start: loading models, loading the checkpoint,
     connecting trainer and engines, the first weight sync."""
@@ -206,6 +212,21 @@ class RunConfig(RunSettings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _profiled_steps_are_in_order(self) -> "RunConfig":
+        if self.profile_steps and not self.profiled:
+            raise ValueError(
+                f"profile_steps = {self.profile_steps!r}: the last step comes before the first; "
+                'expected FIRST:LAST, for example "10:12"'
+            )
+        return self
+
+    @property
+    def profiled(self) -> range:
+        """The train steps that are profiled."""
+        first, _, last = (self.profile_steps or "1:0").partition(":")
+        return range(int(first), int(last) + 1)
+
     @property
     def mismatch_limit(self) -> float:
         kind = "fp8" if self.rollout.has_fp8 else self.train.dtype
@@ -263,6 +284,7 @@ class RunConfig(RunSettings):
 MAY_CHANGE = {
     *("save_every_s", "save_in_flight", "grace_s"),
     *("run_dir", "steps", "save_every", "keep_checkpoints", "save_samples", "track", "trace"),
+    *("prediction", "profile_steps"),
     "start_timeout_s",
     *("step_timeout_s", "stall_timeout_s", "sync", "fleet", "cluster", "ray", "data.path"),
     "evaluation",

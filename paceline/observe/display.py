@@ -258,6 +258,7 @@ def print_summary(console: Console, summary: dict[str, Any], run_dir: str) -> No
         "busy: rollout, train": f"{summary['rollout_busy_fraction']:.0%}, "
         f"{summary['train_busy_fraction']:.0%}",
         **_device_rows(summary.get("device_time")),
+        **_prediction_row(summary.get("prediction")),
         "peak memory": f"{summary['memory_peak_bytes'] / 2**30:.2f} GiB",
         **_memory_rows(summary.get("memory_phases", {}), summary.get("memory_planned", {})),
         "ledger": f"{ledger['issued']} issued = {ledger['trained']} trained + {dropped} dropped "
@@ -302,6 +303,10 @@ def _device_rows(found: Mapping[str, float] | None) -> dict[str, str]:
         "device time": describe(seconds, found["total_s"]),
         "speed of light": f"{found['speed_of_light']:.0%}",
     }
+
+
+def _prediction_row(found: Mapping[str, Any] | None) -> dict[str, str]:
+    return {"prediction": str(found["text"])} if found else {}
 
 
 def _change(first: float, last: float) -> Text:

@@ -9,7 +9,7 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -35,6 +35,12 @@ SUMMED = (
 )
 
 
+class StepWatcher(Protocol):
+    """What follows the steps, for example to compare their metrics with a prediction."""
+
+    def step_done(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+
 class Recorder:
     """Observer of the loop that writes the results and passes everything on to the display.
 
@@ -52,11 +58,12 @@ class Recorder:
         meter: DeviceMeter | None = None,
         trace: TraceWriter | None = None,
         utilization: TrainUtilization | None = None,
+        watchers: Sequence[StepWatcher] = (),
     ) -> None:
         """`length`: bytes of metrics.jsonl that a checkpoint of `first_step` has recorded."""
         self._engines: Sequence[EngineStats] = ()
         self._samples, self._meter, self._trace = samples, meter, trace
-        self._utilization = utilization
+        self._utilization, self._watchers = utilization, watchers
         self._display = display
         self._evaluated: Metrics = {}  # since the last step
         self._sinks = sinks or Sinks()
@@ -112,6 +119,8 @@ class Recorder:
             if name == "staleness/max" or name.startswith("memory/"):
                 self._maxima[name] = max(self._maxima.get(name, 0.0), value)
         self._slow.check(step, metrics)
+        for watcher in self._watchers:
+            watcher.step_done(step, metrics)
         saved = self._samples.step_done(step, groups)
         self._distributions.step_done(step, groups)
         self._sinks.put(step, metrics)

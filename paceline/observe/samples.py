@@ -15,9 +15,9 @@ from rich.text import Text
 
 from paceline.errors import CheckpointError
 from paceline.line_file import LineFile, end_of_step, intact_rows, read_lines, step_of
-from paceline.observe.token_details import TokenDetails
+from paceline.observe.token_details import TokenDetails, turn_advantages
 from paceline.printable import printable
-from paceline.types import Group, Trajectory
+from paceline.types import FloatArray, Group, Trajectory
 
 NAME = "samples.jsonl"
 
@@ -25,26 +25,39 @@ NAME = "samples.jsonl"
 class Samples:
     """Writer of the first `groups` groups of each step, one per line.
 
-    `decode` turns the tokens of a conversation into text.
+    `decode` turns the tokens of a conversation into text. `advantages` returns those of all tokens
+    of the last batch, if they are known.
     """
 
     def __init__(
-        self, run_dir: Path, groups: int, first_step: int, decode: Callable[[list[int]], str]
+        self,
+        run_dir: Path,
+        groups: int,
+        first_step: int,
+        decode: Callable[[list[int]], str],
+        advantages: Callable[[], FloatArray | None] = lambda: None,
     ) -> None:
         self._groups, self._decode, self._details = groups, decode, TokenDetails(decode)
+        self._advantages = advantages
         path = run_dir / NAME
         # Steps after the checkpoint are trained again.
         self._file = LineFile(path, end_of_step(path, first_step))
 
     def step_done(self, step: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
         """Write the groups of a step and return what was written."""
-        rows = [self._row(step, group) for group in groups[: self._groups]]
+        saved, values = groups[: self._groups], self._advantages()
+        known = {}
+        if saved and values is not None:
+            known = turn_advantages(groups, values, {group.seq for group in saved})
+        rows = [self._row(step, group, known.get(group.seq)) for group in saved]
         for row in rows:
             self._file.write(row, ascii_only=False)
         self._file.flush()
         return rows
 
-    def _row(self, step: int, group: Group) -> dict[str, Any]:
+    def _row(
+        self, step: int, group: Group, advantages: Sequence[Sequence[FloatArray]] | None
+    ) -> dict[str, Any]:
         return {
             "step": step,
             "seq": group.seq,
@@ -53,12 +66,19 @@ class Samples:
             "staleness": step - 1 - group.version_min,
             "prompt": group.prompt.text,
             "completions": [
-                self._completion(trajectory, group.prompt.tokens)
-                for trajectory in group.trajectories
+                self._completion(
+                    trajectory, group.prompt.tokens, advantages[number] if advantages else None
+                )
+                for number, trajectory in enumerate(group.trajectories)
             ],
         }
 
-    def _completion(self, trajectory: Trajectory, prompt: tuple[int, ...]) -> dict[str, Any]:
+    def _completion(
+        self,
+        trajectory: Trajectory,
+        prompt: tuple[int, ...],
+        advantages: Sequence[FloatArray] | None,
+    ) -> dict[str, Any]:
         turns, last = trajectory.turns, trajectory.turns[-1].completion
         found: dict[str, Any] = {
             "reward": trajectory.total_reward,
@@ -70,16 +90,19 @@ class Samples:
         if trajectory.end is not None:
             found["end"] = trajectory.end.value
         if len(turns) == 1:
-            return found | self._details.of(last, trajectory.text)
+            known = advantages[0] if advantages else None
+            return found | self._details.of(last, trajectory.text, known)
         found["turns"] = [
             {
                 # The prompt of the first turn is the prompt of the group, unless it was changed.
                 "prompt": "" if turn.prompt == prompt else self._decode(list(turn.prompt)),
                 "text": (text := self._decode(turn.completion.tokens.tolist())),
                 "reward": turn.reward,
-                **self._details.of(turn.completion, text),
+                **self._details.of(
+                    turn.completion, text, advantages[number] if advantages else None
+                ),
             }
-            for turn in turns
+            for number, turn in enumerate(turns)
         ]
         return found
 

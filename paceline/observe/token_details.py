@@ -1,13 +1,14 @@
-"""Log-probs and versions of the tokens of a saved completion, and the characters each one covers.
+"""Log-probs, advantages and versions of the tokens of a saved completion, and the characters each
+one covers.
 
 A reader can then color the text of a completion by token, without a tokenizer.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from paceline.types import Completion
+from paceline.types import Completion, FloatArray, Group
 
 MAX_TOKENS = 512  # per completion; the text of later tokens has no details
 REPLACEMENT = "\ufffd"  # decoders return it for a part of a character
@@ -21,18 +22,19 @@ class TokenDetails:
         self._decode = decode
         self._pieces: dict[int, str] = {}
 
-    def of(self, completion: Completion, text: str) -> dict[str, Any]:
+    def of(
+        self, completion: Completion, text: str, advantages: FloatArray | None = None
+    ) -> dict[str, Any]:
         """Return the details of a completion with this text; nothing if it cannot be divided."""
         tokens = completion.tokens[:MAX_TOKENS].tolist()
         counts = characters(text, list(self._texts(tokens)))
         if counts is None or not tokens:
             return {}
-        versions = groupby(completion.versions[:MAX_TOKENS].tolist())
-        return {
+        found = {} if advantages is None else {"advantages": _runs(_short(advantages))}
+        return found | {
             "token_characters": counts,
             "logprobs": [round(value, 2) for value in completion.logprobs[:MAX_TOKENS].tolist()],
-            # Runs of equal versions: [version, tokens].
-            "versions": [[version, len(list(run))] for version, run in versions],
+            "versions": _runs(completion.versions[:MAX_TOKENS].tolist()),
         }
 
     def _texts(self, tokens: Sequence[int]) -> Iterator[str]:
@@ -51,6 +53,36 @@ class TokenDetails:
         if token not in self._pieces:
             self._pieces[token] = self._decode([token])
         return self._pieces[token]
+
+
+def turn_advantages(
+    groups: Sequence[Group], values: FloatArray, wanted: Collection[int]
+) -> dict[int, list[list[FloatArray]]]:
+    """Return the advantages of each turn of each trajectory of the `wanted` groups, by number.
+
+    `values`: those of all tokens of a batch, which has the groups in order of their numbers.
+    """
+    found: dict[int, list[list[FloatArray]]] = {seq: [] for seq in wanted}
+    at = 0
+    for group in sorted(groups, key=lambda group: group.seq):
+        for trajectory in group.trajectories:
+            turns = []
+            for turn in trajectory.turns:
+                begin = at + len(turn.prompt)
+                at = begin + len(turn.completion)
+                turns.append(values[begin:at])
+            if group.seq in found:
+                found[group.seq].append(turns)
+    return found
+
+
+def _runs(values: Iterable[float]) -> list[list[float]]:
+    """Return runs of equal values as [value, tokens]."""
+    return [[value, len(list(run))] for value, run in groupby(values)]
+
+
+def _short(values: FloatArray) -> list[float]:
+    return [float(f"{value:.3g}") for value in values[:MAX_TOKENS].tolist()]
 
 
 def characters(text: str, pieces: Sequence[str]) -> list[int] | None:

@@ -9,6 +9,8 @@ Waits for: nothing. Awaited by: the feed (for a free ticket) and the trainer (fo
 groups).
 """
 
+from itertools import islice
+
 from paceline.errors import LedgerError
 from paceline.notifier import Notifier
 
@@ -45,7 +47,7 @@ class Admission:
     def oldest(self, count: int) -> list[int]:
         """Return the next `count` groups to train, in order of admission, or all if there are
         fewer."""
-        return [seq for seq, _ in zip(self._coming, range(count), strict=False)]
+        return list(islice(self._coming, count))
 
     def take(self, seqs: list[int]) -> None:
         """Mark groups as taken by the trainer."""

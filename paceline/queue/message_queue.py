@@ -126,12 +126,14 @@ class MessageQueue:
             raise ConfigError(f"count = {count}: expected 0 or more")
         if len(self._items) < count:
             return None
-        for item in list(self._items.values()):
-            staleness = current_param_version - item.param_version
-            if staleness > max_staleness:
-                self._drop(item.key, DropReason.STALE)
-            elif staleness < 0:
-                self._drop(item.key, DropReason.FUTURE)
+        oldest = current_param_version - max_staleness
+        for item in [
+            item
+            for item in self._items.values()
+            if not oldest <= item.param_version <= current_param_version
+        ]:
+            stale = item.param_version < oldest
+            self._drop(item.key, DropReason.STALE if stale else DropReason.FUTURE)
         wanted = list(self._items)[:count] if keys is None else list(keys)
         if len(wanted) < count or not all(key in self._items for key in wanted):
             return None

@@ -4,20 +4,23 @@ A worker does one thing at a time on each of its threads, and `doing` names it. 
 at the same time (placement.overlap), each gets half of the device's time. So the seconds of all
 activities and the idle seconds add up to the age of the clock.
 
-Every reply of a worker to the controller carries a report of its clock, so nothing polls it.
+Replies of a worker to the controller carry reports of its clock, so nothing polls it. Engines enter
+and leave an activity in every decode step, so that costs as little as it can.
 """
 
+import math
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 PREFILL, TRAINING, SYNC, SWITCHING = "prefill", "training", "sync", "switching"
 REWARD, CHECKPOINT = "reward", "checkpoint"
 FILL_LEVELS = 8  # of the slots of an engine: the seconds and tokens of decode steps are kept apart
+_DECODING = tuple(f"decode/{level}" for level in range(FILL_LEVELS + 1))
 DISCARDED = "discarded"  # counts tokens of aborted generations
+REPORT_INTERVAL_S = 0.02  # of the replies that need not carry a report
 
 MERGE_GAP_S, MERGED_S = 1e-3, 0.02  # of equal activities that become one event of a trace
 MAX_EVENTS = 20_000  # between two reports; later ones are dropped
@@ -27,7 +30,7 @@ Event = tuple[str, float, float, int]  # name, start, seconds, number of the thr
 
 def decoding(running: int, slots: int) -> str:
     """Return the activity of a decode step with so many sequences, by the fill of the slots."""
-    return f"decode/{min(FILL_LEVELS, max(1, -(-running * FILL_LEVELS // slots)))}"
+    return _DECODING[min(FILL_LEVELS, -(-running * FILL_LEVELS // slots)) or 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class DeviceClock:
     ) -> None:
         self._now, self._keep = now, keep_events
         self._started = self._since = now()
+        self._reported = -math.inf
         self._lock = threading.Lock()
         self._active: list[_Activity] = []
         self._seconds: dict[str, float] = defaultdict(float)
@@ -68,12 +72,15 @@ class DeviceClock:
             self._active.append(activity)
             return activity
 
-    def leave(self, activity: _Activity, back_to: _Activity | None = None) -> None:
+    def leave(self, activity: _Activity, back_to: _Activity | None = None, count: int = 0) -> None:
+        """End an activity that has made `count` tokens."""
         with self._lock:
             now = self._advance()
             self._active.remove(activity)
             if back_to:
                 self._active.append(back_to)
+            if count:
+                self._counts[activity.name] += count
             if self._keep:
                 self._add_event(activity, now)
 
@@ -92,12 +99,19 @@ class DeviceClock:
         with self._lock:
             now, events = self._advance(), tuple(self._events)
             self._events.clear()
+            self._reported = now
             return ClockReport(self._started, now, dict(self._seconds), dict(self._counts), events)
 
+    def due_report(self) -> ClockReport | None:
+        """Return a report if the last one is not recent."""
+        return self.report() if self._now() - self._reported >= REPORT_INTERVAL_S else None
+
     def _advance(self) -> float:
-        now = self._now()
-        for activity in self._active:
-            self._seconds[activity.name] += (now - self._since) / len(self._active)
+        now, active = self._now(), self._active
+        if active:
+            seconds = (now - self._since) / len(active)
+            for activity in active:
+                self._seconds[activity.name] += seconds
         self._since = now
         return now
 
@@ -136,16 +150,25 @@ def current_activity() -> str | None:
     return _here.activity.name if _here.activity else None
 
 
-@contextmanager
-def doing(name: str | None) -> Iterator[None]:
-    """Name what this thread does. Nested activities interrupt the outer one."""
-    clock, outer = _here.clock, _here.activity
-    if clock is None or name is None:
-        yield
-        return
-    _here.activity = clock.enter(name, outer)
-    try:
-        yield
-    finally:
-        clock.leave(_here.activity, outer)
-        _here.activity = outer
+class doing:  # a context manager that reads like a function
+    """Name what this thread does. Nested activities interrupt the outer one.
+
+    `count`: the tokens that it made, to be set inside.
+    """
+
+    __slots__ = ("_activity", "_clock", "_name", "_outer", "count")
+
+    def __init__(self, name: str | None) -> None:
+        self._name, self.count = name, 0
+
+    def __enter__(self) -> "doing":
+        self._clock = clock = _here.clock if self._name is not None else None
+        if clock is not None and self._name is not None:
+            self._outer = _here.activity
+            self._activity = _here.activity = clock.enter(self._name, self._outer)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._clock is not None:
+            self._clock.leave(self._activity, self._outer, self.count)
+            _here.activity = self._outer

@@ -159,7 +159,10 @@ def serve(channel: Channel, parts: Mapping[str, Any], clock: DeviceClock | None 
             elif isinstance(reply.value, Future):
                 reply.value.add_done_callback(partial(_reply_later, channel, call))
             else:
-                channel.send(replace(reply, clock=clock.report()))
+                # The end of an activity changes the ledger; the rest may be reported later.
+                now = activity or call.part == "host"
+                report = clock.report() if now else clock.due_report()
+                channel.send(replace(reply, clock=report) if report else reply)
             busy = True
             continue
         busy = False

@@ -20,8 +20,8 @@ from paceline.rollout.member import Member
 from paceline.rollout.quarantine import Quarantine
 from paceline.types import Completion, Finish, Request, empty_completion
 
-IDLE = (False, 0.0)  # the pressure of an engine without load
 KV_FULL = 0.95  # KV cache use above which an engine preempts sequences or lets them wait
+PREEMPTS = 1e9  # load per slot that such an engine counts as having in addition
 
 
 class Router:
@@ -49,15 +49,20 @@ class Router:
 
         Ties go to the first engine, so that a wave of prompts is always distributed the same way.
         """
-        best, least = None, (True, math.inf)
+        best, least = None, math.inf
         for member in self._members:
             # In a fleet of hundreds this takes the most time, so the cheapest tests come first.
-            pressure = _pressure(member)
+            stats, load = member.stats, member.load
+            pressure = load / stats.slots if stats else float(load)
+            if pressure >= least:
+                continue
+            if load and stats and stats.kv_used > KV_FULL:
+                pressure += PREEMPTS
             if pressure >= least or not self._has_room(member):
                 continue
             if member.in_rotation and member is not avoid:
                 best, least = member, pressure
-                if pressure == IDLE:
+                if load == 0:
                     break
         self._prompt_waits |= best is None
         return best
@@ -71,13 +76,6 @@ class Router:
 
     def _has_room(self, member: Member) -> bool:
         return self._max_load is None or member.load < self._max_load
-
-
-def _pressure(member: Member) -> tuple[bool, float]:
-    stats = member.stats
-    if stats is None:
-        return False, float(member.load)
-    return member.load > 0 and stats.kv_used > KV_FULL, member.load / stats.slots
 
 
 class EngineAssignment:

@@ -79,10 +79,9 @@ class RolloutService:
         engine = self._engine
         activity = decoding(min(engine.running + engine.waiting, engine.slots), engine.slots)
         sampled = engine.tokens_sampled
-        with self._busy, doing(activity):
+        with self._busy, doing(activity) as decoded:
             finished += engine.step()
-        if clock := current_clock():
-            clock.count(activity, engine.tokens_sampled - sampled)
+            decoded.count = engine.tokens_sampled - sampled
         return finished
 
     def submit(self, requests: Sequence[Request]) -> list[tuple[str, RolloutError]]:

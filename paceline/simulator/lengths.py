@@ -24,6 +24,14 @@ class Distribution:
     def __getitem__(self, seed: int) -> float:
         return float(self._values[seed % len(self._values)])
 
+    @property
+    def mean(self) -> float:
+        return float(self._values.mean())
+
+    @property
+    def mean_square(self) -> float:
+        return float((self._values**2).mean())
+
     def tokens(self, limit: int) -> "Distribution":
         """Return it as whole numbers from 1 to `limit`."""
         return Distribution(self.name, np.clip(np.rint(self._values), 1, limit))

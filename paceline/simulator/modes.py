@@ -1,7 +1,7 @@
 """Every mode of a recipe side by side, simulated with the same load on as many devices."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ from paceline.errors import ConfigError
 from paceline.schedule import ScheduleSettings
 from paceline.simulator.costs import CostModel
 from paceline.simulator.lengths import Distribution, read_distribution
+from paceline.simulator.limit import limit_steps_per_s
 from paceline.simulator.simulation import Outcome, Scenario, simulate
 from paceline.types import OnSync, Role
 
@@ -17,6 +18,7 @@ MOST_SLOTS = 1024  # of an engine whose rollout.slots is automatic
 UNEVEN = 1.25  # completions of the fullest of several engines, relative to the mean
 PILOT_STEPS = 4  # measured steps of the short runs that find the split of devices
 DEFAULT_STALENESS = 2  # of the asynchronous modes, if the recipe is synchronous
+FASTER = 1.03  # a staleness bound that is less than 3 % faster than a lower one is not worth it
 CLEARLY = 1.02  # a mode that is less than 2 % faster than hybrid sync is not called faster
 HYBRID = "hybrid sync"
 
@@ -24,13 +26,46 @@ HYBRID = "hybrid sync"
 @dataclass(frozen=True, slots=True)
 class ModeResult:
     mode: str
-    devices: str  # rollout+train, train+critic, or all of a shared pool
-    shared: bool  # generation and training have the same devices
     settings: tuple[str, ...]  # that select the mode
+    scenario: Scenario
     outcome: Outcome
 
+    @property
+    def shared(self) -> bool:
+        """Whether generation and training have the same devices."""
+        return self.scenario.shared
+
+    @property
+    def devices(self) -> str:
+        """Devices of rollout+train, of train+critic, or all of a shared pool."""
+        scenario = self.scenario
+        if scenario.critic_devices:
+            return f"{scenario.train_devices}+{scenario.critic_devices}"
+        if scenario.shared:
+            return str(scenario.train_devices)
+        return f"{scenario.engines * scenario.engine_devices}+{scenario.train_devices}"
+
+    @property
+    def limit_steps_per_s(self) -> float:
+        return limit_steps_per_s(self.scenario)
+
+    def with_slots(self, slots: int) -> "ModeResult":
+        """Return the result of engines with another number of slots."""
+        if slots == self.scenario.slots:
+            return self
+        scenario = replace(self.scenario, slots=slots)
+        return replace(self, scenario=scenario, outcome=simulate(scenario))
+
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {
+            "mode": self.mode,
+            "devices": self.devices,
+            "shared": self.shared,
+            "settings": self.settings,
+            "slots": self.scenario.slots,
+            "limit_steps_per_s": self.limit_steps_per_s,
+            "outcome": asdict(self.outcome),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +80,15 @@ class Comparison:
         """The fastest mode; hybrid sync, which is never stale, unless another is clearly faster."""
         best = max(self.results, key=lambda result: result.outcome.steps_per_s)
         return best if self.ratio(best) > CLEARLY else self.results[0]
+
+    @property
+    def preferred(self) -> list[ModeResult]:
+        """All modes, the fastest first; hybrid sync before those that are not clearly faster."""
+        slower = sorted(
+            (result for result in self.results if result is not self.fastest),
+            key=lambda result: -result.outcome.steps_per_s,
+        )
+        return [self.fastest, *slower]
 
     def ratio(self, result: ModeResult) -> float:
         return result.outcome.steps_per_s / self.results[0].outcome.steps_per_s
@@ -93,11 +137,13 @@ def compare_modes(
     steps: int | None = None,
     prompt_tokens: int | None = None,
     report: Callable[[str], None] = lambda mode: None,
+    staleness: Sequence[int] = (DEFAULT_STALENESS,),
 ) -> Comparison:
     """Simulate the recipe in every mode that the devices allow.
 
     `prompt_tokens`: mean length of prompts; default: half of data.max_prompt_length. `report` gets
-    the name of each mode.
+    the name of each mode. `staleness`: bounds of the asynchronous modes to choose from, if the
+    recipe sets none; the lowest of those that are about as fast is taken.
     """
     devices = devices or recipe_devices(config)
     size = config.rollout.ranks
@@ -122,22 +168,24 @@ def compare_modes(
         seed=config.seed,
     )
     results = []
-    for mode, scenarios in _modes(config, base, devices):
+    bounds = (config.schedule.max_staleness,) if config.schedule.max_staleness else staleness
+    for mode, scenarios in _modes(config, base, devices, bounds):
         report(mode)
         best = _best(scenarios)
-        results.append(
-            ModeResult(mode, _shares(best), best.shared, _settings(config, best), simulate(best))
-        )
+        results.append(ModeResult(mode, _settings(config, best), best, simulate(best)))
     return Comparison(lengths.name, base.prompt_tokens, devices, tuple(results))
 
 
-def _modes(config: RunConfig, base: Scenario, devices: int) -> Iterator[tuple[str, list[Scenario]]]:
-    """Yield each mode that the devices allow, with a scenario per way to divide them."""
+def _modes(
+    config: RunConfig, base: Scenario, devices: int, bounds: Sequence[int]
+) -> Iterator[tuple[str, list[Scenario]]]:
+    """Yield each mode that the devices allow, with a scenario per way to divide them.
+
+    `bounds`: of the staleness of the asynchronous modes.
+    """
     size, on_sync = base.engine_devices, config.schedule.on_sync
-    ahead = ScheduleSettings(
-        max_staleness=config.schedule.max_staleness or DEFAULT_STALENESS,
-        on_sync=OnSync.SWAP if on_sync is OnSync.DRAIN else on_sync,
-    )
+    on_sync = OnSync.SWAP if on_sync is OnSync.DRAIN else on_sync
+    ahead = [ScheduleSettings(max_staleness=bound, on_sync=on_sync) for bound in bounds]
     one_pool = replace(
         base,
         shared=True,
@@ -147,9 +195,13 @@ def _modes(config: RunConfig, base: Scenario, devices: int) -> Iterator[tuple[st
     )
     parts = _parts_to_try(devices, size) if devices > size else []
 
-    def two_pools(schedule: ScheduleSettings) -> list[Scenario]:
+    def two_pools(schedules: Sequence[ScheduleSettings]) -> list[Scenario]:
         pools = [replace(base, engines=n // size, train_devices=devices - n) for n in parts]
-        return [_with_slots(config, replace(pool, schedule=schedule)) for pool in pools]
+        return [
+            _with_slots(config, replace(pool, schedule=schedule))
+            for schedule in schedules
+            for pool in pools
+        ]
 
     yield HYBRID, [_with_slots(config, one_pool)]
     if base.has_critic and parts:
@@ -159,12 +211,13 @@ def _modes(config: RunConfig, base: Scenario, devices: int) -> Iterator[tuple[st
         ]
         yield "split placement", [_with_slots(config, scenario) for scenario in split]
     if parts:
-        yield "one step off", two_pools(ScheduleSettings(max_staleness=1))
+        yield "one step off", two_pools([ScheduleSettings(max_staleness=1)])
         yield "fully async", two_pools(ahead)
-    in_turns = _with_slots(config, replace(one_pool, schedule=ahead))
-    yield "async in turns", [in_turns]
+    in_turns = [_with_slots(config, replace(one_pool, schedule=schedule)) for schedule in ahead]
+    yield "async in turns", in_turns
     if devices == 1:
-        yield "async overlap", [replace(in_turns, overlap=True, copies_weights=True)]
+        both = [replace(scenario, overlap=True, copies_weights=True) for scenario in in_turns]
+        yield "async overlap", both
 
 
 def _settings(config: RunConfig, scenario: Scenario) -> tuple[str, ...]:
@@ -180,7 +233,8 @@ def _settings(config: RunConfig, scenario: Scenario) -> tuple[str, ...]:
         found += [f"placement.rollout_workers={scenario.engines}"] if scenario.engines > 1 else []
     if scenario.critic_devices:
         found.append("placement.critic=critic")
-    if scenario.train_devices > 1:
+    if scenario.train_devices > 1 or config.train.backend != "single":
+        found += ["train.backend=fsdp"] if config.train.backend == "single" else []
         found.append(f"placement.train_ranks={scenario.train_devices}")
     if scenario.overlap or config.placement.overlap:
         found.append(f"placement.overlap={str(scenario.overlap).lower()}")
@@ -204,20 +258,14 @@ def _parts_to_try(devices: int, size: int) -> list[int]:
 
 
 def _best(scenarios: list[Scenario]) -> Scenario:
-    """Return the fastest scenario of a short run."""
+    """Return the fastest scenario of a short run, with the lowest staleness that is as fast."""
     if len(scenarios) == 1:
         return scenarios[0]
-    pilots = [
-        replace(s, steps=min(s.steps, s.schedule.max_staleness + 1 + PILOT_STEPS))
-        for s in scenarios
-    ]
-    speeds = [simulate(pilot).steps_per_s for pilot in pilots]
-    return scenarios[speeds.index(max(speeds))]
-
-
-def _shares(scenario: Scenario) -> str:
-    if scenario.critic_devices:
-        return f"{scenario.train_devices}+{scenario.critic_devices}"
-    if scenario.shared:
-        return str(scenario.train_devices)
-    return f"{scenario.engines * scenario.engine_devices}+{scenario.train_devices}"
+    best, fastest = scenarios[0], 0.0
+    for scenario in sorted(scenarios, key=lambda each: each.schedule.max_staleness):
+        steps = scenario.schedule.max_staleness + 1 + PILOT_STEPS
+        speed = simulate(replace(scenario, steps=min(scenario.steps, steps))).steps_per_s
+        same = scenario.schedule.max_staleness == best.schedule.max_staleness
+        if speed > fastest * (1.0 if same else FASTER):
+            best, fastest = scenario, speed
+    return best

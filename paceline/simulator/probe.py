@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from transformers import PretrainedConfig
 
 from paceline.config import RunConfig
 from paceline.inputs import load_inputs
@@ -33,6 +34,7 @@ REPEATS = 3  # of which the median counts; fewer if they take long
 ENOUGH_S = 0.5  # after which a measurement is not repeated
 NEW_TOKENS = 32  # generated per sequence, if the recipe allows it
 PROMPTS = 64  # that are read to find their mean length
+MOST_SLOWDOWN = 10.0  # of overlapping work; more is an error of the measurement
 GENERATION_S, TRAINING_S = 12.0, 8.0  # no further load is measured after them
 
 Report = Callable[[str], None]
@@ -43,6 +45,7 @@ class Probe:
     """Measured points and the costs that were fitted to them."""
 
     config: RunConfig  # whose automatic settings have been chosen
+    model: PretrainedConfig
     costs: CostModel
     prompt_tokens: int  # the mean of the recipe's prompts
     decode: tuple[tuple[int, int, float], ...]  # (sequences, context tokens, seconds of a step)
@@ -57,14 +60,14 @@ async def probe(config: RunConfig, report: Report = lambda what: None) -> Probe:
     lengths = [len(inputs.source[seq].tokens) for seq in range(PROMPTS)]
     layout = await plan_that_fits(config, inputs.model_path, roles)
     config = layout.config
-    vocabulary = load_config(inputs.model_path).get_text_config().vocab_size
+    model = load_config(inputs.model_path)
     async with AsyncExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         report("starting the engine and the trainer")
         _, plans, workers = await open_workers(stack, config, roles, inputs.model_path, logs)
         engine = EngineClient(engine_workers(config, plans, workers[Role.ROLLOUT])[0])
         prompt = round(statistics.mean(lengths))
-        return await _Measurement(config, engine, workers, vocabulary, prompt, report).run()
+        return await _Measurement(config, engine, workers, model, prompt, report).run()
 
 
 class _Measurement:
@@ -73,12 +76,13 @@ class _Measurement:
         config: RunConfig,
         engine: EngineClient,
         workers: dict[Role, list[Worker]],
-        vocabulary: int,
+        model: PretrainedConfig,
         prompt: int,
         report: Report,
     ) -> None:
         self._config, self._engine, self._workers = config, engine, workers
-        self._vocabulary, self._prompt, self._report = vocabulary, max(2, prompt), report
+        self._model, self._prompt, self._report = model, max(2, prompt), report
+        self._vocabulary = model.get_text_config().vocab_size
         self._random = np.random.default_rng(0)
         self._new = min(NEW_TOKENS, config.rollout.max_response_length)
         self._number = 0
@@ -87,6 +91,7 @@ class _Measurement:
         publish_s, load_s = await self._sync()
         decode, prefill = await self._generation()
         train = await self._training()
+        overlap = await self._overlap() if self._config.placement.overlap else {}
         fits = {
             "decode": fit_decode(decode),
             "prefill": fit_tokens(prefill),
@@ -104,9 +109,17 @@ class _Measurement:
             publish_s=publish_s,
             load_s=load_s,
             fit_error=max(fit.error for fit in fits.values()),
+            **overlap,
         )
         return Probe(
-            self._config, costs, self._prompt, tuple(decode), tuple(prefill), tuple(train), fits
+            self._config,
+            self._model,
+            costs,
+            self._prompt,
+            tuple(decode),
+            tuple(prefill),
+            tuple(train),
+            fits,
         )
 
     @property
@@ -203,6 +216,31 @@ class _Measurement:
         signs = self._random.standard_normal(batch.num_tokens).astype(np.float32)
         return replace(batch, advantages=np.where(batch.mask, signs, 0).astype(np.float32))
 
+    # --- both at the same time ---
+
+    async def _overlap(self) -> dict[str, float]:
+        """Return how much engine and trainer slow each other down on the device they share."""
+        self._report("measuring generation and training at the same time")
+        rows = self._config.groups_per_step * self._config.group_size
+        batch = self._batch(max(1, rows // 8))
+        works = {
+            "decode": partial(self._generate, self._config.slots, self._prompt, self._new),
+            "train": partial(self._update, batch),
+        }
+        alone = {name: await self._median(work) for name, work in works.items()}
+        found = []
+        for _ in range(REPEATS):
+            begun, ends = time.perf_counter(), dict[str, float]()
+
+            async def run(name: str, begun: float = begun, ends: dict[str, float] = ends) -> None:
+                await works[name]()
+                ends[name] = time.perf_counter() - begun
+
+            await asyncio.gather(*map(run, works))
+            found.append(slowdowns(alone["decode"], alone["train"], ends["decode"], ends["train"]))
+        decode, train = (statistics.median(each) for each in zip(*found, strict=True))
+        return {"overlap_decode": decode, "overlap_train": train}
+
     # --- weight sync ---
 
     async def _sync(self) -> tuple[float, float]:
@@ -220,9 +258,28 @@ class _Measurement:
         return statistics.median(published), statistics.median(loaded)
 
 
+def slowdowns(
+    decode_s: float, train_s: float, decode_end: float, train_end: float
+) -> tuple[float, float]:
+    """Return the slowdown of two works that start together, from their times alone and their ends.
+
+    The one that ends first was slowed all the time, the other one until then.
+    """
+    if train_end > decode_end:
+        train, decode = slowdowns(train_s, decode_s, train_end, decode_end)
+        return decode, train
+    left = decode_s - (decode_end - train_end)  # work of the engine beside the trainer
+    decode = train_end / left if left > train_end / MOST_SLOWDOWN else MOST_SLOWDOWN
+    return max(1.0, decode), min(MOST_SLOWDOWN, max(1.0, train_end / train_s))
+
+
 def summary(found: Probe) -> Sequence[str]:
     """Describe the costs and how well they fit, a line each."""
     costs, errors = found.costs, found.errors
+    overlap = (
+        f"at the same time: generation takes {costs.overlap_decode:.2f}x as long, training "
+        + (f"{costs.overlap_train:.2f}x")
+    )
     return (
         f"decode step: {costs.decode_step_s * 1e3:.3g} ms + {costs.decode_sequence_s * 1e6:.3g} µs "
         f"per sequence + {costs.decode_context_s * 1e9:.3g} ns per token in the KV cache "
@@ -233,4 +290,5 @@ def summary(found: Probe) -> Sequence[str]:
         f"token (error {errors['train'].error:.0%})",
         f"weight sync: {costs.publish_s * 1e3:.3g} ms to publish, {costs.load_s * 1e3:.3g} ms to "
         "load",
+        *([overlap] if found.config.placement.overlap else []),
     )

@@ -75,6 +75,8 @@ class Outcome:
     wait_s: float  # in which the trainer waits for groups, per step
     train_s: float  # per step
     sync_s: float  # per step
+    generate_s: float  # of all engines' devices, decode and prefill, per step
+    completion_tokens: float  # mean length of a trained completion
     staleness_mean: float
     staleness_max: int
     device_use: float  # fraction of all device time that computes
@@ -203,7 +205,10 @@ class _Simulation:
         wait, train, sync = (
             sum(row[f"time/{name}_s"] for row in rows) for name in ("wait", "train", "sync")
         )
-        generated = (self._busy().total - recorder.warm_busy.total) * scenario.engine_devices
+        busy, warm = self._busy(), recorder.warm_busy
+        generated = (busy.total - warm.total) * scenario.engine_devices
+        loaded = (busy.load - warm.load) * scenario.engine_devices
+        completions = len(rows) * scenario.groups_per_step * scenario.group_size
         trained = sum(row["busy_s"] for row in rows)
         elsewhere = sum(row["critic_s"] for row in rows)
         engine_time = scenario.engines * scenario.engine_devices * wall
@@ -215,6 +220,8 @@ class _Simulation:
             wait_s=wait / len(rows),
             train_s=train / len(rows),
             sync_s=sync / len(rows),
+            generate_s=(generated - loaded) / len(rows),
+            completion_tokens=sum(row["tokens"] for row in rows) / completions,
             staleness_mean=sum(row["staleness/mean"] for row in rows) / len(rows),
             staleness_max=round(max(row["staleness/max"] for row in recorder.rows)),
             # An engine accounts for a prefill when it starts, so the last one may count too early.
@@ -310,7 +317,7 @@ class _Environment:
         for _ in range(self._turns):
             completion = await generate(context)
             turns.append(Turn(context[len(turns) :] if not turns else (), completion))
-            context += (int(completion.tokens.sum()),)
+            context += (sum(completion.tokens.tolist()),)  # few, so faster than numpy
             self._calls += 1
             if (seconds := self._seconds[self._calls]) > 0:
                 await asyncio.sleep(seconds)

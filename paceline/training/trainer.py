@@ -21,7 +21,7 @@ from paceline.errors import StalledError
 from paceline.plugins import Plugin
 from paceline.remote.worker import Worker
 from paceline.training.skipped import SkippedUpdates
-from paceline.types import Batch, Role
+from paceline.types import Batch, FloatArray, Role
 
 
 class Monitor(Protocol):
@@ -54,6 +54,7 @@ class Trainer:
         self._max_length = max_length
         self._kl_coef = algorithm.kl_coef
         self._monitors = monitors
+        self.advantages: FloatArray | None = None  # of the tokens of the last batch
 
     async def step(self, batch: Batch, step: int) -> dict[str, float]:
         """Train on the batch, after which the actor's version is step + 1; return metrics.
@@ -103,6 +104,7 @@ class Trainer:
             )
         else:
             batch = advantages(batch, self._algorithm, values, self._kl_coef)
+        self.advantages = batch.advantages
         updates = []
         if step >= self._algorithm.critic_warmup:
             updates.append(self._actor.start_call(Role.ACTOR, "update", batch, step, self._kl_coef))

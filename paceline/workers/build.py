@@ -39,6 +39,7 @@ from paceline.training.phases import Phases
 from paceline.training.service import ActorService, CriticService, RefService
 from paceline.training.single import SingleDevice
 from paceline.types import Role
+from paceline.workers.profiler import TorchProfiler
 
 # Parts that the controller calls on all ranks of a group at once.
 EVERY_RANK = {Role.ACTOR, Role.CRITIC, Role.REF, SOURCE}
@@ -80,6 +81,8 @@ def build_parts(roles: Sequence[Role], config: RunConfig, model_path: str, threa
         parts[Role.ROLLOUT] = rollout
         if isinstance(rollout, RolloutService):
             parts[TARGET] = rollout.weight_target
+    if config.profile_steps:
+        parts["profiler"] = TorchProfiler()
     return Parts(parts, {Role.ROLLOUT} if concurrent else (), DeviceClock(config.trace))
 
 

@@ -68,6 +68,8 @@ def test_report_shows_charts_with_data(browser: Browser, tmp_path: Path) -> None
         "Evaluation",
         "Loss",
         "Time per step",
+        "Device time",
+        "Speed of light",
         "Queue utilization",
         "Weight sync",
     ):
@@ -79,6 +81,29 @@ def test_report_shows_charts_with_data(browser: Browser, tmp_path: Path) -> None
         const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
         return data.some((value) => value > 0); })()"""
     assert browser.run(painted)
+
+
+def test_device_time_is_stacked_up_to_all_of_it(browser: Browser, tmp_path: Path) -> None:
+    open_report(browser, write_run(tmp_path / "run", 10))
+    browser.wait(DRAWN)
+    chart = "parts.charts.sections[1].charts.find((c) => c.spec.title === 'Device time')"
+    browser.wait(f"{chart}.chart")
+    labels = browser.run(f"{chart}.lines.map((line) => line.label)")
+    assert labels == ["waiting for groups", "training", "generation"]  # the top one comes first
+    top, bottom = (browser.run(f"{chart}.chart.data[{n}][9]") for n in (1, 3))
+    assert top == pytest.approx(1.0) and bottom == pytest.approx(0.2)
+
+
+def test_tokens_have_the_advantages_of_the_trainer(browser: Browser, tmp_path: Path) -> None:
+    open_report(browser, write_run(tmp_path / "run", 1))
+    browser.press("2")
+    browser.wait("document.querySelector('.token')")
+    browser.press("c")
+    titles = browser.run("[...document.querySelectorAll('.token')].map(t => t.title)")
+    assert "advantage -0.5" in titles[0] and "advantage 1.25" in titles[-1]
+    colors = browser.run("[...document.querySelectorAll('.token')].map(t => t.style.background)")
+    assert colors[0].startswith("rgba(220, 38, 38") and colors[-1].startswith("rgba(22, 163, 74")
+    browser.press("1")
 
 
 def test_page_adds_steps_and_samples_of_running_job(browser: Browser, tmp_path: Path) -> None:

@@ -4,7 +4,13 @@ import threading
 
 import pytest
 
-from paceline.remote.device_clock import DeviceClock, decoding, doing, use_clock
+from paceline.remote.device_clock import (
+    REPORT_INTERVAL_S,
+    DeviceClock,
+    decoding,
+    doing,
+    use_clock,
+)
 
 
 class Time:
@@ -76,6 +82,32 @@ def test_equal_activities_in_a_row_become_one_event() -> None:
     assert [event[0] for event in events] == ["decode/8", "decode/8"]
     assert events[0][2] == pytest.approx(9e-4)
     assert clock.report().events == ()
+
+
+def test_clock_reports_again_when_interval_has_passed() -> None:
+    time = Time()
+    clock = DeviceClock(now=time)
+    assert clock.due_report() is not None  # the first one starts the ledger of the worker
+    time.now += REPORT_INTERVAL_S / 2
+    assert clock.due_report() is None
+    time.now += REPORT_INTERVAL_S
+    report = clock.due_report()
+    assert report is not None and report.now == time.now
+
+
+def test_activity_counts_its_tokens() -> None:
+    clock = DeviceClock()
+
+    def work() -> None:
+        use_clock(clock)
+        for made in (3, 0, 4):
+            with doing("decode/8") as decoded:
+                decoded.count = made
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert clock.report().counts == {"decode/8": 7}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """samples.jsonl: each step is saved once, also after a crash, and is shown readably."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,28 @@ def conversation() -> Group:
     turns = tuple(Turn(tuple(map(ord, p)), tokens(text), reward) for p, text, reward in said)
     prompt = Prompt("row:0", (ord("Q"),), "Q", {})
     return Group(0, prompt, (Trajectory(turns, "it is 5", reward=1.0),), 0.0, 0.0)
+
+
+def test_saved_tokens_have_advantages_of_the_batch(tmp_path: Path) -> None:
+    """The batch has the groups in order of their numbers, with prompts between completions."""
+    talk = conversation()
+    first = replace(talk, seq=2, trajectories=talk.trajectories * 2)
+    second = replace(talk, seq=1)
+    sizes = [(len(t.prompt), len(t.completion)) for t in talk.trajectories[0].turns]
+    values: list[float] = []
+    for row in range(3):  # of group 1, then two of group 2
+        for number, (prompt, completion) in enumerate(sizes):
+            values += [9.0] * prompt + [row + number / 10] * completion
+    samples = Samples(
+        tmp_path, 1, 0, lambda ids: "".join(map(chr, ids)), lambda: np.array(values, np.float32)
+    )
+    (row,) = samples.step_done(1, [first, second])
+    found = [[turn["advantages"] for turn in sample["turns"]] for sample in row["completions"]]
+    lengths = [completion for _, completion in sizes]
+    assert found == [
+        [[[base, lengths[0]]], [[base + 0.1, lengths[1]]], [[base + 0.2, lengths[2]]]]
+        for base in (1.0, 2.0)
+    ]
 
 
 def shown(folder: Path) -> str:

@@ -1,6 +1,7 @@
 """`paceline simulate` and `paceline plan --probe` on the command line."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -56,12 +57,20 @@ def test_simulate_explains_wrong_options(options: list[str], words: str) -> None
 
 
 @pytest.mark.slow
-def test_plan_probe_measures_costs_and_predicts_every_mode(tmp_path: Path) -> None:
+def test_plan_probe_proposes_a_run_that_compares_itself(tmp_path: Path) -> None:
     """Real engine and trainer of the tiny model, on a thread."""
     path = tmp_path / "costs.json"
-    code, output = run("plan", "recipes/hybrid.toml", *SMALL, "--probe", "--costs", str(path))
+    settings = [*SMALL, f"run_dir={tmp_path / 'run'}", "steps=8"]
+    code, output = run("plan", "recipes/hybrid.toml", *settings, "--probe", "--costs", str(path))
     assert code == 0, output
-    assert "decode step: " in output and "fastest: " in output
+    assert "decode step: " in output and "proposal: " in output
+    command = shlex.split(output.splitlines()[-1])
+    assert command[:2] == ["paceline", "train"]
+    code, output = run(*command[1:])
+    assert code == 0, output
+    found = json.loads((tmp_path / "run" / "summary.json").read_text())["prediction"]
+    assert found["text"].split(":")[0] in " ".join(output.replace("│", "").split())
+    assert found["measured_steps_per_s"] > 0 and isinstance(found["off"], bool)
     costs = read_costs(path)
     assert costs.train_step_s + costs.train_token_s > 0
     assert costs.decode_step_s + costs.decode_sequence_s + costs.decode_context_s > 0

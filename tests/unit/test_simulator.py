@@ -14,6 +14,7 @@ from paceline.simulator.costs import CostModel, read_costs, write_costs
 from paceline.simulator.fit import fit_decode, fit_line, fit_tokens
 from paceline.simulator.lengths import read_distribution
 from paceline.simulator.modes import HYBRID, Comparison, compare_modes
+from paceline.simulator.probe import slowdowns
 from paceline.simulator.simulation import Outcome, Scenario, simulate
 from paceline.types import OnSync
 
@@ -322,3 +323,19 @@ def test_many_devices_take_little_time() -> None:
     scenario = replace(SCENARIO, costs=CostModel(), lengths=LONG_TAIL, schedule=AHEAD)
     outcome = simulate(replace(scenario, engines=60, train_devices=40, groups_per_step=32))
     assert outcome.groups["trained"] == 320
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        # Alone, generation takes 4 s and training 2 s.
+        ((6.0, 4.0), (2.0, 2.0)),  # alternate: generation has done 2 of its 4 s when training ends
+        ((4.0, 2.0), (1.0, 1.0)),  # do not slow each other down
+        ((4.0, 5.5), (1.0, 8.0)),  # generation goes first; after 4 s, half a second is trained
+        ((20.0, 2.0), (10.0, 1.0)),  # an error of the measurement
+    ],
+)
+def test_slowdowns_of_overlap_follow_from_both_ends(
+    ends: tuple[float, float], expected: tuple[float, float]
+) -> None:
+    assert slowdowns(4.0, 2.0, *ends) == pytest.approx(expected)

@@ -1,6 +1,14 @@
 /* Line charts over steps: one color per run, one dash pattern per metric. */
 
 const TIME_PARTS = ["time/wait_s", "time/train_s", "time/sync_s", "time/evaluate_s", "time/save_wait_s"];
+/* Parts of the device-time ledger in the chart, with the metrics that each adds up. */
+const DEVICE_PARTS = {
+  generation: ["generation"], underfilled: ["underfilled"], prefill: ["prefill"], training: ["training"],
+  sync: ["sync", "wait_sync"], reward: ["reward", "wait_reward"],
+  "evaluation, checkpoint": ["evaluation", "wait_evaluation", "checkpoint", "wait_checkpoint"], wasted: ["wasted"],
+  "waiting for groups": ["wait_groups"], "waiting for tickets": ["wait_tickets"],
+  other: ["switching", "wait_restart", "wait_other"],
+};
 const SECTIONS = [
   ["Learning", [
     { title: "Reward", names: ["reward/mean"] },
@@ -16,6 +24,8 @@ const SECTIONS = [
   ]],
   ["Speed", [
     { title: "Time per step", names: TIME_PARTS, stacked: true, format: seconds },
+    { title: "Device time", derive: deviceShares, names: Object.keys(DEVICE_PARTS), stacked: true, format: percent },
+    { title: "Speed of light", names: ["device/speed_of_light"], format: percent },
     { title: "Generated tokens per second", derive: tokenRate, names: ["rate"] },
     { title: "Staleness", names: ["staleness/mean", "staleness/max"] },
     { title: "Queue utilization", names: ["queue/utilization"], format: percent },
@@ -28,6 +38,16 @@ const SECTIONS = [
 const DASHES = [[], [5, 4], [2, 3], [8, 3, 2, 3], [1, 4]];
 const SYNC = uPlot.sync("steps");
 const label = (name) => name.replace(/^[a-z_]+\//, "").replace(/_(s|fraction)$/, "").replaceAll("_", " ");
+
+/* Fractions of the device time of each step. */
+function deviceShares(metrics) {
+  const total = metrics["device/total_s"];
+  if (!total) return {};
+  return Object.fromEntries(Object.entries(DEVICE_PARTS).map(([part, names]) => {
+    const columns = names.map((name) => metrics[`device/${name}_s`]).filter(Boolean);
+    return [part, total.map((all, at) => (all ? columns.reduce((sum, column) => sum + (column[at] || 0), 0) / all : null))];
+  }));
+}
 
 /* Tokens of a step per second since the step before. */
 function tokenRate(metrics) {
@@ -102,7 +122,8 @@ class Chart {
     const run = state.runs[index], made = [];
     let below = null;
     for (const [at, [name, values]] of drawn.entries()) {
-      const color = this.spec.stacked || (!several && drawn.length > 1) ? runColor(at) : runColor(index);
+      const shade = at < 6 ? "" : "80";  // there are six colors
+      const color = this.spec.stacked || (!several && drawn.length > 1) ? runColor(at) + shade : runColor(index);
       const text = [several && !this.spec.stacked ? run.name : "", drawn.length > 1 ? label(name) : ""].filter(Boolean).join(" ");
       const line = { label: text, stroke: color, width: 1.6, raw: values, dash: several ? DASHES[at % DASHES.length] : [] };
       if (this.spec.stacked) {

@@ -158,7 +158,8 @@ class Samples {
     const rewards = group.completions.map((one) => one.reward || 0);
     const mean = rewards.reduce((a, b) => a + b, 0) / rewards.length;
     const spread = Math.max(...rewards.map((reward) => Math.abs(reward - mean)), 1e-9);
-    const advantage = { value: sample.reward - mean, share: (sample.reward - mean) / spread };
+    const known = group.completions.flatMap((one) => one.turns || [one]).flatMap((part) => (part.advantages || []).map(([value]) => Math.abs(value)));
+    const advantage = { value: sample.reward - mean, share: (sample.reward - mean) / spread, largest: known.length ? Math.max(...known, 1e-9) : null };
     const facts = [["step", group.step], ["reward", number(sample.reward)], ["reward − group mean", number(advantage.value, 3)],
       ...Object.entries(sample.details || {}).map(([name, value]) => [name, number(value)]),
       ["tokens", `${sample.tokens}${sample.finish === "length" ? ", truncated" : ""}`], ["staleness", group.staleness]];
@@ -204,7 +205,8 @@ class Samples {
         element("h3", {}, `Turn ${index + 1}${reward}`), text].filter(Boolean);
     });
     const legend = { logprob: "Warm: the policy found the token unlikely.", none: "",
-      advantage: "Green: better than the mean reward of this prompt. Red: worse.",
+      advantage: advantage.largest ? "Green: the trainer made the token more likely (advantage above 0). Red: less likely."
+        : "Green: better than the mean reward of this prompt. Red: worse.",
       version: versions.length ? `Policy versions ${range[0]} to ${range[1]}; darker is newer.` : "" }[this.coloring];
     if (versions.length) found.push(element("p", { class: "legend" }, legend));
     return found;
@@ -218,15 +220,18 @@ function tokens(part, coloring, advantage, range) {
     parts.append(shown(part.text));
     return parts;
   }
-  const characters = Array.from(part.text), versions = part.versions.flatMap(([version, count]) => new Array(count).fill(version));
+  const each = (runs) => (runs || []).flatMap(([value, count]) => new Array(count).fill(value));
+  const characters = Array.from(part.text), versions = each(part.versions), advantages = each(part.advantages);
   let at = 0;
   part.token_characters.forEach((count, index) => {
     const text = characters.slice(at, at + count).join("");
     at += count;
     if (!text) return;
     const logprob = part.logprobs[index];
-    const span = element("span", { class: "token", title: `log-prob ${number(logprob, 3)} · probability ${percent(Math.exp(logprob))} · version ${versions[index]}` }, shown(text));
-    span.style.background = tokenColor(coloring, logprob, versions[index], advantage, range);
+    const own = advantages[index], known = own === undefined ? "" : ` · advantage ${number(own, 3)}`;
+    const span = element("span", { class: "token", title: `log-prob ${number(logprob, 3)} · probability ${percent(Math.exp(logprob))} · version ${versions[index]}${known}` }, shown(text));
+    const trained = own === undefined ? advantage : { value: own, share: own / advantage.largest };
+    span.style.background = tokenColor(coloring, logprob, versions[index], trained, range);
     parts.append(span);
   });
   parts.append(shown(characters.slice(at).join("")));

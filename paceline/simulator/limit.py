@@ -1,0 +1,38 @@
+"""Speed of light of a scenario: its steps per second if nothing waited and all slots were full.
+
+It is what the device-time ledger of a run calls the limit, computed from the costs.
+"""
+
+from paceline.simulator.simulation import Scenario
+
+
+def limit_steps_per_s(scenario: Scenario) -> float:
+    """Return the steps per second of engines with full slots and a trainer that never wait."""
+    costs, rows = scenario.costs, scenario.groups_per_step * scenario.group_size
+    prefill_s = costs.prefill_token_s * scenario.groups_per_step * scenario.prompt_tokens
+    generate_s = (rows * costs.turns * _completion_s(scenario) + prefill_s) / scenario.engines
+    tokens = rows * (scenario.prompt_tokens + costs.turns * scenario.lengths.mean)
+    train_s = costs.train_s(round(tokens), scenario.train_devices)
+    if scenario.has_critic:
+        devices = scenario.critic_devices or scenario.train_devices
+        critic_s = costs.train_s(round(tokens), devices, costs.critic_factor)
+        train_s = max(train_s, critic_s) if scenario.critic_devices else train_s + critic_s
+    if scenario.shared:
+        step_s = generate_s + train_s
+        if scenario.overlap:  # seconds in which both work, each at its lower speed
+            both = min(costs.overlap_decode * generate_s, costs.overlap_train * train_s)
+            gained = both / costs.overlap_decode + both / costs.overlap_train - both
+            step_s -= max(0.0, gained)
+    else:
+        step_s = max(generate_s, train_s)
+    return 1 / step_s if step_s > 0 else float("inf")
+
+
+def _completion_s(scenario: Scenario) -> float:
+    """Return the seconds of an engine per completion, if all of its slots are in use."""
+    lengths, slots = scenario.lengths, scenario.slots
+    # A token has the ones before it in the KV cache: on average, half of a completion weighted by
+    # its length.
+    context = scenario.prompt_tokens + lengths.mean_square / lengths.mean / 2
+    step_s = scenario.costs.burst_s(1, slots, round(slots * context))
+    return lengths.mean * step_s / slots
