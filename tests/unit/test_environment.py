@@ -32,7 +32,9 @@ def run(make: Any, *completions: str) -> Trajectory:
             tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), Finish.STOP
         )
 
-    return asyncio.run(open_environment(make, TOKENIZER, DATA, LIMITS).run(PROMPT, generate))
+    made = asyncio.run(open_environment(make, TOKENIZER, DATA, LIMITS).run(PROMPT, generate))
+    assert isinstance(made, Trajectory)
+    return made
 
 
 def test_default_environment_has_one_turn() -> None:
