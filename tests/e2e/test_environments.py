@@ -9,9 +9,11 @@ import pytest
 
 from paceline.config import load_config
 from paceline.model.loading import load_tokenizer
+from paceline.rollout.in_flight_files import read_in_flight
 from paceline.run import train
 from tests.audits import assert_consistent
-from tests.small_runs import SEPARATE, SMALL
+from tests.e2e.test_resume import MODES, Recording
+from tests.small_runs import SEPARATE, SMALL, config
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE = EXAMPLES / "tool_environment.py"
@@ -81,6 +83,31 @@ def test_run_trains_on_conversations_whose_template_forgets(
     samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     turns = [t for row in samples for c in row["completions"] for t in c.get("turns", ())]
     assert any(turn.get("restarts") for turn in turns)
+
+
+def test_resumed_run_continues_conversations_of_killed_one(model: str, tmp_path: Path) -> None:
+    (tmp_path / "guessing.py").write_text(GUESSING)
+    chosen = [*MODES["one device, async"], f"rollout.environment={tmp_path}/guessing.py:Guessing"]
+    chosen += [f"rollout.stop={list('acegikmoqsuwy13579')}", "rollout.max_response_length=32"]
+    chosen += ["data.max_prompt_length=128", "steps=6", "save_every=2", "rollout.slots=3"]
+    with pytest.raises(Recording.Crash):
+        asyncio.run(train(config(model, tmp_path / "run", *chosen), lambda _: Recording(5)))
+    saved = read_in_flight(tmp_path / "run" / "checkpoints" / "step_00000004")
+    observer = Recording(0)
+    asyncio.run(train(config(model, tmp_path / "run", *chosen), lambda _: observer))
+    assert_consistent(tmp_path / "run")
+    later = 0
+    for seq in saved.keys() & observer.groups.keys():
+        for index, calls in saved[seq].calls.items():
+            turns = observer.groups[seq].trajectories[index].turns
+            for number, call in enumerate(calls):
+                part, whole = call.completion, turns[number].completion
+                assert part is not None
+                for array in ("tokens", "logprobs", "versions"):
+                    begun = getattr(whole, array)[: len(part)]
+                    assert begun.tolist() == getattr(part, array).tolist()
+                later += number > 0
+    assert later, "no episode was killed in a later turn"
 
 
 def test_example_trains_proposer_and_solver(model: str, tmp_path: Path) -> None:
