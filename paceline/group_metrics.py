@@ -23,6 +23,9 @@ def measure(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
     episodes = {f"episode/end_{end}": ends.count(end) / len(ends) for end in End if ends}
     if ends:
         episodes["episode/turns_mean"] = float(np.mean([len(t.turns) for t in trajectories]))
+    for name in sorted({trajectory.agent for trajectory in trajectories} - {""}):
+        of_agent = [t.total_reward for t in trajectories if t.agent == name]
+        components[f"reward_agent/{name}"] = float(np.mean(of_agent))
     splits = [len(trajectory.rows) - 1 for trajectory in trajectories]
     if ends or any(splits):
         episodes["episode/splits_mean"] = float(np.mean(splits))

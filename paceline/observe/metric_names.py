@@ -37,6 +37,7 @@ METRICS = _rows(
     ("reward/std", "reward", "standard deviation of the rewards"),
     ("reward/uniform_group_fraction", "0–1", "groups whose completions all have the same reward"),
     ("reward_component/{name}", "reward", "mean of a component that the reward function returns"),
+    ("reward_agent/{name}", "reward", "mean reward of one of several agents of an episode"),
     ("rollout/samples", "rows", "trained rows"),
     ("rollout/tokens", "tokens", "trained tokens"),
     ("rollout/length_mean", "tokens", "mean trained tokens of a trajectory"),

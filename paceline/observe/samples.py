@@ -143,7 +143,7 @@ def _turns(sample: dict[str, Any]) -> list[Text]:
         if turn.get("restarts"):
             parts.append(Text(REWRITTEN, style="yellow"))
         if turn["prompt"]:
-            who = "context" if turn.get("restarts") else "environment"
+            who = "context" if number == 1 or turn.get("restarts") else "environment"
             parts.append(Text(f"{who}: {printable(turn['prompt'].strip())}", style="dim"))
         reward = f" (reward {turn['reward']:g})" if turn["reward"] else ""
         parts.append(Text(f"turn {number}{reward}: {printable(turn['text'].strip())}"))

@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from paceline.config import load_config
@@ -12,7 +13,7 @@ from paceline.model.loading import load_tokenizer
 from paceline.rollout.in_flight_files import read_in_flight
 from paceline.run import train
 from tests.audits import assert_consistent
-from tests.e2e.test_resume import MODES, Recording
+from tests.e2e.test_resume import Recording
 from tests.small_runs import SEPARATE, SMALL, config
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -85,9 +86,13 @@ def test_run_trains_on_conversations_whose_template_forgets(
     assert any(turn.get("restarts") for turn in turns)
 
 
-def test_resumed_run_continues_conversations_of_killed_one(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("on_sync", ["swap", "interrupt"])
+def test_resumed_run_continues_conversations_of_killed_one(
+    on_sync: str, model: str, tmp_path: Path
+) -> None:
     (tmp_path / "guessing.py").write_text(GUESSING)
-    chosen = [*MODES["one device, async"], f"rollout.environment={tmp_path}/guessing.py:Guessing"]
+    chosen = ["schedule.max_staleness=2", f"schedule.on_sync={on_sync}"]
+    chosen += [f"rollout.environment={tmp_path}/guessing.py:Guessing"]
     chosen += [f"rollout.stop={list('acegikmoqsuwy13579')}", "rollout.max_response_length=32"]
     chosen += ["data.max_prompt_length=128", "steps=6", "save_every=2", "rollout.slots=3"]
     with pytest.raises(Recording.Crash):
@@ -108,6 +113,10 @@ def test_resumed_run_continues_conversations_of_killed_one(model: str, tmp_path:
                     assert begun.tolist() == getattr(part, array).tolist()
                 later += number > 0
     assert later, "no episode was killed in a later turn"
+    trajectories = [t for group in observer.groups.values() for t in group.trajectories]
+    spread = [np.concatenate([t.completion.versions for t in each.turns]) for each in trajectories]
+    assert all((np.diff(versions) >= 0).all() for versions in spread)
+    assert any(versions[0] < versions[-1] for versions in spread), "no sync happened in an episode"
 
 
 def test_example_trains_proposer_and_solver(model: str, tmp_path: Path) -> None:
@@ -118,6 +127,9 @@ def test_example_trains_proposer_and_solver(model: str, tmp_path: Path) -> None:
     assert_consistent(tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["rollout/samples"] for row in rows] == [32, 32], "four groups of four episodes"
+    for row in rows:
+        means = row["reward_agent/proposer"] + row["reward_agent/solver"]
+        assert row["reward/mean"] == pytest.approx(means / 2, abs=1e-6)
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     for sample in samples:
         agents = [completion["agent"] for completion in sample["completions"]]

@@ -187,7 +187,7 @@ def test_panel_shows_where_context_was_rewritten_and_agent(tmp_path: Path) -> No
         "turn 3 (reward 0.5): it is 5",
         "",
         "asker: reward 0, 1 tokens",
-        "environment: ?",
+        "context: ?",
         "turn 1: 7",
     ]
 
