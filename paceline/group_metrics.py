@@ -23,6 +23,12 @@ def measure(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
     episodes = {f"episode/end_{end}": ends.count(end) / len(ends) for end in End if ends}
     if ends:
         episodes["episode/turns_mean"] = float(np.mean([len(t.turns) for t in trajectories]))
+    for name in sorted({trajectory.agent for trajectory in trajectories} - {""}):
+        of_agent = [t.total_reward for t in trajectories if t.agent == name]
+        components[f"reward_agent/{name}"] = float(np.mean(of_agent))
+    splits = [len(trajectory.rows) - 1 for trajectory in trajectories]
+    if ends or any(splits):
+        episodes["episode/splits_mean"] = float(np.mean(splits))
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
@@ -31,7 +37,7 @@ def measure(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
         **episodes,
         "rollout/samples": float(batch.num_rows),
         "rollout/tokens": float(tokens),
-        "rollout/length_mean": tokens / batch.num_rows,
+        "rollout/length_mean": tokens / len(trajectories),
         "rollout/truncated_fraction": float(np.mean(cut)),
     }
 
@@ -48,4 +54,8 @@ def measure_staleness(
 
 
 def equal_rewards(group: Group) -> bool:
-    return uniform([trajectory.total_reward for trajectory in group.trajectories])
+    """Return whether the rewards of every agent are equal, so that there is nothing to learn."""
+    rewards: dict[str, list[float]] = {}
+    for trajectory in group.trajectories:
+        rewards.setdefault(trajectory.agent, []).append(trajectory.total_reward)
+    return all(map(uniform, rewards.values()))

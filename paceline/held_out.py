@@ -158,7 +158,12 @@ def _is_evaluation(row: dict[str, Any]) -> bool:
 def score(groups: Sequence[Group], solved_at: float) -> Scores:
     """Return the mean reward over all prompts and other statistics."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    rewards = [[trajectory.total_reward for trajectory in group.trajectories] for group in groups]
+    # Those of each agent at each prompt.
+    rewards = [
+        [trajectory.total_reward for trajectory in group.trajectories if trajectory.agent == agent]
+        for group in groups
+        for agent in dict.fromkeys(trajectory.agent for trajectory in group.trajectories)
+    ]
     truncated = [t.turns[-1].completion.finish is Finish.LENGTH for t in trajectories]
     found: Scores = {
         "prompts": len(groups),

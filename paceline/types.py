@@ -118,17 +118,31 @@ class Turn:
     prompt: tuple[int, ...]
     completion: Completion
     reward: float = 0.0  # of this turn, at its last token, in addition to the trajectory's
+    # `prompt` is the whole context again, because it does not continue the previous turn: this turn
+    # begins a new row of the batch.
+    restarts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One completion of a prompt, or one conversation of several turns."""
+    """One completion of a prompt, or one conversation of several turns.
+
+    It gives one row of the batch, and one more for each later turn that restarts.
+    """
 
     turns: tuple[Turn, ...]
     text: str  # of the final completion
     reward: float | None = None  # None until scored
     details: Mapping[str, float] = field(default_factory=dict)
     end: End | None = None  # of a conversation with an environment
+    agent: str = ""  # which of several agents of an episode; compared with the same one elsewhere
+
+    @property
+    def rows(self) -> list[tuple[Turn, ...]]:
+        """The turns of each row of the batch."""
+        starts = [n for n, turn in enumerate(self.turns) if n == 0 or turn.restarts]
+        ends = [*starts[1:], len(self.turns)]
+        return [self.turns[start:end] for start, end in zip(starts, ends, strict=True)]
 
     @property
     def version_min(self) -> int:
@@ -187,7 +201,7 @@ class Batch:
     logprobs: FloatArray  # [T] under the policy that sampled the token; 0 where mask is false
     versions: IntArray  # [T] policy version that sampled the token; -1 where mask is false
     rewards: FloatArray  # [R]
-    groups: IntArray  # [R] the same number for all trajectories of a prompt
+    groups: IntArray  # [R] the same number for trajectories that are compared with each other
     advantages: FloatArray | None = None  # [T]
     returns: FloatArray | None = None  # [T] regression targets of the critic
     values: FloatArray | None = None  # [T] the critic's predictions before the update
@@ -196,6 +210,8 @@ class Batch:
     # [T] rewards of turns, at their last tokens; `rewards` are added at the last token of the row
     token_rewards: FloatArray | None = None
     baselines: FloatArray | None = None  # [R] reward of the greedy completion of the prompt
+    # [R] number of the row's trajectory, whose rows follow each other; None: each has one row
+    trajectories: IntArray | None = None
 
     @property
     def num_rows(self) -> int:

@@ -118,10 +118,7 @@ class FakeEngine:
         self.seen.append(request.id)
         self.resumed += len(tokens)
         self.running[request.id] = state
-        length = max(
-            len(tokens) + 1,
-            min(request.sampling.max_new_tokens, 1 + int(self._rng.expovariate(0.25))),
-        )
+        length = max(len(tokens) + 1, min(request.sampling.max_new_tokens, self._length(request)))
         try:
             while len(tokens) < length and state["end"] is None:
                 seconds = self._rng.expovariate(1 / self._mean_s)
@@ -129,7 +126,7 @@ class FakeEngine:
                 while (self._held and state["end"] is None) or self._frozen:
                     await self._moved.wait()
                 if state["end"] is None:
-                    tokens.append(self.weights)
+                    tokens.append(self._token(request, len(tokens)))
                     versions.append(self.version)
                     self.tokens += 1
         finally:
@@ -138,6 +135,12 @@ class FakeEngine:
         if self.worker.died.done():
             self.worker.fenced += 1
         return _completion(tokens, versions, state["end"] or Finish.STOP)
+
+    def _length(self, request: Request) -> int:
+        return 1 + int(self._rng.expovariate(0.25))
+
+    def _token(self, request: Request, position: int) -> int:
+        return self.weights
 
     async def abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:

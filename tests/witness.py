@@ -103,7 +103,9 @@ def observe(actor: Any) -> None:
 
 
 def _prompts(batch: Any) -> list[list[int]]:
-    """Return the prompt of each row."""
+    """Return the prompt of each trajectory, which is that of its first row."""
     ends = batch.offsets
     rows = [slice(start, end) for start, end in pairwise(ends)]
+    if (numbers := batch.trajectories) is not None:
+        rows = [rows[numbers.tolist().index(number)] for number in dict.fromkeys(numbers.tolist())]
     return [batch.tokens[row][: int(batch.mask[row].argmax())].tolist() for row in rows]

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.algo.custom import custom_advantage
+from paceline.algo.joined_rows import apart, joined
 from paceline.algo.settings import AlgorithmSettings
 from paceline.algo.tolerance import uniform_groups
 from paceline.errors import ConfigError
@@ -114,8 +115,10 @@ def advantages(
 ) -> Batch:
     """Return the batch with its `advantages`, and with a critic also `returns` and `values`.
 
-    An adapted `kl_coef` replaces that of the settings.
+    An adapted `kl_coef` replaces that of the settings. A trajectory of several rows counts once.
     """
+    if (whole := joined(batch)) is not batch:
+        return apart(advantages(whole, settings, values, kl_coef), batch)
     if settings.needs_critic and values is None:
         raise ConfigError(
             "advantage = 'gae' needs the critic's values, but there are none: configure a critic"

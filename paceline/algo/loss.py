@@ -18,6 +18,7 @@ from paceline.algo.correction import (
     interpolated,
     off_policy_measures,
 )
+from paceline.algo.joined_rows import joined
 from paceline.algo.kl import k3, kl_loss
 from paceline.algo.objective import objective
 from paceline.algo.ratio import probability_ratio
@@ -77,8 +78,9 @@ def token_weights(
     """Return the weight of each token: [T].
 
     token: 1 / tokens; sequence: 1 / (rows * tokens of the row);
-    constant: 1 / (rows * constant_length).
+    constant: 1 / (rows * constant_length). The rows of a trajectory count as one.
     """
+    batch = joined(batch)
     row = np.repeat(np.arange(batch.num_rows), batch.lengths)
     per_row = np.bincount(row[batch.mask], minlength=batch.num_rows)
     rows = max(1, int(np.count_nonzero(per_row)))

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paceline.algo.joined_rows import apart, joined
 from paceline.algo.kl import kl_estimate
 from paceline.algo.settings import AlgorithmSettings, Estimator
 from paceline.errors import ConfigError
@@ -71,6 +72,8 @@ def shape_rewards(
     batch: Batch, s: AlgorithmSettings, max_length: int | None = None, kl_coef: float | None = None
 ) -> Batch:
     """Apply the selected shaping. An adapted `kl_coef` replaces that of the settings."""
+    if (whole := joined(batch)) is not batch:
+        return apart(shape_rewards(whole, s, max_length, kl_coef), batch)
     if s.overlong == "penalty":
         if max_length is None:
             raise ConfigError(

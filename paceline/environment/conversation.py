@@ -3,7 +3,7 @@
 Waits for: the engines, and the environment (at most `timeout_s` per call). An episode ends when the
 environment says so, when a completion or the whole context reaches its maximum length, or after
 `max_turns`. The reason is part of the trajectory. An environment that fails or hangs fails the
-trajectory instead.
+trajectory instead. A turn restarts where the chat template rewrites what the model has seen.
 """
 
 import asyncio
@@ -72,25 +72,27 @@ class Conversation:
     ) -> Trajectory:
         turns: list[Turn] = []
         context = new = self._template.start(history)
-        text, end = "", End.CONTEXT
+        text, end, restarts = "", End.CONTEXT, False
         while len(context) < self._limits.max_length:
             completion = await generate(context)
             sampled = tuple(completion.tokens.tolist())
             text = self._template.text(sampled)
             if completion.finish is Finish.LENGTH:
-                turns.append(Turn(new, completion))
+                turns.append(Turn(new, completion, restarts=restarts))
                 if len(context) + len(sampled) < self._limits.max_length:
                     end = End.LENGTH
                 break
             said = {"role": "assistant", "content": text}
             reply = await self._step(prompt, environment, said)
-            turns.append(Turn(new, completion, reply.reward))
+            turns.append(Turn(new, completion, reply.reward, restarts))
             if reply.done or len(turns) == self._limits.max_turns:
                 end = End.DONE if reply.done else End.TURNS
                 break
-            new = self._template.between(history, said, sampled, _messages(reply))
+            between = self._template.between(history, said, sampled, _messages(reply))
             history += [said, *_messages(reply)]
-            context += sampled + new
+            restarts = between is None
+            new = self._template.start(history) if between is None else between
+            context = new if restarts else context + sampled + new
         if not turns:
             raise self._problem(
                 prompt,

@@ -3,6 +3,10 @@
 After a completion, the stream gets only the tokens between it and the next one: the end of the turn
 if it was not sampled, the new messages, and the header of the next turn. They come from the chat
 template: its text of the whole conversation without its text up to the completion.
+
+A template may write earlier messages in another way once there are later ones; many remove the
+reasoning of earlier turns. The next completion then has a new context, the text of the whole
+conversation, and its turn restarts.
 """
 
 from collections.abc import Sequence
@@ -10,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.data.chat import conversation, stop_token_ids, text_decoder
 from paceline.environment.protocol import Message
-from paceline.errors import RolloutError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,26 +34,21 @@ class ChatTemplate:
         self._turn_end = self._end_of_turn()
 
     def start(self, messages: Sequence[Message]) -> Tokens:
-        """Return the tokens of a conversation up to where the first completion begins."""
+        """Return the tokens of a conversation up to where the next completion begins."""
         return self._encode(self._render(messages, True))
 
     def between(
         self, history: Sequence[Message], said: Message, sampled: Tokens, reply: Sequence[Message]
-    ) -> Tokens:
+    ) -> Tokens | None:
         """Return the tokens between a completion and the next one.
 
-        `said` is the message of the completion, and `sampled` are its tokens. Raises RolloutError
-        if the template writes earlier messages in another way once there are later ones.
+        `said` is the message of the completion, and `sampled` are its tokens. None if the template
+        writes earlier messages in another way, so that the next context does not continue this one.
         """
         before = self._render([*history, said], False)
         after = self._render([*history, said, *reply], True)
         if not after.startswith(before) or not before.startswith(self._render(history, True)):
-            raise RolloutError(
-                f"the chat template changes earlier messages when a message of the role "
-                f"{reply[0]['role']!r} follows (many templates remove the reasoning of earlier "
-                "turns), so the conversation is not the one that the model has seen; use a "
-                "template that keeps messages as they are"
-            )
+            return None
         end = self._turn_end if before.endswith(self._turn_end) else ""
         tokens = self._encode(end + after[len(before) :])
         if sampled and sampled[-1] in self._ends and tokens and tokens[0] in self._ends:

@@ -51,11 +51,12 @@ def train_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
 
 
 def row_lengths(groups: Sequence[Group]) -> list[int]:
-    """Return the tokens of each trajectory, with its prompts."""
+    """Return the tokens of each row, with its prompts."""
     return [
-        sum(len(turn.prompt) + len(turn.completion) for turn in trajectory.turns)
+        sum(len(turn.prompt) + len(turn.completion) for turn in row)
         for group in groups
         for trajectory in group.trajectories
+        for row in trajectory.rows
     ]
 
 

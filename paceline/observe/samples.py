@@ -20,6 +20,7 @@ from paceline.printable import printable
 from paceline.types import FloatArray, Group, Trajectory
 
 NAME = "samples.jsonl"
+REWRITTEN = "context rewritten: new sample"
 
 
 class Samples:
@@ -89,7 +90,10 @@ class Samples:
         }
         if trajectory.end is not None:
             found["end"] = trajectory.end.value
-        if len(turns) == 1:
+        if trajectory.agent:
+            found["agent"] = trajectory.agent
+        # An agent may have another prompt than the group; turns show it.
+        if len(turns) == 1 and (turns[0].prompt == prompt or not trajectory.agent):
             known = advantages[0] if advantages else None
             return found | self._details.of(last, trajectory.text, known)
         found["turns"] = [
@@ -98,6 +102,7 @@ class Samples:
                 "prompt": "" if turn.prompt == prompt else self._decode(list(turn.prompt)),
                 "text": (text := self._decode(turn.completion.tokens.tolist())),
                 "reward": turn.reward,
+                **({"restarts": True} if number and turn.restarts else {}),
                 **self._details.of(
                     turn.completion, text, advantages[number] if advantages else None
                 ),
@@ -142,7 +147,9 @@ def _panel(row: dict[str, Any]) -> Panel:
     for sample in sorted(row["completions"], key=lambda sample: -sample["reward"]):
         details = "".join(f", {name} {value:g}" for name, value in sample["details"].items())
         truncated = ", truncated" if sample["finish"] == "length" else ""
-        heading = f"\nreward {sample['reward']:g}{details}, {sample['tokens']} tokens{truncated}"
+        agent = f"{sample['agent']}: " if "agent" in sample else ""
+        heading = f"\n{agent}reward {sample['reward']:g}{details}, {sample['tokens']} tokens"
+        heading += truncated
         parts.append(Text(printable(heading), style="cyan"))
         parts += _turns(sample) or [Text(printable(sample["text"].strip()))]
     return Panel(
@@ -156,8 +163,11 @@ def _turns(sample: dict[str, Any]) -> list[Text]:
     """Return the conversation of a sample with several turns, in order."""
     parts = []
     for number, turn in enumerate(sample.get("turns", ()), 1):
+        if turn.get("restarts"):
+            parts.append(Text(REWRITTEN, style="yellow"))
         if turn["prompt"]:
-            parts.append(Text(f"environment: {printable(turn['prompt'].strip())}", style="dim"))
+            who = "context" if number == 1 or turn.get("restarts") else "environment"
+            parts.append(Text(f"{who}: {printable(turn['prompt'].strip())}", style="dim"))
         reward = f" (reward {turn['reward']:g})" if turn["reward"] else ""
         parts.append(Text(f"turn {number}{reward}: {printable(turn['text'].strip())}"))
     return parts

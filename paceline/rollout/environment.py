@@ -1,4 +1,4 @@
-"""Agent loop: turns a prompt into one trajectory with calls of `generate`.
+"""Agent loop: turns a prompt into one trajectory, or one per agent, with calls of `generate`.
 
 It does not depend on engines, weights or batches. `rollout.environment = "file.py:E"` selects an
 environment, a class `E()` with methods `reset` and `step` (environment/), or a custom agent loop, a
@@ -31,8 +31,11 @@ Generate = Callable[[tuple[int, ...]], Awaitable[Completion]]
 
 
 class AgentLoop(Protocol):
-    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
-        """Generate one trajectory. Raises RolloutError if it cannot be finished."""
+    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory | tuple[Trajectory, ...]:
+        """Generate one trajectory, or several of agents that act in one episode.
+
+        Raises RolloutError if the episode cannot be finished.
+        """
         ...
 
 
@@ -55,13 +58,14 @@ class SingleTurn:
 class CustomEnvironment:
     """User's agent loop. Its failures become RolloutErrors, and its trajectories are checked.
 
-    A trajectory must consist of exactly the tokens that the model was given and generated.
+    A trajectory must consist of exactly the tokens that the model was given and generated, and no
+    completion is trained on twice.
     """
 
     def __init__(self, name: str, environment: AgentLoop) -> None:
         self._name, self._environment = name, environment
 
-    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory | tuple[Trajectory, ...]:
         generated: dict[int, tuple[tuple[int, ...], Completion]] = {}
 
         async def recorded(context: tuple[int, ...]) -> Completion:
@@ -71,7 +75,7 @@ class CustomEnvironment:
             return completion
 
         try:
-            trajectory = await self._environment.run(prompt, recorded)
+            result = await self._environment.run(prompt, recorded)
         except PacelineError:
             raise
         except Exception as error:
@@ -79,28 +83,46 @@ class CustomEnvironment:
             raise self._problem(
                 prompt, f"raised {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
             ) from error
-        if not isinstance(trajectory, Trajectory) or not trajectory.turns:
-            raise self._problem(
-                prompt, f"returned {trajectory!r:.80}; expected a Trajectory with at least one turn"
-            )
-        tokens: tuple[int, ...] = ()
-        for number, turn in enumerate(trajectory.turns, 1):
-            tokens += turn.prompt
-            context, completion = generated.get(id(turn.completion), ((), None))
-            if completion is None or context != tokens:
+        trajectories = result if isinstance(result, tuple) else (result,)
+        for trajectory in trajectories:
+            if not isinstance(trajectory, Trajectory) or not trajectory.turns:
                 raise self._problem(
                     prompt,
-                    f"turn {number} does not match a call of generate(); "
-                    "pass generate() the tokens of all turns so far, and no others",
+                    f"returned {trajectory!r:.80}; expected a Trajectory with at least one turn",
+                )
+            self._check(prompt, trajectory, generated)
+        if not trajectories:
+            raise self._problem(prompt, "returned no Trajectory; expected at least one")
+        return result
+
+    def _check(
+        self,
+        prompt: Prompt,
+        trajectory: Trajectory,
+        generated: dict[int, tuple[tuple[int, ...], Completion]],
+    ) -> None:
+        """Raise RolloutError for a turn that is not a call of generate(), which it uses up."""
+        tokens: tuple[int, ...] = ()
+        who = f"agent {trajectory.agent!r}, " if trajectory.agent else ""
+        for number, turn in enumerate(trajectory.turns, 1):
+            tokens = turn.prompt if turn.restarts else tokens + turn.prompt
+            context, completion = generated.pop(id(turn.completion), ((), None))
+            if completion is None or context != tokens:
+                expected = (
+                    "the prompt of a turn that restarts is all that generate() got"
+                    if turn.restarts
+                    else "pass generate() the tokens of all turns so far, and no others"
+                )
+                raise self._problem(
+                    prompt, f"{who}turn {number} does not match a call of generate(); {expected}"
                 )
             if not abs(turn.reward) <= MAX_REWARD:
                 raise self._problem(
                     prompt,
-                    f"turn {number} has the reward {turn.reward}; expected a finite number of at "
-                    f"most {MAX_REWARD:g}",
+                    f"{who}turn {number} has the reward {turn.reward}; expected a finite number of "
+                    f"at most {MAX_REWARD:g}",
                 )
             tokens += tuple(completion.tokens.tolist())
-        return trajectory
 
     def _problem(self, prompt: Prompt, what: str) -> RolloutError:
         return RolloutError(f"environment {self._name}, prompt {prompt.uid!r}: {what}")

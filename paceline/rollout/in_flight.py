@@ -8,7 +8,7 @@ stream of prompts, so the rest of a completion is what it would have been withou
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import chain, takewhile
 
 import numpy as np
 
@@ -46,7 +46,8 @@ class Scored:
 class GroupInFlight:
     uid: str  # of the prompt
     calls: dict[int, list[Call]] = field(default_factory=dict)  # of unfinished trajectories
-    finished: dict[int, Trajectory] = field(default_factory=dict)  # not scored
+    # Finished episodes, each with the trajectories of its agents, not scored.
+    finished: dict[int, tuple[Trajectory, ...]] = field(default_factory=dict)
     scored: Scored | None = None
 
     @classmethod
@@ -66,8 +67,8 @@ class GroupInFlight:
             calls[number:] = [Call(context)]
         return calls[number]
 
-    def finish(self, index: int, trajectory: Trajectory) -> None:
-        self.finished[index] = trajectory
+    def finish(self, index: int, trajectories: tuple[Trajectory, ...]) -> None:
+        self.finished[index] = trajectories
         self.calls.pop(index, None)
 
     def copy(self) -> "GroupInFlight":
@@ -89,20 +90,24 @@ class GroupInFlight:
         return replace(self, calls=calls)
 
     def within(self, oldest: int) -> "GroupInFlight":
-        """Return the group without trajectories that have a token older than version `oldest`."""
+        """Return the group without episodes that have a token older than version `oldest`."""
         scored = self.scored
         if scored and min(t.version_min for t in scored.trajectories) < oldest:
             scored = None  # rewards may depend on the whole group
         return replace(
             self,
             calls={i: c for i, c in self.calls.items() if _version_min(c, oldest) >= oldest},
-            finished={i: t for i, t in self.finished.items() if t.version_min >= oldest},
+            finished={
+                i: episode
+                for i, episode in self.finished.items()
+                if min(trajectory.version_min for trajectory in episode) >= oldest
+            },
             scored=scored,
         )
 
     def completions(self) -> Iterator[Completion]:
         scored = self.scored.trajectories if self.scored else ()
-        for trajectory in (*self.finished.values(), *scored):
+        for trajectory in (*chain.from_iterable(self.finished.values()), *scored):
             yield from (turn.completion for turn in trajectory.turns)
         for calls in self.calls.values():
             yield from (call.completion for call in calls if call.completion is not None)

@@ -78,7 +78,9 @@ def _group_row(seq: int, group: GroupInFlight, add: Any) -> dict[str, Any]:
     if group.scored:
         row["baseline"] = group.scored.baseline
         row["scored"] = [_trajectory_row(each, add) for each in group.scored.trajectories]
-    row["finished"] = [[i, _trajectory_row(each, add)] for i, each in group.finished.items()]
+    row["finished"] = [
+        [i, _trajectory_row(each, add)] for i, episode in group.finished.items() for each in episode
+    ]
     row["calls"] = [
         [i, [[call.digest, add(call.completion)] for call in calls if call.completion is not None]]
         for i, calls in group.calls.items()
@@ -91,10 +93,13 @@ def _group(row: Any, completions: list[Completion]) -> GroupInFlight:
     if "scored" in row:
         trajectories = tuple(_trajectory(each, completions) for each in row["scored"])
         scored = Scored(trajectories, None if row["baseline"] is None else float(row["baseline"]))
+    finished: dict[int, tuple[Trajectory, ...]] = {}
+    for i, each in row["finished"]:
+        finished[int(i)] = (*finished.get(int(i), ()), _trajectory(each, completions))
     return GroupInFlight(
         str(row["uid"]),
         {i: [Call(str(c), completions[n]) for c, n in calls] for i, calls in row["calls"]},
-        {int(i): _trajectory(each, completions) for i, each in row["finished"]},
+        finished,
         scored,
     )
 
@@ -102,21 +107,28 @@ def _group(row: Any, completions: list[Completion]) -> GroupInFlight:
 def _trajectory_row(trajectory: Trajectory, add: Any) -> dict[str, Any]:
     return {
         "turns": [
-            [[int(token) for token in turn.prompt], add(turn.completion), float(turn.reward)]
+            [
+                [int(token) for token in turn.prompt],
+                add(turn.completion),
+                float(turn.reward),
+                bool(turn.restarts),
+            ]
             for turn in trajectory.turns
         ],
         "text": str(trajectory.text),
         "reward": None if trajectory.reward is None else float(trajectory.reward),
         "details": {str(name): float(value) for name, value in trajectory.details.items()},
         "end": trajectory.end and trajectory.end.value,
+        "agent": str(trajectory.agent),
     }
 
 
 def _trajectory(row: Any, completions: list[Completion]) -> Trajectory:
     turns = tuple(
-        Turn(tuple(map(int, prompt)), completions[number], float(reward))
-        for prompt, number, reward in row["turns"]
+        Turn(tuple(map(int, prompt)), completions[number], float(reward), bool(restarts))
+        for prompt, number, reward, restarts in row["turns"]
     )
     reward = None if row["reward"] is None else float(row["reward"])
     end = None if row["end"] is None else End(row["end"])
-    return Trajectory(turns, str(row["text"]), reward, dict(row["details"]), end)
+    agent = str(row["agent"])
+    return Trajectory(turns, str(row["text"]), reward, dict(row["details"]), end, agent)

@@ -154,10 +154,15 @@ class Rollouter:
                 self.changed.notify_all()
         assignment.succeeded()
         results = [task.result() for task in tasks]
-        baseline = results.pop() if self._greedy_baseline else None
-        trajectories = [trajectory for trajectory in results if trajectory is not None]
+        baseline = results.pop() if self._greedy_baseline else ()
+        if len(baseline) > 1:
+            raise RolloutError(
+                f"prompt {prompt.uid}: an episode has {len(baseline)} trajectories, but the greedy "
+                "baseline is the reward of one; use an algorithm without it, for example grpo"
+            )
+        trajectories = [trajectory for episode in results for trajectory in episode]
         self._enter(seq, "scored by the reward", "scored")
-        scored = await self._score(prompt, trajectories + ([baseline] if baseline else []))
+        scored = await self._score(prompt, [*trajectories, *baseline])
         return Group(
             seq,
             prompt,
@@ -271,14 +276,14 @@ class Rollouter:
         prompt: Prompt,
         failures: list[RolloutError],
         progress: GroupInFlight,
-    ) -> Trajectory | None:
-        """Generate one trajectory; None if it failed and the group may continue without it."""
+    ) -> tuple[Trajectory, ...]:
+        """Run one episode; return none if it failed and the group may continue without it."""
         generate = self._generate(assignment, seq, index, prompt, progress)
         try:
             if index not in progress.finished:
                 episode = self._environment.run(prompt, generate)
                 made = await self._episode(episode, index, prompt)
-                self._made[seq] += made.num_tokens
+                self._made[seq] += sum(trajectory.num_tokens for trajectory in made)
                 progress.finish(index, made)
             return progress.finished[index]
         except RolloutError as error:
@@ -287,19 +292,20 @@ class Rollouter:
             if len(failures) > self._may_fail or fatal:
                 raise
             log.warning("group %d continues without a failed trajectory: %s", seq, error)
-            return None
+            return ()
         finally:
             if assignment.release():
                 self.changed.notify_all()
 
     async def _episode(
-        self, episode: Awaitable[Trajectory], index: int, prompt: Prompt
-    ) -> Trajectory:
+        self, episode: Awaitable[Trajectory | tuple[Trajectory, ...]], index: int, prompt: Prompt
+    ) -> tuple[Trajectory, ...]:
         try:
             async with asyncio.timeout(self._episode_s) as deadline:
                 self._deadlines[deadline] = self._episode_s
                 try:
-                    return await episode
+                    made = await episode
+                    return made if isinstance(made, tuple) else (made,)
                 finally:
                     del self._deadlines[deadline]
         except TimeoutError:

@@ -15,6 +15,7 @@ from paceline.algo.correction import (
     named_measures,
     off_policy_measures,
 )
+from paceline.algo.joined_rows import rows_of_trajectories
 from paceline.algo.loss import LossFn, PolicyLoss, SupervisedLoss
 from paceline.algo.settings import AlgorithmSettings
 from paceline.errors import DataError
@@ -195,12 +196,17 @@ def rate_factor(measured: Metrics, kl_target: float) -> float:
 
 
 def _mini_batches(batch: Batch, count: int, seed: tuple[int, int]) -> list[Batch]:
-    """Split the rows at random; the split depends only on step and epoch.
+    """Split the trajectories at random; the split depends only on step and epoch.
 
     Parts without a trained token are dropped.
     """
     if count == 1:
         return [batch]
-    order = np.random.default_rng(seed).permutation(batch.num_rows)
-    parts = [select_rows(batch, rows) for rows in np.array_split(order, count) if len(rows)]
+    rows = rows_of_trajectories(batch)
+    order = np.random.default_rng(seed).permutation(len(rows))
+    parts = [
+        select_rows(batch, np.concatenate([rows[number] for number in part]))
+        for part in np.array_split(order, count)
+        if len(part)
+    ]
     return [part for part in parts if part.mask.any()] or [batch]

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from paceline.algo.advantage import advantages, kl_of_tokens
+from paceline.algo.joined_rows import joined
 from paceline.algo.kl import adapted
 from paceline.algo.settings import AlgorithmSettings
 from paceline.algo.shaping import shape_rewards
@@ -85,7 +86,7 @@ class Trainer:
                 self._kl_coef, measured["train/kl_reference"], self._algorithm.kl_target
             )
         measured["reward/mean"] = mean_reward(batch)
-        measured["rollout/row_tokens"] = float(batch.mask.sum()) / batch.num_rows
+        measured["rollout/row_tokens"] = float(batch.mask.sum()) / joined(batch).num_rows
         for monitor in self._monitors:
             monitor.check(measured, step)
         return metrics
@@ -152,7 +153,8 @@ class Trainer:
 
 
 def mean_reward(batch: Batch) -> float:
-    """Return the mean reward of a row, with the rewards of its turns."""
+    """Return the mean reward of a trajectory, with the rewards of its turns."""
+    batch = joined(batch)
     turns = 0.0 if batch.token_rewards is None else float(batch.token_rewards.sum())
     return (float(batch.rewards.sum()) + turns) / batch.num_rows
 

@@ -2,16 +2,22 @@
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from paceline.config import load_config
+from paceline.model.loading import load_tokenizer
+from paceline.rollout.in_flight_files import read_in_flight
 from paceline.run import train
 from tests.audits import assert_consistent
-from tests.small_runs import SEPARATE, SMALL
+from tests.e2e.test_resume import Recording
+from tests.small_runs import SEPARATE, SMALL, config
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "tool_environment.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLE = EXAMPLES / "tool_environment.py"
 
 
 @pytest.mark.parametrize("place", [[], [*SEPARATE, "schedule.max_staleness=1"]])
@@ -31,6 +37,103 @@ def test_run_trains_on_all_turns_of_conversations(
     completions = [completion for sample in samples for completion in sample["completions"]]
     assert {completion["end"] for completion in completions} <= set(ends)
     assert any(len(completion.get("turns", ())) == 2 for completion in completions)
+
+
+GUESSING = """
+from paceline import Reply
+
+class Guessing:
+    async def reset(self, row):
+        self.left = 2
+        return [{"role": "user", "content": row["prompt"]}]
+
+    async def step(self, message):
+        self.left -= 1
+        return Reply("no", 0.1 * len(message["content"]), done=self.left < 0)
+"""
+# Keeps only the last character of earlier completions.
+FORGETTING = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' and not loop.last %}"
+    "{{ m['content'][-1:] }}{% else %}{{ m['content'] }}{% endif %}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_run_trains_on_conversations_whose_template_forgets(
+    algorithm: str, model: str, tmp_path: Path
+) -> None:
+    forgetful, run_dir = tmp_path / "model", tmp_path / "run"
+    shutil.copytree(model, forgetful)
+    tokenizer = load_tokenizer(model)
+    tokenizer.chat_template = FORGETTING
+    tokenizer.save_pretrained(forgetful)
+    (tmp_path / "guessing.py").write_text(GUESSING)
+    chosen = [f"model={forgetful}", f"run_dir={run_dir}", *SMALL, "save_samples=4", "steps=2"]
+    chosen += [f"rollout.environment={tmp_path}/guessing.py:Guessing", "data.max_prompt_length=64"]
+    chosen += [f"algorithm.name={algorithm}", "algorithm.mini_batches=2"]
+    chosen += [f"rollout.stop={list('acegikmoqsuwy13579')}", "rollout.max_response_length=16"]
+    asyncio.run(train(load_config(None, chosen)))
+    assert_consistent(run_dir)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        assert row["episode/splits_mean"] > 0
+        assert row["rollout/samples"] == pytest.approx(16 * (1 + row["episode/splits_mean"]))
+        assert row["rollout/length_mean"] == pytest.approx(row["rollout/tokens"] / 16)
+    assert rows[0]["train/logprob_diff_max"] < 1e-3, "the trainer saw another context"
+    samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    turns = [t for row in samples for c in row["completions"] for t in c.get("turns", ())]
+    assert any(turn.get("restarts") for turn in turns)
+
+
+@pytest.mark.parametrize("on_sync", ["swap", "interrupt"])
+def test_resumed_run_continues_conversations_of_killed_one(
+    on_sync: str, model: str, tmp_path: Path
+) -> None:
+    (tmp_path / "guessing.py").write_text(GUESSING)
+    chosen = ["schedule.max_staleness=2", f"schedule.on_sync={on_sync}"]
+    chosen += [f"rollout.environment={tmp_path}/guessing.py:Guessing"]
+    chosen += [f"rollout.stop={list('acegikmoqsuwy13579')}", "rollout.max_response_length=32"]
+    chosen += ["data.max_prompt_length=128", "steps=6", "save_every=2", "rollout.slots=3"]
+    with pytest.raises(Recording.Crash):
+        asyncio.run(train(config(model, tmp_path / "run", *chosen), lambda _: Recording(5)))
+    saved = read_in_flight(tmp_path / "run" / "checkpoints" / "step_00000004")
+    observer = Recording(0)
+    asyncio.run(train(config(model, tmp_path / "run", *chosen), lambda _: observer))
+    assert_consistent(tmp_path / "run")
+    later = 0
+    for seq in saved.keys() & observer.groups.keys():
+        for index, calls in saved[seq].calls.items():
+            turns = observer.groups[seq].trajectories[index].turns
+            for number, call in enumerate(calls):
+                part, whole = call.completion, turns[number].completion
+                assert part is not None
+                for array in ("tokens", "logprobs", "versions"):
+                    begun = getattr(whole, array)[: len(part)]
+                    assert begun.tolist() == getattr(part, array).tolist()
+                later += number > 0
+    assert later, "no episode was killed in a later turn"
+    trajectories = [t for group in observer.groups.values() for t in group.trajectories]
+    spread = [np.concatenate([t.completion.versions for t in each.turns]) for each in trajectories]
+    assert all((np.diff(versions) >= 0).all() for versions in spread)
+    assert any(versions[0] < versions[-1] for versions in spread), "no sync happened in an episode"
+
+
+def test_example_trains_proposer_and_solver(model: str, tmp_path: Path) -> None:
+    chosen = [f"model={model}", f"run_dir={tmp_path}", *SMALL, "steps=2", "save_samples=4"]
+    chosen += [f"rollout.environment={EXAMPLES}/two_agents.py:ProposeAndSolve"]
+    chosen += ["data.max_prompt_length=64", "rollout.min_group_size=2"]
+    asyncio.run(train(load_config(None, chosen)))
+    assert_consistent(tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["rollout/samples"] for row in rows] == [32, 32], "four groups of four episodes"
+    for row in rows:
+        means = row["reward_agent/proposer"] + row["reward_agent/solver"]
+        assert row["reward/mean"] == pytest.approx(means / 2, abs=1e-6)
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    for sample in samples:
+        agents = [completion["agent"] for completion in sample["completions"]]
+        assert agents == ["proposer", "solver"] * 4
 
 
 @pytest.mark.slow

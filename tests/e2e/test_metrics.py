@@ -41,6 +41,9 @@ RUNS = {
         *("algorithm.name=ppo", "train.offload=true"),
         f"rollout.environment={TESTS.parent}/examples/tool_environment.py:Lookup",
     ],
+    "two agents": [
+        f"rollout.environment={TESTS.parent}/examples/two_agents.py:ProposeAndSolve",
+    ],
     "a teacher": ["algorithm.name=distill"],
 }
 SUPERVISED = [

@@ -125,7 +125,7 @@ def test_resumed_run_continues_completions_of_killed_one(
     compared = 0
     for seq in saved.keys() & observer.groups.keys():
         trained = observer.groups[seq].trajectories
-        parts = {i: t.turns[0].completion for i, t in saved[seq].finished.items()}
+        parts = {i: t.turns[0].completion for i, (t,) in saved[seq].finished.items()}
         parts |= {i: c[0].completion for i, c in saved[seq].calls.items() if c and c[0].completion}
         scored = saved[seq].scored
         for index, trajectory in enumerate(scored.trajectories if scored else ()):

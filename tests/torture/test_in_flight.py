@@ -82,7 +82,7 @@ def test_resumed_run_continues_groups_in_flight_within_bound(mode: str, tmp_path
 
 def check_continued(saved: GroupInFlight, trajectories: tuple[Trajectory, ...]) -> None:
     parts = {i: calls[0].completion for i, calls in saved.calls.items() if calls}
-    parts |= {i: each.turns[0].completion for i, each in saved.finished.items()}
+    parts |= {i: each[0].turns[0].completion for i, each in saved.finished.items()}
     if saved.scored:
         parts = {i: t.turns[0].completion for i, t in enumerate(saved.scored.trajectories)}
     for index, part in parts.items():

@@ -16,7 +16,7 @@ from paceline.environment.protocol import Message, Reply
 from paceline.errors import ConfigError, RolloutError
 from paceline.rollout.environment import open_environment
 from paceline.training.assembly import assemble
-from paceline.types import Completion, End, Finish, Group, Prompt, Trajectory
+from paceline.types import Batch, Completion, End, Finish, Group, Prompt, Trajectory
 from tests.chat_templates import END, TEMPLATES, chat_tokenizer
 
 LIMITS = Limits(max_turns=6, max_length=4000, timeout_s=30.0)
@@ -69,7 +69,9 @@ def play(
     )
     prompt = Prompt("q", tuple(tokenizer.encode(text, add_special_tokens=False)), text, ROW)
     loop = open_environment(environment, tokenizer, DATA, limits)
-    return asyncio.run(loop.run(prompt, model))
+    trajectory = asyncio.run(loop.run(prompt, model))
+    assert isinstance(trajectory, Trajectory)
+    return trajectory
 
 
 def said(text: str, template: str = "chatml") -> Completion:
@@ -86,13 +88,32 @@ def random_text(numbers: random.Random, tokenizer: PreTrainedTokenizerFast) -> l
     return [numbers.choice([*usual, *letters]) for _ in range(numbers.randint(1, 12))]
 
 
+def stripped(text: str) -> str:
+    """Return a message as the template with reasoning writes it before a later user message."""
+    return text.split("</think>")[-1].lstrip("\n")
+
+
+def splits(texts: Sequence[str], replies: Sequence[Sequence[Message]]) -> int:
+    """Return how often the template with reasoning rewrites what the model has seen."""
+    count, seen = 0, []
+    for text, reply in zip(texts[:-1], replies, strict=False):
+        seen.append(text)
+        if any(message["role"] == "user" for message in reply):
+            count += any(stripped(text) != text for text in seen)
+            seen = []
+    return count
+
+
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("template", [name for name in TEMPLATES if name != "thinking"])
+@pytest.mark.parametrize("template", TEMPLATES)
 def test_trained_tokens_are_sampled_ones_in_every_chat_format(template: str, seed: int) -> None:
     numbers, tokenizer = random.Random(seed), tokenizer_of(template)
     end = tokenizer.convert_tokens_to_ids(END.get(template, "<|im_end|>"))
     turns = numbers.randint(1, 6)
     sampled = [random_text(numbers, tokenizer) for _ in range(turns)]
+    if template == "thinking":
+        thought = tokenizer.encode("<think>six times seven</think>", add_special_tokens=False)
+        sampled = [[*(thought if numbers.random() < 0.6 else []), *tokens] for tokens in sampled]
     completions = [completion([*tokens, end]) for tokens in sampled]
     replies = [
         [
@@ -112,6 +133,9 @@ def test_trained_tokens_are_sampled_ones_in_every_chat_format(template: str, see
     model = Model(*completions)
     trajectory = play(Scripted, model, template)
     assert trajectory.end is End.DONE and len(trajectory.turns) == turns
+    texts = [tokenizer.decode(tokens) for tokens in sampled]
+    expected = splits(texts, replies) if template == "thinking" else 0
+    assert len(trajectory.rows) == 1 + expected
     prompt = Prompt("q", (), "", ROW)
     batch = assemble([Group(0, prompt, (trajectory.scored(1.0),), 0.0, 0.0)])
     trained = np.concatenate([c.tokens for c in completions])
@@ -119,18 +143,34 @@ def test_trained_tokens_are_sampled_ones_in_every_chat_format(template: str, see
     assert np.array_equal(
         batch.logprobs[batch.mask], np.concatenate([c.logprobs for c in completions])
     )
-    # The model has seen the stream, and the stream says what the template says.
-    last = len(completions[-1])
-    assert model.contexts[-1] == tuple(batch.tokens[:-last].tolist())
+    check_rows(batch, trajectory, model.contexts)
+    # A row says what the template says when its last completion ends.
     messages: list[dict[str, str]] = [{"role": "user", "content": ROW["prompt"]}]
-    for tokens, reply in zip(sampled, replies, strict=True):
-        messages += [{"role": "assistant", "content": tokenizer.decode(tokens)}, *reply]
-    messages = messages[: -len(replies[-1])]
-    whole = tokenizer.apply_chat_template(messages, tokenize=False)
-    seen = tokenizer.decode(batch.tokens.tolist())
-    # Mistral's template writes a space before a completion, which the model may or may not sample.
-    same = whole.replace("[/INST] ", "[/INST]").replace("[/TOOL_RESULTS] ", "[/TOOL_RESULTS]")
-    assert (same if template == "mistral" else whole).rstrip("\n") == seen.rstrip("\n")
+    for text, reply in zip(texts, replies, strict=True):
+        messages += [{"role": "assistant", "content": text}, *reply]
+    ends = np.cumsum([len(row) for row in trajectory.rows])
+    for row, last in enumerate(ends):
+        said = sum(1 + len(reply) for reply in replies[: last - 1])
+        whole = tokenizer.apply_chat_template(messages[: said + 2], tokenize=False)
+        seen = tokenizer.decode(batch.tokens[slice(*batch.offsets[row : row + 2])].tolist())
+        # Mistral's template writes a space before a completion, which the model may not sample.
+        same = whole.replace("[/INST] ", "[/INST]").replace("[/TOOL_RESULTS] ", "[/TOOL_RESULTS]")
+        assert (same if template == "mistral" else whole).rstrip("\n") == seen.rstrip("\n")
+
+
+def check_rows(batch: Batch, trajectory: Trajectory, contexts: Sequence[tuple[int, ...]]) -> None:
+    """Check that each context is the start of its row, and that the mask is its completion."""
+    given = iter(contexts)
+    for start, row in zip(batch.offsets[:-1], trajectory.rows, strict=True):
+        at = int(start)
+        for turn in row:
+            begun, at = at, at + len(turn.prompt)
+            assert tuple(batch.tokens[start:at].tolist()) == next(given)
+            assert not batch.mask[begun:at].any()
+            begun, at = at, at + len(turn.completion)
+            assert batch.mask[begun:at].all()
+            assert np.array_equal(batch.tokens[begun:at], turn.completion.tokens)
+    assert at == batch.num_tokens and next(given, None) is None
 
 
 def test_end_of_turn_is_added_when_model_did_not_sample_it() -> None:
@@ -150,12 +190,22 @@ def test_other_end_token_is_not_followed_by_usual_one() -> None:
     )
 
 
-def test_template_that_removes_reasoning_is_rejected_when_user_replies() -> None:
+def test_turn_restarts_when_template_removes_reasoning() -> None:
     thought = "<think>six times seven</think>41<|im_end|>"
-    with pytest.raises(
-        RolloutError, match="changes earlier messages when a message of the role 'u"
-    ):
-        play(Base, Model(said(thought), said("42<|im_end|>")), "thinking")
+    model = Model(said(thought), said("42<|im_end|>"))
+    trajectory = play(Base, model, "thinking", Limits(2, 4000, 30.0))
+    assert [turn.restarts for turn in trajectory.turns] == [False, True]
+    assert trajectory.turns[1].prompt == model.contexts[1]
+    seen = tokenizer_of("thinking").decode(model.contexts[1])
+    assert "41<|im_end|>" in seen and "six times seven" not in seen
+
+
+def test_episode_continues_when_rewritten_context_is_short_enough() -> None:
+    thought = said("<think>six times seven</think>41<|im_end|>")
+    limit = Limits(6, 200, 30.0)
+    kept = play(Base, Model(*[thought] * 6), limits=limit)
+    rewritten = play(Base, Model(*[thought] * 6), "thinking", limit)
+    assert kept.end is End.CONTEXT and len(kept.turns) < len(rewritten.turns)
 
 
 def test_reasoning_is_kept_when_tool_replies() -> None:

@@ -32,7 +32,9 @@ def run(make: Any, *completions: str) -> Trajectory:
             tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), Finish.STOP
         )
 
-    return asyncio.run(open_environment(make, TOKENIZER, DATA, LIMITS).run(PROMPT, generate))
+    made = asyncio.run(open_environment(make, TOKENIZER, DATA, LIMITS).run(PROMPT, generate))
+    assert isinstance(made, Trajectory)
+    return made
 
 
 def test_default_environment_has_one_turn() -> None:
@@ -90,9 +92,48 @@ class Huge(Raising):
         )
 
 
+class Restarting(Raising):
+    """Begins the second turn with a new context."""
+
+    prompt = (5, 6)
+
+    async def run(self, prompt: Prompt, generate: Any) -> Any:
+        first, second = await generate(prompt.tokens), await generate((5, 6))
+        turns = (Turn(prompt.tokens, first), Turn(self.prompt, second, restarts=True))
+        return Trajectory(turns, "")
+
+
+class RestartingElsewhere(Restarting):
+    prompt = (5,)
+
+
+class Twice(Raising):
+    """Has two agents with the same completion."""
+
+    async def run(self, prompt: Prompt, generate: Any) -> Any:
+        turns = (Turn(prompt.tokens, await generate(prompt.tokens)),)
+        return (Trajectory(turns, "", agent="a"), Trajectory(turns, "", agent="b"))
+
+
+class Empty(Raising):
+    async def run(self, prompt: Prompt, generate: Any) -> Any:
+        return ()
+
+
+def test_turn_that_restarts_begins_new_row() -> None:
+    trajectory = run(Restarting, "5", "4")
+    assert [row[0].prompt for row in trajectory.rows] == [PROMPT.tokens, (5, 6)]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (
+            RestartingElsewhere,
+            r"turn 2 does not match a call of generate\(\); the prompt of a turn that restarts",
+        ),
+        (Twice, r"agent 'b', turn 1 does not match a call of generate\(\)"),
+        (Empty, "returned no Trajectory; expected at least one"),
         (
             Raising,
             r"environment Raising, prompt 'q': raised KeyError: 'no such column' "

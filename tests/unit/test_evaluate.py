@@ -1,5 +1,7 @@
 """Statistics of an evaluation."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -12,6 +14,14 @@ def trajectory(reward: float, turn_rewards: tuple[float, ...], finish: Finish) -
     made = Completion(tokens, np.zeros(3, np.float32), tokens, finish)
     turns = tuple(Turn((1,), made, turn_reward) for turn_reward in turn_rewards)
     return Trajectory(turns, "", reward, {"length": reward})
+
+
+def test_statistics_are_those_of_each_agent() -> None:
+    one = trajectory(1.0, (0.0,), Finish.STOP)
+    agents = [replace(one, agent="a"), replace(one, agent="b", reward=0.0)] * 2
+    found = score([Group(0, Prompt("a", (1,), "a", {}), tuple(agents), 0.0, 1.0)], solved_at=1.0)
+    assert found["reward"] == found["reward_max"] == 0.5, "the best is that of each agent"
+    assert found["pass@1"] == found["pass@2"] == 0.5 and "pass@4" not in found
 
 
 def test_statistics_count_rewards_of_turns() -> None:

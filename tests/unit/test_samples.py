@@ -190,6 +190,30 @@ def test_panel_shows_every_turn_of_conversation_in_order(tmp_path: Path) -> None
     ]
 
 
+def test_panel_shows_where_context_was_rewritten_and_agent(tmp_path: Path) -> None:
+    split = replace(conversation().trajectories[0], agent="solver")
+    turns = (split.turns[0], replace(split.turns[1], restarts=True), split.turns[2])
+    single = Trajectory((Turn((63,), tokens("7")),), "7", 0.0, agent="asker")
+    samples = open_samples(tmp_path)
+    trajectories = (replace(split, turns=turns), single)
+    samples.step_done(1, [replace(conversation(), trajectories=trajectories)])
+    samples.close()
+    lines = [line.strip("│ ") for line in shown(tmp_path).splitlines()]
+    assert lines[3:-1] == [
+        "solver: reward 1.5, 20 tokens",
+        "turn 1: ask \\u001b[2J",
+        "context rewritten: new sample",
+        "context: tool: 4",
+        "turn 2: again",
+        "environment: tool: 5",
+        "turn 3 (reward 0.5): it is 5",
+        "",
+        "asker: reward 0, 1 tokens",
+        "context: ?",
+        "turn 1: 7",
+    ]
+
+
 def test_read_samples_fails_when_file_or_step_is_missing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist; expected a run directory"):
         read_samples(tmp_path)

@@ -155,16 +155,16 @@ class Samples {
     if (!this.group || !this.chosen) return;
     const group = this.group.row, sample = group.completions[this.chosen[1]];
     if (!sample) return;
-    const rewards = group.completions.map((one) => one.reward || 0);
+    const rewards = group.completions.filter((one) => one.agent === sample.agent).map((one) => one.reward || 0);
     const mean = rewards.reduce((a, b) => a + b, 0) / rewards.length;
     const spread = Math.max(...rewards.map((reward) => Math.abs(reward - mean)), 1e-9);
     const known = group.completions.flatMap((one) => one.turns || [one]).flatMap((part) => (part.advantages || []).map(([value]) => Math.abs(value)));
     const advantage = { value: sample.reward - mean, share: (sample.reward - mean) / spread, largest: known.length ? Math.max(...known, 1e-9) : null };
-    const facts = [["step", group.step], ["reward", number(sample.reward)], ["reward − group mean", number(advantage.value, 3)],
+    const facts = [["step", group.step], ...(sample.agent ? [["agent", sample.agent]] : []), ["reward", number(sample.reward)], ["reward − group mean", number(advantage.value, 3)],
       ...Object.entries(sample.details || {}).map(([name, value]) => [name, number(value)]),
       ["tokens", `${sample.tokens}${sample.finish === "length" ? ", truncated" : ""}`], ["staleness", group.staleness]];
     $("detail").replaceChildren(
-      element("div", { class: "facts" }, ...facts.map(([name, value]) => element("span", {}, element("span", { class: "quiet" }, shown(`${name} `)), element("b", {}, String(value))))),
+      element("div", { class: "facts" }, ...facts.map(([name, value]) => element("span", {}, element("span", { class: "quiet" }, shown(`${name} `)), element("b", {}, shown(String(value)))))),
       this._siblings(group),
       element("h3", {}, "Prompt ", element("span", { class: "quiet" }, shown(group.uid))), element("pre", { class: "text prompt" }, shown(group.prompt)),
       this._heading(sample), ...this._turns(sample, advantage));
@@ -200,7 +200,8 @@ class Samples {
       const text = element("pre", { class: "text completion" }, tokens(part, this.coloring, advantage, range));
       if (!sample.turns) return [text];
       const reward = part.reward ? ` · reward ${number(part.reward)}` : "";
-      return [part.prompt ? element("h3", {}, index ? "Environment" : "Changed prompt") : null,
+      const given = part.restarts ? "Context rewritten: new sample" : index ? "Environment" : "Changed prompt";
+      return [part.prompt ? element("h3", {}, given) : null,
         part.prompt ? element("pre", { class: "text environment" }, shown(part.prompt)) : null,
         element("h3", {}, `Turn ${index + 1}${reward}`), text].filter(Boolean);
     });
