@@ -51,6 +51,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "watchdog",
         "timeline",
     ),
+    ("tasks",),
     ("generation", "loop", "run_dir", "script", "held_out"),
     ("observe", "page", "simulator"),
     ("run", "evaluation", "replay"),
