@@ -54,6 +54,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tasks",),
     ("generation", "loop", "run_dir", "script", "held_out"),
     ("observe", "page", "simulator"),
+    ("start",),
     ("run", "evaluation", "replay"),
     ("job", "supervisor", "doctor"),
     ("supervised",),
