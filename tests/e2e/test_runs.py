@@ -69,7 +69,9 @@ MODES = {
     ],
 }
 
-SLOW = {"with a reference", "two engines", "two steps per sync"}
+# The torture tests run every schedule; here, real processes run one of each kind.
+SLOW = {"with a reference", "one step off", "two engines", "two steps per sync"}
+SLOW |= {"fully async, interrupt"}
 
 
 @pytest.mark.parametrize(
