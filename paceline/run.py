@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -87,10 +87,7 @@ async def train(
     run_dir = Path(config.run_dir)
     layout = await plan_start(config, inputs.model_path, fresh, start_from)
     config, inputs = layout.config, inputs.with_config(layout.config)
-    if not gc.get_freeze_count():
-        # Collections then skip what the libraries hold, which takes tenths of a second. Frozen
-        # objects are never freed: so only once in a program, and before the run has models.
-        gc.freeze()
+    _freeze_libraries()
     async with AsyncExitStack() as stack:
         stack.enter_context(explain_disk_errors(run_dir))
         scorer = await open_scorer(stack, config, inputs, reward, agent)
@@ -117,6 +114,16 @@ async def train(
             summary["memory_planned"] = layout.actor_memory()
         write_json(run_dir / "summary.json", summary)
         return summary
+
+
+@cache
+def _freeze_libraries() -> None:
+    """Let collections skip what the libraries hold, which takes tenths of a second.
+
+    Frozen objects are never freed: so only once in a program, and before the run has models.
+    """
+    if not gc.get_freeze_count():
+        gc.freeze()
 
 
 class _Run:
