@@ -25,8 +25,8 @@ TOGETHER := $(PARALLEL) $(addprefix --ignore=,$(SERIAL))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-parallel test-fast test-runs test-serial coverage faults test-slow \
-	test-megatron test-ray test-vllm test-bench test-track test-browser screenshots \
+.PHONY: help demo test test-fast test-runs test-serial coverage faults test-slow test-megatron \
+	test-ray test-vllm test-bench test-track test-browser screenshots \
 	lint format clean
 
 help:  ## list the commands
@@ -38,6 +38,7 @@ demo: $(READY)  ## train a tiny model with fully async GRPO: about 30 seconds on
 
 test: test-parallel test-serial  ## run every test of the README: about ten minutes on two cores
 
+.PHONY: test-parallel
 # The runs come first: one process starts the ranks that the contract tests share.
 test-parallel: $(READY)  ## all tests that can share the machine: those of test-runs and test-fast
 	$(PYTEST) $(TOGETHER) $(RUNS) $(FAST)
