@@ -17,9 +17,11 @@ PYTEST := $(BIN)/python -m pytest $(ARGS)
 # Idle processes take over pending tests, because single tests differ a hundredfold in duration.
 PARALLEL := -n $(JOBS) --dist worksteal
 FAST := tests/unit tests/torture
-SERIAL := tests/faults tests/gpu
+# Real deadlines or a GPU: no other test runs at the same time.
+SERIAL := tests/faults/test_whole_run.py tests/faults/test_workers.py tests/gpu
 OTHER_PACKAGES := tests/bench tests/browser tests/megatron tests/ray tests/track tests/vllm
 RUNS := $(filter-out $(FAST) $(SERIAL) $(OTHER_PACKAGES),$(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py)))
+TOGETHER := $(PARALLEL) $(addprefix --ignore=,$(SERIAL))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -34,13 +36,18 @@ help:  ## list the commands
 demo: $(READY)  ## train a tiny model with fully async GRPO: about 30 seconds on two cores
 	$(BIN)/paceline train recipes/fully_async.toml run_dir=runs/demo --fresh
 
-test: test-fast test-runs test-serial  ## run every test of the README: about twelve minutes on two cores
+test: test-parallel test-serial  ## run every test of the README: about ten minutes on two cores
+
+.PHONY: test-parallel
+# The runs come first: one process starts the ranks that the contract tests share.
+test-parallel: $(READY)  ## all tests that can share the machine: those of test-runs and test-fast
+	$(PYTEST) $(TOGETHER) $(RUNS) $(FAST)
 
 test-fast: $(READY)  ## unit and torture tests only: under five minutes
 	$(PYTEST) $(PARALLEL) $(FAST)
 
 test-runs: $(READY)  ## contract tests and whole runs that can share the machine
-	$(PYTEST) $(PARALLEL) $(RUNS)
+	$(PYTEST) $(TOGETHER) $(RUNS)
 
 test-serial: $(READY)  ## tests with real deadlines or GPUs, one at a time
 	$(PYTEST) $(SERIAL)

@@ -6,10 +6,10 @@ Waits for: the run, which has a separate thread with an event loop (background.p
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -94,24 +94,20 @@ class Job:
                 [terminal.display(first_step)] if terminal else [], watch or (lambda step: None)
             )
 
-        async def work() -> Run:
-            with closing:
-                summary = await train(
-                    config,
-                    observers,
-                    fresh=fresh,
-                    reward=self.reward,
-                    environment=self.environment,
-                    rows=self.rows,
-                    held_out=self.held_out,
-                    stop=stopping.event,
-                    start_from=start_from,
-                )
-                if terminal and not stopping.interrupted:
-                    terminal.finish(summary)
-            return Run(Path(config.run_dir), summary)
-
-        return Background(work(), stopping.stop, config.grace_s)
+        work = partial(
+            train,
+            config,
+            observers,
+            fresh=fresh,
+            reward=self.reward,
+            environment=self.environment,
+            rows=self.rows,
+            held_out=self.held_out,
+            stop=stopping.event,
+            start_from=start_from,
+        )
+        finish = (lambda run: terminal.finish(run.summary)) if terminal else None
+        return stopping.in_background(config.run_dir, work, closing, finish)
 
     def evaluate(
         self,
@@ -157,6 +153,27 @@ class Stopping:
                 self.grace_s,
             )
         return self.has_begun
+
+    def in_background(
+        self,
+        run_dir: str,
+        work: Callable[[], Awaitable[dict[str, Any]]],
+        closing: ExitStack,
+        finish: Callable[[Run], None] | None,
+    ) -> Background[Run]:
+        """Start a run; `work` returns its summary, and then `closing` is closed.
+
+        `finish` shows the results of a run that was not interrupted.
+        """
+
+        async def run() -> Run:
+            with closing:
+                ended = Run(Path(run_dir), await work())
+                if finish and not self.interrupted:
+                    finish(ended)
+            return ended
+
+        return Background(run(), self.stop, self.grace_s)
 
 
 class _Observers:

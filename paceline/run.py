@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,21 +21,13 @@ from paceline.held_out import HeldOut
 from paceline.inputs import Inputs, load_inputs
 from paceline.loop import Loop, LoopSettings, Observer
 from paceline.model.loading import TokenizerFiles
-from paceline.model.loading import load_config as load_model_config
-from paceline.model.shape import model_shape
 from paceline.observe.collapse import CollapseMonitor
-from paceline.observe.device_meter import DeviceMeter, metered_workers, refresh
 from paceline.observe.drift import DriftMonitor
-from paceline.observe.flops import TrainUtilization, peak_flops
 from paceline.observe.health import Health
 from paceline.observe.mismatch import MismatchMonitor
 from paceline.observe.model_card import model_card, write_model_card
-from paceline.observe.profile import StepProfile
 from paceline.observe.recorder import Recorder, write_json
-from paceline.observe.samples import Samples
-from paceline.observe.sinks import open_sinks
-from paceline.observe.trace import TraceWriter
-from paceline.page.report import try_report
+from paceline.observe.recording import Recording
 from paceline.progress import stage
 from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger
@@ -46,23 +38,11 @@ from paceline.reward.reward import Rewards, reward_memory, reward_processes
 from paceline.rollout.environment import MakeEnvironment
 from paceline.rollout.fleet import Fleet
 from paceline.rollout.rollouter import Rollouter
-from paceline.run_dir import (
-    Start,
-    branch,
-    branches,
-    explain_disk_errors,
-    find_start,
-    finished_summary,
-    lock_run_dir,
-    log_file,
-    move_aside,
-    recorded_config,
-    set_later_aside,
-)
+from paceline.run_dir import Start, explain_disk_errors, finished_summary, set_later_aside
 from paceline.simulator.prediction import PredictionCheck, read_prediction
+from paceline.start import begin_files, open_run_dir, plan_start
 from paceline.suspend import ignore_suspended_time
 from paceline.synchronizer import ParameterSynchronizer
-from paceline.timeline import Timeline
 from paceline.training.checkpoint import read_state, save_checkpoint
 from paceline.training.lineage import begin_attempt
 from paceline.training.manifest import reading_state
@@ -71,9 +51,6 @@ from paceline.training.trainer import Trainer
 from paceline.types import Group, Role
 from paceline.watchdog import Patience, Watchdog
 from paceline.weight_check import WeightCheck
-from paceline.workers.automatic import changed_choices, keep_recorded
-from paceline.workers.hardware import report_choices
-from paceline.workers.layout import plan_that_fits
 from paceline.workers.pools import training_roles, unique_workers
 from paceline.workers.transport import open_transport
 
@@ -110,33 +87,17 @@ async def train(
     inputs = load_inputs(config, rows, held_out)
     agent = open_agent(config, inputs, environment)
     run_dir = Path(config.run_dir)
-    is_branch = branches(run_dir, start_from)
-    recorded = recorded_config(run_dir, start_from) if not fresh or is_branch else {}
-    layout = await plan_that_fits(keep_recorded(config, recorded), inputs.model_path)
+    layout = await plan_start(config, inputs.model_path, fresh, start_from)
     config, inputs = layout.config, inputs.with_config(layout.config)
-    for warning in (*layout.warnings, *changed_choices(layout.choices, recorded)):
-        log.warning("%s", warning)
-    if not gc.get_freeze_count():
-        # Collections then skip what the libraries hold, which takes tenths of a second. Frozen
-        # objects are never freed: so only once in a program, and before the run has models.
-        gc.freeze()
+    _freeze_libraries()
     async with AsyncExitStack() as stack:
         stack.enter_context(explain_disk_errors(run_dir))
         scorer = await open_scorer(stack, config, inputs, reward, agent)
-        if fresh and (aside := move_aside(run_dir)):
-            log.warning("moved the earlier run in %s to %s", run_dir, aside)
-        stack.enter_context(lock_run_dir(run_dir))
-        if start_from is not None and is_branch:
-            await branch(run_dir, start_from, inputs.identity)
-        start = find_start(config, inputs.identity, None if is_branch else start_from)
+        start = await open_run_dir(stack, config, inputs.identity, fresh, start_from)
         if start.step >= config.steps and (finished := finished_summary(run_dir, start.step)):
             return finished
-        stack.enter_context(log_file(run_dir / "logs"))
-        stack.callback(try_report, run_dir)
-        report_choices(layout.choices)
+        begin_files(stack, run_dir, layout.choices, inputs.identity["config"])
         control = await stack.enter_async_context(Control(run_dir))
-        write_json(run_dir / "config.json", inputs.identity["config"])
-        stage("starting the workers, which load the model")
         generation = await open_generation(
             stack,
             config,
@@ -157,6 +118,16 @@ async def train(
         return summary
 
 
+@cache
+def _freeze_libraries() -> None:
+    """Let collections skip what the libraries hold, which takes tenths of a second.
+
+    Frozen objects are never freed: so only once in a program, and before the run has models.
+    """
+    if not gc.get_freeze_count():
+        gc.freeze()
+
+
 class _Run:
     """One training run, once its workers have started."""
 
@@ -173,8 +144,6 @@ class _Run:
         self._generation = generation
         self._workers, self._fleet = generation.workers, generation.fleet
         self._rollouter, self._scorer = generation.rollouter, generation.scorer
-        self._metered = partial(metered_workers, config, generation)
-        self._gpu_name = generation.gpu_name
         self._run_dir = Path(config.run_dir)
         self.watchdog = Watchdog(
             generation.living_workers,
@@ -229,47 +198,42 @@ class _Run:
         make_display: Callable[[int], Observer] | None,
         stop: asyncio.Event | None,
     ) -> dict[str, Any]:
-        config, start, fleet = self._config, self._start, self._fleet
-        decode = partial(self._inputs.tokenizer.decode, skip_special_tokens=True)
+        start, fleet = self._start, self._fleet
         self._attempt = begin_attempt(self._run_dir, start.step)
-        samples = Samples(
-            self._run_dir,
-            config.save_samples,
-            start.step,
-            decode,
-            lambda: self._trainer.advantages,
-        )
         # The ledger is truncated to the checkpoint only now: a start that fails changes nothing.
         if start.abandons_later:
             set_later_aside(self._run_dir, start.step)
         ledger = Ledger(self._run_dir / "ledger.jsonl", start.ledger)
         stack.callback(ledger.close)
         display = make_display(start.step) if make_display else None
-        sinks = open_sinks(
-            config.track, self._run_dir, self._inputs.identity["config"], start.abandons_later
-        )
-        trace = self._open_trace()
-        timeline = Timeline(trace)
-        meter = self._open_meter(timeline)
-        profile = self._open_profile()
-        recorder = Recorder(
-            self._run_dir,
-            start.metrics_length,
-            samples,
+        recording = Recording(
+            self._config,
+            self._inputs,
+            self._generation,
+            start,
             display,
-            sinks,
-            start.step,
-            meter,
-            trace,
-            self._utilization(),
-            [watcher for watcher in (self._prediction, profile) if watcher],
+            lambda: self._trainer.advantages,
+            self._prediction,
         )
-        stack.callback(recorder.close)
+        stack.callback(recording.recorder.close)
+        loop = self._loop(ledger, recording)
+        self.watchdog.watch(loop.stall_check(time.monotonic()), loop.stalled)
+        if stop is not None:
+            stopper = asyncio.create_task(_stop_when(stop, loop))
+            stack.callback(stopper.cancel)
+        commands = job_commands(fleet, self._rollouter)
+        async with recording.measuring(), control.serving(commands):
+            await loop.run(start.step)
+        ledger.flush()  # fails if the directory was moved or deleted after the last step
+        return await self._summary(ledger, recording.recorder)
+
+    def _loop(self, ledger: Ledger, recording: Recording) -> Loop:
+        config, fleet, recorder = self._config, self._fleet, recording.recorder
         queue = MessageQueue(config.max_queue_size, changed=fleet.changed)
         workers = unique_workers(self._workers)
         self._held_out = self._open_held_out(recorder)
         capacity = config.schedule.capacity(config.groups_per_step)
-        loop = Loop(
+        return Loop(
             _loop_settings(config),
             source=self._inputs.source,
             rollouter=self._rollouter,
@@ -287,25 +251,11 @@ class _Run:
             check_weights=_weight_check(config, self._workers[Role.ACTOR][0], fleet),
             evaluations=self._held_out,
             report_stall=self.watchdog.report,
-            timeline=timeline,
+            timeline=recording.timeline,
         )
-        self.watchdog.watch(loop.stall_check(time.monotonic()), loop.stalled)
-        if stop is not None:
-            stopper = asyncio.create_task(_stop_when(stop, loop))
-            stack.callback(stopper.cancel)
-        await refresh(self._metered())
-        meter.start()
-        async with control.serving(job_commands(fleet, self._rollouter)):
-            await loop.run(start.step)
-        if profile:
-            await profile.close()
-        await refresh(self._metered())
-        meter.end()
-        timeline.end()
-        if trace:
-            trace.collect()
-        ledger.flush()  # fails if the directory was moved or deleted after the last step
-        peak = await self._final_stats(recorder)
+
+    async def _summary(self, ledger: Ledger, recorder: Recorder) -> dict[str, Any]:
+        fleet, peak = self._fleet, await self._final_stats(recorder)
         summary = recorder.summary(
             sync_s=self._synchronizer.seconds, ledger=ledger.counts(), memory_peak_bytes=peak
         )
@@ -316,41 +266,6 @@ class _Run:
         summary["fleet"] = {"replaced": fleet.replaced, "fenced_messages": fleet.fenced_messages}
         recorder.log_summary(summary)
         return summary
-
-    def _open_meter(self, timeline: Timeline) -> DeviceMeter:
-        rollouter = self._rollouter
-        return DeviceMeter(
-            self._metered,
-            timeline,
-            lambda: (rollouter.lost_tokens, rollouter.evaluation_tokens),
-        )
-
-    def _utilization(self) -> TrainUtilization | None:
-        """Return what measures the FLOP utilization, if the peak of the GPUs is known."""
-        config = self._config
-        peak = peak_flops(self._gpu_name, config.train.dtype)
-        if peak is None:
-            return None
-        shape = model_shape(load_model_config(self._inputs.model_path))
-        devices = sum(Role.ACTOR in each.roles for each in self._metered())
-        return TrainUtilization(shape, peak, devices, config.algorithm.epochs)
-
-    def _open_trace(self) -> TraceWriter | None:
-        if not self._config.trace:
-            return None
-        return TraceWriter(
-            self._run_dir, lambda: ((each.name, each.worker) for each in self._metered())
-        )
-
-    def _open_profile(self) -> StepProfile | None:
-        if not self._config.profile_steps:
-            return None
-        return StepProfile(
-            self._config.profiled,
-            self._run_dir,
-            lambda: (each.worker for each in self._metered()),
-            self._start.step,
-        )
 
     def _open_held_out(self, recorder: Recorder) -> HeldOut | None:
         config, settings = self._config, self._config.evaluation

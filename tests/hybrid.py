@@ -35,6 +35,7 @@ RANKS = 2
 SMALL = [
     "groups_per_step=8",
     "data.task=copy:3",
+    "data.limit=256",
     "data.max_prompt_length=32",
     "rollout.max_response_length=8",
     "placement.threads=1",

@@ -29,7 +29,8 @@ def check_memory_of_two_ranks(
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(64 << 10))
     model = random_model(folder / "model", hidden=640, layers=8)  # MODEL bytes
     reward = f"reward.function={Path(__file__).parent}/rewards.py:letters"
-    options = [f"model={model}", f"run_dir={folder}/run", "steps=2", "data.task=copy:3", reward]
+    options = [f"model={model}", f"run_dir={folder}/run", "steps=2", reward]
+    options += ["data.task=copy:3", "data.limit=256"]
     config = load_config(None, [*options, "placement.train_ranks=2", *SHORT, *settings])
     summary = asyncio.run(train(config))
     measured, planned = summary["memory_phases"], summary["memory_planned"]

@@ -15,6 +15,7 @@ SMALL = [
     "groups_per_step=4",
     "group_size=4",
     "data.task=copy:3",
+    "data.limit=256",
     "rollout.max_response_length=8",
     "placement.threads=1",
     "train.learning_rate=1e-3",

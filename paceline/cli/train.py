@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -18,7 +18,9 @@ from paceline.errors import PacelineError
 from paceline.supervisor import FORWARDED, Supervisor, end_with_supervisor, this_program
 
 if TYPE_CHECKING:
+    from paceline.background import Background
     from paceline.config import RunConfig
+    from paceline.job import Run
     from paceline.supervised.config import SftConfig
 
 Fresh = Annotated[
@@ -45,6 +47,8 @@ Restart = Annotated[
         "new checkpoint.",
     ),
 ]
+
+ConfigT = TypeVar("ConfigT", bound="RunConfig | SftConfig")
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
@@ -80,24 +84,14 @@ def train(
         check_trainable(config)
         return config
 
-    if restart and not dry_run:
-        first = _once(fresh, start_from)
-        raise typer.Exit(_supervise("train", load, recipe, settings or [], first, restart))
-    supervised = end_with_supervisor()
-    from paceline.job import Job, check_start
-    from paceline.observe.terminal import Terminal
+    def start(config: "RunConfig") -> "Background[Run]":
+        from paceline.job import Job
+        from paceline.observe.terminal import Terminal
 
-    with stopped_by_signals(_names(_once(fresh, start_from)), supervised) as run:
-        config = load()
-        check_start(fresh, start_from)
-        if dry_run:
-            console.print_json(config.model_dump_json())
-            return
-        run.config = config
-        console.continues = True
-        log_to_console()
-        terminal = Terminal(config, console)
-        Job(config).train(fresh, terminal, start_from=start_from).result()
+        return Job(config).train(fresh, Terminal(config, console), start_from=start_from)
+
+    options = _Options(fresh, start_from, dry_run, restart)
+    _run(["train", str(recipe), *(settings or ())], load, start, options)
 
 
 @app.command()
@@ -129,24 +123,14 @@ def sft(
     def load() -> "SftConfig":
         return load_sft_config(recipe, settings or ())
 
-    if restart and not dry_run:
-        first = _once(fresh, start_from)
-        raise typer.Exit(_supervise("sft", load, recipe, settings or [], first, restart))
-    supervised = end_with_supervisor()
-    from paceline.job import check_start
-    from paceline.supervised.display import SftTerminal
-    from paceline.supervised.job import SftJob
+    def start(config: "SftConfig") -> "Background[Run]":
+        from paceline.supervised.display import SftTerminal
+        from paceline.supervised.job import SftJob
 
-    with stopped_by_signals(_names(_once(fresh, start_from)), supervised) as run:
-        config = load()
-        check_start(fresh, start_from)
-        if dry_run:
-            console.print_json(config.model_dump_json())
-            return
-        run.config = config
-        console.continues = True
-        log_to_console()
-        SftJob(config).start(fresh, SftTerminal(config, console), start_from).result()
+        return SftJob(config).start(fresh, SftTerminal(config, console), start_from)
+
+    options = _Options(fresh, start_from, dry_run, restart)
+    _run(["sft", str(recipe), *(settings or ())], load, start, options)
 
 
 @app.command()
@@ -214,20 +198,50 @@ def evaluate(
             console.print(f"{name:20} {value:.4g}", highlight=False)
 
 
-def _once(fresh: bool, start_from: str | None) -> list[str]:
-    """Return the options of the first attempt only."""
-    return [*["--fresh"] * fresh, *(["--from", start_from] if start_from is not None else [])]
+@dataclass(frozen=True)
+class _Options:
+    """The options of `train` and `sft`."""
+
+    fresh: bool
+    start_from: str | None
+    dry_run: bool
+    restart: int
+
+    def once(self) -> list[str]:
+        """Return the options of the first attempt only."""
+        start_from = ["--from", self.start_from] if self.start_from is not None else []
+        return [*["--fresh"] * self.fresh, *start_from]
 
 
-def _names(options: list[str]) -> str:
-    return " and ".join(option for option in options if option.startswith("--"))
+def _run(
+    command: list[str],
+    load: "Callable[[], ConfigT]",
+    start: "Callable[[ConfigT], Background[Run]]",
+    options: _Options,
+) -> None:
+    """Load the settings of a command and run it, in a child process if it may be restarted."""
+    once = options.once()
+    if options.restart and not options.dry_run:
+        raise typer.Exit(_supervise(command, load, once, options.restart))
+    supervised = end_with_supervisor()
+    from paceline.job import check_start
+
+    without = " and ".join(option for option in once if option.startswith("--"))
+    with stopped_by_signals(without, supervised) as run:
+        config = load()
+        check_start(options.fresh, options.start_from)
+        if options.dry_run:
+            console.print_json(config.model_dump_json())
+            return
+        run.config = config
+        console.continues = True
+        log_to_console()
+        start(config).result()
 
 
 def _supervise(
-    command: str,
+    command: list[str],
     load: "Callable[[], RunConfig | SftConfig]",
-    recipe: Path,
-    settings: list[str],
     once: list[str],
     restarts: int,
 ) -> int:
@@ -241,7 +255,7 @@ def _supervise(
         config = load()
     except PacelineError as error:
         fail(error)
-    again = [*this_program(), command, str(recipe), *settings]
+    again = [*this_program(), *command]
     supervisor = Supervisor(Path(config.run_dir), restarts, tell)
     return asyncio.run(supervisor.run([*again, *once], again))
 

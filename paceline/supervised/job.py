@@ -5,7 +5,7 @@ Waits for: the run, which has a separate thread with an event loop (background.p
 
 import asyncio
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING
 
 from paceline.background import Background
@@ -49,23 +49,21 @@ class SftJob:
             stopping.has_begun = True
             return terminal.display(first_step, steps) if terminal else None
 
-        async def work() -> Run:
-            with closing:
-                summary = await fine_tune(
-                    config,
-                    make_display,
-                    fresh=fresh,
-                    rows=self.rows,
-                    validation=self.validation,
-                    stop=stopping.event,
-                    start_from=start_from,
-                )
-                run = Run(Path(config.run_dir), summary)
-                if terminal and not stopping.interrupted:
-                    terminal.finish(summary, str(run.checkpoint))
-            return run
+        def finish(run: Run) -> None:
+            if terminal:
+                terminal.finish(run.summary, str(run.checkpoint))
 
-        return Background(work(), stopping.stop, config.grace_s)
+        work = partial(
+            fine_tune,
+            config,
+            make_display,
+            fresh=fresh,
+            rows=self.rows,
+            validation=self.validation,
+            stop=stopping.event,
+            start_from=start_from,
+        )
+        return stopping.in_background(config.run_dir, work, closing, finish)
 
     def _check_data(self) -> None:
         """Raise if files or columns are missing, before torch is imported."""

@@ -20,23 +20,11 @@ from paceline.observe.health import Health
 from paceline.observe.model_card import card_text, data_name, write_model_card
 from paceline.observe.recorder import write_json
 from paceline.observe.sinks import open_sinks
-from paceline.page.report import try_report
 from paceline.progress import stage
 from paceline.remote.peak import peak_memory
 from paceline.remote.worker import Worker
-from paceline.run_dir import (
-    Start,
-    branch,
-    branches,
-    explain_disk_errors,
-    find_start,
-    finished_summary,
-    lock_run_dir,
-    log_file,
-    move_aside,
-    recorded_config,
-    set_later_aside,
-)
+from paceline.run_dir import Start, explain_disk_errors, finished_summary, set_later_aside
+from paceline.start import begin_files, open_run_dir, plan_start
 from paceline.supervised.config import SftConfig
 from paceline.supervised.inputs import Rows, SftInputs, load_sft_inputs
 from paceline.supervised.recorder import LossObserver, LossRecorder
@@ -47,9 +35,6 @@ from paceline.training.manifest import reading_state
 from paceline.training.saving import END_TIMEOUT_S, Saver
 from paceline.training.skipped import SkippedUpdates, too_many
 from paceline.types import Batch, Role
-from paceline.workers.automatic import changed_choices, keep_recorded
-from paceline.workers.hardware import report_choices
-from paceline.workers.layout import plan_that_fits
 from paceline.workers.pools import open_workers
 
 log = logging.getLogger(__name__)
@@ -78,29 +63,19 @@ async def fine_tune(
     ignore_suspended_time(asyncio.get_running_loop())
     inputs = load_sft_inputs(config, rows, validation)
     run_dir = Path(config.run_dir)
-    is_branch = branches(run_dir, start_from)
-    recorded = recorded_config(run_dir, start_from) if not fresh or is_branch else {}
-    workers = keep_recorded(config.worker_config(inputs.steps), recorded)
-    layout = await plan_that_fits(workers, inputs.model_path, ROLES)
+    workers = config.worker_config(inputs.steps)
+    layout = await plan_start(workers, inputs.model_path, fresh, start_from, ROLES)
     config = config.with_choices(layout.config)
     inputs = inputs.with_config(config)
-    for warning in (*layout.warnings, *changed_choices(layout.choices, recorded)):
-        log.warning("%s", warning)
     async with AsyncExitStack() as stack:
         stack.enter_context(explain_disk_errors(run_dir))
-        if fresh and (aside := move_aside(run_dir)):
-            log.warning("moved the earlier run in %s to %s", run_dir, aside)
-        stack.enter_context(lock_run_dir(run_dir))
-        if start_from is not None and is_branch:
-            await branch(run_dir, start_from, inputs.identity, supervised=True)
-        start = find_start(layout.config, inputs.identity, None if is_branch else start_from)
+        start = await open_run_dir(
+            stack, layout.config, inputs.identity, fresh, start_from, supervised=True
+        )
         if start.step >= inputs.steps and (finished := finished_summary(run_dir, start.step)):
             return finished
-        stack.enter_context(log_file(run_dir / "logs"))
-        stack.callback(try_report, run_dir)
-        report_choices(choice for choice in layout.choices if _concerns(config, choice.name))
-        write_json(run_dir / "config.json", inputs.identity["config"])
-        stage("starting the workers, which load the model")
+        choices = (choice for choice in layout.choices if _concerns(config, choice.name))
+        begin_files(stack, run_dir, choices, inputs.identity["config"])
         _, _, started = await open_workers(
             stack, layout.config, ROLES, inputs.model_path, run_dir / "logs"
         )

@@ -304,11 +304,7 @@ class Fsdp(EngineWithHead):
         return region_at(self._parameters[name], coordinate)
 
     def place(self, where: Literal["device", "host"]) -> Moved:
-        return (
-            self._host_offload.restore()
-            if where == "device"
-            else self._host_offload.offload(self._movable())
-        )
+        return self._host_offload.place(where, self._movable())
 
     def _movable(self) -> Iterable[Tensor]:
         yield from self._slices.values()

@@ -7,6 +7,7 @@ weights, shards, tied layers) still share it afterwards. Copies run concurrently
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +25,10 @@ class HostOffload:
 
     def __init__(self) -> None:
         self._offloaded: list[tuple[torch.UntypedStorage, Tensor]] = []
+
+    def place(self, where: Literal["device", "host"], tensors: Iterable[Tensor]) -> Moved:
+        """Restore what is offloaded, or offload these tensors."""
+        return self.restore() if where == "device" else self.offload(tensors)
 
     def offload(self, tensors: Iterable[Tensor]) -> Moved:
         """Copy these tensors to host memory and free their device memory; ignore CPU tensors."""

@@ -472,7 +472,7 @@ def test_witness_finds_batch_that_was_trained_twice_behind_the_ledger(
         batches.append(assemble(groups))
         return batches[1] if planted and len(batches) == 3 else batches[-1]
 
-    monkeypatch.setattr("paceline.loop.assemble", assemble_again)
+    monkeypatch.setattr("paceline.tasks.train.assemble", assemble_again)
     monkeypatch.setattr(Actor, "update", Actor.update)  # restored after the test
     monkeypatch.setenv(witness.PATH, str(tmp_path / "witness"))
     witness.observe(Actor)

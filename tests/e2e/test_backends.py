@@ -86,6 +86,7 @@ def test_async_recipe_trains_on_two_ranks_within_staleness_bound(
         "groups_per_step=4",
         "group_size=4",
         "data.task=copy:3",
+        "data.limit=256",
         "placement.threads=1",
         "data.max_prompt_length=32",
     ]

@@ -30,7 +30,7 @@ def recipe(tmp_path: Path) -> Path:
     path.write_text(
         f'model = "{file}"\nrun_dir = "{tmp_path}/run"\n'
         "steps = 1\ngroups_per_step = 2\ngroup_size = 2\n"
-        '[data]\ntask = "copy:3"\nmax_prompt_length = 32\n'
+        '[data]\ntask = "copy:3"\nlimit = 256\nmax_prompt_length = 32\n'
         "[rollout]\nmax_response_length = 4\n[placement]\nthreads = 1\n"
     )
     return path

@@ -23,9 +23,9 @@ SETTINGS: dict[str, Any] = {
 }
 MODES = {
     "hybrid": {},
+    # On threads, and evaluations run beside train steps, as with separate pools.
     "fully async": {
-        "placement.actor": "train",
-        "placement.rollout": "rollout",
+        "placement.overlap": True,
         "schedule.max_staleness": 2,
         "schedule.on_sync": "swap",
     },

@@ -11,7 +11,7 @@ CELLS = (
     """
     import paceline
     settings = {"model": "MODEL", "data": "copy:3", "groups_per_step": 2, "group_size": 2,
-                "rollout.max_response_length": 4, "placement.threads": 1}
+                "rollout.max_response_length": 4, "placement.threads": 1, "data.limit": 256}
     run = paceline.train(steps=2, run_dir="first", **settings)
     run.summary["steps"]
     """,

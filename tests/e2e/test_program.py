@@ -24,6 +24,7 @@ README = Path(__file__).parents[2] / "README.md"
 SMALL: dict[str, Any] = {
     "groups_per_step": 2,
     "group_size": 2,
+    "data.limit": 256,
     "rollout.max_response_length": 4,
     "placement.threads": 1,
 }

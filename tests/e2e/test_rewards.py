@@ -19,6 +19,7 @@ SETTINGS: dict[str, Any] = {
     "steps": 2,
     "groups_per_step": 2,
     "group_size": 2,
+    "data.limit": 256,
     "rollout.max_response_length": 4,
     "placement.threads": 1,
     "display": False,

@@ -69,7 +69,9 @@ MODES = {
     ],
 }
 
-SLOW = {"with a reference", "two engines", "two steps per sync"}
+# The torture tests run every schedule; here, real processes run one of each kind.
+SLOW = {"with a reference", "one step off", "two engines", "two steps per sync"}
+SLOW |= {"fully async, interrupt"}
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,8 @@ def test_run_leaves_report_and_distributions_of_all_completions(model: str, tmp_
     assert "Content-Security-Policy" in (tmp_path / "report.html").read_text()
 
 
-@pytest.mark.parametrize("victim", ["train", "rollout"])
+# tests/faults/test_workers.py also kills rollout workers until the run fails.
+@pytest.mark.parametrize("victim", ["train", pytest.param("rollout", marks=pytest.mark.slow)])
 @pytest.mark.fault("A7", "worker {victim} killed, no restarts allowed")
 def test_run_fails_and_names_worker_when_worker_is_killed(
     victim: str, model: str, tmp_path: Path, fault: Fault

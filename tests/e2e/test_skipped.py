@@ -80,7 +80,7 @@ def test_run_stops_and_batch_can_be_replayed(
     recipe.write_text(
         f'model = "{model}"\nrun_dir = "{folder}"\nsteps = 30\ngroups_per_step = 2\n'
         "group_size = 2\n[algorithm]\n"
-        f'loss = "{losses}:always"\n[data]\ntask = "copy:3"\nmax_prompt_length = 32\n'
+        f'loss = "{losses}:always"\n[data]\ntask = "copy:3"\nlimit = 256\nmax_prompt_length = 32\n'
         "[rollout]\nmax_response_length = 4\n[placement]\nthreads = 1\n"
         f"[train]\nmax_skipped_updates = {MAX_DUMPS + 2}\n"
     )

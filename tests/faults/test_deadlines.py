@@ -42,7 +42,8 @@ class Program:
         environment = folder / "environment.py"
         environment.write_text(BLOCKING.format(marker=self.marker))
         command = [sys.executable, "-m", "paceline", "train", "recipes/fully_async.toml"]
-        command += [f"model={model}", f"run_dir={self.run_dir}", "data.task=copy:3"]
+        command += [f"model={model}", f"run_dir={self.run_dir}"]
+        command += ["data.task=copy:3", "data.limit=256"]
         command += [f"rollout.environment={environment}:Blocks", "placement.threads=1", *settings]
         self.process = subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -19,7 +19,8 @@ from tests.models import random_model
 ROOT = Path(__file__).parents[2]
 SETTINGS = (
     *("groups_per_step=4", "group_size=2", "save_every=2", "save_samples=0"),
-    *("data.task=copy:3", "data.max_prompt_length=32", "rollout.max_response_length=8"),
+    *("data.task=copy:3", "data.limit=256"),
+    *("data.max_prompt_length=32", "rollout.max_response_length=8"),
     *("placement.threads=1", "train.learning_rate=1e-3", "keep_checkpoints=1"),
 )
 

@@ -25,6 +25,7 @@ SETTINGS = [
     "groups_per_step=4",
     "group_size=4",
     "data.task=copy:3",
+    "data.limit=256",
     "rollout.max_response_length=24",
     "placement.threads=1",
     "placement.actor=train",
@@ -299,7 +300,8 @@ def test_run_can_be_paused_and_resumed(model: str, tmp_path: Path) -> None:
         assert await command(tmp_path, "resume") is True
         await steps.more(3)
 
-    play(config(model, tmp_path), script)
+    # On a thread, because commands do not depend on where workers run.
+    play(config(model, tmp_path, "placement.rollout=train"), script)
 
 
 @pytest.mark.fault("A1", "rollout worker and its replacement killed")

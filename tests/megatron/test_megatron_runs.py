@@ -19,6 +19,7 @@ SMALL = [
     "groups_per_step=4",
     "group_size=4",
     "data.task=copy:3",
+    "data.limit=256",
     "placement.threads=1",
     "data.max_prompt_length=32",
 ]

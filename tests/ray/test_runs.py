@@ -166,6 +166,7 @@ def test_run_on_new_cluster_trains_first_step_within_30_seconds(model: str, tmp_
         "steps=2",
         "groups_per_step=4",
         "data.task=copy:3",
+        "data.limit=256",
     ]
     command = [sys.executable, "-m", "paceline", "train", "recipes/ray_async.toml", *settings]
     subprocess.run(command, env=env, check=True, timeout=120, cwd=Path(__file__).parents[2])
@@ -199,6 +200,7 @@ def test_every_prompt_is_trained_once_when_5_percent_of_calls_fail(
         "groups_per_step=4",
         "group_size=2",
         "data.task=copy:3",
+        "data.limit=256",
         *SEPARATE,
         "schedule.max_staleness=2",
     ]

@@ -31,8 +31,9 @@ def build(world: World, fails: Callable[[], bool], limit: int = 1000) -> BadNumb
     loop = world.build()
     trainer = BadNumbers(random.Random(world.seed))
     trainer.fails = fails
-    world.trainer = loop._trainer = trainer
-    loop._settings = loop._settings.model_copy(update={"max_skipped_updates": limit})
+    world.trainer = loop._train._trainer = trainer
+    settings = loop._settings.model_copy(update={"max_skipped_updates": limit})
+    loop._train._settings = settings
     return trainer
 
 

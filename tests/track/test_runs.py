@@ -16,6 +16,7 @@ SETTINGS = [
     "groups_per_step=2",
     "group_size=2",
     "data.task=copy:3",
+    "data.limit=256",
     "rollout.max_response_length=8",
     "placement.threads=1",
     "data.max_prompt_length=32",

@@ -5,6 +5,7 @@ The test reads syntax trees, so it also counts imports inside functions.
 """
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -51,8 +52,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "watchdog",
         "timeline",
     ),
+    ("tasks",),
     ("generation", "loop", "run_dir", "script", "held_out"),
     ("observe", "page", "simulator"),
+    ("start",),
     ("run", "evaluation", "replay"),
     ("job", "supervisor", "doctor"),
     ("supervised",),
@@ -91,13 +94,16 @@ def modules(root: Path) -> dict[str, ast.Module]:
     return found
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yield (module, imported name) for every import, also in functions and under TYPE_CHECKING."""
+@functools.cache
+def imports(tree: ast.AST) -> list[tuple[str, str]]:
+    """Return (module, imported name) of every import, also in functions and under TYPE_CHECKING."""
+    found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, "") for alias in node.names)
+            found += [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from ((node.module, alias.name) for alias in node.names)
+            found += [(node.module, alias.name) for alias in node.names]
+    return found
 
 
 def imported_modules(tree: ast.AST, known: set[str]) -> Iterator[str]:

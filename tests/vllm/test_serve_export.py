@@ -55,7 +55,8 @@ def ask(port: int, server: "subprocess.Popen[bytes]", body: dict[str, Any]) -> A
 
 
 def test_exported_experts_are_served_as_transformers_generates(tmp_path: Path) -> None:
-    settings = ["data.task=copy:3", "steps=2", "groups_per_step=2", "group_size=4"]
+    settings = ["data.task=copy:3", "data.limit=256"]
+    settings += ["steps=2", "groups_per_step=2", "group_size=4"]
     settings += ["train.learning_rate=1e-2", "rollout.max_response_length=8"]
     settings += [f"reward.function={Path(__file__).parents[1]}/rewards.py:letters"]
     model = random_experts(tmp_path / "model")

@@ -34,6 +34,7 @@ SMALL = [
     "groups_per_step=4",
     "group_size=4",
     "data.task=copy:3",
+    "data.limit=256",
     "data.max_prompt_length=32",
     "rollout.max_response_length=16",
     "rollout.temperature=0.8",

@@ -24,19 +24,17 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 from transformers import PretrainedConfig
 
 from paceline.algo.loss import LossFn, TokenOutputs
-from paceline.errors import ConfigError
 from paceline.model.hub_names import HubFormat, TensorFormat
 from paceline.model.loading import default_device, load_config, load_model
 from paceline.model.packing import MicroBatch, RowLayout, micro_batch, trained_lengths
 from paceline.model.stored_weights import safetensors_files
 from paceline.model.tensor_file import TensorFiles
 from paceline.training.megatron.decoder import Decoder, transformer_config
+from paceline.training.megatron.groups import join_group
 from paceline.training.megatron.shards import RankSlices, Shards
 from paceline.training.offload import HostOffload, Moved
 from paceline.training.optimizer import STATE, adamw
@@ -333,11 +331,7 @@ class Megatron(EngineWithHead):
         ddp.zero_grad_buffer()
 
     def place(self, where: Literal["device", "host"]) -> Moved:
-        return (
-            self._host_offload.restore()
-            if where == "device"
-            else self._host_offload.offload(self._movable())
-        )
+        return self._host_offload.place(where, self._movable())
 
     def _movable(self) -> Iterator[Tensor]:
         yield from self._shards.parameters.values()
@@ -345,46 +339,6 @@ class Megatron(EngineWithHead):
             ddp, optimizer = self._trained
             yield from (buffer.grad_data for buffer in ddp.buffers)
             yield from (tensor for state in optimizer.state.values() for tensor in state.values())
-
-
-def join_group(tensor: int, pipeline: int) -> None:
-    """Initialize Megatron's process groups, once per process for all its models.
-
-    Adjacent ranks are tensor-parallel; pipeline stages are furthest apart.
-    """
-    if not dist.is_initialized():
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-            store=HashStore(),
-            rank=0,
-            world_size=1,
-        )
-    world = dist.get_world_size()
-    if world % (tensor * pipeline):
-        raise ConfigError(
-            f"{world} ranks cannot be divided into replicas of train.tensor_parallel x "
-            f"train.pipeline_parallel = {tensor} x {pipeline}; set placement.train_ranks to a "
-            "multiple"
-        )
-    if parallel_state.model_parallel_is_initialized():
-        found = (
-            parallel_state.get_tensor_model_parallel_world_size(),
-            parallel_state.get_pipeline_model_parallel_world_size(),
-        )
-        if found != (tensor, pipeline):
-            raise ConfigError(
-                f"train.tensor_parallel x train.pipeline_parallel = {(tensor, pipeline)}: all "
-                f"models of a worker group share one layout, which is {found}"
-            )
-        return
-    parallel_state.initialize_model_parallel(tensor, pipeline, create_gloo_process_groups=False)
-    try:
-        # Megatron requires its random generators to be seeded, although training is not random.
-        model_parallel_cuda_manual_seed(0)
-    except (AssertionError, RuntimeError) as error:
-        raise ConfigError(
-            f"train.backend = 'megatron' needs a CUDA device ({error}); use 'single' or 'fsdp'"
-        ) from error
 
 
 def _main_output(outputs: TokenOutputs) -> Tensor:

@@ -1,0 +1,1 @@
+"""What the tasks of the loop do, and what they share (loop.py starts them)."""
