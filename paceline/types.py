@@ -118,6 +118,9 @@ class Turn:
     prompt: tuple[int, ...]
     completion: Completion
     reward: float = 0.0  # of this turn, at its last token, in addition to the trajectory's
+    # `prompt` is the whole context again, because it does not continue the previous turn: this turn
+    # begins a new row of the batch.
+    restarts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("model", "remote", "auditor"),
     ("data", "algo", "queue"),
     ("reward", "sync", "environment"),
+    ("endpoint",),
     ("rollout", "training"),
     ("translate",),
     ("config",),
@@ -74,6 +75,8 @@ LEAVES = {
     "rich": {"cli", "observe.display", "observe.plan", "observe.samples"}
     | {"observe.console", "observe.terminal", "supervised.display"},
     "typer": {"cli"},
+    "aiohttp": {"endpoint.server", "reward.judge"},
+    "openai": {"endpoint.agent"},
     **{name: {f"observe.trackers.{name}"} for name in TRACKERS},
 }
 HEAVY = {"torch", "transformers"}
