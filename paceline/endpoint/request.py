@@ -168,6 +168,8 @@ def read_request(body: bytes) -> ChatRequest:
         fields = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise RequestError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise RequestError(400, "the body is not a JSON object")
     try:
         request = ChatRequest.model_validate(fields)
     except ValidationError as failed:
