@@ -49,6 +49,7 @@ def check_early(
     if config.rollout.engine == "vllm":
         check_vllm()
     _check_package("rollout.agent", config.rollout.agent is not None, "aiohttp", "agents")
+    _check_package("reward.judge", config.reward.judge is not None, "aiohttp", "agents")
     if trains:
         _check_packages(config)
         _check_run_dir(Path(config.run_dir))

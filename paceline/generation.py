@@ -14,6 +14,7 @@ from paceline.errors import ConfigError
 from paceline.inputs import Inputs
 from paceline.queue.message_queue import MessageQueue
 from paceline.remote.worker import Worker, mark_seen
+from paceline.reward.judge import JudgeReward
 from paceline.reward.model import ModelReward
 from paceline.reward.pool import ProcessReward
 from paceline.reward.returned import ReturnedReward
@@ -163,10 +164,11 @@ async def open_scorer(
     inputs: Inputs,
     reward: Rewards | None = None,
     agent: AgentLoop | None = None,
+    run_dir: Path | None = None,
 ) -> Reward | None:
     """Open what scores completions and try it on the data; None: a reward model scores them.
 
-    With the environment `agent`, no other reward is needed.
+    With the environment `agent`, no other reward is needed. `run_dir`: where scores are kept.
     """
     if config.reward.model and reward is None:
         return None
@@ -174,9 +176,11 @@ async def open_scorer(
     plays = isinstance(agent, Conversation) or config.rollout.agent is not None
     if not given and (not config.algorithm.uses_rewards or plays):
         return NoReward()
-    scorer = await open_reward(config.reward, config.data.task, reward)
+    scorer = await open_reward(
+        config.reward, config.data.task, reward, config.data.prompt_key, run_dir
+    )
     stack.push_async_callback(scorer.close)
-    if isinstance(scorer, BuiltinReward | ProcessReward | WeightedReward):
+    if isinstance(scorer, BuiltinReward | ProcessReward | JudgeReward | WeightedReward):
         scorer.check(inputs.source.rows())
         if inputs.held_out is not None:
             scorer.check(inputs.held_out.rows())

@@ -119,7 +119,7 @@ async def train(
         gc.freeze()
     async with AsyncExitStack() as stack:
         stack.enter_context(explain_disk_errors(run_dir))
-        scorer = await open_scorer(stack, config, inputs, reward, agent)
+        scorer = await open_scorer(stack, config, inputs, reward, agent, run_dir)
         if fresh and (aside := move_aside(run_dir)):
             log.warning("moved the earlier run in %s to %s", run_dir, aside)
         stack.enter_context(lock_run_dir(run_dir))

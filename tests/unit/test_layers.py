@@ -55,7 +55,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("generation", "loop", "run_dir", "script", "held_out"),
     ("observe", "page", "simulator"),
     ("run", "evaluation", "replay"),
-    ("job", "supervisor", "doctor"),
+    ("job", "supervisor", "doctor", "serving"),
     ("supervised",),
     ("api",),
     ("cli", "trl"),
