@@ -258,7 +258,7 @@ async def open_reward(
     several = isinstance(given, Sequence) and not isinstance(given, str) and not _is_reward(given)
     parts: Sequence[Any] = given if several else [given]  # type: ignore[assignment]
     weights = _check_weights(settings, len(parts))
-    judge = settings.judge and JudgeReward(settings.judge, prompt_key, run_dir)
+    judge = JudgeReward(settings.judge, prompt_key, run_dir) if settings.judge else None
     if not several and settings.weights is None:
         return await _open_one(settings, parts[0], judge, optional=False)
     async with AsyncExitStack() as stack:
