@@ -26,11 +26,10 @@ from paceline.inputs import load_inputs
 from paceline.model.loading import load_config as load_model_config
 from paceline.reward.reward import NoReward
 from paceline.rollout.environment import SingleTurn
-from paceline.rollout.router import EngineAssignment, Router
 from paceline.suspend import ignore_suspended_time
 from paceline.temporary import TemporaryFolder
 from paceline.training.export import find_checkpoint
-from paceline.types import Completion, Finish, Request, Role, Sampling
+from paceline.types import Completion, Request, Role, Sampling
 from paceline.workers.layout import choose_settings
 
 MAX_LENGTH = 4096  # tokens of a conversation, if the settings do not say more
@@ -42,7 +41,6 @@ class EngineModel:
 
     def __init__(self, generation: Generation, sampling: Sampling, max_length: int) -> None:
         self._fleet = generation.fleet
-        self._router = Router(generation.fleet)
         self._sampling, self.max_length = sampling, max_length
         self._ids = itertools.count()
 
@@ -51,20 +49,15 @@ class EngineModel:
 
     async def generate(self, context: Tokens, request: ChatRequest, choice: int) -> Completion:
         name, seed = f"serve.{next(self._ids)}", _seed(request.seed, choice)
-        sampling = self._chosen(request)
-        assignment = EngineAssignment(self._router, 1, name)
-        completion: Completion | None = None
+        asked = Request(name, context, seed, self._chosen(request))
+        while not (members := [member for member in self._fleet if member.in_rotation]):
+            await self._fleet.changed.wait()
+        member = min(members, key=lambda member: member.load)
+        member.load += 1
         try:
-            while completion is None or completion.finish is Finish.INTERRUPT:
-                while not assignment.assign():
-                    await self._fleet.changed.wait()
-                asked = Request(name, context, seed, sampling, completion)
-                completion = await assignment.generate(asked)
+            return await member.engine.generate(asked)
         finally:
-            assignment.release()
-            if assignment.close():
-                self._fleet.changed.notify_all()
-        return completion
+            member.load -= 1
 
     def _chosen(self, request: ChatRequest) -> Sampling:
         usual = self._sampling

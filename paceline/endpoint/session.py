@@ -1,7 +1,7 @@
 """Session of one API key: turns its requests into generations and keeps what was generated.
 
-Waits for: the engines. An error of the engines fails the whole session, because the program may not
-notice that a completion is missing.
+Waits for: the engines. In a run, an error of the engines fails the whole session, because the
+program may not notice that a completion is missing.
 """
 
 import asyncio
@@ -155,7 +155,8 @@ class Session:
         return task.result()
 
     async def _generate(self, start: Start, request: ChatRequest) -> list[Completion]:
-        if self.failure is None:
+        error: BaseException | None = self.failure
+        if error is None:
             try:
                 async with asyncio.TaskGroup() as group:
                     tasks = [
@@ -165,10 +166,11 @@ class Session:
                 return [task.result() for task in tasks]
             except BaseExceptionGroup as failed:
                 error = first_error(failed)
-                if not isinstance(error, PacelineError):
-                    raise error from None
-                self.failure = error
-        raise RequestError(500, f"the completion failed: {self.failure}", code="failed")
+        if not isinstance(error, PacelineError):
+            raise error
+        if self._keep:
+            self.failure = error
+        raise RequestError(500, f"the completion failed: {error}", code="failed")
 
     def _choice(self, start: Start, request: ChatRequest, completion: Completion) -> Choice:
         sampled = tuple(completion.tokens.tolist())

@@ -47,7 +47,8 @@ def test_model_learns_from_rewards_of_agent_program(tmp_path: Path) -> None:
 
 def ask_once(client: Any, row: dict[str, Any]) -> float | None:
     message = {"role": "user", "content": row["prompt"]}
-    client.chat.completions.create(model="policy", messages=[message])
+    reply = client.chat.completions.create(model="policy", messages=[message], max_tokens=1)
+    assert reply.usage.completion_tokens == 1, "the engine did not get the limit of the request"
     return row.get("reward")
 
 
