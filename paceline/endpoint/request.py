@@ -1,7 +1,7 @@
 """Requests of the chat completions API. A field that is not served is an error that names it."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -170,10 +170,15 @@ def read_request(body: bytes) -> ChatRequest:
         raise RequestError(400, f"the body is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise RequestError(400, "the body is not a JSON object")
+    return read_chat(fields)
+
+
+def read_chat(fields: Mapping[str, Any]) -> ChatRequest:
+    """Check the fields of a request. Raises RequestError."""
     try:
         request = ChatRequest.model_validate(fields)
     except ValidationError as failed:
-        raise _named(failed.errors(include_url=False)) from None
+        raise first_problem(failed) from None
     if problem := message_problem([message.for_template() for message in request.messages]):
         raise RequestError(400, f"messages: {problem}", "messages")
     if request.stream_options and not request.stream:
@@ -181,8 +186,9 @@ def read_request(body: bytes) -> ChatRequest:
     return request
 
 
-def _named(errors: Sequence[Mapping[str, Any]]) -> RequestError:
+def first_problem(failed: ValidationError) -> RequestError:
     """Return the first error. A value of several types has one for each; the deepest fits best."""
+    errors = failed.errors(include_url=False)
     of_field = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
     error = max(of_field, key=lambda error: len(error["loc"]))
     path = [str(part) for part in error["loc"] if not _is_variant(part)]

@@ -15,6 +15,7 @@ from aiohttp.web_protocol import RequestHandler
 
 from paceline.endpoint.reply import Reply, event
 from paceline.endpoint.request import ChatRequest, RequestError, read_request
+from paceline.endpoint.responses import read_responses_request, response
 from paceline.endpoint.session import Session
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ BODY_TIMEOUT_S = 30.0
 MAX_CONNECTIONS = 4096
 STRANGER_TIMEOUT_S = 10.0  # until a connection has sent a request with a valid key
 CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
 MODELS = "/v1/models"
 
 
@@ -124,20 +126,33 @@ class EndpointServer:
     async def _reply(self, request: web.BaseRequest, session: Session) -> web.StreamResponse:
         method, path = request.method, request.path.rstrip("/")
         if path == CHAT and method == "POST":
-            return await self._chat(request, session)
+            return await self._chat(request, session, read_request(await _body(request)))
+        if path == RESPONSES and method == "POST":
+            asked = read_responses_request(await _body(request))
+            return await self._chat(request, session, asked, as_response=True)
         if path.startswith(MODELS) and method == "GET":
             model = {"id": self._model_name, "object": "model", "created": 0}
             model["owned_by"] = "paceline"
             listed = {"object": "list", "data": [model]}
             return web.json_response(listed if path == MODELS else model)
-        raise RequestError(404, f"{method} {path}: this server has POST {CHAT} and GET {MODELS}")
+        raise RequestError(
+            404, f"{method} {path}: this server has POST {CHAT}, POST {RESPONSES}, GET {MODELS}"
+        )
 
-    async def _chat(self, request: web.BaseRequest, session: Session) -> web.StreamResponse:
-        asked = read_request(await _body(request))
+    async def _chat(
+        self,
+        request: web.BaseRequest,
+        session: Session,
+        asked: ChatRequest,
+        as_response: bool = False,
+    ) -> web.StreamResponse:
         start, choices = await session.complete(asked)
         reply = Reply(asked, start, choices, session.chat)
         try:
-            return await _send(request, asked, reply)
+            if asked.stream:
+                return await _stream(request, reply)
+            whole = response(asked, start, choices[0]) if as_response else reply.whole()
+            return await _send(request, whole)
         except BaseException:
             session.discard(choices)  # the client is gone
             raise
@@ -151,15 +166,17 @@ async def _body(request: web.BaseRequest) -> bytes:
         raise RequestError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
 
 
-async def _send(request: web.BaseRequest, asked: ChatRequest, reply: Reply) -> web.StreamResponse:
-    if asked.stream:
-        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await stream.prepare(request)
-        for chunk in reply.chunks():
-            await stream.write(event(chunk))
-        await stream.write(event("[DONE]"))
-        return stream
-    whole = web.json_response(reply.whole())
+async def _stream(request: web.BaseRequest, reply: Reply) -> web.StreamResponse:
+    stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await stream.prepare(request)
+    for chunk in reply.chunks():
+        await stream.write(event(chunk))
+    await stream.write(event("[DONE]"))
+    return stream
+
+
+async def _send(request: web.BaseRequest, body: dict[str, Any]) -> web.StreamResponse:
+    whole = web.json_response(body)
     await whole.prepare(request)
     await whole.write_eof()
     return whole

@@ -237,10 +237,61 @@ def test_wrong_key_body_and_path_are_rejected(monkeypatch: pytest.MonkeyPatch) -
         status, reply = await post(env, large.encode())
         assert status == 413 and "2000 bytes" in reply["error"]["message"]
         with pytest.raises(openai.NotFoundError, match="POST /v1/chat/completions"):
-            await client.responses.create(model="policy", input="hello")
+            await client.embeddings.create(model="policy", input="hello")
         for body, problem in ((b"{", "is not JSON"), (b"[]", "is not a JSON object")):
             status, reply = await post(env, body)
             assert status == 400 and problem in reply["error"]["message"]
+        await ask(client, [USER])
+
+    episode(play, Engine())
+
+
+def test_responses_api_continues_exact_tokens_with_tools() -> None:
+    tool = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+
+    async def play(client: Any) -> None:
+        items: list[Any] = [{"role": "user", "content": "1 + 1?"}]
+        options = {"model": "policy", "instructions": "Add.", "tools": [tool]}
+        first = await client.responses.create(input=items, **options)
+        call = first.output[-1]
+        assert (call.type, call.name) == ("function_call", "add")
+        assert json.loads(call.arguments) == {"a": 1}
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "2"}
+        items += [*first.output, result]
+        second = await client.responses.create(input=items, **options)
+        assert second.output_text == "it is 2" and second.status == "completed"
+        assert second.usage.total_tokens == sum(map(len, engine.seen[1]))
+        items += [*second.output, {"role": "user", "content": "and?"}]
+        third = await client.responses.create(input=items, max_output_tokens=2, **options)
+        assert third.incomplete_details.reason == "max_output_tokens"
+
+    engine = Engine(f"see {CALL}", "it is 2", "three is more", template="chatml with tools")
+    trajectory = episode(play, engine)
+    assert_exact(trajectory, engine)
+    assert len(rows_of(trajectory)) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("stream", {"stream": True}),
+        ("previous_response_id", {"previous_response_id": "resp_1"}),
+        ("input.0.type", {"input": [{"type": "reasoning"}]}),
+        ("input.0.role", {"input": [{"role": "robot", "content": "?"}]}),
+        ("max_output_tokens", {"max_output_tokens": 0}),
+        ("temperature", {"temperature": 0.3}),
+        ("tool_choice", {"tool_choice": "required"}),
+        ("tools.0.type", {"tools": [{"type": "web_search"}]}),
+    ],
+)
+def test_bad_responses_request_is_rejected_with_name_of_field(
+    field: str, options: dict[str, Any]
+) -> None:
+    async def play(client: Any, env: dict[str, str]) -> None:
+        body = {"model": "policy", "input": "hello"} | options
+        status, reply = await post(env, json.dumps(body).encode(), "/responses")
+        assert (status, reply["error"]["param"]) == (400, field)
+        assert reply["error"]["message"].startswith(field)
         await ask(client, [USER])
 
     episode(play, Engine())
