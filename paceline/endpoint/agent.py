@@ -70,7 +70,7 @@ class RunModel:
 
 
 class AgentProgram:
-    """Runs the function once per trajectory, each with an API key of its own."""
+    """Runs the function once per trajectory, each with a separate API key."""
 
     def __init__(
         self,

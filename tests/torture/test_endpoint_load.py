@@ -63,7 +63,7 @@ async def converse(number: int, ask: Any) -> float:
     for turn in range(TURNS):
         text = await ask(messages)
         assert text == f"{number}.{turn}", "this is the reply to another conversation"
-        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "go on"}]
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "more"}]
     return float(number)
 
 
