@@ -1,12 +1,14 @@
-"""A fake engine behind the endpoint, and episodes of agent programs that use it."""
+"""A fake engine behind the endpoint, episodes of agent programs that use it, and servers."""
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import cache
 from typing import Any
 
 import numpy as np
+from aiohttp import web
 
 from paceline.endpoint.agent import AgentProgram
 from paceline.environment.conversation import Limits
@@ -111,3 +113,24 @@ def assert_exact(trajectory: Trajectory, engine: Engine) -> None:
             assert contexts.pop(id(turn.completion)) == tokens
             tokens += tuple(turn.completion.tokens.tolist())
     assert not contexts, "completions are missing"
+
+
+@asynccontextmanager
+async def served(reply: Callable[[Any], Awaitable[web.Response]]) -> AsyncIterator[str]:
+    """Run a server that answers every request with `reply`."""
+
+    async def handle(request: web.BaseRequest) -> web.Response:
+        return await reply(request)
+
+    runner = web.ServerRunner(web.Server(handle), shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    finally:
+        await runner.cleanup()
+
+
+def said(text: str) -> web.Response:
+    return web.json_response({"choices": [{"message": {"content": text}}]})

@@ -12,6 +12,7 @@ from paceline.config import load_config
 from paceline.errors import ConfigError, RewardError
 from paceline.run import train
 from tests.audits import assert_consistent
+from tests.endpoints import said, served
 from tests.small_runs import SEPARATE, SMALL
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agent_openai.py"
@@ -70,6 +71,23 @@ def test_function_of_program_is_scored_by_reward_when_it_returns_none(
     del given["display"], given["steps"]
     result = paceline.evaluate(data=rows, reward=lambda completion, row: 5.0, **given)
     assert result["reward"] == pytest.approx(4.0)
+
+
+def test_run_trains_on_scores_of_judge(model: str, tmp_path: Path) -> None:
+    async def reply(request: Any) -> Any:
+        asked = (await request.json())["messages"][0]["content"]
+        return said(f"Score: {len(asked) % 11}")
+
+    async def run() -> None:
+        async with served(reply) as url:
+            chosen = [*SMALL[:-1], f"model={model}", f"run_dir={tmp_path}", "steps=2"]
+            chosen += ["reward.function=judge", f"reward.judge.base_url={url}"]
+            await train(load_config(None, [*chosen, "reward.judge.model=judge"]))
+
+    asyncio.run(run())
+    assert_consistent(tmp_path)
+    assert all(0 <= row["reward/mean"] <= 1 for row in metrics(tmp_path))
+    assert (tmp_path / "judge.jsonl").read_text().count("number") > 1
 
 
 def test_agent_contradicts_other_environments(model: str, tmp_path: Path) -> None:

@@ -2,8 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from paceline.reward import judge
 from paceline.reward.judge import JudgeReward, JudgeSettings
 from paceline.reward.reward import RewardSettings, WeightedReward, open_reward
 from paceline.types import Completion, Prompt, Trajectory
-from tests.endpoints import Engine
+from tests.endpoints import Engine, said, served
 
 ROW = {"prompt": "Name a color.", "answer": "red"}
 PROMPT = Prompt("row 1", (1,), "", ROW)
@@ -27,27 +26,6 @@ PROMPT = Prompt("row 1", (1,), "", ROW)
 
 def completions(*texts: str) -> list[Trajectory]:
     return [Trajectory((), text) for text in texts]
-
-
-@asynccontextmanager
-async def served(reply: Callable[[Any], Awaitable[web.Response]]) -> AsyncIterator[str]:
-    """Run a server that answers every request with `reply`."""
-
-    async def handle(request: web.BaseRequest) -> web.Response:
-        return await reply(request)
-
-    runner = web.ServerRunner(web.Server(handle), shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    finally:
-        await runner.cleanup()
-
-
-def said(text: str) -> web.Response:
-    return web.json_response({"choices": [{"message": {"content": text}}]})
 
 
 async def scores(url: str, *texts: str, run_dir: Path | None = None, **settings: Any) -> Any:
