@@ -48,6 +48,8 @@ def check_early(
             check_code(setting, str(code))
     if config.rollout.engine == "vllm":
         check_vllm()
+    _check_package("rollout.agent", config.rollout.agent is not None, "aiohttp", "agents")
+    _check_package("reward.judge", config.reward.judge is not None, "aiohttp", "agents")
     if trains:
         _check_packages(config)
         _check_run_dir(Path(config.run_dir))
@@ -106,7 +108,8 @@ def _check_columns(data: DataSettings, file: Path) -> None:
 
 def _check_reward(config: RunConfig) -> None:
     reward = config.reward
-    if reward.function is None and reward.model is None and config.data.task is None:
+    plays = config.rollout.environment is not None or config.rollout.agent is not None
+    if reward.function is None and reward.model is None and config.data.task is None and not plays:
         raise ConfigError(
             "prompts from data.path need a reward: set reward.function to 'file.py:function', "
             "'module:function' or a verifier (for example 'last_number'), or set reward.model"
@@ -135,11 +138,15 @@ def _check_packages(config: RunConfig) -> None:
         *((f"track = {name!r}", True, name, name) for name in TRACKERS if name in tracked),
     )
     for setting, used, package, extra in needed:
-        if used and importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                f"{setting}: the package {package} is not installed; "
-                f"run pip install 'paceline[{extra}]'"
-            )
+        _check_package(setting, used, package, extra)
+
+
+def _check_package(setting: str, used: bool, package: str, extra: str) -> None:
+    if used and importlib.util.find_spec(package) is None:
+        raise ConfigError(
+            f"{setting}: the package {package} is not installed; "
+            f"run pip install 'paceline[{extra}]'"
+        )
 
 
 def _check_run_dir(folder: Path) -> None:

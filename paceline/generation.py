@@ -10,11 +10,14 @@ from pathlib import Path
 from paceline.config import RunConfig
 from paceline.data.chat import stop_token_ids
 from paceline.environment.conversation import Conversation
+from paceline.errors import ConfigError
 from paceline.inputs import Inputs
 from paceline.queue.message_queue import MessageQueue
 from paceline.remote.worker import Worker, mark_seen
+from paceline.reward.judge import JudgeReward
 from paceline.reward.model import ModelReward
 from paceline.reward.pool import ProcessReward
+from paceline.reward.returned import ReturnedReward
 from paceline.reward.reward import (
     BuiltinReward,
     NoReward,
@@ -121,7 +124,10 @@ async def open_generation(
     if scorer is None:
         model = workers[Role.REWARD][0]
         scorer = ModelReward(model, config.data.prompt_key, config.data.system)
-    rollouter = _rollouter(config, inputs, fleet, environment, scorer, Quarantine(quarantine))
+    if close := getattr(environment, "close", None):  # most agent loops hold nothing
+        stack.push_async_callback(close)
+    reward = scorer if config.rollout.agent is None else ReturnedReward(scorer)
+    rollouter = _rollouter(config, inputs, fleet, environment, reward, Quarantine(quarantine))
     gpu_name = next((node.gpu_name for node in cluster.nodes() if node.gpu_name), "")
     return Generation(workers, fleet, rollouter, scorer, plans, gpu_name)
 
@@ -130,6 +136,19 @@ def open_agent(
     config: RunConfig, inputs: Inputs, environment: MakeEnvironment | None = None
 ) -> AgentLoop:
     """Open the agent loop of the settings, or of the program's `environment`."""
+    settings = config.rollout
+    if settings.agent is not None:
+        if environment is not None:
+            raise ConfigError(
+                f"rollout.agent = {settings.agent!r} contradicts the environment of the program; "
+                "remove one of them"
+            )
+        from paceline.endpoint.agent import open_program  # needs the extra "agents"
+
+        limits = settings.limits(config.data.max_prompt_length)
+        return open_program(
+            settings.agent, inputs.tokenizer, config.data, settings.sampling(()), limits
+        )
     return open_environment(
         environment or config.rollout.environment,
         inputs.tokenizer,
@@ -145,19 +164,23 @@ async def open_scorer(
     inputs: Inputs,
     reward: Rewards | None = None,
     agent: AgentLoop | None = None,
+    run_dir: Path | None = None,
 ) -> Reward | None:
     """Open what scores completions and try it on the data; None: a reward model scores them.
 
-    With the environment `agent`, no other reward is needed.
+    With the environment `agent`, no other reward is needed. `run_dir`: where scores are kept.
     """
     if config.reward.model and reward is None:
         return None
     given = reward is not None or config.reward.function or config.data.task
-    if not given and (not config.algorithm.uses_rewards or isinstance(agent, Conversation)):
+    plays = isinstance(agent, Conversation) or config.rollout.agent is not None
+    if not given and (not config.algorithm.uses_rewards or plays):
         return NoReward()
-    scorer = await open_reward(config.reward, config.data.task, reward)
+    scorer = await open_reward(
+        config.reward, config.data.task, reward, config.data.prompt_key, run_dir
+    )
     stack.push_async_callback(scorer.close)
-    if isinstance(scorer, BuiltinReward | ProcessReward | WeightedReward):
+    if isinstance(scorer, BuiltinReward | ProcessReward | JudgeReward | WeightedReward):
         scorer.check(inputs.source.rows())
         if inputs.held_out is not None:
             scorer.check(inputs.held_out.rows())

@@ -92,7 +92,7 @@ async def train(
     _freeze_libraries()
     async with AsyncExitStack() as stack:
         stack.enter_context(explain_disk_errors(run_dir))
-        scorer = await open_scorer(stack, config, inputs, reward, agent)
+        scorer = await open_scorer(stack, config, inputs, reward, agent, run_dir)
         start = await open_run_dir(stack, config, inputs.identity, fresh, start_from)
         if start.step >= config.steps and (finished := finished_summary(run_dir, start.step)):
             return finished

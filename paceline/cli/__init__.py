@@ -8,6 +8,7 @@ Large dependencies are imported where they are used, so `paceline --help` does n
 from paceline.cli import train
 from paceline.cli import export
 from paceline.cli import model
+from paceline.cli import serve
 from paceline.cli import translate
 from paceline.cli import inspect
 from paceline.cli import trace
@@ -29,6 +30,7 @@ __all__ = [
     "jobs",
     "model",
     "page",
+    "serve",
     "simulate",
     "trace",
     "train",

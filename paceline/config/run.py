@@ -298,6 +298,8 @@ MAY_CHANGE = {
     *("rollout.tensor_parallel", "rollout.pipeline_parallel", "rollout.max_failed_groups"),
     *("reward.timeout_s", "reward.workers"),
     *("reward.pass_env", "reward.allow_weak_sandbox"),
+    *("reward.judge.base_url", "reward.judge.api_key_env", "reward.judge.concurrency"),
+    *("reward.judge.timeout_s", "reward.judge.retries"),
     *("epochs", "validation.path", "validation.every"),  # of supervised runs
 }
 

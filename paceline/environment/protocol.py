@@ -1,10 +1,27 @@
 """Environment: what answers the model in a conversation. One object per episode."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from paceline.types import Completion
+
 Message = Mapping[str, Any]  # {"role": "user", "content": "…"}
+
+
+class Generate(Protocol):
+    """Maps context tokens to a completion. Interruptions by weight syncs are not visible to it."""
+
+    def __call__(
+        self,
+        context: tuple[int, ...],
+        /,
+        *,
+        max_new_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
+    ) -> Awaitable[Completion]:
+        """`max_new_tokens` and `stop` (strings) restrict what the settings of the run allow."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ class Toolbox:
                 result = await function(*bound.args, **bound.kwargs)
             else:
                 async with self._room:
-                    result = await _in_thread(partial(function, *bound.args, **bound.kwargs))
+                    result = await in_thread(partial(function, *bound.args, **bound.kwargs))
             text = result if isinstance(result, str) else json.dumps(result, default=str)
         except Exception as error:
             return f"error: {type(error).__name__}: {error}"[:OUTPUT_LENGTH]
@@ -123,7 +123,7 @@ class Toolbox:
             raise ConfigError(f"rollout.tools = {name!r}: {problem}") from None
 
 
-async def _in_thread(call: Callable[[], Any]) -> Any:
+async def in_thread(call: Callable[[], Any]) -> Any:
     """Run on a new thread. One that hangs is left behind, so that others do not wait for it."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()

@@ -48,8 +48,12 @@ class Recording:
             )
         self._profile: StepProfile | None = None
         if config.profile_steps:
-            workers = lambda: (each.worker for each in self._metered())
-            self._profile = StepProfile(config.profiled, run_dir, workers, start.step)
+            self._profile = StepProfile(
+                config.profiled,
+                run_dir,
+                lambda: (each.worker for each in self._metered()),
+                start.step,
+            )
         self.timeline = Timeline(self._trace)
         self._meter = DeviceMeter(
             self._metered,

@@ -12,6 +12,7 @@ from paceline.errors import ConfigError
 from paceline.reward import python_tests, verify
 
 GROUP = "paceline.rewards"
+JUDGE = "judge"  # a language model, as reward.judge says
 # Built-in functions that run in separate processes, as custom ones do.
 IN_PROCESSES = {
     "regex": f"{verify.__name__}:regex",
@@ -38,7 +39,7 @@ def locate(name: str) -> str:
     registered = {e.name: e.value for e in entry_points(group=GROUP)}
     if name in registered:
         return registered[name]
-    known = [*verify.IN_PROCESS, *IN_PROCESSES, *registered]
+    known = [*verify.IN_PROCESS, *IN_PROCESSES, JUDGE, *registered]
     close = difflib.get_close_matches(name, [*known, *TASKS], n=1)
     hint = f"; did you mean {close[0]!r}?" if close else "."
     raise ConfigError(
@@ -50,7 +51,7 @@ def locate(name: str) -> str:
 
 def check_name(name: str) -> None:
     """Raise ConfigError if no reward has this name, as far as that shows without importing it."""
-    if builtin(name) is not None:
+    if builtin(name) is not None or name == JUDGE:
         return
     spec = locate(name)
     try:

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any, Protocol, Self, TypeGuard
 
 from pydantic import Field, field_validator, model_validator
@@ -19,7 +20,8 @@ from paceline.data.tasks import get_task
 from paceline.errors import ConfigError, DataError, RewardError, first_error
 from paceline.reward import verify
 from paceline.reward.function import RewardFunctionError, as_score, call, function_name
-from paceline.reward.lookup import IN_PROCESSES, builtin, check_name, locate
+from paceline.reward.judge import JudgeReward, JudgeSettings
+from paceline.reward.lookup import IN_PROCESSES, JUDGE, builtin, check_name, locate
 from paceline.reward.pool import ProcessReward
 from paceline.reward.process import RewardProcess
 from paceline.reward.python_tests import TIMEOUT, row_tests
@@ -35,14 +37,16 @@ class RewardSettings(Settings):
     function: str | tuple[str, ...] | None = None
     """Reward function reward(completion, row), as "module:function", "file.py:function" or an entry
     point of the group paceline.rewards; a verifier: exact, last_number, boxed, tagged, regex,
-    python_tests; or a task. It returns a number, or a dict whose "reward" counts and whose other
-    numbers are recorded. A list of them is summed. Default: the score of the task."""
+    python_tests; "judge", a language model (section reward.judge); or a task. It returns a number,
+    or a dict whose "reward" counts and whose other numbers are recorded. A list of them is summed.
+    Default: the score of the task."""
     weights: tuple[float, ...] | None = None
     """Weight of each function in the sum. Default: 1 each."""
     model: str | None = None
     """Reward model to use instead of a function: local directory or Hugging Face model ID of a
     sequence-classification model with one label, or "tiny": a built-in one with random weights, to
     try a placement."""
+    judge: JudgeSettings | None = None
     timeout_s: float = Field(default=10.0, gt=0)
     """Seconds a custom function may take to score one completion. On timeout the group fails, and
     the process or thread of the function is replaced."""
@@ -76,6 +80,11 @@ class RewardSettings(Settings):
             raise ValueError("reward.weights is for functions; remove it or reward.model")
         if self.function is not None:
             _check_weights(self, len(self.names))
+        if (self.judge is not None) != (JUDGE in self.names):
+            raise ValueError(
+                f"reward.function = {JUDGE!r} and the section reward.judge need each other; set "
+                "both (reward.judge.model names the judge) or none"
+            )
         return self
 
     @property
@@ -161,9 +170,8 @@ class WeightedReward:
 
     def check(self, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
         """Raise DataError for a row that a built-in function cannot score."""
-        parts = [
-            part for part in self._parts.values() if isinstance(part, BuiltinReward | ProcessReward)
-        ]
+        checked = BuiltinReward | ProcessReward | JudgeReward
+        parts = [part for part in self._parts.values() if isinstance(part, checked)]
         if parts:
             for located in rows:
                 for part in parts:
@@ -217,6 +225,8 @@ def check_reward(settings: RewardSettings) -> None:
     for name in settings.names:
         check_name(name)
         _check_sandbox(settings, name)
+    if settings.judge is not None:
+        settings.judge.key()
 
 
 def _check_sandbox(settings: RewardSettings, name: str) -> None:
@@ -228,10 +238,12 @@ async def open_reward(
     settings: RewardSettings,
     task: str | None,
     reward: Rewards | None = None,
+    prompt_key: str = "prompt",
+    run_dir: Path | None = None,
 ) -> Reward:
     """Load and check the reward: `reward` if given, else the one the settings select.
 
-    The caller closes it.
+    The caller closes it. `run_dir`: where a judge keeps its scores.
     """
     ignore_suspended_time(asyncio.get_running_loop())
     given = settings.function if reward is None else reward
@@ -246,20 +258,25 @@ async def open_reward(
     several = isinstance(given, Sequence) and not isinstance(given, str) and not _is_reward(given)
     parts: Sequence[Any] = given if several else [given]  # type: ignore[assignment]
     weights = _check_weights(settings, len(parts))
+    judge = JudgeReward(settings.judge, prompt_key, run_dir) if settings.judge else None
     if not several and settings.weights is None:
-        return await _open_one(settings, parts[0], optional=False)
+        return await _open_one(settings, parts[0], judge, optional=False)
     async with AsyncExitStack() as stack:
         opened: list[Reward] = []
         for part in parts:
-            opened.append(await _open_one(settings, part, optional=True))
+            opened.append(await _open_one(settings, part, judge, optional=True))
             stack.push_async_callback(opened[-1].close)
         stack.pop_all()  # nothing failed
     return WeightedReward(dict(zip(_unique_names(parts), opened, strict=True)), weights)
 
 
-async def _open_one(settings: RewardSettings, reward: AnyReward, optional: bool) -> Reward:
+async def _open_one(
+    settings: RewardSettings, reward: AnyReward, judge: JudgeReward | None, optional: bool
+) -> Reward:
     if _is_reward(reward):
         return reward
+    if judge is not None and reward == JUDGE:
+        return judge
     if not isinstance(reward, str):
         if not callable(reward):
             raise ConfigError(

@@ -7,7 +7,7 @@ class `E(tokenizer)` with a method `run`.
 
 import inspect
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +16,7 @@ from paceline.data.prompts import DataSettings
 from paceline.data.rows import use_chat
 from paceline.environment.conversation import Conversation, Limits
 from paceline.environment.protocol import Environment
+from paceline.environment.protocol import Generate as Generate
 from paceline.environment.token_stream import ChatTemplate
 from paceline.environment.tool_use import ToolUse
 from paceline.environment.tools import Toolbox
@@ -25,9 +26,6 @@ from paceline.types import MAX_REWARD, Completion, Prompt, Trajectory, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Generate = Callable[[tuple[int, ...]], Awaitable[Completion]]
-"""Maps context tokens to a completion. The caller does not see interruptions by weight syncs."""
 
 
 class AgentLoop(Protocol):
@@ -68,9 +66,18 @@ class CustomEnvironment:
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory | tuple[Trajectory, ...]:
         generated: dict[int, tuple[tuple[int, ...], Completion]] = {}
 
-        async def recorded(context: tuple[int, ...]) -> Completion:
+        async def recorded(
+            context: tuple[int, ...],
+            /,
+            *,
+            max_new_tokens: int | None = None,
+            stop: tuple[str, ...] = (),
+        ) -> Completion:
             context = tuple(map(int, context))
-            completion = await generate(context)
+            # Without limits, a plain function of the context is enough.
+            limits: Any = {"max_new_tokens": max_new_tokens, "stop": stop}
+            given = limits if max_new_tokens is not None or stop else {}
+            completion = await generate(context, **given)
             generated[id(completion)] = context, completion
             return completion
 

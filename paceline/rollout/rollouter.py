@@ -323,9 +323,17 @@ class Rollouter:
         progress: GroupInFlight,
     ) -> Generate:
         turns = itertools.count()
-        sampling = replace(self._sampling, temperature=0.0) if index == GREEDY else self._sampling
+        usual = replace(self._sampling, temperature=0.0) if index == GREEDY else self._sampling
 
-        async def generate(context: tuple[int, ...]) -> Completion:
+        async def generate(
+            context: tuple[int, ...],
+            /,
+            *,
+            max_new_tokens: int | None = None,
+            stop: tuple[str, ...] = (),
+        ) -> Completion:
+            length = min(max_new_tokens or usual.max_new_tokens, usual.max_new_tokens)
+            sampling = replace(usual, max_new_tokens=length, stop=(*usual.stop, *stop))
             number = next(turns)
             seed = _seed(self._seed, seq, index, number)
             call = progress.begin_call(index, number, context)

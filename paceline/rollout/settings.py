@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import AliasChoices, Field, model_validator
 
 from paceline.environment.conversation import Limits
+from paceline.plugins import Plugin
 from paceline.rollout.vllm_settings import VllmSettings
 from paceline.settings import Settings, automatic
 from paceline.types import Sampling
@@ -62,6 +63,10 @@ class RolloutSettings(Settings):
     """Tools that the model may call: "calculator", "python" (in the sandbox), or a function as
     "file.py:function", whose type hints and docstring describe it. A completion without a call ends
     the conversation."""
+    agent: Plugin | None = None
+    """Program that talks to the model with an OpenAI client: a function play(client, row), async or
+    not, as "file.py:function" or "module:function". It returns the reward, or None for that of
+    [reward]. Requires the extra "agents"."""
     environment_timeout_s: float = Field(60.0, gt=0)
     """Maximum seconds per call of the environment. On timeout the trajectory fails."""
     max_turns: int = Field(16, ge=1)
@@ -87,6 +92,16 @@ class RolloutSettings(Settings):
                 raise ValueError(
                     f"rollout.{name} = {getattr(self, name)} contradicts rollout.engine = "
                     "'native', which is for models that fit one device; set rollout.engine = 'vllm'"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _one_agent(self) -> "RolloutSettings":
+        for name in ("environment", "tools"):
+            if self.agent is not None and getattr(self, name):
+                raise ValueError(
+                    f"rollout.agent = {self.agent!r} contradicts rollout.{name} = "
+                    f"{getattr(self, name)!r}: both decide what the model is asked; remove one"
                 )
         return self
 

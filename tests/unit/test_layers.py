@@ -38,6 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("model", "remote", "auditor"),
     ("data", "algo", "queue"),
     ("reward", "sync", "environment"),
+    ("endpoint",),
     ("rollout", "training"),
     ("translate",),
     ("config",),
@@ -57,7 +58,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("observe", "page", "simulator"),
     ("start",),
     ("run", "evaluation", "replay"),
-    ("job", "supervisor", "doctor"),
+    ("job", "supervisor", "doctor", "serving"),
     ("supervised",),
     ("api",),
     ("cli", "trl"),
@@ -77,6 +78,8 @@ LEAVES = {
     "rich": {"cli", "observe.display", "observe.plan", "observe.samples"}
     | {"observe.console", "observe.terminal", "supervised.display"},
     "typer": {"cli"},
+    "aiohttp": {"endpoint.server", "reward.judge"},
+    "openai": {"endpoint.agent"},
     **{name: {f"observe.trackers.{name}"} for name in TRACKERS},
 }
 HEAVY = {"torch", "transformers"}
