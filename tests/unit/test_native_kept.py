@@ -15,6 +15,7 @@ from paceline.rollout.native.kept import KeptContexts
 from paceline.rollout.native.rows import Copy, Place, copy_at_once
 from paceline.rollout.native.slots import Sequence
 from paceline.types import Completion, Finish, Request, Sampling
+from tests.architectures import tiny_architecture
 from tests.unit import test_native_engine, test_native_module
 from tests.unit.test_native_ahead import ahead_of, pages_held
 from tests.unit.test_native_engine import build, check_logprobs, run, same
@@ -78,6 +79,20 @@ def test_conversations_keep_their_contexts_apart(engine_of: Engine) -> None:
             check_logprobs(module, request, done[request.id])
             contexts[n] = after(request, done[request.id], USER[: 1 + n])
         assert engine.tokens_prefilled - before == (1 + 2 + 3 + 4 if number else 19 + 6)
+
+
+@pytest.mark.parametrize("name", ["bloom", "gemma3_text", "gpt2", "deepseek_v3"])
+def test_later_turns_are_right_for_any_positions_and_windows(name: str) -> None:
+    module = tiny_architecture(name)
+    engine = test_native_module.engine_of(module, slots=2, max_length=90)
+    contexts = [tuple(range(3, 15)), tuple(range(5, 12))]
+    for _ in range(4):
+        wanted = [turn(context, 3 + 4 * n) for n, context in enumerate(contexts)]
+        done = run(engine, wanted)
+        for request in wanted:
+            check_logprobs(module, request, done[request.id])
+        contexts = [after(request, done[request.id], (7, 8)) for request in wanted]
+    assert engine.tokens_reused > 3 * (12 + 7)
 
 
 def test_context_is_not_reused_after_weights_change(engine_of: Engine) -> None:
@@ -154,11 +169,13 @@ def test_kept_contexts_do_not_delay_other_sequences(engine_of: Engine) -> None:
     engine = engine_of(build(), slots=4, **options)
     run(engine, [turn((n, *OPENING), 12) for n in range(4)])
     assert len(engine._kept) == 4 and engine.kv_used == 0
+    memory = engine.cache_bytes()
     engine.submit([turn((9, n, *OPENING), 12) for n in range(4)])
     engine.step()
     assert engine.running == 4 and engine.waiting == 0
     while engine.has_work:
         engine.step()
+    assert engine.cache_bytes() == memory
     if engine_of is ahead_of:
         assert pages_held(engine) == 0
 
@@ -292,3 +309,6 @@ def test_turns_equal_plain_forward_pass_after_any_sequence_of_calls(
     assert not inside
     if name == "pages":
         assert pages_held(engine) == 0
+    else:
+        engine.wait_idle()
+        assert engine._backend._rows.held == 0  # type: ignore[attr-defined]
