@@ -318,6 +318,7 @@ def memory_growth(admissions: int) -> dict[str, Any]:
     generate(engine, make_requests(random.integers(1, 100, admissions // 10).tolist(), 1))
     before = torch.cuda.memory_reserved()
     generate(engine, make_requests(random.integers(1, 100, admissions).tolist(), 2))
+    engine.wait_idle()  # drops kept contexts
     pages = engine._backend.pages  # type: ignore[attr-defined]
     return {
         "admissions": admissions,

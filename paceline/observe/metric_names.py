@@ -51,6 +51,8 @@ METRICS = _rows(
     ("fleet/completions_min", "completions", "completions of the engine that finished the fewest"),
     ("fleet/replaced", "workers", "rollout workers replaced since the start"),
     ("fleet/fenced_messages", "messages", "messages of replaced workers since the start"),
+    ("fleet/tokens_prefilled", "tokens", "tokens that the native engines have prefilled"),
+    ("fleet/tokens_reused", "tokens", "tokens that earlier turns left in their KV caches"),
     ("episode/turns_mean", "turns", "mean completions of a conversation with an environment"),
     ("episode/splits_mean", "splits", "mean context rewrites of a trajectory, each a new row"),
     ("episode/end_{reason}", "0–1", "conversations that ended for this reason"),

@@ -22,6 +22,8 @@ class EngineStats:
     slots: int = 1  # maximum number of sequences decoded concurrently
     kv_used: float = 0.0  # fraction of the KV cache in use
     age_s: float = 0.0  # seconds since start, at the time of this report
+    tokens_prefilled: int = 0  # since start; the native engine counts them
+    tokens_reused: int = 0  # not prefilled, because an earlier turn left them in the KV cache
 
 
 class RolloutEngine(Protocol):

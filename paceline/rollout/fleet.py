@@ -123,6 +123,8 @@ class Fleet:
             "fleet/completions_min": float(min(self.take_completions(), default=0)),
             "fleet/replaced": float(self.replaced),
             "fleet/fenced_messages": float(self.fenced_messages),
+            "fleet/tokens_prefilled": float(sum(each.tokens_prefilled for each in self.stats())),
+            "fleet/tokens_reused": float(sum(each.tokens_reused for each in self.stats())),
         }
 
     def unavailable_engines(self) -> list[str]:

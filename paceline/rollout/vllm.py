@@ -120,6 +120,9 @@ class VllmEngine:
     def tokens_sampled(self) -> int:
         return self._tokens_sampled
 
+    # Only vLLM's scheduler knows what its prefix cache saves.
+    tokens_prefilled = tokens_reused = 0
+
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue all requests, or none: raise RolloutError if one of them cannot be served."""
         taken = self._running.keys() | self._waiting.keys() | self._ended.keys()

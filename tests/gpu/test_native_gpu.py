@@ -184,6 +184,66 @@ def test_samples_of_one_prompt_share_one_prefill() -> None:
     assert max(logprob_error(module, request, done[request.id]).max() for request in wanted) < 1e-4
 
 
+def converse(
+    engine: NativeEngine, turns: int, agents: int = 8
+) -> list[tuple[Request, Completion, int]]:
+    """Return the turns of conversations and the tokens that the engine prefilled for each round."""
+    random, found = np.random.default_rng(0), []
+    contexts = [tuple(range(n, n + 30 + 23 * (n // 2))) for n in range(agents)]
+    contexts[1] = contexts[0]  # two samples of one prompt share its pages
+    for number in range(turns):
+        wanted = [
+            Request(f"{number}-{n}", context, 10 * number + n, Sampling(5 + 3 * n))
+            for n, context in enumerate(contexts)
+        ]
+        before = engine.tokens_prefilled
+        done = run(engine, wanted)
+        prefilled = engine.tokens_prefilled - before
+        for n, request in enumerate(wanted):
+            completion = done[request.id]
+            user = random.integers(0, VOCABULARY, 3 + n).tolist()
+            contexts[n] = (*request.prompt, *completion.tokens.tolist(), *user)
+            found.append((request, completion, prefilled))
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_later_turns_prefill_only_new_tokens(name: str) -> None:
+    expected = converse(engine_of(build(name), "cpu"), 6)
+    module = build(name)
+    engine = engine_of(module)
+    for number, (request, completion, prefilled) in enumerate(converse(engine, 6)):
+        assert completion.tokens.tolist() == expected[number][1].tokens.tolist(), request.id
+        assert logprob_error(module, request, completion).max() < 1e-4
+        assert number < 8 or prefilled == sum(3 + n for n in range(8))
+    assert engine.tokens_reused > 5 * engine.tokens_prefilled
+
+
+def test_later_turns_are_right_when_kept_pages_are_needed() -> None:
+    module = build()
+    expected = converse(engine_of(module, slots=4), 6)
+    fraction = 14.5 * 3 * 2 * 64 * 128 * 4 / torch.cuda.mem_get_info()[0]
+    engine = engine_of(module, slots=4, kv_memory_fraction=fraction)
+    pages = engine._backend.pages  # type: ignore[attr-defined]
+    before = pages.free
+    assert 8 <= before < 40
+    for (_, a, _), (_, b, _) in zip(converse(engine, 6), expected, strict=True):
+        assert a.tokens.tolist() == b.tokens.tolist()
+    engine.wait_idle()
+    assert pages.free == before
+
+
+def test_later_turn_does_not_reuse_context_of_old_weights() -> None:
+    old, new = build(seed=0), build(seed=1)
+    engine = engine_of(old)
+    request = Request("first", tuple(range(150)), 0, Sampling(40))
+    completion = run(engine, [request])["first"]
+    engine.load(new.cuda().state_dict().items(), 1)
+    late = Request("late", (*request.prompt, *completion.tokens.tolist(), 5), 1, Sampling(40))
+    assert logprob_error(new, late, run(engine, [late])["late"]).max() < 1e-4
+    assert engine.tokens_reused == 0
+
+
 def test_existing_graphs_use_new_weights_and_report_their_version() -> None:
     old, new = build(seed=0), build(seed=1)
     engine = engine_of(old, version=4)
@@ -212,6 +272,7 @@ def test_completions_stay_the_same_when_memory_is_scarce() -> None:
     pages = engine._backend.pages  # type: ignore[attr-defined]
     assert 8 <= pages.free < 40
     before, done = pages.free, run(engine, mixed())
+    engine.wait_idle()  # drops kept contexts
     assert pages.free == before
     for id, completion in expected.items():
         assert done[id].tokens.tolist() == completion.tokens.tolist()

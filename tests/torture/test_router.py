@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from paceline.types import Completion, Request
+from paceline.rollout.environment import Generate
+from paceline.types import Completion, Prompt, Request, Trajectory, Turn
 from tests.fakes import FakeEngine, World
 from tests.fault_report import Fault
 from tests.torture.test_fleet import play
@@ -52,6 +53,26 @@ def test_prompts_go_to_least_loaded_engine_and_groups_stay_together() -> None:
         World(schedule=MODES["one step off"], num_engines=2, groups_per_step=4, group_size=4),
         script,
     )
+
+
+def test_later_turns_go_to_engine_of_first_turn() -> None:
+    """That engine may have kept the KV cache of the earlier turns."""
+
+    class ThreeTurns:
+        async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+            turns: tuple[Turn, ...] = ()
+            context = prompt.tokens
+            for _ in range(3):
+                completion = await generate(context)
+                turns += (Turn(context if not turns else (1,), completion),)
+                context = (*context, *completion.tokens.tolist(), 1)
+                await asyncio.sleep(0.5)  # the loads of the engines change meanwhile
+            return Trajectory(turns, "")
+
+    world = World(schedule=MODES["async swap"], num_engines=2, steps=20, environment=ThreeTurns())
+    play(world, lambda _: asyncio.sleep(0))
+    groups = [{request_id.split(".")[0] for request_id in e.seen} for e in world.engines]
+    assert all(groups) and not groups[0] & groups[1]
 
 
 def test_prompts_wait_without_timeout_when_engine_slots_are_full() -> None:

@@ -25,11 +25,15 @@ PAGE = 8
 
 
 class AheadBackend(SimpleBackend):
-    """Backend that keeps the state of each row and advances it without the host."""
+    """Backend that keeps the KV cache in pages and advances the state of each row by itself.
+
+    The rows of `SimpleBackend` are scratch memory: the pages are copied there and back.
+    """
 
     ahead = 1
     prefill_tokens = 16
     admit_divisor = 4
+    kept_in_slots = False
 
     def __init__(
         self, module: PreTrainedModel, weights: DecoderWeights, slots: int, burst: int, pages: int
@@ -37,18 +41,34 @@ class AheadBackend(SimpleBackend):
         super().__init__(module.config, weights, slots, LENGTH)
         self.burst, self.pages = burst, Pages(pages + 1, PAGE)
         self.device = Slots(slots, LENGTH)
+        layers, _, heads, two, _, dim = self._model.cache_shape
+        self.store = torch.zeros(layers, pages + 1, heads, two, PAGE, dim)
+
+    def kv_used(self, kept: list[Sequence]) -> float:  # type: ignore[override]
+        return self.pages.used([sequence.pages for sequence in kept])
 
     def steps(self, rows: int, brief: bool) -> int:
         return 1 if brief else self.burst
 
     def reserve(self, sequence: Sequence, source: Sequence | None) -> bool:
         shared = source.pages[: (len(sequence.context) - 1) // PAGE] if source else []
-        taken = self.pages.take(self.pages.needed(len(sequence.context)) - len(shared))
-        if taken is None:
+        if not self.take_pages(sequence, shared):
             return False
         self.pages.share(shared)
-        sequence.pages = shared + taken
         return True
+
+    def reuse(self, sequence: Sequence, kept: Sequence, length: int) -> bool:
+        pages = self.pages.needed(length)
+        if not self.take_pages(sequence, kept.pages[:pages]):
+            return False
+        self.pages.give_back(kept.pages[pages:])
+        kept.pages = []
+        return True
+
+    def take_pages(self, sequence: Sequence, pages: list[int]) -> bool:
+        taken = self.pages.take(self.pages.needed(len(sequence.context)) - len(pages))
+        sequence.pages = pages + (taken or [])
+        return taken is not None
 
     def grow(self, slots: Slots, positions: NDArray[np.int64]) -> bool:
         for running, position in zip(slots.live, positions.tolist(), strict=True):
@@ -58,14 +78,27 @@ class AheadBackend(SimpleBackend):
             running.pages += taken
         return True
 
+    def keep(self, sequence: Sequence, row: int, length: int) -> None:
+        pages = self.pages.needed(length)
+        self.pages.give_back(sequence.pages[pages:])
+        del sequence.pages[pages:]
+
     def free(self, sequence: Sequence) -> None:
         self.pages.give_back(sequence.pages)
         sequence.pages = []
 
+    def settle(self, sequences: list[Sequence], row: int) -> None: ...
+
     def prefill(self, chunks: list[PrefillChunk], row: int) -> None:
-        whole = [chunk for chunk in chunks if chunk.stop == len(chunk.sequence.context) - 1]
-        for index, chunk in enumerate(whole):
-            super().prefill([PrefillChunk(chunk.sequence, 0, chunk.stop)], row + index)
+        for chunk in chunks:
+            self.read_pages(chunk.sequence, 0)
+            super().prefill([chunk], 0)
+            self.write_pages(chunk.sequence, 0, chunk.start, chunk.stop)
+
+    def fork(self, source: Sequence, row: int, copies: list[Sequence], target: int) -> None:
+        last, part = divmod(len(copies[0].context) - 1, PAGE)
+        for copy in copies if part else ():
+            self.store[:, copy.pages[last]] = self.store[:, source.pages[last]]
 
     def place(self, slots: Slots, row: int) -> None:
         for running in slots.live[row:]:
@@ -74,18 +107,34 @@ class AheadBackend(SimpleBackend):
     def move(self, slots: Slots, moves: list[tuple[int, int]]) -> None:
         gone = [row for row, running in enumerate(self.device.live) if running not in slots.live]
         assert self.device.remove(gone) == moves
-        super().move(self.device, moves)
 
     def decode(self, slots: Slots, steps: int) -> CompletedBurst:
         device, n = self.device, len(slots.live)
         assert device.live == slots.live
         tokens, logprobs = np.zeros((steps, n), np.int32), np.zeros((steps, n), np.float32)
+        for row, running in enumerate(device.live):
+            self.read_pages(running, row)
+        before = device.position[:n].copy()
         for step in range(steps):
             sampled = super().decode(device, 1)
             going = np.flatnonzero(device.position[:n] < device.limit[:n])
             tokens[step], logprobs[step] = sampled.tokens[0], sampled.logprobs[0]
             device.record(going, tokens[step, going], logprobs[step, going], 0)
+        for row, running in enumerate(device.live):
+            self.write_pages(running, row, int(before[row]), int(device.position[row]))
         return CompletedBurst(tokens, logprobs)
+
+    @torch.inference_mode()
+    def read_pages(self, sequence: Sequence, row: int) -> None:
+        found = self.store[:, sequence.pages].permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
+        self._model.kv[:, row, :, :, : len(sequence.pages) * PAGE] = found
+
+    @torch.inference_mode()
+    def write_pages(self, sequence: Sequence, row: int, start: int, stop: int) -> None:
+        for position in range(start, stop):
+            page, offset = divmod(position, PAGE)
+            value = self._model.kv[:, row, :, :, position]
+            self.store[:, sequence.pages[page], :, :, offset] = value
 
 
 def ahead_of(
@@ -99,6 +148,8 @@ def ahead_of(
 
 
 def pages_held(engine: NativeEngine) -> int:
+    """Return the pages that sequences hold after the kept contexts were dropped."""
+    engine.wait_idle()
     pages = engine._backend.pages  # type: ignore[attr-defined]
     return len(pages._holders) - 1 - pages.free
 

@@ -6,7 +6,7 @@
 
 import importlib.util
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -20,6 +20,7 @@ from paceline.model.engine_weights import ModuleWeights
 from paceline.model.shape import head_dim, sliding_window
 from paceline.model.weights import DecoderWeights, EngineWeights
 from paceline.rollout.native.model import Decoder
+from paceline.rollout.native.rows import Copy, Data, KeptRows, Place, copy_at_once
 from paceline.rollout.native.sampling import row_keys, sample
 from paceline.rollout.native.slots import Sequence, Slots
 
@@ -50,9 +51,14 @@ class Backend(Protocol):
     # New sequences wait until one in `admit_divisor` slots is free: a prefill of a few sequences
     # takes nearly as long as a prefill of many.
     admit_divisor: int
+    # Whether a slot owns the memory of its sequence, so that a kept context takes up a slot.
+    kept_in_slots: bool
 
-    def kv_used(self) -> float | None:
-        """Return the fraction of KV cache memory in use, or None if each slot owns its memory."""
+    def kv_used(self, kept: list[Sequence]) -> float | None:
+        """Return the fraction of KV cache memory in use, or None if each slot owns its memory.
+
+        Memory that only `kept` contexts hold is not in use.
+        """
         ...
 
     def steps(self, rows: int, brief: bool) -> int:
@@ -66,11 +72,30 @@ class Backend(Protocol):
         """
         ...
 
+    def reuse(self, sequence: Sequence, kept: Sequence, length: int) -> bool:
+        """Reserve memory for a new sequence that begins with the first `length` tokens of `kept`.
+
+        `kept` gives its memory to the new sequence. Returns False if there is no room now; `kept`
+        has its memory then.
+        """
+        ...
+
     def grow(self, slots: Slots, positions: NDArray[np.int64]) -> bool:
         """Reserve memory for the live rows up to these positions; False if there is no room now."""
         ...
 
+    def keep(self, sequence: Sequence, row: int, length: int) -> None:
+        """Keep the memory of a sequence that leaves `row` and has `length` tokens in the cache.
+
+        `move` or `free` follows.
+        """
+        ...
+
     def free(self, sequence: Sequence) -> None: ...
+
+    def settle(self, sequences: list[Sequence], row: int) -> None:
+        """Bring the reused prefixes of these sequences to the rows from `row` on, in order."""
+        ...
 
     def prefill(self, chunks: list[PrefillChunk], row: int) -> None:
         """Fill the KV cache; complete contexts go to the rows from `row` on, in order."""
@@ -159,26 +184,73 @@ class CompletedBurst:
 class StepByStep:
     """Base of the synchronous backends: a burst is one step, complete when `decode` returns.
 
-    Every slot owns the memory of a sequence of maximum length.
+    Every slot owns the memory of a sequence of maximum length, a row of the cache.
     """
 
     ahead = 0
     prefill_tokens = 1 << 62
     admit_divisor = 8
+    kept_in_slots = True
 
-    def kv_used(self) -> None:
+    def __init__(self, slots: int) -> None:
+        self._rows = KeptRows(slots)
+
+    def kv_used(self, kept: list[Sequence]) -> None:
         return None
 
     def steps(self, rows: int, brief: bool) -> int:
         return 1
 
     def reserve(self, sequence: Sequence, source: Sequence | None) -> bool:
+        if self._rows.full:
+            return False
+        self._rows.held += 1
+        return True
+
+    def reuse(self, sequence: Sequence, kept: Sequence, length: int) -> bool:
+        place = self._rows.take(kept)
+        assert place is not None, "a kept context has a row"
+        self._rows.put(sequence, replace(place, length=length))
         return True
 
     def grow(self, slots: Slots, positions: NDArray[np.int64]) -> bool:
         return True
 
-    def free(self, sequence: Sequence) -> None: ...
+    def keep(self, sequence: Sequence, row: int, length: int) -> None:
+        self._rows.put(sequence, Place(row, self._column(length), length))
+
+    def free(self, sequence: Sequence) -> None:
+        self._rows.held -= 1
+        self._rows.take(sequence)
+
+    def settle(self, sequences: list[Sequence], row: int) -> None:
+        live, copies = row + len(sequences), []
+        for target, sequence in enumerate(sequences, row):
+            if place := self._rows.take(sequence):
+                column = self._column(len(sequence.context) - 1)
+                copies.append(Copy(place, target, column))
+        copies += self._rows.clear_rows(range(row, live), live)
+        copy_at_once(copies, self._read, self._write)
+
+    def move(self, slots: Slots, moves: list[tuple[int, int]]) -> None:
+        copies = []
+        for source, target in moves:
+            length = int(slots.position[target])
+            column = self._column(length)
+            copies.append(Copy(Place(source, column, length), target, column))
+        copies += self._rows.clear_rows((target for _, target in moves), len(slots.live))
+        copy_at_once(copies, self._read, self._write)
+
+    def _column(self, length: int) -> int:
+        """Return the first column of the context of a live row with `length` cached tokens."""
+        raise NotImplementedError
+
+    def _read(self, place: Place) -> Data:
+        """Return views of the keys and values at this place."""
+        raise NotImplementedError
+
+    def _write(self, data: Data, copy: Copy) -> None:
+        raise NotImplementedError
 
     def changing_weights(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -195,20 +267,24 @@ class SimpleBackend(StepByStep):
         max_length: int,
         kv_dtype: torch.dtype | None = None,
     ) -> None:
+        super().__init__(slots)
         self._weights = weights
         self._model = Decoder(config, weights, slots, max_length, kv_dtype)
 
     def prefill(self, chunks: list[PrefillChunk], row: int) -> None:
-        """Prefill the longest contexts first; pad to the longest of a forward pass."""
+        """Prefill the longest chunks first; pad to the longest of a forward pass."""
         while chunks:
-            length = chunks[0].stop
+            length = chunks[0].stop - chunks[0].start
             n = max(1, min(len(chunks), PREFILL_TOKENS // length))
-            tokens = np.zeros((n, length), np.int64)
+            tokens, starts = np.zeros((n, length), np.int64), np.zeros(n, np.int64)
             for index, chunk in enumerate(chunks[:n]):
-                tokens[index, : chunk.stop] = chunk.sequence.context[: chunk.stop]
-            for start in range(0, length, PREFILL_TOKENS):
+                starts[index] = chunk.start
+                tokens[index, : chunk.stop - chunk.start] = chunk.sequence.context[
+                    chunk.start : chunk.stop
+                ]
+            for at in range(0, length, PREFILL_TOKENS):
                 self._model.prefill(
-                    self._tensor(tokens[:, start : start + PREFILL_TOKENS]), start, row
+                    self._tensor(tokens[:, at : at + PREFILL_TOKENS]), starts + at, row
                 )
             chunks, row = chunks[n:], row + n
 
@@ -217,9 +293,15 @@ class SimpleBackend(StepByStep):
 
     def place(self, slots: Slots, row: int) -> None: ...
 
-    def move(self, slots: Slots, moves: list[tuple[int, int]]) -> None:
-        for source, target in moves:
-            self._model.copy(source, target, 1, int(slots.position[target]))
+    def _column(self, length: int) -> int:
+        return 0
+
+    def _read(self, place: Place) -> Data:
+        return [self._model.kv[:, place.row, :, :, : place.length]]
+
+    @torch.inference_mode()
+    def _write(self, data: Data, copy: Copy) -> None:
+        self._model.kv[:, copy.row, :, :, : copy.source.length] = data[0]
 
     def decode(self, slots: Slots, steps: int) -> CompletedBurst:
         n = len(slots.live)

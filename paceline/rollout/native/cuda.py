@@ -60,6 +60,7 @@ class CudaBackend:
     ahead = 1
     prefill_tokens = FORWARD_TOKENS
     admit_divisor = 32
+    kept_in_slots = False
 
     def __init__(
         self,
@@ -115,8 +116,8 @@ class CudaBackend:
         self._live = 0  # number of rows that are decoded
         self._used = 0  # all rows from this one on are idle
 
-    def kv_used(self) -> float:
-        return self.pages.used
+    def kv_used(self, kept: list[Sequence]) -> float:
+        return self.pages.used([sequence.pages for sequence in kept])
 
     def cache_bytes(self) -> int:
         return self.cache.kv.nbytes
@@ -134,9 +135,28 @@ class CudaBackend:
         return MAX_STEPS if rows <= 128 else MAX_STEPS // 2
 
     def reserve(self, sequence: Sequence, source: Sequence | None) -> bool:
-        length = len(sequence.context) - 1
-        shared = source.pages[: length // PAGE] if source else []
-        needed = self.pages.needed(length + 1) - len(shared)
+        shared = source.pages[: (len(sequence.context) - 1) // PAGE] if source else []
+        if not self._take_pages(sequence, shared):
+            return False
+        self.pages.share(shared)
+        return True
+
+    def reuse(self, sequence: Sequence, kept: Sequence, length: int) -> bool:
+        """Continue on the pages of `kept`.
+
+        Other sequences may have the full pages of the context that `kept` had when it started, but
+        `length` is at least that, so no page that is written from here on has another holder.
+        """
+        pages = self.pages.needed(length)
+        if not self._take_pages(sequence, kept.pages[:pages]):
+            return False
+        self.pages.give_back(kept.pages[pages:])
+        kept.pages = []
+        return True
+
+    def _take_pages(self, sequence: Sequence, pages: list[int]) -> bool:
+        """Give a sequence these pages and as many new ones as its context needs."""
+        needed = self.pages.needed(len(sequence.context)) - len(pages)
         # Each of these rows will soon need one more page.
         growing = int((self._held[: self._live] < self.forward.pages_each).sum())
         if self.pages.free < needed + growing:
@@ -144,8 +164,7 @@ class CudaBackend:
                 return False
         else:
             taken = self.pages.take(needed) or []
-        self.pages.share(shared)
-        sequence.pages = shared + taken
+        sequence.pages = pages + taken
         return True
 
     def grow(self, slots: Slots, positions: NDArray[np.int64]) -> bool:
@@ -166,9 +185,17 @@ class CudaBackend:
         self._table_changed = True
         return True
 
+    def keep(self, sequence: Sequence, row: int, length: int) -> None:
+        """Keep the pages of these tokens. Bursts in flight may write behind them, but no later."""
+        pages = self.pages.needed(length)
+        self.pages.give_back(sequence.pages[pages:])
+        del sequence.pages[pages:]
+
     def free(self, sequence: Sequence) -> None:
         self.pages.give_back(sequence.pages)
         sequence.pages = []
+
+    def settle(self, sequences: list[Sequence], row: int) -> None: ...
 
     def prefill(self, chunks: list[PrefillChunk], row: int) -> None:
         """Prefill concatenated chunks in forward passes of at most FORWARD_TOKENS."""

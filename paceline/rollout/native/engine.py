@@ -5,16 +5,19 @@ The engine is synchronous and runs on one thread. The weights may change between
 
 A backend may run ahead, that is, start a burst before the previous one has been read. The engine
 then drops the tokens after the end of a sequence and those of aborted sequences.
+
+The KV cache of a finished sequence is kept until the weights change or its memory is needed. A
+request that continues its tokens, such as the next turn of a conversation, reuses it.
 """
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import count
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -23,57 +26,14 @@ from paceline.model.releasable import ReleasableMemory
 from paceline.model.shape import position_limit
 from paceline.model.weights import EngineWeights
 from paceline.remote.device_clock import PREFILL, SWITCHING, doing
-from paceline.rollout.native.backend import Backend, Burst, PrefillChunk, choose_backend
+from paceline.rollout.native.backend import Backend, PrefillChunk, choose_backend
+from paceline.rollout.native.kept import KeptContexts
+from paceline.rollout.native.pending import InFlightBurst, PendingPrefill
 from paceline.rollout.native.slots import Sequence as Running
 from paceline.rollout.native.slots import Slots, already_ended, check_request
 from paceline.types import Completion, Finish, Request
 
 Finished = list[tuple[str, Completion]]
-
-
-@dataclass(slots=True, eq=False)
-class PendingPrefill:
-    """A context that is being prefilled for `source` and for `copies` with the same context.
-
-    Unless `new`, `source` is live: its context is in the cache and needs no prefill.
-    """
-
-    source: Running
-    copies: list[Running]
-    new: bool
-    done: int  # tokens in the cache
-
-    @property
-    def sequences(self) -> list[Running]:
-        return [self.source, *self.copies] if self.new else self.copies
-
-    @property
-    def left(self) -> int:
-        """Number of tokens to prefill; the last token is the input of the first decode step."""
-        return len(self.source.context) - 1 - self.done if self.new else 0
-
-
-@dataclass(frozen=True, slots=True)
-class InFlightBurst:
-    """A burst that was started and has not been read, with its sequences."""
-
-    burst: Burst
-    steps: int
-    arrivals: NDArray[np.int64]  # of the sequence in each row
-    version: int
-
-    def still_in(self, slots: Slots) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the rows whose sequences are part of the burst, and their columns in it."""
-        now = slots.arrival[: len(slots.live)]
-        if np.array_equal(now, self.arrivals):
-            rows = np.arange(len(now))
-            return rows, rows
-        # some sequences have ended, are new or moved to other rows
-        order = np.argsort(self.arrivals)
-        places = np.searchsorted(self.arrivals, now, sorter=order)
-        columns = order[np.minimum(places, len(order) - 1)]
-        rows = np.flatnonzero(self.arrivals[columns] == now)
-        return rows, columns[rows]
 
 
 class NativeEngine:
@@ -105,6 +65,7 @@ class NativeEngine:
             config, weights, slots, max_length, kv_memory_fraction, kv_dtype
         )
         self._slots = Slots(slots, max_length)
+        self._kept = KeptContexts(max_length)
         self._decode = decode
         self._ids: set[str] = set()  # of all requests that have not been returned
         self._waiting: OrderedDict[str, Running] = OrderedDict()
@@ -115,7 +76,7 @@ class NativeEngine:
         self._arrivals = count()
         self._version = version
         self._epoch = 0  # number of weight changes
-        self._tokens_sampled = self._tokens_prefilled = 0
+        self._tokens_sampled = self._tokens_prefilled = self._tokens_reused = 0
 
     @property
     def slots(self) -> int:
@@ -123,8 +84,8 @@ class NativeEngine:
 
     @property
     def kv_used(self) -> float:
-        """Fraction of the KV cache in use."""
-        used = self._backend.kv_used()
+        """Fraction of the KV cache in use; kept contexts are not, because they give way."""
+        used = self._backend.kv_used(self._kept.oldest(len(self._kept)))
         return self.running / self.slots if used is None else used
 
     @property
@@ -150,6 +111,11 @@ class NativeEngine:
     @property
     def tokens_prefilled(self) -> int:
         return self._tokens_prefilled
+
+    @property
+    def tokens_reused(self) -> int:
+        """Tokens that were not prefilled, because an earlier sequence left them in the KV cache."""
+        return self._tokens_reused
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue all requests, or none: raise RolloutError if one of them cannot be served."""
@@ -200,7 +166,7 @@ class NativeEngine:
 
     def interrupt(self) -> Finished:
         """Remove all requests and return their partial completions, which can be resumed."""
-        self.wait_idle()
+        self._collect_all()
         while self._prefilling:
             self._cancel_prefill(self._prefilling[-1])
         finished = list(self._ended.items())
@@ -225,12 +191,12 @@ class NativeEngine:
         return [*self._ended.items(), *(each for each in found if len(each[1]))]
 
     def wait_idle(self) -> None:
-        """Wait for the bursts in flight, so that nothing reads the weights.
+        """Wait for the bursts in flight, so that nothing reads the weights, which may change.
 
         The next step returns the sequences that ended.
         """
-        while self._in_flight:
-            self._ended.update(self._collect())
+        self._collect_all()
+        self._drop_kept()
 
     def expect_sync(self) -> None:
         """Limit bursts to about 2 ms until the weights change, so that the change waits less.
@@ -246,6 +212,7 @@ class NativeEngine:
 
         Running sequences continue on the KV cache they have.
         """
+        self._drop_kept()
         with self._backend.changing_weights():
             self._memory.restore()
             self._weights.load(tensors)
@@ -257,6 +224,7 @@ class NativeEngine:
 
         Call `wait_idle` before the change.
         """
+        self._drop_kept()
         with self._backend.changing_weights():
             self._version, self._sync_expected = version, False
             self._epoch += 1
@@ -312,7 +280,8 @@ class NativeEngine:
             running = next(iter(self._waiting.values()))
             pending, holder = prefills.get(running.key), live.get(running.key)
             source = pending.source if pending else holder
-            if not self._backend.reserve(running, source):
+            done = self._reserve(running, source)
+            if done is None:
                 break
             del self._waiting[running.request.id]
             running.epoch, running.arrival = self._epoch, next(self._arrivals)
@@ -321,10 +290,44 @@ class NativeEngine:
             elif holder:
                 prefills[running.key] = PendingPrefill(holder, [running], new=False, done=0)
             else:
-                prefills[running.key] = PendingPrefill(running, [], new=True, done=0)
-        self._prefilling += sorted(
-            prefills.values(), key=lambda pending: -len(pending.source.context)
-        )
+                prefills[running.key] = PendingPrefill(running, [], new=True, done=done)
+                self._tokens_reused += done
+        self._prefilling += sorted(prefills.values(), key=lambda pending: -pending.left)
+
+    def _reserve(self, running: Running, source: Running | None) -> int | None:
+        """Reserve memory for a new sequence, or return None if there is no room now.
+
+        Returns the number of its tokens that a kept context has in the cache.
+        """
+        if source:
+            running.digest = source.digest
+        elif found := self._kept.find(running):
+            kept, tokens = found
+            assert kept.epoch == self._epoch, "a change of weights drops kept contexts"
+            self._kept.remove(kept)  # it must not be dropped to make room for its continuation
+            if self._with_room(partial(self._backend.reuse, running, kept, tokens)):
+                return tokens
+            self._backend.free(kept)
+        return 0 if self._with_room(partial(self._backend.reserve, running, source)) else None
+
+    def _with_room(self, reserve: Callable[[], bool]) -> bool:
+        """Reserve memory; drop the least recently used contexts while there is too little."""
+        dropped = 1
+        while not reserve():
+            if not self._kept:
+                return False
+            for sequence in self._kept.oldest(dropped):
+                self._drop(sequence)
+            dropped *= 2  # growing sequences need many pages at once
+        return True
+
+    def _drop(self, sequence: Running) -> None:
+        self._kept.remove(sequence)
+        self._backend.free(sequence)
+
+    def _drop_kept(self) -> None:
+        for sequence in self._kept.oldest(len(self._kept)):
+            self._drop(sequence)
 
     def _prefill(self) -> None:
         """Prefill within the backend's token budget and start sequences with a complete context."""
@@ -337,19 +340,19 @@ class NativeEngine:
                 pending.done += tokens
                 budget -= tokens
                 self._tokens_prefilled += tokens
+        complete = [pending for pending in self._prefilling if pending.left == 0]
+        self._prefilling = [pending for pending in self._prefilling if pending.left]
+        arriving = [pending.source for pending in complete if pending.new]
+        target = base + len(arriving)
+        arriving += [running for pending in complete for running in pending.copies]
+        self._backend.settle(arriving, base)
         if chunks:
             with doing(None if self._backend.ahead else PREFILL):  # a GPU has a timer
                 self._backend.prefill(chunks, base)
-        complete = [pending for pending in self._prefilling if pending.left == 0]
-        self._prefilling = [pending for pending in self._prefilling if pending.left]
-        for pending in complete:
-            if pending.new:
-                slots.add(pending.source)
-        target = len(slots.live)
+        for running in arriving:
+            slots.add(running)
         rows = {id(running): row for row, running in enumerate(slots.live)}
         for pending in complete:
-            for running in pending.copies:
-                slots.add(running)
             if pending.copies:
                 self._backend.fork(pending.source, rows[id(pending.source)], pending.copies, target)
                 target += len(pending.copies)
@@ -363,7 +366,7 @@ class NativeEngine:
             if not (now < limit).any():
                 return False
             steps = self._backend.steps(n, self._sync_expected)
-            if self._backend.grow(slots, np.minimum(now + steps, limit)):
+            if self._with_room(partial(self._backend.grow, slots, np.minimum(now + steps, limit))):
                 burst = self._backend.decode(slots, steps)
                 arrivals = slots.arrival[:n].copy()
                 self._in_flight.append(InFlightBurst(burst, steps, arrivals, self._version))
@@ -399,6 +402,10 @@ class NativeEngine:
                 rows, columns = rows[going[rows]], columns[going[rows]]
         return self._release(ended)
 
+    def _collect_all(self) -> None:
+        while self._in_flight:
+            self._ended.update(self._collect())
+
     def _returned(self, finished: Finished) -> Finished:
         self._ids.difference_update(id for id, _ in finished)
         return finished
@@ -409,13 +416,26 @@ class NativeEngine:
             (slots.live[row].request.id, slots.completion(row, finish))
             for row, finish in rows.items()
         ]
+        # A waiting sequence would take the slot, and the memory with it.
+        useless = self._waiting and self._backend.kept_in_slots
+        for row, finish in rows.items():
+            if finish is Finish.ABORT or useless or not self._keep(row):
+                self._backend.free(slots.live[row])
         self._remove(list(rows))
         return finished
 
+    def _keep(self, row: int) -> bool:
+        """Keep the context of a row that ends, if the current weights computed all of it."""
+        sequence, last = self._slots.live[row], int(self._slots.position[row])
+        generated = self._slots.tokens[row, len(sequence.context) : last + 1].copy()
+        if sequence.epoch != self._epoch or not len(generated):
+            return False
+        self._kept.add(sequence, generated)
+        self._backend.keep(sequence, row, last)
+        return True
+
     def _remove(self, rows: list[int]) -> None:
         if rows:
-            for row in rows:
-                self._backend.free(self._slots.live[row])
             self._backend.move(self._slots, self._slots.remove(rows))
 
     def _preempt(self) -> None:
@@ -429,6 +449,7 @@ class NativeEngine:
         self._requeue(
             Running.of(replace(request, partial=self._slots.completion(row, Finish.INTERRUPT)))
         )
+        self._backend.free(live[row])
         self._remove([row])
 
     def _cancel_prefill(self, pending: PendingPrefill) -> None:

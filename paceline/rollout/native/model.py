@@ -106,23 +106,35 @@ class Decoder:
         return torch.mm(self._norm(x, self.weights.norm), self.weights.head.t())
 
     @torch.inference_mode()
-    def prefill(self, tokens: Tensor, start: int, slot: int) -> None:
-        """Fill the cache of the slots from `slot` on with `tokens` [n, t] at start..start+t-1.
+    def prefill(self, tokens: Tensor, starts: NDArray[np.int64], slot: int) -> None:
+        """Fill the cache of the slots from `slot` on with `tokens` [n, t].
 
-        Shorter rows are padded on the right: no real token attends to the padding, and decoding
-        overwrites it.
+        Row i has the positions starts[i]..starts[i]+t-1. Shorter rows are padded on the right: no
+        real token attends to the padding, and decoding overwrites it.
         """
         n, t = tokens.shape
-        end = start + t
-        cos, sin = self.cos[start:end].repeat(n, 1, 1), self.sin[start:end].repeat(n, 1, 1)
-        mask = self.columns[:end] <= self.columns[start:end, None] if start else None
+        start, end = int(starts[0]), min(int(starts.max()) + t, self.max_length)
+        aligned = bool((starts == start).all())
+        if aligned:
+            cos, sin = self.cos[start:end].repeat(n, 1, 1), self.sin[start:end].repeat(n, 1, 1)
+            mask = self.columns[:end] <= self.columns[start:end, None] if start else None
+        else:
+            # The last position of a sequence is never in the cache, so padding may go there.
+            first = torch.from_numpy(starts).to(tokens.device)[:, None]
+            positions = (first + self.columns[:t]).clamp_(max=self.max_length - 1)
+            rows = torch.arange(n, device=tokens.device)[:, None]
+            cos, sin = self.cos[positions.flatten()], self.sin[positions.flatten()]
+            mask = (self.columns[:end] <= positions[:, :, None]).unsqueeze(1)
         x = self.weights.embedding[tokens.flatten()]
         last = len(self.weights.layers) - 1
         for index, (layer, kv) in enumerate(
             zip(self.weights.layers, self.kv[:, slot : slot + n], strict=True)
         ):
             q, new = self._project(layer, x, cos, sin)
-            kv[:, :, :, start:end] = new.unflatten(0, (n, t)).permute(0, 2, 3, 1, 4)
+            if aligned:
+                kv[:, :, :, start:end] = new.unflatten(0, (n, t)).permute(0, 2, 3, 1, 4)
+            else:
+                kv[rows, :, :, positions] = new.unflatten(0, (n, t))
             if index == last:
                 return  # the output of the last layer is not needed
             keys, values = kv[:, :, :, :end].unbind(2)

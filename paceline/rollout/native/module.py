@@ -20,6 +20,7 @@ from paceline.model.engine_weights import ModuleWeights
 from paceline.model.loading import EXACT, ROUNDED, model_body
 from paceline.model.support import ALTERNATIVE
 from paceline.rollout.native.backend import PREFILL_TOKENS, CompletedBurst, PrefillChunk, StepByStep
+from paceline.rollout.native.rows import Copy, Data, Place
 from paceline.rollout.native.sampling import row_keys, sample
 from paceline.rollout.native.slots import Sequence, Slots
 
@@ -61,12 +62,16 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers exports no types
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.seen + query_length, 0
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for pair in self.kept.values() for tensor in pair]
+
     def copy(self, rows: slice, start: int, length: int, target: slice, to: int) -> None:
         """Copy columns start..start+length of `rows` to the columns from `to` on of `target`.
 
         One source row may be copied to several target rows.
         """
-        for kept in (tensor for pair in self.kept.values() for tensor in pair):
+        for kept in self.tensors:
             kept[target, :, to : to + length] = kept[rows, :, start : start + length].clone()
 
     def _empty(self, states: Tensor) -> Tensor:
@@ -77,6 +82,7 @@ class ModuleBackend(StepByStep):
     """Backend on a Hugging Face module. All live rows write next to column `_end`."""
 
     def __init__(self, weights: ModuleWeights, slots: int, max_length: int) -> None:
+        super().__init__(slots)
         self._weights, self._model, self._body = weights, weights.module, model_body(weights.module)
         self._longest = self._end = max_length
         self._cache = SlotCache(slots, max_length + SLACK)
@@ -86,19 +92,26 @@ class ModuleBackend(StepByStep):
         self._check(min(slots, 2), max_length)
 
     def prefill(self, chunks: list[PrefillChunk], row: int) -> None:
-        """Prefill the longest contexts first; pad to the longest of a forward pass."""
+        """Prefill the longest chunks first; a forward pass has as many tokens of each row.
+
+        Shorter chunks are padded, or preceded by tokens of the context that are in the cache.
+        """
         while chunks:
-            n = max(1, min(len(chunks), PREFILL_TOKENS // chunks[0].stop))
-            self._prefill([chunk.sequence.context[: chunk.stop] for chunk in chunks[:n]], row)
+            tokens = chunks[0].stop - chunks[0].start
+            n = max(1, min(len(chunks), PREFILL_TOKENS // tokens))
+            contexts = [chunk.sequence.context[: chunk.stop] for chunk in chunks[:n]]
+            self._prefill(contexts, tokens, row)
             chunks, row = chunks[n:], row + n
 
-    def _prefill(self, contexts: list[tuple[int, ...]], row: int) -> None:
-        width, lengths = len(contexts[0]), np.array([len(context) for context in contexts])
+    def _prefill(self, contexts: list[tuple[int, ...]], count: int, row: int) -> None:
+        """Prefill the last `count` tokens of these contexts."""
+        lengths = np.array([len(context) for context in contexts])
+        width = int(lengths.max())
         tokens = np.zeros((len(contexts), width), np.int64)
         for index, context in enumerate(contexts):
             tokens[index, width - len(context) :] = context
         self._length[row : row + len(contexts)] = lengths
-        for start in range(0, width, PREFILL_TOKENS):
+        for start in range(width - count, width, PREFILL_TOKENS):
             self._forward(
                 self._body,
                 tokens[:, start : start + PREFILL_TOKENS],
@@ -107,6 +120,11 @@ class ModuleBackend(StepByStep):
                 self._end - width,
                 start,
             )
+
+    def settle(self, sequences: list[Sequence], row: int) -> None:
+        super().settle(sequences, row)
+        lengths = [len(sequence.context) - 1 for sequence in sequences]
+        self._length[row : row + len(sequences)] = lengths
 
     def fork(self, source: Sequence, row: int, copies: list[Sequence], target: int) -> None:
         length, start = len(copies[0].context) - 1, self._end - int(self._length[row])
@@ -122,15 +140,21 @@ class ModuleBackend(StepByStep):
         self._length[row : len(slots.live)] = slots.position[row : len(slots.live)]
 
     def move(self, slots: Slots, moves: list[tuple[int, int]]) -> None:
+        super().move(slots, moves)
         for source, target in moves:
-            self._length[target] = length = int(self._length[source])
-            self._cache.copy(
-                slice(source, source + 1),
-                self._end - length,
-                length,
-                slice(target, target + 1),
-                self._end - length,
-            )
+            self._length[target] = self._length[source]
+
+    def _column(self, length: int) -> int:
+        return self._end - length
+
+    def _read(self, place: Place) -> Data:
+        columns = slice(place.column, place.column + place.length)
+        return [tensor[place.row, :, columns] for tensor in self._cache.tensors]
+
+    def _write(self, data: Data, copy: Copy) -> None:
+        columns = slice(copy.column, copy.column + copy.source.length)
+        for tensor, values in zip(self._cache.tensors, data, strict=True):
+            tensor[copy.row, :, columns] = values
 
     def decode(self, slots: Slots, steps: int) -> CompletedBurst:
         n = len(slots.live)
@@ -156,7 +180,7 @@ class ModuleBackend(StepByStep):
         return output.logits[:, -1]
 
     def cache_bytes(self) -> int:
-        return sum(tensor.nbytes for pair in self._cache.kept.values() for tensor in pair)
+        return sum(tensor.nbytes for tensor in self._cache.tensors)
 
     def sleep(self) -> None:
         self._cache.kept.clear()
@@ -206,7 +230,7 @@ class ModuleBackend(StepByStep):
             for row, length in enumerate(lengths)
         ]
         try:
-            self._prefill([row[:-2] for row in tokens], 0)
+            self._prefill([row[:-2] for row in tokens], max(map(len, tokens)) - 2, 0)
             self._decode(np.array([row[-2] for row in tokens]))
             found = self._decode(np.array([row[-1] for row in tokens])).float().log_softmax(-1)
             with torch.no_grad():

@@ -16,9 +16,12 @@ class Pages:
     def free(self) -> int:
         return len(self._free)
 
-    @property
-    def used(self) -> float:
-        return 1 - len(self._free) / max(1, len(self._holders) - 1)
+    def used(self, without: list[list[int]]) -> float:
+        """Return the fraction of pages with holders, not counting the holders of these lists."""
+        holders = self._holders.copy()
+        for pages in without:
+            holders[pages] -= 1  # a list has no page twice
+        return np.count_nonzero(holders > 0) / max(1, len(holders) - 1)
 
     def needed(self, tokens: int) -> int:
         return -(-tokens // self.size)

@@ -28,6 +28,7 @@ class Sequence:
     epoch: int = -1  # which weights computed its prefill
     arrival: int = -1  # order of slot assignment; the latest sequence is preempted first
     pages: list[int] = field(default_factory=list)  # its pages in a paged cache
+    digest: int | None = None  # hash of the context by which later turns find it, see `kept.py`
 
     @classmethod
     def of(cls, request: Request) -> "Sequence":
