@@ -9,7 +9,6 @@ from pathlib import Path
 
 from paceline.config import RunConfig
 from paceline.data.chat import stop_token_ids
-from paceline.environment.conversation import Conversation
 from paceline.inputs import Inputs
 from paceline.queue.message_queue import MessageQueue
 from paceline.remote.worker import Worker, mark_seen
@@ -24,7 +23,12 @@ from paceline.reward.reward import (
     open_reward,
 )
 from paceline.rollout.client import EngineClient
-from paceline.rollout.environment import AgentLoop, MakeEnvironment, open_environment
+from paceline.rollout.environment import (
+    AgentLoop,
+    MakeEnvironment,
+    gives_rewards,
+    open_environment,
+)
 from paceline.rollout.fleet import Fleet
 from paceline.rollout.in_flight import GroupInFlight, fresh_enough
 from paceline.rollout.in_flight_files import read_in_flight, write_in_flight
@@ -136,6 +140,7 @@ def open_agent(
         config.data,
         config.rollout.limits(config.data.max_prompt_length),
         config.rollout.tools,
+        config.rollout.environment_args,
     )
 
 
@@ -153,7 +158,8 @@ async def open_scorer(
     if config.reward.model and reward is None:
         return None
     given = reward is not None or config.reward.function or config.data.task
-    if not given and (not config.algorithm.uses_rewards or isinstance(agent, Conversation)):
+    scores_itself = agent is not None and gives_rewards(agent)
+    if not given and (not config.algorithm.uses_rewards or scores_itself):
         return NoReward()
     scorer = await open_reward(config.reward, config.data.task, reward)
     stack.push_async_callback(scorer.close)

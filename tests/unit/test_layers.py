@@ -36,7 +36,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plugins", "schedule", "placement", "recipe", "hints", "background", "line_file", "sandbox"),
     ("model", "remote", "auditor"),
     ("data", "algo", "queue"),
-    ("reward", "sync", "environment"),
+    ("reward", "sync"),
+    ("environment",),
     ("rollout", "training"),
     ("translate",),
     ("config",),
@@ -71,6 +72,10 @@ LEAVES = {
     "pyarrow": {"data.files"},
     "datasets": {"data.hub"},
     "gguf": {"model.gguf_conversion"},
+    **{
+        name: {f"environment.adapters.{name}"}
+        for name in ("verifiers", "reasoning_gym", "gymnasium", "openenv")
+    },
     "rich": {"cli", "observe.display", "observe.plan", "observe.samples"}
     | {"observe.console", "observe.terminal", "supervised.display"},
     "typer": {"cli"},
