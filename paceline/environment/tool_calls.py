@@ -67,7 +67,8 @@ def _parsed(
 
 def _read_objects(text: str) -> list[ToolCall]:
     """Read objects one after the other, with "; " between them. Text after them is ignored."""
-    calls, decoder = [], json.JSONDecoder()
+    calls: list[ToolCall] = []
+    decoder = json.JSONDecoder()
     while text.startswith("{"):
         try:
             found, end = decoder.raw_decode(text)

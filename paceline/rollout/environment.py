@@ -140,9 +140,11 @@ def open_environment(
         return SingleTurn(text)
     name = chosen if isinstance(chosen, str) else getattr(chosen, "__qualname__", repr(chosen))
     try:
-        located = locate(chosen, arguments) if isinstance(chosen, str) else None
-        make = located.load() if located else chosen
-        given = dict(located.arguments if located else arguments or {})
+        make: Any = chosen
+        given = dict(arguments or {})
+        if isinstance(chosen, str):
+            located = locate(chosen, arguments)
+            make, given = located.load(), dict(located.arguments)
         if hasattr(make, "step"):
             return _conversation(name, make, given, tokenizer, data, limits)
         if "limits" in inspect.signature(make).parameters:

@@ -12,7 +12,7 @@ import pytest
 from paceline.environment.lookup import locate
 from paceline.errors import ConfigError, RolloutError
 from paceline.types import End
-from tests.environments.episodes import Model, tokens
+from tests.episodes import Model, tokens
 
 ECHO = "verifiers:echo-environment"
 

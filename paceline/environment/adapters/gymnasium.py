@@ -34,7 +34,8 @@ class Gymnasium:
         self._name, self._instructions, self._actions = name, instructions, actions
         self._observe: Callable[[Any], Any] = find_callable(observe) if observe else str
         self._act = find_callable(act) if act else None
-        self._arguments, self._env = arguments, None
+        self._arguments = arguments
+        self._env: Any = None  # until reset
 
     @classmethod
     def rows(cls, seed: int, name: str, size: int = 2000, **arguments: Any) -> list[dict[str, Any]]:
@@ -51,7 +52,6 @@ class Gymnasium:
         return [{"role": "user", "content": text}]
 
     async def step(self, message: Message) -> Reply:
-        assert self._env is not None
         action = self._action(message["content"].strip())
         if action is None:
             return Reply(f"This is not an action. Write {self._expected()}.")
@@ -81,7 +81,6 @@ class Gymnasium:
 
     def _action(self, text: str) -> Any:
         """Return the action that a message means, or None."""
-        assert self._env is not None
         space = self._env.action_space
         if self._act is not None:
             return self._act(text)
@@ -95,5 +94,5 @@ class Gymnasium:
         return numbers[-1] if numbers and numbers[-1] in space else None
 
     def _expected(self) -> str:
-        space = self._env.action_space if self._env is not None else None
-        return f"one of {', '.join(self._actions)}" if self._actions else f"an action of {space}"
+        names = ", ".join(self._actions)
+        return f"one of {names}" if names else f"an action of {self._env.action_space}"

@@ -26,7 +26,8 @@ class OpenEnv:
         size: int = 2000,
     ) -> None:
         self._url, self._action_key, self._observation_key = name, action_key, observation_key
-        self._instructions, self._client = instructions, None
+        self._instructions = instructions
+        self._client: Any = None  # until reset
 
     @staticmethod
     def rows(
@@ -46,7 +47,6 @@ class OpenEnv:
         return [{"role": "user", "content": text}]
 
     async def step(self, message: Message) -> Reply:
-        assert self._client is not None
         result = await self._client.step({self._action_key: message["content"]})
         text = self._text(result.observation)
         return Reply(text, float(result.reward or 0.0), bool(result.done))
