@@ -74,6 +74,13 @@ def test_verifiers_environment_that_is_missing_is_reported() -> None:
         Model().play(ECHO, {}, {"wrods": []})
 
 
+def test_verifiers_needs_chat_template() -> None:
+    model = Model()
+    model.tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match="has no chat template"):
+        model.play(ECHO, {})
+
+
 def test_reasoning_gym_task_scores_its_questions() -> None:
     rows = locate("reasoning-gym:leg_counting", {"size": 5}).rows(held_out=False)
     assert rows is not None

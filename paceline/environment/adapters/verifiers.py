@@ -13,6 +13,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from paceline.data.chat import has_template
 from paceline.environment.chat import Chat
 from paceline.environment.conversation import Generate, Limits
 from paceline.errors import ConfigError, RolloutError
@@ -30,6 +31,11 @@ class Verifiers:
     def __init__(
         self, tokenizer: "PreTrainedTokenizerBase", limits: Limits, name: str, **arguments: Any
     ) -> None:
+        if not has_template(tokenizer):
+            raise ConfigError(
+                f"rollout.environment = 'verifiers:{name}': the tokenizer has no chat template; "
+                "use an instruction-tuned model"
+            )
         self._tokenizer, self._limits = tokenizer, limits
         self._environment = _load(name, json.dumps(arguments))
 
