@@ -19,14 +19,14 @@ PARALLEL := -n $(JOBS) --dist worksteal
 FAST := tests/unit tests/torture
 # Real deadlines or a GPU: no other test runs at the same time.
 SERIAL := tests/faults/test_whole_run.py tests/faults/test_workers.py tests/gpu
-OTHER_PACKAGES := tests/bench tests/browser tests/megatron tests/ray tests/track tests/vllm
+OTHER_PACKAGES := tests/bench tests/browser tests/environments tests/megatron tests/ray tests/track tests/vllm
 RUNS := $(filter-out $(FAST) $(SERIAL) $(OTHER_PACKAGES),$(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py)))
 TOGETHER := $(PARALLEL) $(addprefix --ignore=,$(SERIAL))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo test test-fast test-runs test-serial coverage faults test-slow test-megatron \
-	test-ray test-vllm test-bench test-track test-browser screenshots \
+	test-ray test-vllm test-bench test-track test-environments test-browser screenshots \
 	lint format clean
 
 help:  ## list the commands
@@ -76,6 +76,9 @@ test-bench: .venv-trl/.ready  ## formulas, fields and one script against TRL: ab
 
 test-track: .venv-track/.ready  ## trackers with their real packages, no network: half a minute
 	.venv-track/bin/python -m pytest $(ARGS) tests/track
+
+test-environments: .venv-environments/.ready  ## adapters with the real libraries: two minutes
+	.venv-environments/bin/python -m pytest $(ARGS) tests/environments
 
 test-browser: $(READY)  ## the page of a run in a headless Chromium: about 30 seconds
 	$(PYTEST) tests/browser
@@ -135,6 +138,17 @@ $(VENV)/.plots: $(READY)
 	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > \
 		"$$(.venv-track/bin/python -c 'import site; print(site.getsitepackages()[0])')/shared.pth"
 	.venv-track/bin/$(PIP_INSTALL) -c constraints-track.txt tensorboard wandb mlflow-skinny trackio
+	@touch $@
+
+# As .venv-track. Without the dependencies of openenv: of them, its client and its server need only
+# fastapi and fastmcp.
+.venv-environments/.ready: $(READY) pyproject.toml constraints-environments.txt
+	$(PYTHON) -m venv .venv-environments
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > \
+		"$$(.venv-environments/bin/python -c 'import site; print(site.getsitepackages()[0])')/shared.pth"
+	.venv-environments/bin/$(PIP_INSTALL) -c constraints-environments.txt verifiers reasoning-gym \
+		gymnasium fastapi fastmcp
+	.venv-environments/bin/$(PIP_INSTALL) -c constraints-environments.txt --no-deps openenv
 	@touch $@
 
 # For the tests of vLLM in the ranks of Megatron and on Ray.

@@ -17,6 +17,7 @@ from paceline.data.files import find_files, first_rows
 from paceline.data.prompts import DataSettings
 from paceline.data.rows import check_columns
 from paceline.data.tasks import BUILT_IN_MODELS, get_task
+from paceline.environment.lookup import check_name
 from paceline.errors import CheckpointError, ConfigError, DataError
 from paceline.model.hub import check_hub_model
 from paceline.model.source import model_source
@@ -33,14 +34,16 @@ def check_early(
     `has_rows` and `has_reward`: the program gives the prompts or the reward function itself.
     """
     _check_model(config)
-    if not has_rows:
-        _check_data(config.data)
+    environment = config.rollout.environment
+    if not has_rows and (config.data.has_origin or environment is None):
+        _check_data(config.data)  # otherwise the environment may bring its own rows
     if trains and config.evaluation.path is not None:
         _check_data(config.evaluation.data(config.data))
     if not has_reward and (config.algorithm.uses_rewards or not trains):
         _check_reward(config)
+    if environment is not None:
+        check_name(environment)
     for setting, code in (
-        ("rollout.environment", config.rollout.environment),
         ("data.curriculum", config.data.curriculum),
         *_plugins(config),
     ):
@@ -80,7 +83,7 @@ def _check_model(config: RunConfig) -> None:
 
 
 def _check_data(data: DataSettings) -> None:
-    if data.task is None and data.path is None and data.source is None:
+    if not data.has_origin:
         raise ConfigError(
             "there are no prompts: set data.task (for example 'sort:5') "
             "or data.path (for example 'prompts.jsonl')"
@@ -108,8 +111,9 @@ def _check_columns(data: DataSettings, file: Path) -> None:
 
 def _check_reward(config: RunConfig) -> None:
     reward = config.reward
-    plays = config.rollout.environment is not None or config.rollout.agent is not None
-    if reward.function is None and reward.model is None and config.data.task is None and not plays:
+    rollout = config.rollout
+    given = reward.function or reward.model or config.data.task
+    if not given and rollout.environment is None and rollout.agent is None:
         raise ConfigError(
             "prompts from data.path need a reward: set reward.function to 'file.py:function', "
             "'module:function' or a verifier (for example 'last_number'), or set reward.model"

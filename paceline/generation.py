@@ -9,7 +9,6 @@ from pathlib import Path
 
 from paceline.config import RunConfig
 from paceline.data.chat import stop_token_ids
-from paceline.environment.conversation import Conversation
 from paceline.errors import ConfigError
 from paceline.inputs import Inputs
 from paceline.queue.message_queue import MessageQueue
@@ -27,7 +26,12 @@ from paceline.reward.reward import (
     open_reward,
 )
 from paceline.rollout.client import EngineClient
-from paceline.rollout.environment import AgentLoop, MakeEnvironment, open_environment
+from paceline.rollout.environment import (
+    AgentLoop,
+    MakeEnvironment,
+    gives_rewards,
+    open_environment,
+)
 from paceline.rollout.fleet import Fleet
 from paceline.rollout.in_flight import GroupInFlight, fresh_enough
 from paceline.rollout.in_flight_files import read_in_flight, write_in_flight
@@ -155,6 +159,7 @@ def open_agent(
         config.data,
         config.rollout.limits(config.data.max_prompt_length),
         config.rollout.tools,
+        config.rollout.environment_args,
     )
 
 
@@ -173,7 +178,7 @@ async def open_scorer(
     if config.reward.model and reward is None:
         return None
     given = reward is not None or config.reward.function or config.data.task
-    plays = isinstance(agent, Conversation) or config.rollout.agent is not None
+    plays = config.rollout.agent is not None or (agent is not None and gives_rewards(agent))
     if not given and (not config.algorithm.uses_rewards or plays):
         return NoReward()
     scorer = await open_reward(

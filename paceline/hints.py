@@ -49,6 +49,7 @@ FOREIGN_NAMES = {
         "rollout.kv_cache_dtype": "kv_dtype kv_cache_type kv_cache_precision",
         "rollout.weight_dtype": "quantization weight_quantization rollout_quantization",
         "rollout.environment": "environment_factory rollout_func agent_loop tools env",
+        "rollout.environment_args": "env_args env_kwargs environment_kwargs",
         "rollout.generation_timeout": "request_timeout timeout",
         "algorithm.name": "adv_estimator advantage_estimator algo estimator",
         "algorithm.loss": "loss_type policy_loss loss_mode",

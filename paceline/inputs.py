@@ -10,11 +10,12 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from paceline.algo.custom import check_custom
 from paceline.config import SINKS, TRACKERS, RunConfig
-from paceline.data.held_out import SEED_OFFSET
-from paceline.data.prompts import PromptSource
+from paceline.data.held_out import SEED_OFFSET, TASK_PROMPTS
+from paceline.data.prompts import DataSettings, PromptSource
 from paceline.data.source import Prompts, open_source
 from paceline.data.tiny import resolve_model
 from paceline.data.tiny_reward import resolve_reward_model
+from paceline.environment.lookup import locate
 from paceline.errors import ConfigError, DataError, ModelError
 from paceline.model.gguf_cache import report_conversion
 from paceline.model.loading import (
@@ -25,7 +26,7 @@ from paceline.model.loading import (
 )
 from paceline.model.shape import position_limit
 from paceline.model.support import FAST, check_generates, is_fast
-from paceline.plugins import PluginError
+from paceline.plugins import Plugin, PluginError
 from paceline.progress import stage
 from paceline.reward.model import check_reward_model
 from paceline.rollout.vllm_settings import check_vllm
@@ -70,7 +71,8 @@ def load_inputs(
     stage(f"loading the tokenizer of {config.model}")
     tokenizer = load_tokenizer(model_path)
     stage(f"reading {config.data.path or 'the prompts'}")
-    source = open_source(config.data, tokenizer, config.seed, rows)
+    data = _with_environment_rows(config, config.data, held_out=False)
+    source = open_source(data, tokenizer, config.seed, rows)
     stage(f"checking {config.model}")
     identity = {
         "config": config.model_dump(mode="json"),
@@ -96,15 +98,37 @@ def load_inputs(
     return Inputs(model_path, tokenizer, generation, source, identity, held_out_prompts)
 
 
+def _with_environment_rows(config: RunConfig, data: DataSettings, held_out: bool) -> DataSettings:
+    """Return the settings with the rows of the environment, if it brings some and none are set."""
+    name = config.rollout.environment
+    if name is None or (config.data.has_origin and config.data.task is None):
+        return data
+    try:
+        rows = locate(name, config.rollout.environment_args).rows(held_out)
+    except PluginError as problem:
+        raise ConfigError(f"rollout.environment = {name!r}: {problem}") from None
+    if rows is None:
+        return data
+    if config.data.task is not None:
+        raise ConfigError(
+            f"data.task = {config.data.task!r} contradicts rollout.environment = {name!r}, which "
+            "brings its own rows; remove data.task"
+        )
+    limit = data.limit or (TASK_PROMPTS if held_out else None)
+    return data.model_copy(update={"source": Plugin(f"environment {name}", rows), "limit": limit})
+
+
 def _held_out(
     config: RunConfig,
     tokenizer: PreTrainedTokenizerBase,
     rows: Iterable[Mapping[str, Any]] | None,
 ) -> PromptSource | None:
-    settings = config.evaluation
-    if rows is None and not settings.has_data:
-        # `paceline evaluate` uses solved_at.
-        if given := sorted(settings.model_fields_set - {"solved_at"}):
+    settings, data = config.evaluation, config.evaluation.data(config.data)
+    given = sorted(settings.model_fields_set - {"solved_at"})  # `paceline evaluate` uses solved_at
+    if given and rows is None and not settings.has_data:
+        data = _with_environment_rows(config, data, held_out=True)
+    if rows is None and not data.has_origin:
+        if given:
             names = ", ".join(f"evaluation.{name}" for name in given)
             raise ConfigError(
                 f"{names}: there are no held-out prompts; set evaluation.path (for example "
@@ -120,7 +144,7 @@ def _held_out(
                 "the same or another difficulty"
             )
     try:
-        source = open_source(settings.data(config.data), tokenizer, config.seed + SEED_OFFSET, rows)
+        source = open_source(data, tokenizer, config.seed + SEED_OFFSET, rows)
     except DataError as error:
         raise DataError(f"evaluation: {error}") from error
     if not isinstance(source, PromptSource):

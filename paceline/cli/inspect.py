@@ -187,6 +187,18 @@ def tasks() -> None:
 
 
 @app.command()
+def environments() -> None:
+    """List the environments of rollout.environment and the tools of rollout.tools."""
+    from paceline.environment.lookup import describe_environments
+    from paceline.environment.tools import DESCRIPTIONS
+
+    for title, rows in (("environments", describe_environments()), ("tools", DESCRIPTIONS)):
+        console.print(Text(title, "underline"))
+        for name, description in rows:
+            console.print(Text(f"{name:20}", "bold"), description, highlight=False)
+
+
+@app.command()
 def metrics(
     prefix: Annotated[
         str, typer.Argument(help="List only these metrics, for example train", show_default=False)

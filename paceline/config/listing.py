@@ -20,7 +20,8 @@ def describe_settings(
         words = (field.description or "").split()
         if get_origin(field.annotation) is Literal:
             words.append(f"One of {', '.join(get_args(field.annotation))}.")
-        default = AUTO if is_automatic(field) else _as_written(field.get_default())
+        written = _as_written(field.get_default(call_default_factory=True))
+        default = AUTO if is_automatic(field) else written
         found.append((name, default, " ".join(words)))
     starts = [row for row in found if row[0].startswith(under)]
     return starts or [row for row in found if under in row[0] or FOREIGN_NAMES.get(under) == row[0]]
@@ -30,4 +31,4 @@ def _as_written(value: Any) -> str:
     """Format a value as on the command line."""
     if value is None:
         return "unset"
-    return json.dumps(value) if isinstance(value, bool | tuple) else str(value)
+    return json.dumps(value) if isinstance(value, bool | tuple | dict) else str(value)

@@ -82,8 +82,10 @@ def stop_token_ids(
     return tuple(sorted(ids))
 
 
-def text_decoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[list[int]], str]:
-    """Return a function that turns tokens into text without special tokens.
+def text_decoder(
+    tokenizer: "PreTrainedTokenizerBase", keep_special: bool = False
+) -> Callable[[list[int]], str]:
+    """Return a function that turns tokens into text, by default without special tokens.
 
     The tokenizer's own `decode` inspects every token in Python, so the library below it is called
     directly where the result is the same. Spaces of BPE tokenizers are never cleaned up, because
@@ -94,8 +96,8 @@ def text_decoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[list[int]], 
     if getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode:
         below = tokenizer.backend_tokenizer
         if not tokenizer.clean_up_tokenization_spaces or type(below.model).__name__ == "BPE":
-            return partial(below.decode, skip_special_tokens=True)
-    return partial(tokenizer.decode, skip_special_tokens=True)
+            return partial(below.decode, skip_special_tokens=not keep_special)
+    return partial(tokenizer.decode, skip_special_tokens=not keep_special)
 
 
 def message_problem(prompt: Any, complete: bool = False) -> str | None:

@@ -84,6 +84,11 @@ class RowSettings(Settings):
             raise ValueError(f"{' and '.join(given)} are {both} set; keep only one of them")
         return self
 
+    @property
+    def has_origin(self) -> bool:
+        """Whether the settings say where the rows come from."""
+        return (self.task, self.path, self.source) != (None, None, None)
+
 
 class DataSettings(RowSettings):
     answer_key: str | None = None

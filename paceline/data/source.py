@@ -13,7 +13,7 @@ from paceline.data.prompts import (
 )
 from paceline.data.rows import RowTokenizer
 from paceline.data.stream import PromptStream, RowStream
-from paceline.errors import ConfigError, DataError
+from paceline.errors import ConfigError, DataError, PacelineError
 from paceline.plugins import Plugin, PluginError, call_by_name
 
 if TYPE_CHECKING:
@@ -82,6 +82,8 @@ def _call(function: Callable[..., Any], seed: int, origin: str) -> Any:
         return call_by_name(function, {"seed": seed})
     except PluginError as problem:
         raise ConfigError(f"{origin} {problem}") from problem
+    except PacelineError:
+        raise
     except Exception as e:
         raise DataError(f"{origin} raised {type(e).__name__}: {e}") from e
 

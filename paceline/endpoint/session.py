@@ -178,7 +178,9 @@ class Session:
         shown = text
         if completion.finish is Finish.STOP and not self.chat.ends(completion):
             shown = _before_stop(text, request.stops)
-        calls = parse_tool_calls(shown, self.chat.tokenizer) if request.reads_calls else []
+        calls = []
+        if request.reads_calls:
+            calls = parse_tool_calls(shown, self.chat.tokenizer, request.tool_schemas)
         if any(call.problem for call in calls):
             calls = []  # the client gets the text, as there is no call that it could run
         content = TAGGED.sub("", shown).strip() if "<tool_call>" in shown else ""

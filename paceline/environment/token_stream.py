@@ -29,7 +29,8 @@ class ChatTemplate:
         self, tokenizer: "PreTrainedTokenizerBase", tools: Sequence[dict[str, Any]] = ()
     ) -> None:
         self._tokenizer, self._tools = tokenizer, list(tools) or None
-        self._decode = text_decoder(tokenizer)
+        # Some formats mark tool calls with special tokens, which the parser of calls must see.
+        self._decode = text_decoder(tokenizer, keep_special=bool(tools))
         self._ends = frozenset(stop_token_ids(tokenizer))
         self._turn_end = self._end_of_turn()
 

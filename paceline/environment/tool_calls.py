@@ -1,13 +1,13 @@
 """Tool calls in the text of a completion.
 
-A tokenizer that knows the format of its model parses it. For others, this module knows the three
-common formats: <tool_call>{…}</tool_call> (Qwen, Hermes, SmolLM), [TOOL_CALLS] [{…}] (Mistral), and
-a completion that is a JSON object (Llama 3).
+A tokenizer that knows the format of its model (`response_template`) parses it. For others, this
+module knows the three common formats: <tool_call>{…}</tool_call> (Qwen, Hermes, SmolLM),
+[TOOL_CALLS] [{…}] (Mistral), and a completion that is a JSON object (Llama 3).
 """
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
 MISTRAL = "[TOOL_CALLS]"
 LLAMA = "<|python_tag|>"
+MAX_PROBLEM = 300  # characters of a message about a call
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +27,56 @@ class ToolCall:
     problem: str = ""  # the call cannot be read
 
 
-def parse_tool_calls(text: str, tokenizer: "PreTrainedTokenizerBase") -> list[ToolCall]:
-    """Return the calls of a completion in their order, including those that cannot be read."""
+def parse_tool_calls(
+    text: str, tokenizer: "PreTrainedTokenizerBase", tools: Sequence[dict[str, Any]] = ()
+) -> list[ToolCall]:
+    """Return the calls of a completion in their order, including those that cannot be read.
+
+    `text` includes special tokens, because some formats mark calls with them. `tools` are the
+    schemas that the model has seen; a tokenizer's parser converts arguments to their types.
+    """
     if getattr(tokenizer, "response_template", None):
-        parsed: Any = tokenizer.parse_response(text)
-        return [_call(found.get("function", found)) for found in parsed.get("tool_calls") or ()]
+        return _parsed(text, tokenizer, tools)
     if "<tool_call>" in text:
         return [_read(found) for found in TAGGED.findall(text)]
     if MISTRAL in text:
         return _read_list(text.partition(MISTRAL)[2])
     stripped = text.strip().removeprefix(LLAMA).strip()
     if stripped.startswith("{") and '"name"' in stripped:
-        return [_read(part) for part in stripped.split("; ")]
+        return _read_objects(stripped)
     return []
+
+
+def _parsed(
+    text: str, tokenizer: "PreTrainedTokenizerBase", tools: Sequence[dict[str, Any]]
+) -> list[ToolCall]:
+    # The parser needs what the chat template writes before a completion, for example "<think>".
+    before = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "?"}],
+        tools=list(tools) or None,
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    try:
+        parsed: Any = tokenizer.parse_response(text, prefix=before, tools=list(tools) or None)
+        found = parsed.get("tool_calls") or ()
+        return [_call(each.get("function", each)) for each in found]
+    except Exception as error:  # of the tokenizer's parser, which may raise anything
+        return [ToolCall("", {}, f"the call cannot be read: {error}"[:MAX_PROBLEM])]
+
+
+def _read_objects(text: str) -> list[ToolCall]:
+    """Read objects one after the other, with "; " between them. Text after them is ignored."""
+    calls: list[ToolCall] = []
+    decoder = json.JSONDecoder()
+    while text.startswith("{"):
+        try:
+            found, end = decoder.raw_decode(text)
+        except (ValueError, RecursionError) as error:
+            return [*calls, ToolCall("", {}, f"the call is not valid JSON: {error}")]
+        calls.append(_call(found))
+        text = text[end:].lstrip("; \n")
+    return calls
 
 
 def _read(text: str) -> ToolCall:

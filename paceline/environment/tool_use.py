@@ -1,10 +1,13 @@
-"""Environment in which the model calls tools until it writes a message without a call."""
+"""Environment in which the model calls tools until it writes a message without a call.
+
+That message ends the episode, or goes to another environment, whose tools these are.
+"""
 
 import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.environment.protocol import Message, Reply
+from paceline.environment.protocol import Environment, Message, Reply
 from paceline.environment.tool_calls import ToolCall, parse_tool_calls
 from paceline.environment.tools import Toolbox
 
@@ -15,31 +18,42 @@ MAX_CALLS = 16  # of one message; the model can write more than a machine should
 
 
 class ToolUse:
-    def __init__(self, tools: Toolbox, tokenizer: "PreTrainedTokenizerBase") -> None:
-        self._tools, self._tokenizer = tools, tokenizer
+    def __init__(
+        self,
+        tools: Toolbox,
+        tokenizer: "PreTrainedTokenizerBase",
+        environment: Environment | None = None,
+    ) -> None:
+        self._tools, self._tokenizer, self._environment = tools, tokenizer, environment
 
     async def reset(self, row: Mapping[str, Any]) -> Sequence[Message] | None:
-        return None
+        return await self._environment.reset(row) if self._environment else None
 
     async def step(self, message: Message) -> Reply:
-        calls = parse_tool_calls(message["content"], self._tokenizer)
+        calls = parse_tool_calls(message["content"], self._tokenizer, self._tools.schemas)
         if not calls:
-            return Reply(done=True)
+            return await self._environment.step(message) if self._environment else Reply(done=True)
         results = await asyncio.gather(*map(self._run, calls[:MAX_CALLS]))
         if len(calls) > MAX_CALLS:
             results.append(f"error: {len(calls)} calls; at most {MAX_CALLS} in one message")
         names = [call.name for call in calls[:MAX_CALLS]] + [""]
         return Reply(
             [
-                {"role": "tool", "name": name, "content": result or "(no output)"}
+                {"role": "tool", "name": _text(name), "content": _text(result) or "(no output)"}
                 for name, result in zip(names, results, strict=False)
             ]
         )
 
     async def close(self) -> None:
-        return
+        if close := getattr(self._environment, "close", None):
+            await close()
 
     async def _run(self, call: ToolCall) -> str:
         if call.problem:
             return f"error: {call.problem}"
         return await self._tools.call(call.name, call.arguments)
+
+
+def _text(text: str) -> str:
+    """Replace lone surrogates, which JSON can contain and a tokenizer cannot encode."""
+    return text.encode("utf-8", "replace").decode()

@@ -1,11 +1,12 @@
 """Tools: Python functions that the model may call. Their type hints and docstrings are the schema.
 
-Built in: `calculator`, and `python`, which runs a program in the sandbox.
+Built in: `calculator`, `python`, which runs a program in the sandbox, and `search:DIRECTORY`, which
+searches text files.
 """
 
 import ast
 import asyncio
-import inspect
+import difflib
 import json
 import math
 import operator
@@ -16,6 +17,8 @@ from functools import partial
 from typing import Any
 
 from paceline import sandbox
+from paceline.environment.search import search_tool
+from paceline.environment.tool_function import ArgumentError, ToolFunction
 from paceline.errors import ConfigError
 from paceline.plugins import PluginError, find_callable
 
@@ -71,6 +74,12 @@ def python(code: str) -> str:
 
 
 BUILT_IN: dict[str, Tool] = {"calculator": calculator, "python": python}
+SEARCH = "search"  # with the directory: "search:docs"
+DESCRIPTIONS = (
+    ("calculator", "computes an arithmetic expression"),
+    ("python", "runs a program in the sandbox"),
+    ("search:DIRECTORY", "finds passages in the text files of a directory (BM25)"),
+)
 
 
 class Toolbox:
@@ -78,49 +87,59 @@ class Toolbox:
 
     def __init__(self, tools: Sequence[str | Tool]) -> None:
         """Open tools by name ("calculator", "file.py:function") or as functions."""
-        self._tools: dict[str, Tool] = {}
-        self.schemas: list[dict[str, Any]] = []
+        self._tools: dict[str, ToolFunction] = {}
         self._room = asyncio.Semaphore(MAX_THREADS)
         for tool in tools:
-            function = self._open(tool) if isinstance(tool, str) else tool
-            self.schemas.append(_schema(function))
-            self._tools[function.__name__] = function
+            found = ToolFunction(_open(tool) if isinstance(tool, str) else tool)
+            if found.name in self._tools:
+                raise ConfigError(f"rollout.tools: two tools are called {found.name!r}; rename one")
+            self._tools[found.name] = found
+        self.schemas: list[dict[str, Any]] = [tool.schema for tool in self._tools.values()]
 
     async def call(self, name: str, arguments: Mapping[str, Any] | str) -> str:
         """Return the result of a call as text; for a failed call, what is wrong with it."""
         if name not in self._tools:
-            return f"error: there is no tool {name!r}; there is {', '.join(self._tools)}"
-        function = self._tools[name]
+            return f"error: there is no tool {name!r:.80}; there is {', '.join(self._tools)}"
+        tool = self._tools[name]
         try:
-            given = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
-            bound = inspect.signature(function).bind(**given)
-            if inspect.iscoroutinefunction(function):
-                result = await function(*bound.args, **bound.kwargs)
+            given = tool.arguments(
+                json.loads(arguments) if isinstance(arguments, str) else arguments
+            )
+            if tool.is_async:
+                result = await tool.function(**given)
             else:
                 async with self._room:
-                    result = await in_thread(partial(function, *bound.args, **bound.kwargs))
+                    result = await in_thread(partial(tool.function, **given))
             text = result if isinstance(result, str) else json.dumps(result, default=str)
+        except ArgumentError as problem:
+            return f"error: {problem}"
         except Exception as error:
             return f"error: {type(error).__name__}: {error}"[:OUTPUT_LENGTH]
         if len(text) > OUTPUT_LENGTH:
             return f"{text[:OUTPUT_LENGTH]}\n… {len(text) - OUTPUT_LENGTH} characters more"
         return text
 
-    @staticmethod
-    def _open(name: str) -> Tool:
-        if name in BUILT_IN:
-            if name == "python":
-                sandbox.check()
-            return BUILT_IN[name]
-        if ":" not in name:
-            raise ConfigError(
-                f"rollout.tools = {name!r}: unknown tool; expected {', '.join(BUILT_IN)} or "
-                '"file.py:function"'
-            )
-        try:
-            return find_callable(name)
-        except PluginError as problem:
-            raise ConfigError(f"rollout.tools = {name!r}: {problem}") from None
+
+def _open(name: str) -> Tool:
+    kind, colon, argument = name.partition(":")
+    if kind == SEARCH:
+        return search_tool(argument)
+    if name in BUILT_IN:
+        if name == "python":
+            sandbox.check()
+        return BUILT_IN[name]
+    if not colon:
+        known = [*BUILT_IN, SEARCH]
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]!r}? Expected" if close else "expected"
+        raise ConfigError(
+            f"rollout.tools = {name!r}: unknown tool; {hint} {', '.join(BUILT_IN)}, "
+            '"search:DIRECTORY" or "file.py:function"'
+        )
+    try:
+        return find_callable(name)
+    except PluginError as problem:
+        raise ConfigError(f"rollout.tools = {name!r}: {problem}") from None
 
 
 async def in_thread(call: Callable[[], Any]) -> Any:
@@ -143,16 +162,3 @@ async def in_thread(call: Callable[[], Any]) -> Any:
 
     threading.Thread(target=run, name="tool", daemon=True).start()
     return await done
-
-
-def _schema(function: Tool) -> dict[str, Any]:
-    from transformers.utils import get_json_schema
-
-    try:
-        return dict(get_json_schema(function))
-    except Exception as error:
-        raise ConfigError(
-            f"rollout.tools: the function {function.__name__!r} cannot be described to the model: "
-            f"{error}. It needs a type hint for every argument, and a docstring with a section "
-            "Args that describes each"
-        ) from None

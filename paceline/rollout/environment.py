@@ -1,13 +1,14 @@
 """Agent loop: turns a prompt into one trajectory, or one per agent, with calls of `generate`.
 
-It does not depend on engines, weights or batches. `rollout.environment = "file.py:E"` selects an
-environment, a class `E()` with methods `reset` and `step` (environment/), or a custom agent loop, a
-class `E(tokenizer)` with a method `run`.
+It does not depend on engines, weights or batches. `rollout.environment` is the name of a built-in
+environment or adapter (environment/lookup.py), or "file.py:E": an environment, a class `E()` with
+methods `reset` and `step` (environment/), or a custom agent loop, a class `E(tokenizer)` with a
+method `run`.
 """
 
 import inspect
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,13 +16,14 @@ from paceline.data.chat import conversation, stop_token_ids, text_decoder
 from paceline.data.prompts import DataSettings
 from paceline.data.rows import use_chat
 from paceline.environment.conversation import Conversation, Limits
+from paceline.environment.lookup import locate
 from paceline.environment.protocol import Environment
 from paceline.environment.protocol import Generate as Generate
 from paceline.environment.token_stream import ChatTemplate
 from paceline.environment.tool_use import ToolUse
-from paceline.environment.tools import Toolbox
+from paceline.environment.tools import Tool, Toolbox
 from paceline.errors import ConfigError, PacelineError, RolloutError
-from paceline.plugins import PluginError, find_callable
+from paceline.plugins import PluginError
 from paceline.types import MAX_REWARD, Completion, Prompt, Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -62,6 +64,7 @@ class CustomEnvironment:
 
     def __init__(self, name: str, environment: AgentLoop) -> None:
         self._name, self._environment = name, environment
+        self.gives_rewards = bool(getattr(environment, "gives_rewards", False))
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory | tuple[Trajectory, ...]:
         generated: dict[int, tuple[tuple[int, ...], Completion]] = {}
@@ -135,16 +138,23 @@ class CustomEnvironment:
         return RolloutError(f"environment {self._name}, prompt {prompt.uid!r}: {what}")
 
 
+def gives_rewards(agent: AgentLoop) -> bool:
+    """Return whether an agent loop scores its turns itself, so that no other reward is needed."""
+    return isinstance(agent, Conversation) or bool(getattr(agent, "gives_rewards", False))
+
+
 def open_environment(
     chosen: "str | MakeEnvironment | None",
     tokenizer: "PreTrainedTokenizerBase",
     data: DataSettings,
     limits: Limits,
-    tools: Sequence[str] = (),
+    tools: Sequence[str | Tool] = (),
+    arguments: Mapping[str, Any] | None = None,
 ) -> AgentLoop:
-    """Create the agent loop from "file.py:Class" or a callable; without one, a single turn.
+    """Create the agent loop from a name, "file.py:Class" or a callable; default: a single turn.
 
-    With `tools`, the model calls them until it writes a message without a call.
+    `arguments` are those of the class. With `tools`, the model calls them until it writes a message
+    without a call.
     """
     if tools:
         return _with_tools(chosen, tokenizer, data, limits, tools)
@@ -159,12 +169,20 @@ def open_environment(
         return SingleTurn(text)
     name = chosen if isinstance(chosen, str) else getattr(chosen, "__qualname__", repr(chosen))
     try:
-        make = find_callable(chosen) if isinstance(chosen, str) else chosen
+        make: Any = chosen
+        given = dict(arguments or {})
+        if isinstance(chosen, str):
+            located = locate(chosen, arguments)
+            make, given = located.load(), dict(located.arguments)
         if hasattr(make, "step"):
-            return _conversation(name, make, tokenizer, data, limits)
-        environment = make(tokenizer)
+            return _conversation(name, make, given, tokenizer, data, limits)
+        if "limits" in inspect.signature(make).parameters:
+            given["limits"] = limits
+        environment = make(tokenizer, **given)
     except PluginError as problem:
         raise ConfigError(f"rollout.environment = {name!r}: {problem}") from None
+    except PacelineError:
+        raise
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
@@ -184,7 +202,7 @@ def _with_tools(
     tokenizer: "PreTrainedTokenizerBase",
     data: DataSettings,
     limits: Limits,
-    tools: Sequence[str],
+    tools: Sequence[str | Tool],
 ) -> Conversation:
     if chosen is not None:
         raise ConfigError(
@@ -193,12 +211,14 @@ def _with_tools(
         )
     toolbox = Toolbox(tools)
     make = partial(ToolUse, toolbox, tokenizer)
-    return _chat(f"tools {', '.join(tools)}", make, tokenizer, data, limits, toolbox.schemas)
+    names = ", ".join(schema["function"]["name"] for schema in toolbox.schemas)
+    return _chat(f"tools {names}", make, tokenizer, data, limits, toolbox.schemas)
 
 
 def _conversation(
     name: str,
     make: Any,
+    arguments: Mapping[str, Any],
     tokenizer: "PreTrainedTokenizerBase",
     data: DataSettings,
     limits: Limits,
@@ -209,7 +229,18 @@ def _conversation(
                 f"rollout.environment = {name!r} has no method `async def {method}`; expected "
                 "reset(self, row) and step(self, message)"
             )
-    return _chat(name, make, tokenizer, data, limits)
+    episode = partial(make, **arguments) if arguments else make
+    if not (tools := getattr(make, "tools", ())):
+        return _chat(name, episode, tokenizer, data, limits)
+    toolbox = Toolbox(tools)
+    return _chat(
+        name,
+        lambda: ToolUse(toolbox, tokenizer, episode()),
+        tokenizer,
+        data,
+        limits,
+        toolbox.schemas,
+    )
 
 
 def _chat(

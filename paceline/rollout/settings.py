@@ -1,6 +1,6 @@
 """Settings of generation: engine, lengths, sampling, environment, time limits."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field, model_validator
 
@@ -56,13 +56,16 @@ class RolloutSettings(Settings):
     """Minimum number of trajectories that must finish in time; the group is trained without the
     late ones. Default: group_size."""
     environment: str | None = None
-    """Environment of a conversation (several turns, tools), or custom agent loop: a class as
-    "file.py:Class" or "module:Class". All turns and the text between them have at most
-    data.max_prompt_length + max_response_length tokens. Default: one prompt, one completion."""
+    """Environment of a conversation (several turns, tools), or custom agent loop: a name that
+    `paceline environments` lists, or a class as "file.py:Class" or "module:Class". All turns and
+    the text between them have at most data.max_prompt_length + max_response_length tokens.
+    Default: one prompt, one completion."""
+    environment_args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the environment, for example {numbers = 4}."""
     tools: tuple[str, ...] = ()
-    """Tools that the model may call: "calculator", "python" (in the sandbox), or a function as
-    "file.py:function", whose type hints and docstring describe it. A completion without a call ends
-    the conversation."""
+    """Tools that the model may call: "calculator", "python" (in the sandbox), "search:DIRECTORY"
+    (text files), or a function as "file.py:function", whose type hints and docstring describe it. A
+    completion without a call ends the conversation."""
     agent: Plugin | None = None
     """Program that talks to the model with an OpenAI client: a function play(client, row), async or
     not, as "file.py:function" or "module:function". It returns the reward, or None for that of
@@ -113,6 +116,12 @@ class RolloutSettings(Settings):
                 "load new weights into a quantized model; remove weight_dtype, or set "
                 "rollout.engine = 'native'"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _arguments_belong_to_environment(self) -> "RolloutSettings":
+        if self.environment_args and self.environment is None:
+            raise ValueError("rollout.environment_args has no effect without rollout.environment")
         return self
 
     @property

@@ -136,6 +136,23 @@ def test_example_trains_proposer_and_solver(model: str, tmp_path: Path) -> None:
         assert agents == ["proposer", "solver"] * 4
 
 
+def test_environment_by_name_needs_neither_data_nor_reward(model: str, tmp_path: Path) -> None:
+    chosen = [f"model={model}", f"run_dir={tmp_path}", "steps=2", "groups_per_step=4"]
+    chosen += ["group_size=4", "rollout.environment=guess", "rollout.max_turns=3"]
+    chosen += ["rollout.max_response_length=4", "data.max_prompt_length=64", "evaluation.limit=4"]
+    asyncio.run(train(load_config(None, [*chosen, "placement.threads=1"])))
+    assert_consistent(tmp_path)
+    assert len((tmp_path / "evaluations.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.slow
+def test_model_learns_game_of_several_turns(tmp_path: Path) -> None:
+    asyncio.run(train(load_config("guess", [f"run_dir={tmp_path}"])))
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rewards = [row["reward/mean"] for row in rows]
+    assert sum(rewards[:5]) / 5 < 0.3 and sum(rewards[-10:]) / 10 > 0.45
+
+
 @pytest.mark.slow
 def test_model_learns_to_call_tool_that_it_needs(tmp_path: Path) -> None:
     chosen = [f"run_dir={tmp_path}", f"rollout.environment={EXAMPLE}:Lookup", "steps=110"]

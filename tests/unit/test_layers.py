@@ -37,7 +37,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plugins", "schedule", "placement", "recipe", "hints", "background", "line_file", "sandbox"),
     ("model", "remote", "auditor"),
     ("data", "algo", "queue"),
-    ("reward", "sync", "environment"),
+    ("reward", "sync"),
+    ("environment",),
     ("endpoint",),
     ("rollout", "training"),
     ("translate",),
@@ -75,6 +76,10 @@ LEAVES = {
     "pyarrow": {"data.files"},
     "datasets": {"data.hub"},
     "gguf": {"model.gguf_conversion"},
+    **{
+        name: {f"environment.adapters.{name}"}
+        for name in ("verifiers", "reasoning_gym", "gymnasium", "openenv")
+    },
     "rich": {"cli", "observe.display", "observe.plan", "observe.samples"}
     | {"observe.console", "observe.terminal", "supervised.display"},
     "typer": {"cli"},

@@ -2,9 +2,10 @@
 
 import asyncio
 import threading
+from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -40,6 +41,10 @@ ROW = {"prompt": "What is 6 times 7?"}
         ('[TOOL_CALLS] [{"name": "f", "arguments": {"a": 2}}]', [("f", {"a": 2})]),
         ('{"name": "f", "parameters": {"a": 3}}', [("f", {"a": 3})]),
         ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 4}"}</tool_call>', [("f", {"a": 4})]),
+        (
+            '{"name": "f", "parameters": {"a": "x; y"}}; {"name": "g", "parameters": {}}',
+            [("f", {"a": "x; y"}), ("g", {})],
+        ),
     ],
 )
 def test_calls_of_three_formats_are_read(text: str, calls: list[Any]) -> None:
@@ -55,11 +60,208 @@ def test_calls_of_three_formats_are_read(text: str, calls: list[Any]) -> None:
         ("<tool_call>[1]</tool_call>", "has no name"),
         ('<tool_call>{"name": "f", "arguments": 3}</tool_call>', "not an object"),
         ("[TOOL_CALLS] nonsense", "not valid JSON"),
+        ('{"name": "f", "parameters": {', "not valid JSON"),
+        ('<tool_call>{"name": "f", "arguments": ' + "9" * 9000, "not valid JSON"),
     ],
 )
 def test_call_that_cannot_be_read_is_reported_to_model(text: str, problem: str) -> None:
     (call,) = parse_tool_calls(text, tokenizer_of("chatml"))
     assert problem in call.problem
+
+
+# As a tokenizer describes the format of its model, here with the name outside of the JSON.
+RESPONSES = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "content": {"close_pattern": r"(?=\[CALL\]|<\|im_end\|>)", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"\[CALL\](?P<name>\w+)",
+            "close": "[/CALL]",
+            "content": "json",
+            "repeats": True,
+            "transform": {
+                "type": "function",
+                "function": {"name": "{name}", "arguments": "{content}"},
+            },
+        },
+    },
+}
+
+
+def test_tokenizer_parses_calls_in_format_of_its_model() -> None:
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.response_template = RESPONSES
+    text = '[CALL]add{"a": 1}[/CALL][CALL]add{"a": 2, "b": 3}[/CALL]'
+    schemas = Toolbox([add]).schemas
+    found = parse_tool_calls(text, tokenizer, schemas)
+    assert found == [ToolCall("add", {"a": 1}), ToolCall("add", {"a": 2, "b": 3})]
+    assert parse_tool_calls("no call", tokenizer, schemas) == []
+    (wrong,) = parse_tool_calls("[CALL]add{a[/CALL]", tokenizer, schemas)
+    assert "cannot be read" in wrong.problem and len(wrong.problem) <= 300
+
+
+class Unit(Enum):
+    METER = "m"
+    MILE = "mi"
+
+
+async def describe(
+    value: float | None,
+    unit: Unit = Unit.METER,
+    mode: Literal["short", "long"] = "short",
+    parts: list[int] | None = None,
+    *,
+    table: dict[str, float] | None = None,
+) -> Path:
+    """Describe a length.
+
+    Args:
+        value: The length.
+        unit: Its unit.
+        mode: How long the text is.
+        parts: Numbers.
+        table: More numbers.
+    """
+    assert isinstance(unit, Unit)
+    return Path(f"{value}{unit.value}{mode}{parts}{table}")
+
+
+def test_type_hints_and_docstring_become_schema() -> None:
+    (schema,) = Toolbox([describe]).schemas
+    assert schema["function"]["name"] == "describe"
+    assert schema["function"]["description"] == "Describe a length."
+    assert schema["function"]["parameters"] == {
+        "type": "object",
+        "properties": {
+            "value": {"type": "number", "nullable": True, "description": "The length."},
+            "unit": {
+                "type": "string",
+                "enum": ["m", "mi"],
+                "description": "Its unit.",
+                "default": "m",
+            },
+            "mode": {
+                "type": "string",
+                "enum": ["short", "long"],
+                "description": "How long the text is.",
+                "default": "short",
+            },
+            "parts": {
+                "type": "array",
+                "items": {"type": "integer"},
+                "nullable": True,
+                "description": "Numbers.",
+            },
+            "table": {
+                "type": "object",
+                "additionalProperties": {"type": "number"},
+                "nullable": True,
+                "description": "More numbers.",
+            },
+        },
+        "required": ["value"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "result"),
+    [
+        ({"value": 2, "unit": "mi", "parts": ["1"]}, '"2.0mishort[1]None"'),
+        ({"value": None, "table": {"a": 1}}, "\"NonemshortNone{'a': 1.0}\""),
+        ({"value": 2, "unit": "km"}, "error: argument 'unit': Input should be 'm' or 'mi', got"),
+        ({"value": 2, "mode": 3}, "error: argument 'mode': Input should be 'short' or 'long'"),
+        ({"value": 2, "parts": [1, "x"]}, "error: argument 'parts'[1]: Input should be a valid"),
+    ],
+)
+def test_arguments_get_types_of_function(arguments: Any, result: str) -> None:
+    assert asyncio.run(Toolbox([describe]).call("describe", arguments)).startswith(result)
+
+
+class Shelf:
+    def take(self, count: int) -> int:
+        """Take some.
+
+        Args:
+            count: How many.
+        """
+        return count
+
+
+def test_bound_method_is_tool() -> None:
+    toolbox = Toolbox([Shelf().take])
+    assert list(toolbox.schemas[0]["function"]["parameters"]["properties"]) == ["count"]
+    assert asyncio.run(toolbox.call("take", {"count": 3})) == "3"
+
+
+def untyped(a) -> None:  # type: ignore[no-untyped-def]
+    """Do nothing.
+
+    Args:
+        a: Nothing.
+    """
+
+
+def variadic(*values: int) -> None:
+    """Do nothing.
+
+    Args:
+        values: Nothing.
+    """
+
+
+def opaque(shelf: Shelf) -> None:
+    """Do nothing.
+
+    Args:
+        shelf: Nothing.
+    """
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        (untyped, "missing a type hint"),
+        (variadic, r"parameter '\*values: int' has no name"),
+        (opaque, "JSON cannot express the type 'Shelf'"),
+        (Shelf.take, "a method without its object"),
+    ],
+)
+def test_function_that_cannot_be_schema_is_rejected(function: Any, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        Toolbox([function])
+
+
+def test_two_tools_with_one_name_are_rejected() -> None:
+    with pytest.raises(ConfigError, match="two tools are called 'add'"):
+        Toolbox([add, add])
+
+
+def test_search_finds_passage_in_files(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "cats.md").write_text("# Cats\n\nA cat sleeps sixteen hours a day.\n")
+    (tmp_path / "dogs.txt").write_text("\n" * 900 + "A dog barks at night.\n")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n\xff cat cat cat")
+    (tmp_path / ".hidden").write_text("cat cat cat")
+    toolbox = Toolbox([f"search:{tmp_path}"])
+    assert toolbox.schemas[0]["function"]["name"] == "search"
+    found = asyncio.run(toolbox.call("search", {"query": "How long does a CAT sleep?"}))
+    assert found.splitlines()[0].endswith("cats.md:1") and "sixteen hours" in found
+    assert "PNG" not in found and ".hidden" not in found
+    assert asyncio.run(toolbox.call("search", {"query": "zebra"})).startswith("nothing found")
+
+
+def test_search_result_is_bounded(tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("\n".join("word " * 5000 for _ in range(9)))
+    found = asyncio.run(Toolbox([f"search:{tmp_path}"]).call("search", {"query": "word " * 9000}))
+    assert 1000 < len(found) <= OUTPUT_LENGTH + 100
+
+
+def test_search_in_directory_without_text_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no text files"):
+        Toolbox([f"search:{tmp_path}"])
+    with pytest.raises(ConfigError, match="no such directory"):
+        Toolbox(["search:nowhere"])
 
 
 def add(a: int, b: int = 1) -> int:
@@ -82,8 +284,12 @@ async def flood() -> str:
     [
         ("add", {"a": 2}, "3"),
         ("add", '{"a": 2, "b": 3}', "5"),
-        ("add", {"c": 2}, "error: TypeError: missing a required argument: 'a'"),
-        ("add", {"a": "x"}, "error: TypeError: can only concatenate"),
+        ("add", {"a": "2"}, "3"),
+        ("add", {}, "error: the argument 'a' is missing; expected a, b"),
+        ("add", {"c": 2}, "error: unknown argument 'c'; expected a, b"),
+        ("add", {"a": "x"}, "error: argument 'a': Input should be a valid integer"),
+        ("add", {"a": "x" * 10**6}, "error: argument 'a': Input should be a valid integer"),
+        ("x" * 10**6, {}, "error: there is no tool 'xxx"),
         ("subtract", {}, "error: there is no tool 'subtract'; there is add, flood, calculator"),
         ("calculator", {"expression": "(3 + 4) * 6"}, "42"),
         ("calculator", {"expression": "__import__('os')"}, "error: ValueError: only numbers"),
@@ -93,7 +299,8 @@ async def flood() -> str:
 )
 def test_call_returns_result_or_what_is_wrong(name: str, arguments: Any, result: str) -> None:
     toolbox = Toolbox([add, flood, "calculator"])
-    assert asyncio.run(toolbox.call(name, arguments)).startswith(result)
+    text = asyncio.run(toolbox.call(name, arguments))
+    assert text.startswith(result) and len(text) <= OUTPUT_LENGTH
 
 
 def test_long_result_is_shortened() -> None:
@@ -117,6 +324,8 @@ def test_function_without_description_is_rejected() -> None:
         Toolbox([undocumented])
     with pytest.raises(ConfigError, match=r"tools = 'browser': unknown tool; expected calc"):
         Toolbox(["browser"])
+    with pytest.raises(ConfigError, match="did you mean 'calculator'"):
+        Toolbox(["calculater"])
 
 
 def test_model_calls_tools_until_message_has_no_call(tmp_path: Path) -> None:
@@ -137,6 +346,32 @@ def test_model_calls_tools_until_message_has_no_call(tmp_path: Path) -> None:
     assert '"name": "calculator"' in contexts[0], "the model does not see the tool"
     assert contexts[1].count("<tool_response>\n42\n</tool_response>") == 1
     assert contexts[2].count("<tool_response>\n42\n</tool_response>") == 3
+
+
+def test_call_marked_by_special_token_is_run() -> None:
+    tokenizer = chat_tokenizer("mistral")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
+    texts = ['[TOOL_CALLS] [{"name": "echo", "arguments": {"text": "\\ud800"}}]</s>', "Done.</s>"]
+    contexts: list[str] = []
+
+    def echo(text: str) -> str:
+        """Return the text.
+
+        Args:
+            text: The text.
+        """
+        return f"<{text}>"
+
+    async def generate(context: tuple[int, ...]) -> Completion:
+        contexts.append(tokenizer.decode(context))
+        tokens = np.array(tokenizer.encode(texts[len(contexts) - 1]), np.int32)
+        zeros = np.zeros(len(tokens), np.float32)
+        return Completion(tokens, zeros, zeros.astype(np.int32), Finish.STOP)
+
+    loop = open_environment(None, tokenizer, DATA, LIMITS, [echo])
+    trajectory = asyncio.run(loop.run(Prompt("q", (), "", ROW), generate))
+    assert trajectory.text == "Done." and len(trajectory.turns) == 2
+    assert "<?>" in contexts[1], "a lone surrogate reached the tokenizer"
 
 
 def test_tools_and_environment_contradict_each_other() -> None:

@@ -1,0 +1,1 @@
+"""Environments that are part of Paceline."""

@@ -1,0 +1,1 @@
+"""Environments of other libraries, with their real packages."""
