@@ -2,11 +2,10 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.environment.protocol import Message, Reply
 from paceline.environment.tool_calls import ToolCall, parse_tool_calls
-from paceline.environment.tools import Toolbox
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -14,8 +13,14 @@ if TYPE_CHECKING:
 MAX_CALLS = 16  # of one message; the model can write more than a machine should run
 
 
+class Tools(Protocol):
+    """What runs the tools: the controller's toolbox, or environment workers."""
+
+    async def call(self, name: str, arguments: Mapping[str, Any] | str) -> str: ...
+
+
 class ToolUse:
-    def __init__(self, tools: Toolbox, tokenizer: "PreTrainedTokenizerBase") -> None:
+    def __init__(self, tools: Tools, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tools, self._tokenizer = tools, tokenizer
 
     async def reset(self, row: Mapping[str, Any]) -> Sequence[Message] | None:

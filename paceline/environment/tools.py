@@ -76,14 +76,18 @@ BUILT_IN: dict[str, Tool] = {"calculator": calculator, "python": python}
 class Toolbox:
     """The tools of a run."""
 
-    def __init__(self, tools: Sequence[str | Tool]) -> None:
-        """Open tools by name ("calculator", "file.py:function") or as functions."""
+    def __init__(self, tools: Sequence[str | Tool], describe: bool = True) -> None:
+        """Open tools by name ("calculator", "file.py:function") or as functions.
+
+        Without `describe` there are no schemas, which need transformers.
+        """
         self._tools: dict[str, Tool] = {}
         self.schemas: list[dict[str, Any]] = []
         self._room = asyncio.Semaphore(MAX_THREADS)
         for tool in tools:
             function = self._open(tool) if isinstance(tool, str) else tool
-            self.schemas.append(_schema(function))
+            if describe:
+                self.schemas.append(_schema(function))
             self._tools[function.__name__] = function
 
     async def call(self, name: str, arguments: Mapping[str, Any] | str) -> str:

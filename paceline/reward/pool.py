@@ -16,7 +16,7 @@ from paceline.remote.child import end_all
 from paceline.reward.calls import scores_of
 from paceline.reward.function import RewardFunctionError
 from paceline.reward.process import RewardProcess
-from paceline.secret_variables import secret_names
+from paceline.secret_variables import secret_names, withheld_hint
 from paceline.types import Prompt, Score, Trajectory
 
 log = logging.getLogger(__name__)
@@ -211,11 +211,4 @@ class ProcessReward:
         return ConfigError(f"{error}{hint}") if hint and isinstance(error, ConfigError) else error
 
     def _hint(self, problem: str) -> str:
-        """Return what to do if a problem names a variable that the process did not get."""
-        for name in self._withheld:
-            if name in problem:
-                return (
-                    f". {name} is set, but looks like a secret, which reward functions do not get; "
-                    f'to pass it: reward.pass_env=["{name}"]'
-                )
-        return ""
+        return withheld_hint(problem, self._withheld, "reward functions", "reward.pass_env")

@@ -133,4 +133,4 @@ class _Runner:
 
 if __name__ == "__main__":
     unicode_output()
-    main(*map(int, sys.argv[1:4]), float(sys.argv[4]), sys.argv[5])
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5])

@@ -6,8 +6,10 @@ class `E(tokenizer)` with a method `run`.
 """
 
 import inspect
+import math
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,6 +17,7 @@ from paceline.data.chat import conversation, stop_token_ids, text_decoder
 from paceline.data.prompts import DataSettings
 from paceline.data.rows import use_chat
 from paceline.environment.conversation import Conversation, Limits
+from paceline.environment.pool import EnvironmentPool
 from paceline.environment.protocol import Environment
 from paceline.environment.token_stream import ChatTemplate
 from paceline.environment.tool_use import ToolUse
@@ -112,13 +115,19 @@ def open_environment(
     data: DataSettings,
     limits: Limits,
     tools: Sequence[str] = (),
+    workers: int = 0,
+    pass_env: Sequence[str] = (),
 ) -> AgentLoop:
     """Create the agent loop from "file.py:Class" or a callable; without one, a single turn.
 
-    With `tools`, the model calls them until it writes a message without a call.
+    With `tools`, the model calls them until it writes a message without a call. With `workers`,
+    environment or tools run in processes; the caller starts and closes the pool of the agent loop.
     """
+    pool = _pool(chosen, tools, workers, limits, pass_env) if workers else None
     if tools:
-        return _with_tools(chosen, tokenizer, data, limits, tools)
+        return _with_tools(chosen, tokenizer, data, limits, tools, pool)
+    if pool:
+        return _chat(pool.name, pool.environment, tokenizer, data, limits, pool=pool)
     if chosen is None:
         ends = stop_token_ids(tokenizer)  # some tokenizers do not mark all of them as special
         decode = text_decoder(tokenizer)
@@ -156,6 +165,7 @@ def _with_tools(
     data: DataSettings,
     limits: Limits,
     tools: Sequence[str],
+    pool: EnvironmentPool | None,
 ) -> Conversation:
     if chosen is not None:
         raise ConfigError(
@@ -163,8 +173,27 @@ def _with_tools(
             "itself; remove one of them"
         )
     toolbox = Toolbox(tools)
-    make = partial(ToolUse, toolbox, tokenizer)
-    return _chat(f"tools {', '.join(tools)}", make, tokenizer, data, limits, toolbox.schemas)
+    make = partial(ToolUse, pool or toolbox, tokenizer)
+    name = f"tools {', '.join(tools)}"
+    return _chat(name, make, tokenizer, data, limits, toolbox.schemas, pool)
+
+
+def _pool(
+    chosen: "str | MakeEnvironment | None",
+    tools: Sequence[str],
+    workers: int,
+    limits: Limits,
+    pass_env: Sequence[str],
+) -> EnvironmentPool:
+    if not tools and not isinstance(chosen, str):
+        given = "a class that the program passes" if chosen else "no environment"
+        raise ConfigError(
+            f"rollout.environment_workers = {workers} needs rollout.tools, or rollout.environment "
+            f"as 'file.py:Class', but there is {given}; set it, or remove environment_workers"
+        )
+    names = tuple(tools) or (str(chosen),)
+    kind = "tools" if tools else "environment"
+    return EnvironmentPool(kind, names, workers, limits.timeout_s, pass_env)
 
 
 def _conversation(
@@ -190,6 +219,7 @@ def _chat(
     data: DataSettings,
     limits: Limits,
     schemas: Sequence[dict[str, Any]] = (),
+    pool: EnvironmentPool | None = None,
 ) -> Conversation:
     if not use_chat(data, tokenizer):
         raise ConfigError(
@@ -201,4 +231,6 @@ def _chat(
     def messages(prompt: Prompt) -> list[dict[str, Any]]:
         return conversation(prompt.row[data.prompt_key], data.system)
 
-    return Conversation(name, make, ChatTemplate(tokenizer, schemas), messages, limits)
+    if pool:  # its deadlines start when a worker starts on a call
+        limits = replace(limits, timeout_s=math.inf)
+    return Conversation(name, make, ChatTemplate(tokenizer, schemas), messages, limits, pool)

@@ -1,0 +1,1 @@
+"""Code that runs in workers, in a directory without packages named like libraries."""
