@@ -213,8 +213,10 @@ class HostedEnvironment:
         if process is None:
             return
         try:
+            await process.call(self._number, "close", None)
+        except EnvironmentFailure:
             if not process.lost:  # else its end has released everything
-                await process.call(self._number, "close", None)
+                raise
         finally:
             self._pool.leave(process)
 

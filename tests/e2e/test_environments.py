@@ -58,7 +58,7 @@ def test_run_continues_when_environment_worker_dies(
     # Its process has one of the two groups that were admitted first, or both.
     chosen += ["rollout.environment_workers=2", "rollout.max_failed_groups=4"]
     summary = asyncio.run(train(load_config(None, chosen)))
-    assert summary["steps"] == 2 and summary["ledger"]["dropped"]["failed"] > 0
+    assert summary["steps"] == 2 and summary["ledger"]["dropped"]["rollout_failed"] > 0
     assert_consistent(folder)
     assert (
         "died during step(): its process ended with exit code 5"
