@@ -67,7 +67,10 @@ def python(code: str) -> str:
         code: The program.
     """
     result = sandbox.run(code)
-    return result.stdout if result.ok else f"{result.stdout}\n{result.stderr}".strip()
+    if result.ok:
+        return result.stdout
+    end = f"it reached its limit of {result.stopped}" if result.stopped else "it failed"
+    return f"({end}, exit code {result.exit_code})\n{result.stdout}\n{result.stderr}".strip()
 
 
 BUILT_IN: dict[str, Tool] = {"calculator": calculator, "python": python}
