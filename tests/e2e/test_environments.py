@@ -13,7 +13,7 @@ from tests.processes import children
 from tests.small_runs import SEPARATE, SMALL, weights
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tool_environment.py"
-HOSTED = Path(__file__).parents[1] / "hosted" / "environments.py"
+HOSTED = Path(__file__).parents[1] / "unit" / "hosted_environments.py"
 
 
 @pytest.mark.parametrize("place", [[], [*SEPARATE, "schedule.max_staleness=1"]])

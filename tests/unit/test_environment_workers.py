@@ -24,7 +24,7 @@ from tests.processes import children
 from tests.scoring import alive, in_loop, until
 from tests.unit.test_conversation import Model, said
 
-FILE = Path(__file__).parents[1] / "hosted" / "environments.py"
+FILE = Path(__file__).parent / "hosted_environments.py"
 DATA = DataSettings(path="rows.jsonl")
 LIMITS = Limits(max_turns=6, max_length=4000, timeout_s=30.0)
 tokenizer_of = cache(chat_tokenizer)
@@ -166,7 +166,7 @@ async def test_worker_that_is_killed_between_calls_fails_its_episodes() -> None:
     ("what", "message"),
     [
         ("wait", r"step\(\) took longer than rollout.environment_timeout_s = 1 s$"),
-        ("fail", r"step\(\) raised KeyError: 'no such move' \(.*environments.py:\d+\)"),
+        ("fail", r"step\(\) raised KeyError: 'no such move' \(.*hosted_environments.py:\d+\)"),
         ("leave", r"step\(\) raised SystemExit: bye"),
         ("flood", r"step\(\) returned 2000000\d\d bytes; expected at most"),
         ("odd", r"step\(\) returned what cannot be serialized as JSON: object is not"),

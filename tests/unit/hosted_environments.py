@@ -1,4 +1,4 @@
-"""Environments and tools for workers, of which some misbehave: `environments.py:Name`."""
+"""Environments and tools for workers, of which some misbehave: `hosted_environments.py:Name`."""
 
 import asyncio
 import ctypes

@@ -1,1 +1,0 @@
-"""Code that runs in workers, in a directory without packages named like libraries."""
