@@ -12,7 +12,7 @@ from paceline.algo.settings import AlgorithmSettings
 from paceline.config import RunConfig
 from paceline.data.held_out import EvaluationSettings
 from paceline.errors import first_error
-from paceline.generation import open_agent, open_generation, open_scorer
+from paceline.generation import open_agent, open_generation, open_scorer, start_agent
 from paceline.held_out import score
 from paceline.inputs import load_inputs
 from paceline.placement import PlacementSettings
@@ -68,6 +68,7 @@ async def evaluate(
     roles = [Role.ROLLOUT, Role.REWARD] if model_scores else [Role.ROLLOUT]
     config = await choose_settings(config, inputs.model_path, roles)
     async with AsyncExitStack() as stack:
+        await start_agent(stack, agent)
         scorer = await open_scorer(stack, config, inputs, reward, agent)
         logs = stack.enter_context(TemporaryFolder("paceline-logs-"))
         generation = await open_generation(stack, config, roles, inputs, agent, scorer, logs)

@@ -9,9 +9,12 @@ from pathlib import Path
 
 from paceline.config import RunConfig
 from paceline.data.chat import stop_token_ids
+from paceline.environment.conversation import Conversation
+from paceline.environment.pool import EnvironmentPool
 from paceline.errors import ConfigError
 from paceline.inputs import Inputs
 from paceline.queue.message_queue import MessageQueue
+from paceline.remote.child import Child
 from paceline.remote.worker import Worker, mark_seen
 from paceline.reward.judge import JudgeReward
 from paceline.reward.model import ModelReward
@@ -24,6 +27,7 @@ from paceline.reward.reward import (
     Rewards,
     WeightedReward,
     open_reward,
+    reward_processes,
 )
 from paceline.rollout.client import EngineClient
 from paceline.rollout.environment import (
@@ -53,6 +57,12 @@ class Generation:
     scorer: Reward
     plans: Sequence[PlannedWorker] = ()
     gpu_name: str = ""
+    environment_pool: EnvironmentPool | None = None
+
+    def user_processes(self) -> Sequence[Child]:
+        """Return the processes that run the user's reward functions and environment."""
+        environments = self.environment_pool.processes() if self.environment_pool else []
+        return [*reward_processes(self.scorer), *environments]
 
     def living_workers(self) -> list[Worker]:
         """Return the workers that run now; replacements of engines included."""
@@ -133,7 +143,8 @@ async def open_generation(
     reward = scorer if config.rollout.agent is None else ReturnedReward(scorer)
     rollouter = _rollouter(config, inputs, fleet, environment, reward, Quarantine(quarantine))
     gpu_name = next((node.gpu_name for node in cluster.nodes() if node.gpu_name), "")
-    return Generation(workers, fleet, rollouter, scorer, plans, gpu_name)
+    pool = environment.pool if isinstance(environment, Conversation) else None
+    return Generation(workers, fleet, rollouter, scorer, plans, gpu_name, pool)
 
 
 def open_agent(
@@ -160,7 +171,16 @@ def open_agent(
         config.rollout.limits(config.data.max_prompt_length),
         config.rollout.tools,
         config.rollout.environment_args,
+        config.rollout.environment_workers,
+        config.rollout.environment_pass_env,
     )
+
+
+async def start_agent(stack: AsyncExitStack, agent: AgentLoop) -> None:
+    """Start the workers of its environment, if it has any. The stack closes them."""
+    if isinstance(agent, Conversation) and agent.pool:
+        stack.push_async_callback(agent.pool.close)
+        await agent.pool.start()
 
 
 async def open_scorer(

@@ -16,7 +16,13 @@ from typing import Any, TypeVar
 
 from paceline.config import RunConfig, check_trainable
 from paceline.control import Command, Control
-from paceline.generation import Generation, open_agent, open_generation, open_scorer
+from paceline.generation import (
+    Generation,
+    open_agent,
+    open_generation,
+    open_scorer,
+    start_agent,
+)
 from paceline.held_out import HeldOut
 from paceline.inputs import Inputs, load_inputs
 from paceline.loop import Loop, LoopSettings, Observer
@@ -34,7 +40,7 @@ from paceline.queue.ledger import Ledger
 from paceline.queue.message_queue import MessageQueue, MessageQueueClient
 from paceline.remote.peak import peak_memory
 from paceline.remote.worker import Worker
-from paceline.reward.reward import Rewards, reward_memory, reward_processes
+from paceline.reward.reward import Rewards
 from paceline.rollout.environment import MakeEnvironment
 from paceline.rollout.fleet import Fleet
 from paceline.rollout.rollouter import Rollouter
@@ -92,6 +98,7 @@ async def train(
     _freeze_libraries()
     async with AsyncExitStack() as stack:
         stack.enter_context(explain_disk_errors(run_dir))
+        await start_agent(stack, agent)
         scorer = await open_scorer(stack, config, inputs, reward, agent, run_dir)
         start = await open_run_dir(stack, config, inputs.identity, fresh, start_from)
         if start.step >= config.steps and (finished := finished_summary(run_dir, start.step)):
@@ -149,7 +156,7 @@ class _Run:
             generation.living_workers,
             config.stall_timeout_s,
             self._run_dir / "logs",
-            lambda: reward_processes(generation.scorer),
+            generation.user_processes,
         )
         self._tokenizer_files = TokenizerFiles(inputs.tokenizer)
         collapse = CollapseMonitor()
@@ -345,7 +352,8 @@ class _Run:
         living = set(unique_workers(self._workers)) - self._fleet.elastic
         living |= {member.engine.worker for member in members}
         workers = sum(await _replies([worker.peak_memory() for worker in living]))
-        return peak_memory() + reward_memory(self._scorer) + workers
+        user_code = sum(process.peak_memory() for process in self._generation.user_processes())
+        return peak_memory() + user_code + workers
 
 
 def job_commands(fleet: Fleet, rollouter: Rollouter) -> dict[str, Command]:

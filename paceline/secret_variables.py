@@ -1,6 +1,6 @@
 """Environment variables that look like secrets, by name or value.
 
-Reward processes do not get them, and messages and logs do not quote them.
+Processes of rewards and environments do not get them, and messages and logs do not quote them.
 """
 
 import re
@@ -27,3 +27,14 @@ def secret_names(environment: Mapping[str, str], passed: Iterable[str] = ()) -> 
         for name, value in environment.items()
         if is_secret(name, value) and not any(fnmatchcase(name, pattern) for pattern in patterns)
     )
+
+
+def withheld_hint(problem: str, withheld: Iterable[str], code: str, setting: str) -> str:
+    """Return what to do if a problem names a variable that a process did not get."""
+    for name in withheld:
+        if name in problem:
+            return (
+                f". {name} is set, but looks like a secret, which {code} do not get; "
+                f'to pass it: {setting}=["{name}"]'
+            )
+    return ""

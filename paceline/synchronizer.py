@@ -116,7 +116,7 @@ class ParameterSynchronizer:
                 State.CATCHING_UP,
             ):
                 member.state = State.LIVE
-                self._fleet.changed.notify_all()
+                self._fleet.members_changed()
 
     async def _sync(self, version: int) -> None:
         settings = self._settings

@@ -295,6 +295,7 @@ MAY_CHANGE = {
     "placement.min_gpus",
     *("rollout.slots", "rollout.kv_memory_fraction", "rollout.generation_timeout"),
     "rollout.episode_timeout_s",
+    *("rollout.environment_workers", "rollout.environment_pass_env"),
     *("rollout.tensor_parallel", "rollout.pipeline_parallel", "rollout.max_failed_groups"),
     *("reward.timeout_s", "reward.workers"),
     *("reward.pass_env", "reward.allow_weak_sandbox"),

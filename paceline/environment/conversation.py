@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from paceline.data.chat import message_problem
-from paceline.environment.protocol import Environment, Message, Reply
+from paceline.environment.pool import EnvironmentPool
+from paceline.environment.protocol import Environment, EnvironmentFailure, Message, Reply
 from paceline.environment.token_stream import ChatTemplate, Tokens
 from paceline.errors import PacelineError, RolloutError
 from paceline.types import MAX_REWARD, Completion, End, Finish, Prompt, Trajectory, Turn
@@ -32,7 +33,7 @@ class Limits:
 
     max_turns: int
     max_length: int  # tokens of all turns
-    timeout_s: float  # of a call of the environment
+    timeout_s: float  # of a call of the environment; infinite if its worker has the deadline
 
 
 class Conversation:
@@ -45,10 +46,12 @@ class Conversation:
         template: ChatTemplate,
         messages: Callable[[Prompt], Sequence[Message]],
         limits: Limits,
+        pool: EnvironmentPool | None = None,
     ) -> None:
-        """`messages` returns the chat messages of a prompt."""
+        """`messages` returns the chat messages of a prompt; `pool` runs what `make` makes."""
         self._name, self._make, self._template = name, make, template
         self._messages, self._limits = messages, limits
+        self.pool = pool
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         try:
@@ -127,6 +130,8 @@ class Conversation:
                 return await call
         except PacelineError:
             raise
+        except EnvironmentFailure as error:
+            raise self._problem(prompt, str(error)) from None
         except TimeoutError as error:
             if not deadline.expired():
                 raise self._raised(prompt, f"{method}()", error) from error

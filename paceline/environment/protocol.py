@@ -33,6 +33,10 @@ class Reply:
     done: bool = False  # the episode has ended
 
 
+class EnvironmentFailure(Exception):
+    """What went wrong in the worker of an environment. The trajectory fails with this text."""
+
+
 class Environment(Protocol):
     """One episode. Its methods may await: thousands of episodes run at the same time."""
 

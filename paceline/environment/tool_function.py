@@ -24,8 +24,11 @@ class ArgumentError(Exception):
 
 
 class ToolFunction:
-    def __init__(self, function: Callable[..., Any]) -> None:
-        """Raise ConfigError if the function cannot be described to a model."""
+    def __init__(self, function: Callable[..., Any], describe: bool = True) -> None:
+        """Raise ConfigError if the function cannot be described to a model.
+
+        Without `describe` there is no schema, which needs transformers.
+        """
         self.function = function
         self.name: str = getattr(function, "__name__", type(function).__name__)
         self.is_async = inspect.iscoroutinefunction(function)
@@ -33,7 +36,7 @@ class ToolFunction:
             parameters = inspect.signature(function).parameters
             hints = get_type_hints(function)
             _check(parameters)
-            self.schema = _schema(self.name, function, parameters, hints)
+            self.schema = _schema(self.name, function, parameters, hints) if describe else {}
             self._types = {name: TypeAdapter(hints[name]) for name in parameters}
         except Exception as error:
             raise ConfigError(

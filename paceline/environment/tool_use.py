@@ -5,11 +5,10 @@ That message ends the episode, or goes to another environment, whose tools these
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.environment.protocol import Environment, Message, Reply
 from paceline.environment.tool_calls import ToolCall, parse_tool_calls
-from paceline.environment.tools import Toolbox
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,20 +16,28 @@ if TYPE_CHECKING:
 MAX_CALLS = 16  # of one message; the model can write more than a machine should run
 
 
+class Tools(Protocol):
+    """What runs the tools: the controller's toolbox, or environment workers."""
+
+    async def call(self, name: str, arguments: Mapping[str, Any] | str) -> str: ...
+
+
 class ToolUse:
     def __init__(
         self,
-        tools: Toolbox,
+        tools: Tools,
+        schemas: Sequence[dict[str, Any]],
         tokenizer: "PreTrainedTokenizerBase",
         environment: Environment | None = None,
     ) -> None:
-        self._tools, self._tokenizer, self._environment = tools, tokenizer, environment
+        self._tools, self._schemas = tools, schemas
+        self._tokenizer, self._environment = tokenizer, environment
 
     async def reset(self, row: Mapping[str, Any]) -> Sequence[Message] | None:
         return await self._environment.reset(row) if self._environment else None
 
     async def step(self, message: Message) -> Reply:
-        calls = parse_tool_calls(message["content"], self._tokenizer, self._tools.schemas)
+        calls = parse_tool_calls(message["content"], self._tokenizer, self._schemas)
         if not calls:
             return await self._environment.step(message) if self._environment else Reply(done=True)
         results = await asyncio.gather(*map(self._run, calls[:MAX_CALLS]))

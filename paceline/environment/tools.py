@@ -70,7 +70,10 @@ def python(code: str) -> str:
         code: The program.
     """
     result = sandbox.run(code)
-    return result.stdout if result.ok else f"{result.stdout}\n{result.stderr}".strip()
+    if result.ok:
+        return result.stdout
+    end = f"it reached its limit of {result.stopped}" if result.stopped else "it failed"
+    return f"({end}, exit code {result.exit_code})\n{result.stdout}\n{result.stderr}".strip()
 
 
 BUILT_IN: dict[str, Tool] = {"calculator": calculator, "python": python}
@@ -85,16 +88,19 @@ DESCRIPTIONS = (
 class Toolbox:
     """The tools of a run."""
 
-    def __init__(self, tools: Sequence[str | Tool]) -> None:
-        """Open tools by name ("calculator", "file.py:function") or as functions."""
+    def __init__(self, tools: Sequence[str | Tool], describe: bool = True) -> None:
+        """Open tools by name ("calculator", "file.py:function") or as functions.
+
+        Without `describe` there are no schemas, which need transformers.
+        """
         self._tools: dict[str, ToolFunction] = {}
         self._room = asyncio.Semaphore(MAX_THREADS)
         for tool in tools:
-            found = ToolFunction(_open(tool) if isinstance(tool, str) else tool)
+            found = ToolFunction(_open(tool) if isinstance(tool, str) else tool, describe)
             if found.name in self._tools:
                 raise ConfigError(f"rollout.tools: two tools are called {found.name!r}; rename one")
             self._tools[found.name] = found
-        self.schemas: list[dict[str, Any]] = [tool.schema for tool in self._tools.values()]
+        self.schemas = [tool.schema for tool in self._tools.values() if tool.schema]
 
     async def call(self, name: str, arguments: Mapping[str, Any] | str) -> str:
         """Return the result of a call as text; for a failed call, what is wrong with it."""

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from paceline.config import RunConfig
 from paceline.data.tiny import resolve_model
-from paceline.generation import open_agent, open_scorer
+from paceline.generation import open_agent, open_scorer, start_agent
 from paceline.inputs import load_inputs
 from paceline.model.known_shapes import known_shape
 from paceline.model.loading import load_config
@@ -45,6 +45,7 @@ async def _checked(config: RunConfig) -> Layout:
     agent = open_agent(config, inputs)
     layout = await plan_that_fits(config, inputs.model_path)
     async with AsyncExitStack() as stack:
+        await start_agent(stack, agent)
         await open_scorer(stack, layout.config, inputs, agent=agent)
     return layout
 

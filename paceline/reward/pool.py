@@ -6,16 +6,17 @@ A process that hangs or dies is replaced, and the run continues.
 import asyncio
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from paceline.errors import ConfigError, DataError, RewardError
-from paceline.reward.calls import Died, Hung, Interrupted, Lost, Overdue, scores_of
+from paceline.remote.calls import Died, Hung, Interrupted, Lost, Overdue
+from paceline.remote.child import end_all
+from paceline.reward.calls import scores_of
 from paceline.reward.function import RewardFunctionError
-from paceline.reward.process import EXIT_TIMEOUT_S, RewardProcess, kill_all
-from paceline.secret_variables import secret_names
+from paceline.reward.process import RewardProcess
+from paceline.secret_variables import secret_names, withheld_hint
 from paceline.types import Prompt, Score, Trajectory
 
 log = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ class ProcessReward:
             process.calls.fail(Died("closed"))
         for process in idle:
             process.disconnect()
-        await asyncio.to_thread(_end, idle, [p for p in processes if p not in idle])
+        await asyncio.to_thread(end_all, idle, [p for p in processes if p not in idle])
         self._processes.clear()
 
     @property
@@ -210,19 +211,4 @@ class ProcessReward:
         return ConfigError(f"{error}{hint}") if hint and isinstance(error, ConfigError) else error
 
     def _hint(self, problem: str) -> str:
-        """Return what to do if a problem names a variable that the process did not get."""
-        for name in self._withheld:
-            if name in problem:
-                return (
-                    f". {name} is set, but looks like a secret, which reward functions do not get; "
-                    f'to pass it: reward.pass_env=["{name}"]'
-                )
-        return ""
-
-
-def _end(idle: Sequence[RewardProcess], busy: Sequence[RewardProcess]) -> None:
-    kill_all(busy)
-    deadline = time.monotonic() + EXIT_TIMEOUT_S
-    for process in idle:
-        process.wait(max(0.0, deadline - time.monotonic()))
-    kill_all(idle)
+        return withheld_hint(problem, self._withheld, "reward functions", "reward.pass_env")

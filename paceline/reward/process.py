@@ -4,124 +4,34 @@ A call that exceeds its deadline kills the process and all its descendants.
 """
 
 import asyncio
-import json
-import logging
-import os
 import pickle
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.errors import ConfigError
-from paceline.remote.parent import is_suspended
-from paceline.remote.peak import peak_memory_of
-from paceline.remote.stacks import read_from
-from paceline.reward.calls import GRACE_S, Calls, Died, Interrupted, Lost, Overdue
-from paceline.reward.descendants import VARIABLE, kill_descendants, new_mark
+from paceline.remote.calls import GRACE_S, Calls, Overdue
+from paceline.remote.child import Child
 from paceline.reward.function import RewardFunctionError, as_optional_reward, as_score
 from paceline.types import Score
 
-log = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 120.0  # a reward function may import torch
-READ_S = 0.5  # to read what a process has sent before it exited
-EXIT_TIMEOUT_S = 1.0  # lets a process flush its files when the pool closes
-
-MAX_REPLY = 16 << 20  # bytes
-# What a reply raises that the worker has not written: user code shares its process.
-INVALID = (
-    *(ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError),
-    asyncio.InvalidStateError,
-)
-
-
-class RewardProcess(asyncio.Protocol):
-    """The process, its connection and the calls that are in flight there.
-
-    The event loop of the run reads the replies, so that no thread has to wait for them.
-    """
+class RewardProcess(Child):
+    """The process and the completions that it scores."""
 
     def __init__(
         self, function: str, timeout_s: float, optional: bool, environment: Mapping[str, str]
     ) -> None:
         """Start the process. `optional`: the function may return None."""
-        self.function = function
-        self.mark = new_mark()  # of the process and its descendants
-        self.suspended = False  # when a call hung, so the function is not to blame
-        self.calls = Calls(timeout_s, self._hang)
+        arguments = [str(timeout_s), function]
+        module = "paceline.reward.worker"
+        super().__init__("reward", function, module, arguments, environment, timeout_s)
         self._timeout_s, self._optional = timeout_s, optional
-        self._lost: Lost | None = None
-        self._unread = b""
-        self._transport: asyncio.Transport | None = None
-        self._exit_fd: int | None = None  # readable once the process has exited
-        self._loop = asyncio.get_running_loop()
-        self._loaded: asyncio.Future[bool] = self._loop.create_future()
-        self._loaded.add_done_callback(lambda loaded: loaded.cancelled() or loaded.exception())
-        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 (closed when the process is lost)
-        self._socket, remote = socket.socketpair()
-        with remote:
-            try:
-                self.process = self._start(remote.fileno(), environment)
-            except BaseException:
-                self._socket.close()
-                self._stacks.close()
-                raise
-        threading.Thread(target=self._relay, daemon=True, name="reward-output").start()
-
-    def _start(self, fd: int, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-        stacks = self._stacks.fileno()
-        arguments = [str(fd), str(os.getpid()), str(self._timeout_s), str(stacks), self.function]
-        path = os.pathsep.join(p or os.getcwd() for p in sys.path)
-        # The kernel kills the process when the thread that started it ends (see remote/parent.py).
-        # It is the thread of the event loop, which outlives the pool.
-        return subprocess.Popen(
-            [sys.executable, "-m", "paceline.reward.worker", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=[fd, stacks],
-            start_new_session=True,  # a separate process group can be killed as a whole
-            env={
-                **environment,
-                VARIABLE: self.mark,
-                "PYTHONPATH": path,
-                "PYTHONUNBUFFERED": "1",
-                "OMP_NUM_THREADS": "1",
-            },
-        )
-
-    async def connect(self) -> None:
-        self._transport, _ = await self._loop.create_unix_connection(
-            lambda: self, sock=self._socket
-        )
-        # A child of the process may keep the connection open after the process has exited.
-        with suppress(OSError, AttributeError):  # too many open files, or not Linux
-            self._exit_fd = os.pidfd_open(self.process.pid)
-            self._loop.add_reader(self._exit_fd, self._exited)
-
-    async def ready(self) -> bool:
-        """Wait until the function is loaded. Return whether it scores completions concurrently.
-
-        Raises ConfigError if it cannot be loaded and Died if the process exits or hangs.
-        """
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                return await asyncio.shield(self._loaded)
-        except TimeoutError:
-            raise Died(f"it did not load within {START_TIMEOUT_S:g} s") from None
 
     def submit(
         self, completions: Sequence[str], row: Mapping[str, Any]
     ) -> list[asyncio.Future[Score]]:
         """Send completions to the process. Raises Lost if it has exited or hangs."""
-        if self._lost is not None or self._transport is None:
-            raise self._lost or Interrupted()
+        self.check()
         try:
             packed = pickle.dumps(dict(row))
         except Exception as e:
@@ -130,69 +40,8 @@ class RewardProcess(asyncio.Protocol):
             ) from e
         calls = [self.calls.add() for _ in completions]
         numbered = [(number, text) for (number, _), text in zip(calls, completions, strict=True)]
-        self._transport.write(pickle.dumps((numbered, packed)))
+        self.send((numbered, packed))
         return [future for _, future in calls]
-
-    def disconnect(self) -> None:
-        """Close the connection, so that an idle process exits normally and flushes its files."""
-        if self._transport is not None:
-            self._transport.close()
-
-    def wait(self, seconds: float) -> None:
-        """Wait briefly for a disconnected process to exit."""
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(seconds)
-
-    def kill(self) -> None:
-        kill_all([self])
-
-    @property
-    def title(self) -> str:
-        return f"reward {self.function!r}, process {self.process.pid}"
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def ask_stacks(self) -> Callable[[], str]:
-        """Ask the process for its stacks; return a function that returns what has arrived."""
-        size = 0
-        with suppress(OSError, ValueError):  # it has exited, and the file is closed
-            size = os.fstat(self._stacks.fileno()).st_size
-            self.process.send_signal(signal.SIGUSR1)
-        return lambda: read_from(self._stacks, size)
-
-    def peak_memory(self) -> int:
-        """Return the peak resident bytes of the process (Linux; elsewhere 0)."""
-        return peak_memory_of(self.process.pid)
-
-    def data_received(self, data: bytes) -> None:
-        *lines, self._unread = (self._unread + data).split(b"\n")
-        try:
-            for line in lines:
-                self._receive(json.loads(line))
-            if len(self._unread) > MAX_REPLY:
-                raise ValueError(f"more than {MAX_REPLY} bytes without an end")
-        except INVALID as error:
-            log.warning("reward %r: an invalid reply: %s", self.function, error)
-            assert self._transport is not None
-            self._transport.abort()  # as if the process had exited: it is replaced
-
-    def _exited(self) -> None:
-        self._forget_exit()
-        if self._transport is not None:  # the last replies may not have been read yet
-            self._loop.call_later(READ_S, self._transport.abort)
-
-    def _forget_exit(self) -> None:
-        if self._exit_fd is not None:
-            self._loop.remove_reader(self._exit_fd)
-            os.close(self._exit_fd)
-            self._exit_fd = None
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._forget_exit()
-        self._stacks.close()
-        self._reporting = self._loop.create_task(self._report_death())
 
     def _receive(self, message: dict[str, Any]) -> None:
         if "number" in message:
@@ -200,7 +49,7 @@ class RewardProcess(asyncio.Protocol):
         elif "started" in message:
             self.calls.started(message["started"])
         elif "problem" in message:
-            problem = f"reward.function = {self.function!r}: {message['problem']}"
+            problem = f"reward.function = {self.name!r}: {message['problem']}"
             self._loaded.set_exception(ConfigError(problem))
         elif message["ready"]:
             if message["concurrent"]:  # then the process cancels a call at its deadline itself
@@ -216,43 +65,3 @@ class RewardProcess(asyncio.Protocol):
             return as_score(as_optional_reward(message["reward"]), self._optional)
         except RewardFunctionError as e:
             return e
-
-    def _hang(self) -> None:
-        self._lost = Interrupted()  # no new calls until the pool has replaced it
-        self.suspended = is_suspended(self.process.pid)
-
-    async def _report_death(self) -> None:
-        with suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(self.process.wait, EXIT_TIMEOUT_S)
-        died = Died(f"its process ended with {_exit(self.process.returncode)}")
-        self._lost = self._lost or died
-        self.calls.fail(died)
-        if not self._loaded.done():
-            self._loaded.set_exception(died)
-
-    def _relay(self) -> None:
-        """Copy the function's output to the log."""
-        assert self.process.stdout is not None
-        with self.process.stdout as output, suppress(ValueError, OSError):
-            while line := output.readline(4096):
-                log.info("reward output: %s", line.decode(errors="replace").rstrip())
-
-
-def kill_all(processes: Sequence[RewardProcess]) -> None:
-    """Kill processes with all their descendants."""
-    pids = [process.process.pid for process in processes if process.process.poll() is None]
-    for pid in pids:  # stopped, a process adopts orphans but starts nothing more
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGSTOP)
-    kill_descendants(pids, [process.mark for process in processes])
-    for pid in pids:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
-    for process in processes:
-        process.process.wait()
-
-
-def _exit(code: int | None) -> str:
-    if code is None:
-        return "its connection closed"
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

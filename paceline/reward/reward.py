@@ -180,9 +180,6 @@ class WeightedReward:
     def processes(self) -> list[RewardProcess]:
         return [process for part in self._parts.values() for process in reward_processes(part)]
 
-    def peak_memory(self) -> int:
-        return sum(reward_memory(part) for part in self._parts.values())
-
     async def close(self) -> None:
         await asyncio.gather(*(part.close() for part in self._parts.values()))
 
@@ -213,11 +210,6 @@ async def _score(
 def reward_processes(reward: Reward) -> list[RewardProcess]:
     """Return the processes of a reward that run now."""
     return reward.processes() if isinstance(reward, ProcessReward | WeightedReward) else []
-
-
-def reward_memory(reward: Reward) -> int:
-    """Return the peak resident bytes of the processes of a reward."""
-    return reward.peak_memory() if isinstance(reward, ProcessReward | WeightedReward) else 0
 
 
 def check_reward(settings: RewardSettings) -> None:

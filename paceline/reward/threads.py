@@ -20,7 +20,8 @@ from functools import partial
 from typing import Any
 
 from paceline.errors import ConfigError, RewardError
-from paceline.reward.calls import GRACE_S, Calls, Hung, Interrupted, Overdue, scores_of
+from paceline.remote.calls import GRACE_S, Calls, Hung, Interrupted, Overdue
+from paceline.reward.calls import scores_of
 from paceline.reward.function import (
     RewardFunctionError,
     as_optional_reward,

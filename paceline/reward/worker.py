@@ -1,6 +1,6 @@
 """Process that runs a custom reward function.
 
-Usage: `python -m paceline.reward.worker FD PARENT_PID TIMEOUT_S STACKS_FD FUNCTION`. Completions
+Usage: `python -m paceline.reward.worker FD PARENT_PID STACKS_FD TIMEOUT_S FUNCTION`. Completions
 and rows arrive pickled over a private socket; rewards or errors leave as lines of JSON, so stdout
 is free for the function's prints. A plain function scores one completion after another; an async
 function scores all that have arrived, in one event loop that lives as long as the process. The
@@ -8,26 +8,16 @@ process ends with its parent, even while the function runs. It starts fast, beca
 the standard library. On SIGUSR1 it writes its stacks to the file STACKS_FD.
 """
 
-import atexit
-import ctypes
-import faulthandler
-import json
-import os
 import pickle
 import queue
-import signal
-import socket
 import sys
-import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from paceline.plugins import PluginError, find_callable
 from paceline.printable import unicode_output
-from paceline.remote.parent import end_with_parent
-from paceline.reward.descendants import VARIABLE, kill_descendants
+from paceline.remote.link import Link, open_link
 from paceline.reward.function import (
     RewardFunctionError,
     call,
@@ -39,62 +29,11 @@ from paceline.reward.function import (
     is_async,
 )
 
-PR_SET_DUMPABLE = 4
-PR_SET_CHILD_SUBREAPER = 36
-EXIT_TIMEOUT_S = 2.0
-
 Function = Callable[..., Any]
 
 
-class Link:
-    """The connection to the parent."""
-
-    def __init__(self, fd: int) -> None:
-        """Take over the socket. Only this process may use it.
-
-        Programs that the function starts do not inherit it, and a process that it forks closes it:
-        code that the model wrote would set its reward.
-        """
-        self._socket = socket.socket(fileno=fd)
-        self._socket.set_inheritable(False)
-        os.register_at_fork(after_in_child=self._forget)
-
-    def reply(self, **message: Any) -> None:
-        self._socket.sendall(json.dumps(message).encode() + b"\n")
-
-    def _forget(self) -> None:
-        if (fd := self._socket.detach()) >= 0:  # else a parent has forgotten it
-            os.close(fd)
-
-    def watch(self, deliver: Callable[[Any], object]) -> None:
-        """Deliver requests from a thread, and None once the parent has disconnected."""
-        threading.Thread(target=self._watch, args=(deliver,), daemon=True).start()
-
-    def _watch(self, deliver: Callable[[Any], object]) -> None:
-        """Receive requests. Exit soon after the parent disconnects, even if the function hangs."""
-        try:
-            with self._socket.makefile("rb") as stream:
-                while True:
-                    deliver(pickle.load(stream))
-        except (EOFError, OSError):
-            pass
-        finally:
-            deliver(None)
-            time.sleep(EXIT_TIMEOUT_S)
-            os.killpg(os.getpgrp(), signal.SIGKILL)
-
-
-def main(fd: int, parent: int, timeout_s: float, stacks: int, spec: str) -> None:
-    end_with_parent(parent)
-    os.set_inheritable(stacks, False)
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    # Registered first, so that it is called after what the function has registered.
-    atexit.register(kill_descendants, [os.getpid()], [os.environ.get(VARIABLE, "")])
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # adopt orphans, so that the parent finds them
-        libc.prctl(PR_SET_DUMPABLE, 0)  # programs of the same user cannot take its descriptors
-    link = Link(fd)
+def main(fd: int, parent: int, stacks: int, timeout_s: float, spec: str) -> None:
+    link = open_link(fd, parent, stacks)
     try:
         function = find_callable(spec)
         check_function(function, function_name(spec))
@@ -194,4 +133,4 @@ class _Runner:
 
 if __name__ == "__main__":
     unicode_output()
-    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5])

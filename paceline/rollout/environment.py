@@ -7,8 +7,10 @@ method `run`.
 """
 
 import inspect
+import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,6 +19,7 @@ from paceline.data.prompts import DataSettings
 from paceline.data.rows import use_chat
 from paceline.environment.conversation import Conversation, Limits
 from paceline.environment.lookup import locate
+from paceline.environment.pool import EnvironmentPool
 from paceline.environment.protocol import Environment
 from paceline.environment.protocol import Generate as Generate
 from paceline.environment.token_stream import ChatTemplate
@@ -150,14 +153,20 @@ def open_environment(
     limits: Limits,
     tools: Sequence[str | Tool] = (),
     arguments: Mapping[str, Any] | None = None,
+    workers: int = 0,
+    pass_env: Sequence[str] = (),
 ) -> AgentLoop:
     """Create the agent loop from a name, "file.py:Class" or a callable; default: a single turn.
 
     `arguments` are those of the class. With `tools`, the model calls them until it writes a message
-    without a call.
+    without a call. With `workers`, environment or tools run in processes; the caller starts and
+    closes the pool of the agent loop.
     """
+    pool = _pool(chosen, arguments, tools, workers, limits, pass_env) if workers else None
     if tools:
-        return _with_tools(chosen, tokenizer, data, limits, tools)
+        return _with_tools(chosen, tokenizer, data, limits, tools, pool)
+    if pool:
+        return _chat(pool.name, pool.environment, tokenizer, data, limits, pool=pool)
     if chosen is None:
         ends = stop_token_ids(tokenizer)  # some tokenizers do not mark all of them as special
         decode = text_decoder(tokenizer)
@@ -203,6 +212,7 @@ def _with_tools(
     data: DataSettings,
     limits: Limits,
     tools: Sequence[str | Tool],
+    pool: EnvironmentPool | None,
 ) -> Conversation:
     if chosen is not None:
         raise ConfigError(
@@ -210,9 +220,30 @@ def _with_tools(
             "itself; remove one of them"
         )
     toolbox = Toolbox(tools)
-    make = partial(ToolUse, toolbox, tokenizer)
+    make = partial(ToolUse, pool or toolbox, toolbox.schemas, tokenizer)
     names = ", ".join(schema["function"]["name"] for schema in toolbox.schemas)
-    return _chat(f"tools {names}", make, tokenizer, data, limits, toolbox.schemas)
+    return _chat(f"tools {names}", make, tokenizer, data, limits, toolbox.schemas, pool)
+
+
+def _pool(
+    chosen: "str | MakeEnvironment | None",
+    arguments: Mapping[str, Any] | None,
+    tools: Sequence[str | Tool],
+    workers: int,
+    limits: Limits,
+    pass_env: Sequence[str],
+) -> EnvironmentPool:
+    if tools and all(isinstance(tool, str) for tool in tools):
+        names = tuple(map(str, tools))
+        return EnvironmentPool("tools", names, workers, limits.timeout_s, pass_env)
+    if not tools and isinstance(chosen, str):
+        code = locate(chosen, arguments)
+        return EnvironmentPool("environment", (chosen,), workers, limits.timeout_s, pass_env, code)
+    given = "a class or function that the program passes" if chosen or tools else "no environment"
+    raise ConfigError(
+        f"rollout.environment_workers = {workers} needs rollout.tools, or rollout.environment "
+        f"as 'file.py:Class', but there is {given}; set it, or remove environment_workers"
+    )
 
 
 def _conversation(
@@ -235,7 +266,7 @@ def _conversation(
     toolbox = Toolbox(tools)
     return _chat(
         name,
-        lambda: ToolUse(toolbox, tokenizer, episode()),
+        lambda: ToolUse(toolbox, toolbox.schemas, tokenizer, episode()),
         tokenizer,
         data,
         limits,
@@ -250,6 +281,7 @@ def _chat(
     data: DataSettings,
     limits: Limits,
     schemas: Sequence[dict[str, Any]] = (),
+    pool: EnvironmentPool | None = None,
 ) -> Conversation:
     if not use_chat(data, tokenizer):
         raise ConfigError(
@@ -261,4 +293,6 @@ def _chat(
     def messages(prompt: Prompt) -> list[dict[str, Any]]:
         return conversation(prompt.row[data.prompt_key], data.system)
 
-    return Conversation(name, make, ChatTemplate(tokenizer, schemas), messages, limits)
+    if pool:  # its deadlines start when a worker starts on a call
+        limits = replace(limits, timeout_s=math.inf)
+    return Conversation(name, make, ChatTemplate(tokenizer, schemas), messages, limits, pool)

@@ -66,6 +66,7 @@ class Fleet:
         """
         self.replaced = 0
         self.changed = changed or Notifier()
+        self.on_change: Callable[[], None] = lambda: None  # called when members come or go
         self._pool = pool  # prefix of the names of new workers
         self._launch = launch
         self._heartbeat_timeout_s = heartbeat_timeout_s
@@ -166,6 +167,11 @@ class Fleet:
             if self._tasks and self._catch_up:
                 self._tasks.create_task(self._catch_up(member))
 
+    def members_changed(self) -> None:
+        """Report that an engine has entered or left the rotation."""
+        self.changed.notify_all()
+        self.on_change()
+
     def _watch(self, member: Member) -> None:
         assert self._tasks
         self._watches[member.incarnation] = self._tasks.create_task(self._supervise(member))
@@ -249,7 +255,7 @@ class Fleet:
         member.state = State.DEAD
         member.engine.worker.fence(error)
         self._members.remove(member)
-        self.changed.notify_all()
+        self.members_changed()
         task = asyncio.ensure_future(member.engine.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

@@ -23,7 +23,7 @@ class Member:
     elastic: bool = True  # has no other role, so the run can continue without it
     state: State = State.LIVE
     version: int = 0  # last reported version of its weights
-    load: int = 0  # trajectories assigned to it
+    load: int = 0  # trajectories that generate there or are about to
     completions: int = 0  # finished so far
     failures: int = 0  # consecutive failures under this name without a finished completion
     loading: bool = False  # loads new weights and may not respond meanwhile

@@ -20,6 +20,7 @@ from paceline.reward.reward import Reward
 from paceline.rollout.environment import AgentLoop, Generate
 from paceline.rollout.fleet import Fleet
 from paceline.rollout.in_flight import GroupInFlight
+from paceline.rollout.member import Member
 from paceline.rollout.quarantine import Quarantine, Quarantined
 from paceline.rollout.router import EngineAssignment, Router
 from paceline.rollout.settings import EPISODE_GENERATIONS
@@ -64,6 +65,7 @@ class Rollouter:
         self._fleet = fleet
         # Up to `slots` more trajectories wait at the engine, so that no slot is idle.
         self._router = Router(fleet, hedge_after_s, slots and 2 * slots, quarantine)
+        fleet.on_change = self._recheck
         self._environment = environment
         self._reward = reward
         self._sampling = sampling
@@ -133,12 +135,11 @@ class Rollouter:
     async def _run(self, seq: int, prompt: Prompt, progress: GroupInFlight) -> Group:
         clock = asyncio.get_running_loop().time
         started = clock()
-        count = self._group_size + self._greedy_baseline
-        assignment = EngineAssignment(self._router, count, prompt.uid)
         indices = [*range(self._group_size), *([GREEDY] if self._greedy_baseline else [])]
+        assignment = EngineAssignment(self._router, indices, prompt.uid)
         failures: list[RolloutError] = []
         try:
-            await self._wait_for_engine(assignment)
+            await self._wait_for_engine(assignment, assignment.assign)
             self.watch(self._kind, seq, "generated")
             async with asyncio.TaskGroup() as group:
                 tasks = [
@@ -150,8 +151,8 @@ class Rollouter:
         except BaseExceptionGroup as failed:
             raise first_error(failed) from None
         finally:
-            if assignment.close():
-                self.changed.notify_all()
+            member = assignment.member
+            self._recheck(None if assignment.close() else member)
         assignment.succeeded()
         results = [task.result() for task in tasks]
         baseline = results.pop() if self._greedy_baseline else ()
@@ -261,12 +262,24 @@ class Rollouter:
             if deadline.when() is None:
                 deadline.reschedule(now + seconds)
         self.changed.notify_all()
+        self._recheck()
         return True
 
-    async def _wait_for_engine(self, assignment: EngineAssignment) -> None:
-        """Wait until an engine takes the prompt. The generation timeout does not run meanwhile."""
-        while self.paused or not assignment.assign():
-            await self.changed.wait()
+    async def _wait_for_engine(
+        self, assignment: EngineAssignment, take: Callable[[], bool]
+    ) -> None:
+        """Wait until `take` finds an engine. The generation timeout does not run meanwhile."""
+        await self._router.wait(assignment.member, lambda: not self.paused and take())
+
+    def _recheck(self, member: Member | None = None) -> None:
+        """Let waiting prompts and turns look for an engine: at one with room, or at any."""
+        if not self.paused:
+            self._router.recheck(member)
+
+    def _leave(self, assignment: EngineAssignment) -> None:
+        """Give up a place at the engine, which a waiting prompt or turn may take."""
+        if member := assignment.give_up_place():
+            self._recheck(member)
 
     async def _trajectory(
         self,
@@ -294,8 +307,8 @@ class Rollouter:
             log.warning("group %d continues without a failed trajectory: %s", seq, error)
             return ()
         finally:
-            if assignment.release():
-                self.changed.notify_all()
+            if assignment.use_reserved(index):  # it did not generate
+                self._leave(assignment)
 
     async def _episode(
         self, episode: Awaitable[Trajectory | tuple[Trajectory, ...]], index: int, prompt: Prompt
@@ -339,23 +352,36 @@ class Rollouter:
             call = progress.begin_call(index, number, context)
             completion = call.completion
             left, losses = self._timeout, assignment.losses
-            while completion is None or completion.finish is Finish.INTERRUPT:
-                await self._wait_for_engine(assignment)
-                request = Request(
-                    f"{seq}.{index}.{next(self._ids)}", context, seed, sampling, completion
-                )
-                call.request_id = request.id
-                try:
-                    completion, left = await self._timed(assignment, request, left)
-                except TimeoutError:
-                    raise RolloutError(
-                        f"trajectory {index} of prompt {prompt.uid} took longer than "
-                        f"rollout.generation_timeout = {self._timeout:g} s"
-                    ) from None
-                if completion.finish is Finish.INTERRUPT:
-                    call.completion = completion
-                if assignment.losses > losses:  # an engine was lost, so the timeout starts over
-                    left, losses = self._timeout, assignment.losses
+            placed = assignment.use_reserved(index)
+
+            def place() -> bool:
+                nonlocal placed
+                if placed:
+                    return assignment.assign()  # else its engine is lost
+                placed = assignment.take_place()
+                return placed
+
+            try:
+                while completion is None or completion.finish is Finish.INTERRUPT:
+                    await self._wait_for_engine(assignment, place)
+                    request = Request(
+                        f"{seq}.{index}.{next(self._ids)}", context, seed, sampling, completion
+                    )
+                    call.request_id = request.id
+                    try:
+                        completion, left = await self._timed(assignment, request, left)
+                    except TimeoutError:
+                        raise RolloutError(
+                            f"trajectory {index} of prompt {prompt.uid} took longer than "
+                            f"rollout.generation_timeout = {self._timeout:g} s"
+                        ) from None
+                    if completion.finish is Finish.INTERRUPT:
+                        call.completion = completion
+                    if assignment.losses > losses:  # an engine was lost: the timeout starts over
+                        left, losses = self._timeout, assignment.losses
+            finally:
+                if placed:  # while the environment replies, others generate
+                    self._leave(assignment)
             if completion.finish is Finish.ABORT:
                 raise RolloutError(
                     f"trajectory {index} of prompt {prompt.uid} was aborted "

@@ -72,6 +72,13 @@ class RolloutSettings(Settings):
     [reward]. Requires the extra "agents"."""
     environment_timeout_s: float = Field(60.0, gt=0)
     """Maximum seconds per call of the environment. On timeout the trajectory fails."""
+    environment_workers: int = Field(0, ge=0)
+    """Number of processes that run the environment or the tools. A process that crashes or is
+    blocked longer than environment_timeout_s is killed and replaced; its episodes fail. 0: they run
+    in the controller, where a crash ends the run."""
+    environment_pass_env: tuple[str, ...] = ()
+    """Environment variables that environment workers get although they look like secrets. Names or
+    patterns, for example "OPENAI_*"."""
     max_turns: int = Field(16, ge=1)
     """Maximum number of completions in a conversation with an environment."""
     max_failed_groups: int = Field(0, ge=0)

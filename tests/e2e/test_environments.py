@@ -14,10 +14,12 @@ from paceline.rollout.in_flight_files import read_in_flight
 from paceline.run import train
 from tests.audits import assert_consistent
 from tests.e2e.test_resume import Recording
-from tests.small_runs import SEPARATE, SMALL, config
+from tests.processes import children
+from tests.small_runs import SEPARATE, SMALL, config, weights
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE = EXAMPLES / "tool_environment.py"
+HOSTED = Path(__file__).parents[1] / "unit" / "hosted_environments.py"
 
 
 @pytest.mark.parametrize("place", [[], [*SEPARATE, "schedule.max_staleness=1"]])
@@ -151,6 +153,38 @@ def test_model_learns_game_of_several_turns(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     rewards = [row["reward/mean"] for row in rows]
     assert sum(rewards[:5]) / 5 < 0.3 and sum(rewards[-10:]) / 10 > 0.45
+
+
+def test_run_in_environment_workers_equals_run_in_controller(model: str, tmp_path: Path) -> None:
+    rows = []
+    for workers in (0, 2):
+        folder = tmp_path / str(workers)
+        chosen = [f"model={model}", f"run_dir={folder}", *SMALL, "steps=2"]
+        chosen += [f"rollout.environment={EXAMPLE}:Lookup"]
+        chosen += [f"rollout.environment_workers={workers}"]
+        asyncio.run(train(load_config(None, chosen)))
+        rows.append(weights(folder, 2))
+    assert rows[0] == rows[1]
+    assert not children()
+
+
+def test_run_continues_when_environment_worker_dies(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CRASHED", str(tmp_path / "crashed"))
+    folder = tmp_path / "run"
+    chosen = [f"model={model}", f"run_dir={folder}", *SMALL, "steps=2"]
+    chosen += [f"rollout.environment={HOSTED}:SometimesCrashes"]
+    # Its process has one of the two groups that were admitted first, or both.
+    chosen += ["rollout.environment_workers=2", "rollout.max_failed_groups=4"]
+    summary = asyncio.run(train(load_config(None, chosen)))
+    assert summary["steps"] == 2 and summary["ledger"]["dropped"]["rollout_failed"] > 0
+    assert_consistent(folder)
+    assert (
+        "died during step(): its process ended with exit code 5"
+        in (folder / "logs" / "main.log").read_text()
+    )
+    assert not children()
 
 
 @pytest.mark.slow

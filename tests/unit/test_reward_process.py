@@ -193,7 +193,7 @@ async def test_groups_are_scored_by_all_workers(functions: Path) -> None:
 async def test_prints_of_function_go_to_log(
     functions: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level("INFO", logger="paceline.reward.process"):
+    with caplog.at_level("INFO", logger="paceline.remote.child"):
         async with opened(f"{functions}:printing") as reward:
             assert await score(reward, "a", "b") == [0.5, 0.5]
             await until(lambda: "hello from the reward" in caplog.text and "raw" in caplog.text)

@@ -1,8 +1,8 @@
-"""Processes that a reward function has started, and their end.
+"""Processes that user code has started, and their end.
 
 They carry a mark in their environment, so they are found even if they started a new session and
 their parents have exited (Linux; elsewhere killing the process group must do). Imports only the
-standard library, because reward processes import this module and must start fast.
+standard library, because processes of user code import this module and must start fast.
 """
 
 import os
@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 
-VARIABLE = "PACELINE_REWARD_PROCESS"
+VARIABLE = "PACELINE_USER_PROCESS"
 PATTERN = re.compile(rb"(?:^|\0)" + VARIABLE.encode() + rb"=([0-9a-f]+)")
 LIMIT_S = 10.0  # for processes that start others as fast as they are killed
 # Scans in a row that find nothing, before and after one that did: a process that forks and exits
