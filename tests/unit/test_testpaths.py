@@ -1,4 +1,4 @@
-"""Repository layout: test directories, `make clean`, links and paths in the documentation.
+"""Repository layout: test directories, `make clean`, the tree in the documentation.
 
 `make test` collects all test directories except those that need other packages.
 """
@@ -15,7 +15,7 @@ def test_every_test_directory_has_a_command() -> None:
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     listed = pyproject["tool"]["pytest"]["ini_options"]["testpaths"]
     found = {str(path.parent.relative_to(ROOT)) for path in ROOT.glob("tests/*/__init__.py")}
-    others = {"bench", "browser", "megatron", "ray", "track", "vllm"}
+    others = {"bench", "browser", "docs", "megatron", "ray", "track", "vllm"}
     assert found - set(listed) == {f"tests/{name}" for name in others}
 
 
@@ -23,15 +23,6 @@ def test_make_clean_keeps_runs() -> None:
     dry_run = ["make", "-n", "clean"]
     output = subprocess.run(dry_run, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert ".venv" in output and "runs" not in output
-
-
-def test_documentation_links_to_existing_files() -> None:
-    broken = []
-    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")]:
-        for link in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text()):
-            if not (page.parent / link).exists():
-                broken.append(f"{page.name}: {link}")
-    assert not broken
 
 
 def test_architecture_names_existing_files() -> None:
