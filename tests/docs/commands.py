@@ -4,6 +4,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,8 @@ def check_command(words: list[str], block: Block) -> None:
         assert not missing, f"no such target: {missing}"
     elif program == "pip":
         check_extras(arguments)
+    elif program == "python" and arguments[0] == "-m":
+        assert find_spec(arguments[1]) or block.needs, f"no such module: {arguments[1]}"
     elif program in ("python", "bash") or program.startswith("./"):
         path = Path(program if program.startswith("./") else arguments[0])
         assert (ROOT / path).exists(), f"no such file: {path}"

@@ -21,9 +21,9 @@ import pytest
 import yaml
 
 import paceline
-from paceline.config import load_config
+from paceline.config import RunConfig, describe_settings, load_config
 from paceline.errors import ConfigError
-from paceline.supervised.config import load_sft_config
+from paceline.supervised.config import SftConfig, load_sft_config
 from tests.docs.commands import check_inline, problems_of
 from tests.docs.documents import ROOT, Block, all_blocks, blocks_of, documents
 from tests.models import random_model
@@ -99,6 +99,20 @@ def test_command_in_sentence_has_valid_options() -> None:
                 check_inline(shlex.split(code, comments=True))
             except (AssertionError, ValueError) as error:
                 problems.append(f"{named(page)}: paceline {code}: {error}")
+    assert not problems, "\n".join(problems)
+
+
+def test_setting_in_sentence_exists() -> None:
+    """A name in code, for example `schedule.max_staleness`, whose group is one of the settings."""
+    known = {name for model in (RunConfig, SftConfig) for name, *_ in describe_settings("", model)}
+    groups = {name.rpartition(".")[0] for name in known} - {""}
+    foreign = {"docs/verl.md", "docs/areal.md", "docs/trl.md"}  # also have names of others
+    problems = []
+    for page in documents():
+        for name in re.findall(r"(?<!`)`([a-z_]+(?:\.[a-z_0-9]+)+)(?:`| ?=)", page.read_text()):
+            group = name.rpartition(".")[0]
+            if group in groups and name not in known and named(page) not in foreign:
+                problems.append(f"{named(page)}: no setting {name}")
     assert not problems, "\n".join(problems)
 
 
