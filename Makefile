@@ -24,7 +24,7 @@ RUNS := $(filter-out $(FAST) $(SERIAL) $(OTHER_PACKAGES),$(patsubst %/__init__.p
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo test test-fast test-runs test-serial coverage faults test-slow test-megatron \
-	test-ray test-vllm test-bench test-track test-browser test-docs docs screenshots \
+	test-ray test-vllm test-bench test-track test-browser test-docs docs release-check screenshots \
 	lint format clean
 
 help:  ## list the commands
@@ -79,6 +79,9 @@ test-docs: .venv-docs/.ready .venv-sky/.ready  ## code blocks, links, tutorials,
 docs: .venv-docs/.ready  ## build the site in site/; it needs no network
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 
+release-check: .venv-docs/.ready  ## build sdist and wheel, install them in empty environments
+	.ci/release
+
 screenshots: $(READY)  ## make the pictures of the page in the documentation, with Chromium
 	$(BIN)/python docs/screenshots.py
 
@@ -94,12 +97,12 @@ format: $(READY)  ## fix what ruff can fix
 clean:  ## delete environments and caches; training results stay
 	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache .coverage .coverage.*
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt constraints-lock.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "Paceline needs Python 3.11 or newer, but $(PYTHON) is $$($(PYTHON) --version)." \
 			"Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/$(PIP_INSTALL) -c constraints.txt -e ".[dev]"
+	$(BIN)/$(PIP_INSTALL) -c constraints-lock.txt -e ".[dev]"
 	@touch $@
 
 # Without dependencies: torch, numpy and packaging are already installed.

@@ -25,6 +25,27 @@ def test_make_clean_keeps_runs() -> None:
     assert ".venv" in output and "runs" not in output
 
 
+def units() -> set[str]:
+    """Return the modules and packages at the top of the package."""
+    found = (ROOT / "paceline").iterdir()
+    named = {path.stem for path in found if path.suffix == ".py" or (path / "__init__.py").exists()}
+    return {name for name in named if not name.startswith("__")}
+
+
+def test_layers_of_architecture_are_those_of_package() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    table = text.partition("## Layers")[2].partition("\n## ")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert {name for cell in cells for name in re.findall(r"`([a-z_]+)/?`", cell)} == units()
+
+
+def test_source_tree_of_readme_is_that_of_package() -> None:
+    tree = (ROOT / "README.md").read_text().partition("## Source tree")[2].split("```")[1]
+    named = re.findall(r"\b([a-z_]+)(?:/|\.py)(?=\s)", tree)
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir()}
+    assert set(named) - folders == units()
+
+
 def test_architecture_names_existing_files() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     paths = set(re.findall(r"`([a-z_/]+\.py)`", text))
