@@ -41,6 +41,14 @@ def test_site_loads_nothing_from_other_servers(site: Path) -> None:
     assert not loaded
 
 
+def test_site_shows_lists_as_lists(site: Path) -> None:
+    """Unlike GitHub, the site needs an empty line between a paragraph and a list."""
+    paragraph = re.compile(r"<p>((?:(?!</p>).)*?\n *(?:-|1\.) (?:(?!</p>).)*)</p>", re.DOTALL)
+    pages = [page for page in site.rglob("*.html") if "files" not in page.relative_to(site).parts]
+    found = {page.name: match[1] for page in pages if (match := paragraph.search(page.read_text()))}
+    assert not found, f"add an empty line before the list: {found}"
+
+
 def test_site_finds_settings_and_public_names_by_search(site: Path) -> None:
     index = json.loads((site / "search" / "search_index.json").read_text())
     found = " ".join(entry["title"] + " " + entry["text"] for entry in index["docs"])
