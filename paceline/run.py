@@ -305,7 +305,8 @@ class _Run:
         With `copied`, call it when the next step may change the weights.
         """
         inputs, trainer = self._inputs, self._trainer
-        card = model_card(self._config, step, recorder.reward)
+        evaluation = self._held_out.summary().get("last") if self._held_out else None
+        card = model_card(self._config, step, recorder.reward, evaluation)
         in_flight = self._generation.in_flight(queue) if self._config.keeps_in_flight else {}
 
         async def write(target: Path) -> None:

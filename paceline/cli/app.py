@@ -8,7 +8,6 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.text import Text
 
-from paceline import __version__
 from paceline.errors import PacelineError
 from paceline.observe.console import RunConsole, discard_output
 from paceline.printable import redacted
@@ -46,7 +45,10 @@ Overrides = Annotated[
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        console.print(__version__, highlight=False)
+        from paceline.version import describe
+
+        for line in describe():
+            console.print(line, highlight=False, soft_wrap=True)
         raise typer.Exit
 
 
@@ -55,7 +57,10 @@ def main(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print version, commit and backends.",
         ),
     ] = False,
 ) -> None:

@@ -1,13 +1,15 @@
 """Model card: the README.md of a trained model, as model hubs show it."""
 
+import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from paceline import __version__
 from paceline.config import RunConfig
 from paceline.data.prompts import RowSettings
+from paceline.printable import redacted
 from paceline.training.settings import TrainSettings
 
 MODEL_CARD = "README.md"
@@ -26,18 +28,29 @@ class CardConfig(Protocol):
     @property
     def train(self) -> TrainSettings: ...
 
+    def model_dump(self, *, mode: str = ..., exclude_defaults: bool = ...) -> dict[str, Any]: ...
+
 
 def write_model_card(folder: Path, card: str) -> None:
     (folder / MODEL_CARD).write_text(card, encoding="utf-8")
 
 
-def model_card(config: RunConfig, step: int, reward: float | None) -> str:
-    """Return the card of the model after `step` train steps, the last of which got `reward`."""
+def model_card(
+    config: RunConfig,
+    step: int,
+    reward: float | None,
+    evaluation: Mapping[str, Any] | None = None,
+) -> str:
+    """Return the card of the model after `step` train steps, the last of which got `reward`.
+
+    `evaluation`: the last one on held-out prompts.
+    """
     algorithm = config.algorithm.name
     facts = {
         "Algorithm": algorithm,
         "Train steps": str(step),
         "Mean reward of the last step": "unknown" if reward is None else f"{reward:.4g}",
+        "Evaluation": _evaluation_text(evaluation),
         "Data": data_name(config.data),
         "Completions per prompt": str(config.group_size),
         "Prompts per step": str(config.groups_per_step),
@@ -64,6 +77,7 @@ def card_text(
         [
             "---",
             LIBRARY,
+            "license: unknown  # depends on the base model and the data: set it before you publish",
             *([f"base_model: {model}"] if is_public else []),
             "tags:",
             *(f"- {tag}" for tag in dict.fromkeys((*tags, "paceline"))),
@@ -77,8 +91,41 @@ def card_text(
             "|---|---|",
             *(f"| {name} | {value} |" for name, value in table.items()),
             "",
+            "## Recipe",
+            "",
+            "All settings that differ from their defaults:",
+            "",
+            "```",
+            *_settings(config.model_dump(mode="json", exclude_defaults=True)),
+            "```",
+            "",
         ]
     )
+
+
+def _evaluation_text(evaluation: Mapping[str, Any] | None) -> str:
+    if not evaluation:
+        return "none"
+    return (
+        f"mean reward {evaluation['reward']:.4g} on held-out prompts at step {evaluation['step']}"
+    )
+
+
+def _settings(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield a line per setting. Directories of this machine are left out of paths."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _settings(value, f"{prefix}{name}.")
+        elif prefix + name != "run_dir":
+            yield redacted(f"{prefix}{name}={_without_directory(value)}")
+
+
+def _without_directory(value: Any) -> str:
+    if isinstance(value, str):
+        return Path(value).name if Path(value).is_absolute() else value
+    if isinstance(value, list):
+        return json.dumps([_without_directory(item) for item in value])
+    return json.dumps(value)
 
 
 def data_name(data: RowSettings) -> str:

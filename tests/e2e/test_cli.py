@@ -259,20 +259,6 @@ def test_train_fails_when_command_line_sets_both_alternatives(recipe: Path) -> N
     )
 
 
-def test_readme_commands_have_valid_settings() -> None:
-    commands = [
-        line.split()
-        for line in (ROOT / "README.md").read_text().replace("\\\n", " ").splitlines()
-        if line.startswith("paceline train ")
-    ]
-    assert len(commands) >= 2
-    for words in commands:
-        start = words.index("train") + 1
-        settings = [word for word in words[start + 1 :] if "=" in word]
-        result = paceline(words[start], *settings, "--dry-run")
-        assert result.exit_code == 0, f"{words}: {result.output}"
-
-
 def test_python_m_paceline_runs_command_line() -> None:
     command = [sys.executable, "-m", "paceline", "--help"]
     output = subprocess.run(command, capture_output=True, text=True).stdout

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import os
-import re
 import signal
 import subprocess
 import sys
@@ -20,7 +18,6 @@ from examples.custom_environment import TwoTries
 from paceline.workers import automatic
 from tests.audits import assert_consistent
 
-README = Path(__file__).parents[2] / "README.md"
 SMALL: dict[str, Any] = {
     "groups_per_step": 2,
     "group_size": 2,
@@ -227,18 +224,3 @@ def test_example_program_trains(small: dict[str, Any], capsys: pytest.CaptureFix
     del small["model"]
     run = custom_program.main(**small | {"group_size": 4})
     assert run.checkpoint.exists() and "step 1: reward" in capsys.readouterr().out
-
-
-def test_readme_program_trains(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = re.search(r"```python\n(import paceline\n.*?)```", README.read_text(), re.DOTALL)
-    assert found
-    settings = ", ".join(f"{name!r}: {value!r}" for name, value in SMALL.items())
-    program = found[1].replace("Qwen/Qwen2.5-0.5B-Instruct", model)
-    program = program.replace("steps=200", f"steps=2, **{{{settings}}}")
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "say 1", "answer": "1"}\n')
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    exec(program, names)
-    assert names["run"].summary["steps"] == 2
-    assert json.loads((names["run"].checkpoint / "config.json").read_text())["architectures"]
-    assert os.path.isdir("runs/default")

@@ -14,8 +14,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import paceline
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -80,9 +78,11 @@ def test_installed_wheel_is_used_instead_of_repository(environment: Path) -> Non
     assert Path(found.strip()).is_relative_to(environment)
 
 
-def test_installed_command_prints_version_and_settings(environment: Path) -> None:
+def test_installed_command_prints_version_and_settings(environment: Path, wheel: Path) -> None:
     command = environment / "bin" / "paceline"
-    assert paceline.__version__ in output(command, "--version", cwd=environment)
+    version = wheel.name.split("-")[1]
+    shown = output(command, "--version", cwd=environment)
+    assert shown.startswith(f"paceline {version}\n") and f"torch {torch.__version__} (" in shown
     assert "schedule.max_staleness" in output(command, "settings", cwd=environment)
 
 

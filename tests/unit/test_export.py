@@ -192,15 +192,26 @@ def test_model_card_has_metadata_of_hub() -> None:
             "run_dir=runs/first",
         ]
     )
-    _, front, text = model_card(config, 200, 0.5).split("---\n", 2)
+    evaluation = {"step": 180, "reward": 0.625}
+    _, front, text = model_card(config, 200, 0.5, evaluation).split("---\n", 2)
     assert yaml.safe_load(front) == {
         "library_name": "transformers",
+        "license": "unknown",
         "base_model": "Qwen/Qwen2.5-0.5B-Instruct",
         "tags": ["reinforcement-learning", "reinforce++", "paceline"],
     }
     assert text.startswith("\n# first\n")
-    for fact in ("Train steps | 200", "last step | 0.5", "Data | rows.jsonl"):
+    tested = "Evaluation | mean reward 0.625 on held-out prompts at step 180"
+    for fact in ("Train steps | 200", "last step | 0.5", "Data | rows.jsonl", tested):
         assert f"{fact} |" in text
+
+
+def test_model_card_has_settings_without_directories() -> None:
+    chosen = ["data.path=/home/me/rows.jsonl", "reward.function=exact", "train.learning_rate=0.5"]
+    text = model_card(load_config(overrides=[*chosen, "run_dir=/home/me/runs"]), 1, None)
+    recipe = text.partition("## Recipe")[2].splitlines()
+    assert {"data.path=rows.jsonl", "train.learning_rate=0.5"} <= set(recipe)
+    assert "/home/me" not in text
 
 
 def test_model_card_of_local_base_has_no_public_name() -> None:

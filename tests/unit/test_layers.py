@@ -33,6 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "openmp",
         "progress",
         "temporary",
+        "version",
     ),
     ("plugins", "schedule", "placement", "recipe", "hints", "background", "line_file", "sandbox"),
     ("model", "remote", "auditor"),

@@ -1,4 +1,4 @@
-"""Repository layout: test directories, `make clean`, links and paths in the documentation.
+"""Repository layout: test directories, `make clean`, the tree in the documentation.
 
 `make test` collects all test directories except those that need other packages.
 """
@@ -15,7 +15,7 @@ def test_every_test_directory_has_a_command() -> None:
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     listed = pyproject["tool"]["pytest"]["ini_options"]["testpaths"]
     found = {str(path.parent.relative_to(ROOT)) for path in ROOT.glob("tests/*/__init__.py")}
-    others = {"bench", "browser", "megatron", "ray", "track", "vllm"}
+    others = {"bench", "browser", "docs", "environments", "megatron", "ray", "track", "vllm"}
     assert found - set(listed) == {f"tests/{name}" for name in others}
 
 
@@ -25,13 +25,26 @@ def test_make_clean_keeps_runs() -> None:
     assert ".venv" in output and "runs" not in output
 
 
-def test_documentation_links_to_existing_files() -> None:
-    broken = []
-    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")]:
-        for link in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text()):
-            if not (page.parent / link).exists():
-                broken.append(f"{page.name}: {link}")
-    assert not broken
+def units() -> set[str]:
+    """Return the modules and packages at the top of the package."""
+    found = (ROOT / "paceline").iterdir()
+    named = {path.stem for path in found if path.suffix == ".py" or (path / "__init__.py").exists()}
+    return {name for name in named if not name.startswith("__")}
+
+
+def test_layers_of_architecture_are_those_of_package() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    table = text.partition("## Layers")[2].partition("\n## ")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    named = {name for cell in cells for name in re.findall(r"`([a-z_]+)/?`", cell)}
+    differ = sorted(named ^ units())
+    assert not differ, f"in the first column of the table or in the package, not in both: {differ}"
+
+
+def test_source_tree_of_readme_has_every_unit() -> None:
+    tree = (ROOT / "README.md").read_text().partition("## Source tree")[2].split("```")[1]
+    missing = sorted(units() - set(re.findall(r"\b([a-z_]+)(?:/|\.py)(?=\s)", tree)))
+    assert not missing, f"add to the source tree of README.md: {missing}"
 
 
 def test_architecture_names_existing_files() -> None:

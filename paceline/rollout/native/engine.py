@@ -301,7 +301,7 @@ class NativeEngine:
         """
         if source:
             running.digest = source.digest
-        elif found := self._kept.find(running):
+        elif self._backend.keeps_contexts and (found := self._kept.find(running)):
             kept, tokens = found
             assert kept.epoch == self._epoch, "a change of weights drops kept contexts"
             self._kept.remove(kept)  # it must not be dropped to make room for its continuation
@@ -418,8 +418,9 @@ class NativeEngine:
         ]
         # A waiting sequence would take the slot, and the memory with it.
         useless = self._waiting and self._backend.kept_in_slots
+        keeps = self._backend.keeps_contexts and not useless
         for row, finish in rows.items():
-            if finish is Finish.ABORT or useless or not self._keep(row):
+            if finish is Finish.ABORT or not keeps or not self._keep(row):
                 self._backend.free(slots.live[row])
         self._remove(list(rows))
         return finished
