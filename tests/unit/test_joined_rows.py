@@ -103,7 +103,11 @@ CHANGES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: str(list(change.values())))
+@pytest.mark.parametrize(
+    "change",
+    CHANGES,
+    ids=lambda change: "-".join(map(str, change.values() if "name" in change else change)),
+)
 def test_advantages_and_weights_are_those_of_one_row(change: dict[str, Any]) -> None:
     settings = AlgorithmSettings.model_validate(change)
     assert trained(batch_of(split=True), settings) == trained(batch_of(split=False), settings)
