@@ -203,13 +203,17 @@ def _token_advantages(
 
     Without a critic, the advantage is the discounted sum of future rewards.
     """
+    # Other tokens change nothing, and joined rows repeat long contexts.
+    kept = batch.mask if batch.token_rewards is None else batch.mask | (batch.token_rewards != 0)
+    rows = np.repeat(np.arange(batch.num_rows), batch.lengths)
+    lengths = np.bincount(rows[kept], minlength=batch.num_rows)
     # Row-major, so that indexing with it packs and unpacks the flat arrays.
-    inside = np.arange(int(batch.lengths.max(initial=0)))[None, :] < batch.lengths[:, None]
+    inside = np.arange(int(lengths.max(initial=0)))[None, :] < lengths[:, None]
 
     def padded(flat: NDArray[np.generic] | None, dtype: type) -> Tensor:
         result: NDArray[Any] = np.zeros(inside.shape, dtype)
         if flat is not None:
-            result[inside] = flat
+            result[inside] = flat[kept]
         return torch.from_numpy(result)
 
     advantage, returns = gae(
@@ -220,4 +224,7 @@ def _token_advantages(
         settings.lam,
         padded(batch.token_rewards, np.float64),
     )
-    return advantage[torch.from_numpy(inside)], returns[torch.from_numpy(inside)]
+    found = torch.zeros(2, batch.num_tokens, dtype=torch.float64)
+    packed = torch.stack((advantage, returns))[:, torch.from_numpy(inside)]
+    found[:, torch.from_numpy(kept)] = packed
+    return found[0], found[1]

@@ -28,7 +28,8 @@ class StepProfile:
 
     def step_done(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
         if step + 1 == self._steps.start:
-            self._recording = list({id(worker): worker for worker in self._workers()}.values())
+            living = (worker for worker in self._workers() if not worker.died.done())
+            self._recording = list({id(worker): worker for worker in living}.values())
             for worker in self._recording:
                 mark_seen(worker.start_call(PART, "start"))
         elif step + 1 == self._steps.stop:
@@ -38,6 +39,7 @@ class StepProfile:
         """Stop if the run ends early, and wait for the files."""
         self._stop()
         if not self._written:
+            log.warning("profile_steps: this run did not train steps %s", self._span)
             return
         done, late = await asyncio.wait(self._written, timeout=TIMEOUT_S)
         failed = [reply for reply in done if reply.cancelled() or reply.exception()]

@@ -223,20 +223,31 @@ def _modes(
 def _settings(config: RunConfig, scenario: Scenario) -> tuple[str, ...]:
     """Return the settings that change the recipe to this mode."""
     schedule, shared = scenario.schedule, config.placement.shared(Role.ACTOR, Role.ROLLOUT)
+    workers, actor = config.placement.rollout_workers, config.placement.actor
     found = [f"schedule.max_staleness={schedule.max_staleness}"]
     if schedule.max_staleness:
         found.append(f"schedule.on_sync={schedule.on_sync}")
+    if config.schedule.sync_every > 1:
+        found.append("schedule.sync_every=1")
     if scenario.shared and not shared:
         found += ["placement.actor=main", "placement.rollout=main"]
+        actor = "main"
+    if scenario.shared and (workers or 1) > 1:
+        found.append("placement.rollout_workers=1")
     if not scenario.shared:
         found += ["placement.actor=train", "placement.rollout=rollout"] if shared else []
-        found += [f"placement.rollout_workers={scenario.engines}"] if scenario.engines > 1 else []
+        actor = "train" if shared else actor
+        if scenario.engines > 1 or workers is not None:
+            found.append(f"placement.rollout_workers={scenario.engines}")
     if scenario.critic_devices:
         found.append("placement.critic=critic")
+    elif config.placement.critic is not None:
+        found.append(f"placement.critic={actor}")
     if scenario.train_devices > 1 or config.train.backend != "single":
         found += ["train.backend=fsdp"] if config.train.backend == "single" else []
         found.append(f"placement.train_ranks={scenario.train_devices}")
-    if scenario.overlap or config.placement.overlap:
+    ahead = scenario.shared and schedule.max_staleness and scenario.train_devices == 1
+    if scenario.overlap or config.placement.overlap or ahead:  # else it is chosen automatically
         found.append(f"placement.overlap={str(scenario.overlap).lower()}")
     return tuple(found)
 

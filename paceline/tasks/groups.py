@@ -40,7 +40,7 @@ class GroupAccounts:
         self._timeline = timeline
         self._seen = seen
         # Rewards of the groups that were filtered since the last step.
-        self._uniform: Counter[float] = Counter()
+        self._uniform: Counter[str] = Counter()
         queue.on_drop = self._left_queue
 
     @property
@@ -77,10 +77,11 @@ class GroupAccounts:
     def drop_uniform(self, group: Group, step: int) -> None:
         """Drop a group with equal rewards, which has no advantage; another one replaces it."""
         self.drop(group.seq, "equal_rewards", group=group)
-        self._uniform[group.trajectories[0].total_reward] += 1
+        rewards = {trajectory.total_reward for trajectory in group.trajectories}  # of each agent
+        self._uniform[", ".join(f"{reward:g}" for reward in sorted(rewards))] += 1
         if self._uniform.total() > FILTERED_IN_A_ROW * self._settings.groups_per_step:
             seen = ", ".join(
-                f"{count} with reward {reward:g}" for reward, count in self._uniform.most_common(5)
+                f"{count} with reward {reward}" for reward, count in self._uniform.most_common(5)
             )
             raise RolloutError(
                 f"{self._uniform.total()} groups in a row had equal rewards ({seen}), so dynamic "

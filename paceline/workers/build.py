@@ -6,8 +6,9 @@ actor without its adapters, unless there is a teacher. In a group of ranks, ever
 with a copy of the weights, which all ranks gather together; a reward model runs on rank 0.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -158,7 +159,7 @@ def _native(
         fp8_weights(weights) if fp8 else weights,
         slots=config.slots,
         max_length=longest,
-        decode=load_tokenizer(model_path).decode if config.rollout.stop else None,
+        decode=_decoder(model_path),
         kv_memory_fraction=config.rollout.kv_memory_fraction,
         kv_dtype=FP8 if config.rollout.kv_cache_dtype == "fp8" else None,
     )
@@ -217,10 +218,19 @@ def _vllm(
     gather = actor.gathering if actor else None
     if team and not team.leads:
         return Follower(VllmRank(model_path, **options), team, gather)
-    decode = load_tokenizer(model_path).decode if config.rollout.stop else None
-    engine = VllmEngine(model_path, **options, decode=decode)
+    engine = VllmEngine(model_path, **options, decode=_decoder(model_path))
     if actor is None or trainer is None:
         return RolloutService(engine, gather=team.ordered(gather) if team and gather else gather)
     release = engine.sleep if config.train.offload else None
     trainer.colocated.append(ColocatedEngine("vLLM", engine.held_bytes, release))
     return RolloutService(engine, lambda: actor.copying(trainer.named_weights))
+
+
+def _decoder(model_path: str) -> Callable[[list[int]], str]:
+    """Return what turns tokens into text. It loads the tokenizer for the first stop string."""
+    tokenizer = cache(partial(load_tokenizer, model_path))
+
+    def decode(tokens: list[int]) -> str:
+        return str(tokenizer().decode(tokens))
+
+    return decode

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -26,15 +27,29 @@ class TorchProfiler:
         self._profile = profile(activities=activities)
         self._profile.start()
 
-    def stop(self, path: str) -> bool:
-        """Write the profile, and return whether there was one."""
+    def stop(self, path: str) -> "Future[bool] | bool":
+        """Write the profile, and return whether there was one.
+
+        Writing may take minutes, in which the worker must reply to heartbeats: so on a thread.
+        """
         if self._profile is None:
             return False
+        recorded, self._profile = self._profile, None
         try:
-            self._profile.stop()
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self._profile.export_chrome_trace(path)
-        finally:
-            self._profile = None
+            recorded.stop()
+        except BaseException:
             _recording.release()
-        return True
+            raise
+        writer = ThreadPoolExecutor(1, "profile")
+        written = writer.submit(_write, recorded, path)
+        writer.shutdown(wait=False)
+        return written
+
+
+def _write(recorded: profile, path: str) -> bool:
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        recorded.export_chrome_trace(path)
+    finally:
+        _recording.release()
+    return True

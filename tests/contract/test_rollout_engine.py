@@ -78,11 +78,7 @@ async def rig(kind: str, directory: str, tmp_path: Path) -> AsyncIterator[Rig]:
         "rollout.max_response_length=136",
         "data.task=copy:3",
     ]
-    settings += [
-        f"rollout.engine={kind.split()[0]}",
-        "rollout.vllm.eager=true",
-        'rollout.stop=["unused"]',
-    ]
+    settings += [f"rollout.engine={kind.split()[0]}", "rollout.vllm.eager=true"]
     split = {"vllm on two ranks": "tensor", "vllm in two stages": "pipeline"}.get(kind)
     if split:
         settings += [f"rollout.{split}_parallel=2", "placement.rollout=rollout"]

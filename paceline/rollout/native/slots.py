@@ -57,6 +57,7 @@ class Slots:
         self.top_k = np.zeros(count, np.int64)
         self.top_p = np.ones(count, np.float32)
         self.stops = np.full((count, 1), NO_TOKEN, np.int32)
+        self.stop_strings = np.zeros(count, np.bool_)  # whether the request has any
         self.last = np.zeros(count, np.int64)  # last token, the input of the next step
         self.tokens = np.zeros((count, max_length), np.int32)  # by position; generated ones only
         self.logprobs = np.zeros((count, max_length), np.float32)
@@ -83,6 +84,7 @@ class Slots:
             self.stops = np.concatenate((self.stops, wider), 1)
         self.stops[row] = NO_TOKEN
         self.stops[row, : len(stops)] = stops
+        self.stop_strings[row] = bool(sampling.stop)
         if request.partial is not None:
             made = slice(len(request.prompt), len(sequence.context))
             self.tokens[row, made] = request.partial.tokens
@@ -109,12 +111,11 @@ class Slots:
         ended = dict.fromkeys(rows[self.position[rows] >= self.limit[rows]].tolist(), Finish.LENGTH)
         stopped = (self.stops[rows] == self.last[rows, None]).any(1)
         ended.update(dict.fromkeys(rows[stopped].tolist(), Finish.STOP))
-        for row in rows.tolist() if decode is not None else ():
-            sequence = self.live[row]
-            if decode is not None and sequence.request.sampling.stop:
-                made = self.tokens[row, len(sequence.request.prompt) : self.position[row] + 1]
-                if ends_in_stop(made, sequence.request.sampling.stop, decode):
-                    ended[row] = Finish.STOP
+        for row in rows[self.stop_strings[rows]].tolist():
+            request = self.live[row].request
+            made = self.tokens[row, len(request.prompt) : self.position[row] + 1]
+            if decode is not None and ends_in_stop(made, request.sampling.stop, decode):
+                ended[row] = Finish.STOP
         return ended
 
     def completion(self, row: int, finish: Finish) -> Completion:
@@ -137,7 +138,7 @@ class Slots:
         sources = [row for row in range(kept, len(self.live)) if row not in gone]
         by_row = (
             self.arrival, self.position, self.ahead, self.limit, self.seed, self.temperature,
-            self.top_k, self.top_p, self.stops, self.last,
+            self.top_k, self.top_p, self.stops, self.stop_strings, self.last,
         )  # fmt: skip
         for array in by_row:
             array[targets] = array[sources]
