@@ -44,7 +44,7 @@ test: test-parallel test-serial  ## run every test of the README: about ten minu
 test-parallel: $(READY)  ## all tests that can share the machine: those of test-runs and test-fast
 	$(PYTEST) $(TOGETHER) $(RUNS) $(FAST)
 
-test-fast: $(READY)  ## unit and torture tests only: under five minutes
+test-fast: $(READY)  ## unit and torture tests only: about three minutes
 	$(PYTEST) $(PARALLEL) $(FAST)
 
 test-runs: $(READY)  ## contract tests and whole runs that can share the machine

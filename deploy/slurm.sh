@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Fully async training on several nodes: sbatch deploy/slurm.sh fsdp_async model=/shared/model ...
+# Fully async training on several nodes: sbatch deploy/slurm.sh fully_async train.backend=fsdp ...
 # The first argument is a recipe, the others are settings. Submit it from a directory that all nodes
 # see, with Paceline and Ray installed in .venv there.
 #SBATCH --job-name=paceline

@@ -20,7 +20,11 @@ def describe_settings(
         words = (field.description or "").split()
         if get_origin(field.annotation) is Literal:
             words.append(f"One of {', '.join(get_args(field.annotation))}.")
-        written = _as_written(field.get_default(call_default_factory=True))
+        written = (
+            "required"
+            if field.is_required()
+            else _as_written(field.get_default(call_default_factory=True))
+        )
         default = AUTO if is_automatic(field) else written
         found.append((name, default, " ".join(words)))
     starts = [row for row in found if row[0].startswith(under)]

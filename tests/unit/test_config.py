@@ -151,6 +151,12 @@ def test_unknown_setting_is_explained_with_full_name(name: str, meant: str) -> N
     assert f"unknown setting {name!r}; did you mean {meant!r}" in str(rejected.value)
 
 
+def test_list_of_settings_names_those_without_default() -> None:
+    defaults = {name: default for name, default, _ in describe_settings()}
+    assert defaults["reward.judge.model"] == "required"
+    assert not any("Undefined" in default for default in defaults.values())
+
+
 def test_every_foreign_name_leads_to_setting() -> None:
     known = {name for name, _, _ in describe_settings()}
     assert set(FOREIGN_NAMES.values()) <= known
