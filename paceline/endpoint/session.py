@@ -193,7 +193,7 @@ class Session:
                         "id": f"call_{secrets.token_hex(12)}",
                         "function": {
                             "name": call.name,
-                            "arguments": json.dumps(call.arguments, ensure_ascii=False),
+                            "arguments": json.dumps(call.arguments),
                         },
                     }
                     for call in calls

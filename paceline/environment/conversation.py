@@ -74,7 +74,7 @@ class Conversation:
         generate: Generate,
     ) -> Trajectory:
         turns: list[Turn] = []
-        context = new = self._template.start(history)
+        context = new = self._tokens(prompt, self._template.start, history)
         text, end, restarts = "", End.CONTEXT, False
         while len(context) < self._limits.max_length:
             completion = await generate(context)
@@ -91,10 +91,13 @@ class Conversation:
             if reply.done or len(turns) == self._limits.max_turns:
                 end = End.DONE if reply.done else End.TURNS
                 break
-            between = self._template.between(history, said, sampled, _messages(reply))
+            between = self._tokens(
+                prompt, self._template.between, history, said, sampled, _messages(reply)
+            )
             history += [said, *_messages(reply)]
             restarts = between is None
-            new = self._template.start(history) if between is None else between
+            start = self._template.start
+            new = self._tokens(prompt, start, history) if between is None else between
             context = new if restarts else context + sampled + new
         if not turns:
             raise self._problem(
@@ -104,6 +107,13 @@ class Conversation:
                 f"{self._limits.max_length}",
             )
         return Trajectory(tuple(turns), text, end=end)
+
+    def _tokens(self, prompt: Prompt, work: Callable[..., T], *args: Any) -> T:
+        """Render messages. Templates raise for roles and orders that their model does not know."""
+        try:
+            return work(*args)
+        except Exception as error:
+            raise self._raised(prompt, "the chat template", error) from error
 
     async def _step(self, prompt: Prompt, environment: Environment, said: Message) -> Reply:
         reply = await self._call(prompt, "step", environment.step(said))

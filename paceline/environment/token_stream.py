@@ -32,6 +32,8 @@ class ChatTemplate:
         # Some formats mark tool calls with special tokens, which the parser of calls must see.
         self._decode = text_decoder(tokenizer, keep_special=bool(tools))
         self._ends = frozenset(stop_token_ids(tokenizer))
+        # The generation config of a model may have further tokens that end a completion.
+        self._special = self._ends | frozenset(tokenizer.all_special_ids)
         self._turn_end = self._end_of_turn()
 
     def start(self, messages: Sequence[Message]) -> Tokens:
@@ -58,10 +60,8 @@ class ChatTemplate:
 
     def text(self, sampled: Tokens) -> str:
         """Return the text of a completion, without the token that ended it."""
-        return self._decode(list(sampled[:-1] if sampled[-1:] and self.ended(sampled) else sampled))
-
-    def ended(self, sampled: Tokens) -> bool:
-        return bool(sampled) and sampled[-1] in self._ends
+        ended = bool(sampled) and sampled[-1] in self._special
+        return self._decode(list(sampled[:-1] if ended else sampled))
 
     def _end_of_turn(self) -> str:
         """Return what the template writes after the text of a completion."""

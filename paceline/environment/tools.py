@@ -162,7 +162,9 @@ async def in_thread(call: Callable[[], Any]) -> Any:
         try:
             result = call()
         except BaseException as error:
-            failed = error if isinstance(error, Exception) else RuntimeError(repr(error))
+            # A future cannot have StopIteration.
+            usable = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            failed = error if usable else RuntimeError(repr(error))
         with suppress(RuntimeError):  # the event loop is closed
             loop.call_soon_threadsafe(finish, result, failed)
 

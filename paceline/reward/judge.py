@@ -233,7 +233,9 @@ class JudgeReward:
         return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
     def _cache_key(self, body: dict[str, Any]) -> str:
-        asked = json.dumps([self._url, self._settings.pattern, body], sort_keys=True)
+        asked = json.dumps(
+            [self._url, self._settings.pattern, self._settings.range, body], sort_keys=True
+        )
         return hashlib.sha256(asked.encode(errors="surrogatepass")).hexdigest()
 
     def _numbers(self) -> dict[str, float]:

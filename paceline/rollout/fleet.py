@@ -166,6 +166,7 @@ class Fleet:
             member.state = State.CATCHING_UP
             if self._tasks and self._catch_up:
                 self._tasks.create_task(self._catch_up(member))
+            self.members_changed()  # turns that wait for it may go elsewhere
 
     def members_changed(self) -> None:
         """Report that an engine has entered or left the rotation."""

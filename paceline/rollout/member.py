@@ -24,6 +24,7 @@ class Member:
     state: State = State.LIVE
     version: int = 0  # last reported version of its weights
     load: int = 0  # trajectories that generate there or are about to
+    reserved: int = 0  # of these, trajectories that have not generated yet
     completions: int = 0  # finished so far
     failures: int = 0  # consecutive failures under this name without a finished completion
     loading: bool = False  # loads new weights and may not respond meanwhile

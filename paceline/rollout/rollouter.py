@@ -269,7 +269,7 @@ class Rollouter:
         self, assignment: EngineAssignment, take: Callable[[], bool]
     ) -> None:
         """Wait until `take` finds an engine. The generation timeout does not run meanwhile."""
-        await self._router.wait(assignment.member, lambda: not self.paused and take())
+        await self._router.wait(assignment, lambda: not self.paused and take())
 
     def _recheck(self, member: Member | None = None) -> None:
         """Let waiting prompts and turns look for an engine: at one with room, or at any."""

@@ -43,9 +43,10 @@ class Router:
         self._members = members
         self._max_load = max_load
         self._full = False  # the last waiter that tried found no engine with room
-        # Futures of the waiters, with what takes their places: by the engine of their prompt, and
-        # under None those that any engine can take.
-        self._lines: dict[Member | None, dict[asyncio.Future[None], Callable[[], bool]]] = {}
+        # The waiters of each prompt, with what takes their places.
+        self._waiters: dict[EngineAssignment, dict[asyncio.Future[None], Callable[[], bool]]] = {}
+        # Prompts with waiters, by their engine; those that any engine can take are under None.
+        self._lines: dict[Member | None, dict[EngineAssignment, None]] = {}
 
     def choose(self, avoid: Member | None = None) -> Member | None:
         """Return the engine in rotation with the lowest load per slot, or None if all are full.
@@ -70,46 +71,83 @@ class Router:
         self._full |= best is None
         return best
 
-    async def wait(self, member: Member | None, take: Callable[[], bool]) -> None:
-        """Wait until `take` returns true. It takes a place, at `member` if that is given."""
+    async def wait(self, assignment: "EngineAssignment", take: Callable[[], bool]) -> None:
+        """Wait until `take` returns true: it takes a place for a trajectory of this prompt."""
         if take():
             return
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._lines.setdefault(member, {})[waiter] = take
+        self._waiters.setdefault(assignment, {})[waiter] = take
+        self._lines.setdefault(assignment.member, {})[assignment] = None
         try:
             await waiter
         finally:
-            for key in (member, None):  # the engine may have been lost meanwhile
-                self._lines.get(key, {}).pop(waiter, None)
+            self._forget(assignment, waiter)
 
     def recheck(self, member: Member | None = None) -> None:
         """Let waiters try again: a place at `member` is free, or the members have changed."""
         if member is None:
-            for lost in [key for key in self._lines if key and not key.in_rotation]:
-                self._lines.setdefault(None, {}).update(self._lines.pop(lost))
             for key in list(self._lines):
                 self._admit(key)
-        elif self._lines and self.has_room(member):
+        elif self._lines:
             self._admit(member)  # further turns first: their groups are older
-            self._admit(None)
+            if self.has_room(member):
+                self._admit(None)
+
+    def moved(self, assignment: "EngineAssignment", target: Member | None) -> None:
+        """Let the waiters of a prompt wait for the engine that it is about to have."""
+        if assignment in self._waiters:
+            self._leave_line(assignment)
+            self._lines.setdefault(target, {})[assignment] = None
 
     def _admit(self, key: Member | None) -> None:
-        line, done = self._lines.get(key, {}), []
-        for waiter, take in line.items():
+        """Give places to the waiters of a line, in their order, until one finds no room."""
+        while line := self._lines.get(key):
+            left = self._let_try(next(iter(line)), key)
+            if left is None:
+                break
+            if not left:
+                return
+        for assignment in list(self._lines.get(key, {})):  # the first waits for something else
+            if self._let_try(assignment, key) is False:
+                return
+
+    def _let_try(self, assignment: "EngineAssignment", key: Member | None) -> bool | None:
+        """Let the waiters of a prompt try to take places.
+
+        Returns whether the prompt has left this line, or None if it waits for more than room.
+        """
+        for waiter, take in list(self._waiters.get(assignment, {}).items()):
             self._full = False
             if waiter.done() or take():
-                done.append(waiter)
+                self._forget(assignment, waiter)
+                if not waiter.done():
+                    waiter.set_result(None)
             elif self._full:
-                break  # else this one waits for something else
-        for waiter in done:
-            del line[waiter]
-            if not waiter.done():
-                waiter.set_result(None)
-        if not line:
-            self._lines.pop(key, None)
+                break
+        if assignment not in self._lines.get(key, {}):
+            return True
+        return False if self._full else None
 
-    def has_room(self, member: Member) -> bool:
-        room = self._max_load is None or member.load < self._max_load
+    def _forget(self, assignment: "EngineAssignment", waiter: "asyncio.Future[None]") -> None:
+        waiters = self._waiters.get(assignment, {})
+        if waiters.pop(waiter, None) and not waiters:
+            self._leave_line(assignment)
+            del self._waiters[assignment]
+
+    def _leave_line(self, assignment: "EngineAssignment") -> None:
+        line = self._lines[assignment.member]
+        del line[assignment]
+        if not line:
+            del self._lines[assignment.member]
+
+    def has_room(self, member: Member, further: bool = False) -> bool:
+        """Return whether an engine takes another trajectory, or another turn with `further`.
+
+        A turn does not wait for places of trajectories that have not begun: these may wait for what
+        the turn's episode holds.
+        """
+        load = member.load - member.reserved if further else member.load
+        room = self._max_load is None or load < self._max_load
         self._full |= not room
         return room
 
@@ -146,11 +184,15 @@ class EngineAssignment:
         if trajectory not in self._reserved:
             return False
         self._reserved.remove(trajectory)
+        if self.member:
+            self.member.reserved -= 1
         return True
 
     def take_place(self) -> bool:
         """Take a place for a further turn; return whether there was one."""
-        if not self.assign() or not self.member or not self._router.has_room(self.member):
+        if not self.assign() or not self.member:
+            return False
+        if not self._router.has_room(self.member, further=True):
             return False
         self._places += 1
         self.member.load += 1
@@ -179,10 +221,15 @@ class EngineAssignment:
         return await self._hedged(self.member, request, self._router.hedge_after_s)
 
     def _move(self, target: Member | None) -> None:
+        if target is self.member:
+            return
+        self._router.moved(self, target)
         if self.member:
             self.member.load -= self._places
+            self.member.reserved -= len(self._reserved)
         if target:
             target.load += self._places
+            target.reserved += len(self._reserved)
         self.member = target
 
     async def _on(self, member: Member, request: Request) -> Completion:

@@ -87,3 +87,33 @@ def test_further_turns_get_places_before_new_prompts() -> None:
     # for the prompts that came after it.
     whole = max(finished_at(world, range(400)))
     assert max(environment.times[number] for number in range(20)) < whole / 5
+
+
+class FewAtOnce:
+    """Two turns; an episode needs one of few browsers, from before the first turn to its end."""
+
+    def __init__(self, browsers: int) -> None:
+        self._browsers = asyncio.Semaphore(browsers)
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+        async with self._browsers:
+            first = await generate(prompt.tokens)
+            await asyncio.sleep(1.0)
+            second = await generate((*prompt.tokens, *map(int, first.tokens), 7))
+        return Trajectory((Turn(prompt.tokens, first), Turn((7,), second)), "")
+
+
+def test_further_turns_do_not_wait_for_episodes_that_have_not_begun() -> None:
+    world = World(
+        schedule=ScheduleSettings(max_staleness=1, on_sync=OnSync.SWAP),
+        steps=2,
+        groups_per_step=6,
+        group_size=8,
+        num_engines=1,
+        engine_s=0.01,
+        environment=FewAtOnce(4),
+    )
+    world.slots = 8
+    play(world, lambda _: asyncio.sleep(0))
+    assert max(finished_at(world, range(12))) < 200, "48 episodes, 4 at a time, 1 s each"
+    assert not world.ledger.dropped

@@ -1,15 +1,25 @@
 """The real loop in virtual time: which engine gets a prompt, and when a second one helps."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from paceline.rollout.environment import Generate
+from paceline.rollout.member import Member, State
+from paceline.rollout.router import EngineAssignment, Router
 from paceline.types import Completion, Prompt, Request, Trajectory, Turn
 from tests.fakes import FakeEngine, World
 from tests.fault_report import Fault
 from tests.torture.test_fleet import play
 from tests.torture.test_loop import MODES
+
+
+class _Engine:
+    """An engine that lives."""
+
+    def __init__(self) -> None:
+        self.worker = SimpleNamespace(died=asyncio.get_running_loop().create_future())
 
 
 @pytest.mark.fault("B8", "engine suspended for less than its deadline")
@@ -99,3 +109,24 @@ def test_prompts_wait_without_timeout_when_engine_slots_are_full() -> None:
     assert max(group.finished_s - group.started_s for group in world.observer.groups) > 200, (
         "some groups must wait for longer than the generation timeout"
     )
+
+
+def test_all_waiting_turns_follow_their_prompt_to_another_engine() -> None:
+    async def waiting() -> None:
+        lost, full = (Member(name, number, _Engine()) for number, name in enumerate("ab"))  # type: ignore[arg-type]
+        router = Router([lost, full], max_load=2)
+        prompt = EngineAssignment(router, [0, 1], "p")
+        assert prompt.assign() and prompt.member is lost
+        for trajectory in (0, 1):  # both have ended their first turn
+            prompt.use_reserved(trajectory)
+            prompt.give_up_place()
+        lost.state, full.load = State.DEAD, 2
+        turns = [asyncio.create_task(router.wait(prompt, prompt.take_place)) for _ in range(2)]
+        await asyncio.sleep(0)
+        full.load = 0
+        router.recheck(full)
+        async with asyncio.timeout(1):
+            await asyncio.gather(*turns)
+        assert (prompt.member, full.load, full.reserved) == (full, 2, 0)
+
+    asyncio.run(waiting())

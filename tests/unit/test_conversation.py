@@ -289,6 +289,14 @@ def test_environment_that_fails_is_closed_and_named(environment: Any, message: s
     assert Base.closed == before + 1
 
 
+def test_messages_that_template_rejects_fail_trajectory(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tokenizer_of("chatml")
+    strict = "{% if messages|length > 2 %}{{ raise_exception('too many') }}{% endif %}"
+    monkeypatch.setattr(tokenizer, "chat_template", strict + tokenizer.chat_template)
+    with pytest.raises(RolloutError, match=r"'q': the chat template raised .*: too many"):
+        play(Base, Model(said("1<|im_end|>")))
+
+
 def test_cancelled_episode_closes_its_environment() -> None:
     before, tokenizer = Base.closed, tokenizer_of("chatml")
     loop = open_environment(Hanging, tokenizer, DATA, LIMITS)  # type: ignore[arg-type]

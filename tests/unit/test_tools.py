@@ -404,3 +404,19 @@ def test_hanging_tool_does_not_hold_up_others() -> None:
         assert asyncio.run(main()) == "2"
     finally:
         release.set()
+
+
+def test_tool_that_raises_stop_iteration_returns_error() -> None:
+    def find(name: str) -> str:
+        """Find a name.
+
+        Args:
+            name: The name.
+        """
+        return next(known for known in ("a", "b") if known == name)
+
+    async def call() -> str:
+        async with asyncio.timeout(10):
+            return await Toolbox([find]).call("find", {"name": "c"})
+
+    assert asyncio.run(call()) == "error: RuntimeError: StopIteration()"
