@@ -35,4 +35,6 @@ def _as_written(value: Any) -> str:
     """Format a value as on the command line."""
     if value is None:
         return "unset"
-    return json.dumps(value) if isinstance(value, bool | tuple | dict) else str(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {json.dumps(each)}" for key, each in value.items()) + "}"
+    return json.dumps(value) if isinstance(value, bool | tuple) else str(value)

@@ -270,6 +270,8 @@ class Rollouter:
     ) -> None:
         """Wait until `take` finds an engine. The generation timeout does not run meanwhile."""
         await self._router.wait(assignment, lambda: not self.paused and take())
+        while self.paused:  # again, between the waker and this task
+            await self._router.wait(assignment, lambda: not self.paused and take())
 
     def _recheck(self, member: Member | None = None) -> None:
         """Let waiting prompts and turns look for an engine: at one with room, or at any."""

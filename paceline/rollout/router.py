@@ -86,8 +86,10 @@ class Router:
     def recheck(self, member: Member | None = None) -> None:
         """Let waiters try again: a place at `member` is free, or the members have changed."""
         if member is None:
-            for key in list(self._lines):
-                self._admit(key)
+            # All of them: after an interruption, those that have places wait only for the resume.
+            for assignment in list(self._waiters):
+                for waiter in list(self._waiters.get(assignment, {})):
+                    self._takes(assignment, waiter)
         elif self._lines:
             self._admit(member)  # further turns first: their groups are older
             if self.has_room(member):
@@ -116,17 +118,22 @@ class Router:
 
         Returns whether the prompt has left this line, or None if it waits for more than room.
         """
-        for waiter, take in list(self._waiters.get(assignment, {}).items()):
-            self._full = False
-            if waiter.done() or take():
-                self._forget(assignment, waiter)
-                if not waiter.done():
-                    waiter.set_result(None)
-            elif self._full:
+        for waiter in list(self._waiters.get(assignment, {})):
+            if not self._takes(assignment, waiter) and self._full:
                 break
         if assignment not in self._lines.get(key, {}):
             return True
         return False if self._full else None
+
+    def _takes(self, assignment: "EngineAssignment", waiter: "asyncio.Future[None]") -> bool:
+        """Let a waiter try to take a place; return whether it waits no longer."""
+        self._full = False
+        if not (waiter.done() or self._waiters[assignment][waiter]()):
+            return False
+        self._forget(assignment, waiter)
+        if not waiter.done():
+            waiter.set_result(None)
+        return True
 
     def _forget(self, assignment: "EngineAssignment", waiter: "asyncio.Future[None]") -> None:
         waiters = self._waiters.get(assignment, {})

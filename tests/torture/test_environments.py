@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Sequence
 
+import pytest
+
 from paceline.rollout.environment import Generate
 from paceline.schedule import ScheduleSettings
 from paceline.types import OnSync, Prompt, Trajectory, Turn
@@ -117,3 +119,24 @@ def test_further_turns_do_not_wait_for_episodes_that_have_not_begun() -> None:
     play(world, lambda _: asyncio.sleep(0))
     assert max(finished_at(world, range(12))) < 200, "48 episodes, 4 at a time, 1 s each"
     assert not world.ledger.dropped
+
+
+@pytest.mark.parametrize("on_sync", OnSync)
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_interrupted_turns_resume_when_all_places_are_taken(
+    on_sync: OnSync, staleness: int
+) -> None:
+    for seed in range(5):
+        world = World(
+            schedule=ScheduleSettings(max_staleness=staleness, on_sync=on_sync),
+            steps=6,
+            groups_per_step=4,
+            group_size=4,
+            num_engines=1,
+            engine_s=0.5,
+            seed=seed,
+            environment=SometimesSlow(range(0)),
+        )
+        world.slots = 3
+        play(world, lambda _: asyncio.sleep(0))
+        assert not world.ledger.dropped
