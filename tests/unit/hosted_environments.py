@@ -70,7 +70,7 @@ class Misbehaving(Echo):
             os.write(1, b"x" * 65_536)
 
     async def forge(self) -> None:
-        for descriptor in range(3, 20):  # one of them is the connection to the controller
+        for descriptor in range(3, 4096):  # one of them is the connection to the controller
             try:
                 os.write(descriptor, b"y" * 40_000_000)
             except OSError:
