@@ -35,7 +35,6 @@ RANKS = 2
 SMALL = [
     "groups_per_step=8",
     "data.task=copy:3",
-    "data.limit=256",
     "data.max_prompt_length=32",
     "rollout.max_response_length=8",
     "placement.threads=1",
