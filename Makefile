@@ -85,10 +85,10 @@ test-browser: $(READY)  ## the page of a run in a headless Chromium: about 30 se
 	$(PYTEST) tests/browser
 
 test-docs: .venv-docs/.ready .venv-sky/.ready  ## code blocks, links, tutorials, site, deploy/: under three minutes
-	.venv-docs/bin/python -m pytest $(ARGS) tests/docs
+	PYTHONPATH="$(CURDIR)" .venv-docs/bin/python -m pytest $(ARGS) tests/docs
 
 docs: .venv-docs/.ready  ## build the site in site/; it needs no network
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH="$(CURDIR)" .venv-docs/bin/mkdocs build --strict --quiet
 
 release-check: .venv-docs/.ready  ## build sdist and wheel, install them in empty environments
 	.ci/release

@@ -27,6 +27,7 @@ TOP_PAGES = {
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
     "security.md": "SECURITY.md",
+    "results.md": "benchmarks/results/gpu.md",
     "files/code_of_conduct.md": "CODE_OF_CONDUCT.md",
 }
 SITE_PAGES = {repository: site for site, repository in TOP_PAGES.items()}
