@@ -254,8 +254,8 @@ async def test_worker_whose_close_hangs_is_replaced() -> None:
     async with opened("ClosesLate", timeout_s=1.0) as agent:
         (before,) = pids(agent)
         assert (await play(agent, "stop")).end is End.DONE
-        await until(lambda: not alive(before))
-        assert pool_of(agent).replaced == 1 and len(pids(agent)) == 1
+        await until(lambda: not alive(before) and len(pids(agent)) == 1)
+        assert pool_of(agent).replaced == 1
 
 
 @in_loop
