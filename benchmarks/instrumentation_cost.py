@@ -49,9 +49,10 @@ def switched_off() -> Iterator[None]:
     with (
         mock.patch("paceline.remote.host.use_clock", **nothing),
         mock.patch("paceline.remote.device_clock.DeviceClock.report", lambda clock: None),
+        mock.patch("paceline.remote.device_clock.DeviceClock.due_report", lambda clock: None),
         mock.patch("paceline.timeline.Timeline.enter", lambda *_: None),
         mock.patch("paceline.timeline.Timeline.group", lambda *_: None),
-        mock.patch("paceline.run.metered_workers", lambda *_: []),
+        mock.patch("paceline.observe.recording.metered_workers", lambda *_: []),
     ):
         yield
 
