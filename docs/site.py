@@ -36,7 +36,7 @@ LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "bash", ".yml": "yaml", ".
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Add pages that nobody has put into the navigation yet."""
+    """Add pages that the navigation in mkdocs.yml does not have."""
     listed = set(re.findall(r"[\w/]+\.md", json.dumps(config.nav)))
     found = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
     if more := sorted(found - listed):

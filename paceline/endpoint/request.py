@@ -102,7 +102,18 @@ class TextFormat(BaseModel):
     type: Literal["text"]
 
 
-class ChatRequest(BaseModel):
+class Bookkeeping(BaseModel):
+    """Fields for OpenAI's servers, which have no effect here."""
+
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+
+
+class ChatRequest(Bookkeeping):
     """The body of a request. A field that would be ignored must have a value without effect."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -132,13 +143,6 @@ class ChatRequest(BaseModel):
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
     response_format: TextFormat | None = None
     modalities: list[Literal["text"]] | None = None
-    # For the bookkeeping of OpenAI's servers.
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
 
     @property
     def choices(self) -> int:

@@ -9,17 +9,23 @@ import secrets
 import time
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from paceline.endpoint.branches import Start
-from paceline.endpoint.request import ChatRequest, RequestError, first_problem, read_chat
+from paceline.endpoint.request import (
+    Bookkeeping,
+    ChatRequest,
+    RequestError,
+    first_problem,
+    read_chat,
+)
 from paceline.endpoint.session import Choice
 
 # Fields of chat completions that have another name here.
 NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
 
 
-class ResponsesRequest(BaseModel):
+class ResponsesRequest(Bookkeeping):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     model: str
@@ -33,13 +39,6 @@ class ResponsesRequest(BaseModel):
     max_output_tokens: Any = None
     stream: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
-    # For the bookkeeping of OpenAI's servers.
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
 
 
 def read_responses_request(body: bytes) -> ChatRequest:

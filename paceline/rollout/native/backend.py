@@ -5,6 +5,7 @@
 """
 
 import importlib.util
+from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -183,7 +184,7 @@ class CompletedBurst:
         return self.tokens, self.logprobs
 
 
-class StepByStep:
+class StepByStep(ABC):
     """Base of the synchronous backends: a burst is one step, complete when `decode` returns.
 
     Every slot owns the memory of a sequence of maximum length, a row of the cache.
@@ -244,16 +245,17 @@ class StepByStep:
         copies += self._rows.clear_rows((target for _, target in moves), len(slots.live))
         copy_at_once(copies, self._read, self._write)
 
+    @abstractmethod
     def _column(self, length: int) -> int:
         """Return the first column of the context of a live row with `length` cached tokens."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _read(self, place: Place) -> Data:
         """Return views of the keys and values at this place."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _write(self, data: Data, copy: Copy) -> None:
-        raise NotImplementedError
+        """Write keys and values to the target of a copy."""
 
     def changing_weights(self) -> AbstractContextManager[object]:
         return nullcontext()
