@@ -2,24 +2,23 @@
 
 row["tests"], or the column of data.answer_key, is one test or a list of them. A test is Python code
 that raises unless it passes ("assert add(1, 2) == 3"), or a dict with the "input" and "output" of a
-program. The reward is 1 if all tests pass, else 0: a share of the tests would reward code that only
-covers their simple cases. The share is recorded as `passed`.
+program. The reward is 1 if all tests pass, else 0: a fraction of them would reward code that only
+covers their simple cases. The fraction is recorded as `passed`.
 """
 
-import ast
-import json
 import os
 import re
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline import sandbox
+from paceline.reward.used_names import used_names
+from paceline.sandbox.runner import run_pair
 
 TIMEOUT = "PACELINE_REWARD_TIMEOUT_S"  # how a run tells its reward processes
-SHARE_OF_TIMEOUT = 0.75  # the rest is for starting the sandbox
+FRACTION_OF_TIMEOUT = 0.75  # the rest is for starting the sandbox
 HARNESS = Path(__file__).with_name("harness.py")
 OUTPUT_KB = 1024
 _BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
@@ -28,10 +27,10 @@ Test = str | Mapping[str, str]
 
 
 def python_tests(completion: str, row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the reward of the completion, with the share of tests that pass as "passed"."""
+    """Return the reward of the completion, with the fraction of tests that pass as "passed"."""
     tests = row_tests(row)
     code = code_of(completion)
-    end = time.monotonic() + SHARE_OF_TIMEOUT * float(os.environ.get(TIMEOUT, "10"))
+    end = time.monotonic() + FRACTION_OF_TIMEOUT * float(os.environ.get(TIMEOUT, "10"))
     snippets = [test for test in tests if isinstance(test, str)]
     passed = _run_snippets(code, snippets, end) if snippets else 0
     for test in tests:
@@ -54,13 +53,21 @@ def row_tests(row: Mapping[str, Any]) -> Sequence[Test]:
     for test in tests:
         if isinstance(test, str):
             try:
-                ast.parse(test)
-            except (SyntaxError, ValueError) as e:
-                raise ValueError(f"the test {test[:100]!r} is not valid Python: {e}") from None
-        elif not isinstance(test, Mapping) or not {"input", "output"} <= test.keys():
+                used = used_names(test)
+            except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
+                why = str(e) or "too deeply nested"
+                raise ValueError(f"the test {test[:100]!r} is not valid Python: {why}") from None
+            if not used.names:
+                raise ValueError(
+                    f"the test {test[:100]!r} uses nothing of the solution; expected a call of it, "
+                    "for example check(add) after a definition of check"
+                )
+        elif not isinstance(test, Mapping) or not all(
+            isinstance(test.get(name), str) for name in ("input", "output")
+        ):
             raise ValueError(
                 f"the test {str(test)[:100]} is {type(test).__name__}; "
-                "expected Python code, or a dict with 'input' and 'output'"
+                "expected Python code, or a dict with 'input' and 'output' as text"
             )
     return tests
 
@@ -72,48 +79,21 @@ def code_of(completion: str) -> str:
 
 
 def _run_snippets(code: str, tests: Sequence[str], end: float) -> int:
-    """Return how many tests pass. They run one after another in one process."""
-    split = [_without_expected(test) for test in tests]
-    nonce = secrets.token_hex(16)
-    given = {"nonce": nonce, "code": code, "tests": [source for source, _ in split]}
-    result = _run(HARNESS.read_text(), json.dumps(given), end)
-    found: dict[int, list[str]] = {}
-    for line in result.stdout.splitlines() if result else []:
-        token, _, message = line.partition(" ")
-        if secrets.compare_digest(token.encode(), nonce.encode()):
-            report = json.loads(message)
-            found[report["test"]] = report["values"]
-    return sum(_equal(found.get(index), wanted) for index, (_, wanted) in enumerate(split))
+    """Return how many tests pass. They run one after another in one process, the code in another.
 
-
-def _without_expected(test: str) -> tuple[str, list[Any]]:
-    """Return the test without the literals that values are compared with, and these literals.
-
-    A solution that knew them, or an object that equals everything, would pass. So the values of
-    `assert f(1) == 2` are compared outside of the sandbox.
+    The solution cannot reach the tests: it gets arguments and returns plain data.
     """
-    tree, expected = ast.parse(test), []
-    for index, node in enumerate(tree.body):
-        match node:
-            case ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right])):
-                for value, literal in ((left, right), (right, left)):
-                    try:
-                        expected.append(ast.literal_eval(literal))
-                    except (ValueError, TypeError, MemoryError, RecursionError):
-                        continue
-                    call = ast.Call(ast.Name("__check__", ast.Load()), [value], [])
-                    tree.body[index] = ast.Expr(call)
-                    break
-    return ast.unparse(ast.fix_missing_locations(tree)), expected
+    given = [{"source": test, **vars(used_names(test))} for test in tests]
+    if (left := end - time.monotonic()) <= 0:
+        return 0
+    programs = _program("serve", code), _program("run", given)
+    return len(run_pair(*programs, timeout_s=left, output_kb=OUTPUT_KB).stdout.split())
 
 
-def _equal(values: list[str] | None, expected: Sequence[Any]) -> bool:
-    if values is None or len(values) != len(expected):
-        return False
-    try:
-        return [ast.literal_eval(value) for value in values] == list(expected)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return False  # an object that no literal describes
+def _program(function: str, argument: Any) -> str:
+    """Return a program that calls a function of the harness, and ends without exit handlers."""
+    call = f"{function}({argument!r})"
+    return f"{HARNESS.read_text()}\ntry:\n    {call}\nfinally:\n    os._exit(0)\n"
 
 
 def _prints(code: str, test: Mapping[str, str], end: float) -> bool:

@@ -9,8 +9,10 @@ import fcntl
 import os
 import secrets
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,17 +49,25 @@ class Bubblewrap:
     with_proc: bool  # some containers do not allow to mount /proc
     with_size: bool  # version 0.7 and later limit the size of temporary files
 
-    def run(self, code: str, stdin: str, limits: Limits, readable: Sequence[Path]) -> Result:
+    def run(
+        self,
+        code: str,
+        stdin: str | socket.socket,
+        limits: Limits,
+        readable: Sequence[Path],
+        ended: threading.Event | None = None,
+    ) -> Result:
         """Run the code. Raises NotStarted."""
         with contextlib.ExitStack() as stack:
             ready, started = os.pipe()
             stack.callback(os.close, ready)
             with open(started, "wb", buffering=0):
+                text = stdin if isinstance(stdin, str) else ""
                 inputs = {
                     name: stack.enter_context(_memory_file(data))
                     for name, data in (
                         ("code", code.encode(errors="replace")),
-                        ("stdin", stdin.encode(errors="replace")),
+                        ("stdin", text.encode(errors="replace")),
                         ("filter", program_filter() or b""),
                     )
                 }
@@ -67,7 +77,7 @@ class Bubblewrap:
                         *launch(sys.executable, started, self._uid(), limits, limits.processes),
                         *(sys.executable, "-I", "-B", CODE),
                     ],
-                    stdin=inputs["stdin"],
+                    stdin=inputs["stdin"] if isinstance(stdin, str) else stdin.fileno(),
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     pass_fds=[started, inputs["code"], inputs["filter"]],
@@ -75,7 +85,9 @@ class Bubblewrap:
                     env=ENVIRONMENT,
                     cwd="/",
                 )
-            return supervise(process, ready, limits, "bubblewrap")
+            if isinstance(stdin, socket.socket):
+                stdin.close()  # so that the other program notices when this one ends
+            return supervise(process, ready, limits, "bubblewrap", ended)
 
     def _uid(self) -> int:
         # The kernel counts processes by user, so each sandbox has its own.
@@ -94,7 +106,9 @@ class Bubblewrap:
             *("--unshare-cgroup-try", "--hostname", "sandbox"),
             *(root if self.as_root else user),
             *(["--proc", "/proc"] if self.with_proc else []),
-            *("--dev", "/dev", *temporary[1], "--remount-ro", "/dev", *temporary[0]),
+            # Shared mappings of /dev/zero are memory that no limit counts: it cannot be opened.
+            *("--dev", "/dev", "--ro-bind", "/dev/null", "/dev/zero"),
+            *(*temporary[1], "--remount-ro", "/dev", *temporary[0]),
             *_mounts(readable),
             *("--perms", "0444", "--ro-bind-data", str(code), CODE),
             *("--remount-ro", "/", "--chdir", "/tmp"),

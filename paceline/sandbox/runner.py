@@ -3,7 +3,11 @@
 import functools
 import logging
 import os
+import socket
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 from paceline.errors import ConfigError, RewardError
@@ -42,17 +46,54 @@ def run(
     setting reward.allow_weak_sandbox inside a reward process, else False). Then the program runs
     with the limits only. Raises RewardError if the sandbox cannot be started this time.
     """
-    limits = Limits(
+    limits = _limits(
         timeout_s, timeout_s if cpu_s is None else cpu_s, memory_mb, processes, output_kb, disk_mb
     )
+    return _run(code, stdin, limits, readable, allow_weak)
+
+
+def run_pair(first: str, second: str, *, timeout_s: float, output_kb: int) -> Result:
+    """Run two programs in two sandboxes until the second ends, and return what that one did.
+
+    They reach each other only through a socket, which is descriptor 0 of each.
+    """
+    limits = _limits(timeout_s, timeout_s, 512, 16, output_kb, 64)
+    ended = threading.Event()
+    with ExitStack() as stack:
+        left, right = (stack.enter_context(end) for end in socket.socketpair())
+        threads = stack.enter_context(ThreadPoolExecutor(1))
+        other = threads.submit(_run, first, left, limits, ended=ended)
+        try:
+            result = _run(second, right, limits)
+        finally:
+            ended.set()
+        other.result()
+        return result
+
+
+def _limits(*numbers: float) -> Limits:
+    limits = Limits(*numbers)  # type: ignore[arg-type]
     for name in Limits.__slots__:
         if not (value := getattr(limits, name)) > 0:
             raise ConfigError(f"sandbox.run: {name} = {value!r}; expected more than 0")
+    return limits
+
+
+def _run(
+    code: str,
+    stdin: str | socket.socket,
+    limits: Limits,
+    readable: Sequence[str | os.PathLike[str]] = (),
+    allow_weak: bool | None = None,
+    ended: threading.Event | None = None,
+) -> Result:
+    """Run a program until it ends, hits a limit or `ended` is set."""
     sandbox = check(allow_weak)
     try:
         if sandbox is None:
-            return run_weakly(code, stdin, limits)
-        return sandbox.run(code, stdin, limits, [Path(path).absolute() for path in readable])
+            return run_weakly(code, stdin, limits, ended)
+        paths = [Path(path).absolute() for path in readable]
+        return sandbox.run(code, stdin, limits, paths, ended)
     except (NotStarted, OSError) as e:
         raise RewardError(f"the sandbox could not be started: {e}") from e
 

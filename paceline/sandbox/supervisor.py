@@ -2,14 +2,16 @@
 
 import contextlib
 import os
-import resource
 import selectors
 import signal
 import subprocess
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from paceline.sandbox.memory import exceeds
 
 START_TIMEOUT_S = 20.0
 END_TIMEOUT_S = 2.0  # for the kernel to end all processes of a killed sandbox
@@ -66,10 +68,14 @@ def supervise(
     ready: int,
     limits: Limits,
     sandbox: Literal["bubblewrap", "weak"],
+    ended: threading.Event | None = None,
 ) -> Result:
-    """Wait for the program, kill what is left of it and return what it did. Raises NotStarted."""
+    """Wait for the program, kill what is left of it and return what it did. Raises NotStarted.
+
+    `ended` ends it early, as if its time was over.
+    """
     try:
-        watch = _Watch(process, ready, limits)
+        watch = _Watch(process, ready, limits, ended)
     except BaseException:  # no descriptors left
         process.kill()
         process.wait()
@@ -87,12 +93,19 @@ def supervise(
 
 
 class _Watch:
-    def __init__(self, process: "subprocess.Popen[bytes]", ready: int, limits: Limits) -> None:
+    def __init__(
+        self,
+        process: "subprocess.Popen[bytes]",
+        ready: int,
+        limits: Limits,
+        ended: threading.Event | None,
+    ) -> None:
         assert process.stdout is not None and process.stderr is not None
         self.outputs = bytearray(), bytearray()
         self.started = False
         self.stopped: Limit | None = None
         self._process, self._ready, self._limits = process, ready, limits
+        self._is_over = ended.is_set if ended else lambda: False
         self._deadline = time.monotonic() + START_TIMEOUT_S
         self._counted = 0.0
         self._open = {process.stdout.fileno(): self.outputs[0]}
@@ -164,7 +177,7 @@ class _Watch:
 
     def _exceeded(self) -> Limit | None:
         now = time.monotonic()
-        if now >= self._deadline:
+        if now >= self._deadline or (self.started and self._is_over()):
             return "time"
         if self._too_much():
             return "output"
@@ -174,10 +187,7 @@ class _Watch:
         pids = [self._process.pid, *_descendants(self._process.pid)]
         if len(pids) > self._limits.processes + 3:  # two of bubblewrap, one that is being replaced
             return "processes"
-        allowed = self._limits.memory_mb * 2**20
-        if sum(map(_private_memory, pids)) > allowed < sum(map(_memory, pids)):
-            return "memory"
-        return None
+        return "memory" if exceeds(pids, self._limits.memory_mb * 2**20) else None
 
     def _too_much(self) -> bool:
         return self._excess() > 0
@@ -199,19 +209,3 @@ def _descendants(pid: int) -> list[int]:
             for children in Path(f"/proc/{parent}/task").glob("*/children"):
                 found.extend(map(int, children.read_text().split()))
     return found[1:]
-
-
-def _private_memory(pid: int) -> int:
-    """Return resident bytes, of which processes may share some after a fork."""
-    with contextlib.suppress(OSError, ValueError):
-        _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
-        return (int(resident) - int(shared)) * resource.getpagesize()
-    return 0
-
-
-def _memory(pid: int) -> int:
-    """Return resident bytes, shared ones in parts. It takes longer than `_private_memory`."""
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        return 1024 * int(next(line for line in lines if line.startswith("Pss:")).split()[1])
-    return _private_memory(pid)

@@ -1,9 +1,12 @@
 """Limits without a sandbox, where bubblewrap does not work: for code that is only careless."""
 
+import contextlib
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 from paceline.sandbox.bubblewrap import ENVIRONMENT, launch
@@ -15,25 +18,29 @@ LACKS = (
 )
 
 
-def run_weakly(code: str, stdin: str, limits: Limits) -> Result:
+def run_weakly(
+    code: str, stdin: str | socket.socket, limits: Limits, ended: threading.Event | None = None
+) -> Result:
     """Run the code with limits, a clean environment and no inherited descriptor."""
-    ready, started = os.pipe()
     with (
         tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as folder,
         tempfile.TemporaryFile() as given,
-        open(ready, closefd=True),
+        contextlib.ExitStack() as stack,
     ):
         program = Path(folder, "program.py")
         program.write_text(code, encoding="utf-8", errors="replace")
-        given.write(stdin.encode(errors="replace"))
-        given.seek(0)
+        if isinstance(stdin, str):
+            given.write(stdin.encode(errors="replace"))
+            given.seek(0)
+        ready, started = os.pipe()
+        stack.callback(os.close, ready)
         with open(started, "wb", buffering=0):
             process = subprocess.Popen(
                 [
                     *launch(sys.executable, started, 0, limits, 0),
                     *(sys.executable, "-I", "-B", str(program)),
                 ],
-                stdin=given,
+                stdin=given if isinstance(stdin, str) else stdin.fileno(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=[started],
@@ -41,4 +48,6 @@ def run_weakly(code: str, stdin: str, limits: Limits) -> Result:
                 env=ENVIRONMENT | {"HOME": folder, "TMPDIR": folder},
                 cwd=folder,
             )
-        return supervise(process, ready, limits, "weak")
+        if isinstance(stdin, socket.socket):
+            stdin.close()  # so that the other program notices when this one ends
+        return supervise(process, ready, limits, "weak", ended)

@@ -35,12 +35,22 @@ class Any(list):
     def __eq__(self, other): return True
 def add(a, b): return Any()
 """,
+    "sends replies before it is called": """
+import os
+for fd in range(3, 64):
+    for reply in ("x", "[]", "{}", '{"value": true, "args": [null, null]}', '{"found": []}'):
+        try: os.write(fd, reply.encode() + b"\\n")
+        except OSError: pass
+""",
     "prints reports": """
-import json, os
+import os
 for fd in range(64):
     for test in range(3):
-        try: os.write(fd, json.dumps({"test": test, "values": ["3"]}).encode() + b"\\n")
+        try: os.write(fd, b"%d\\n" % test)
         except OSError: pass
+""",
+    "returns the object of the test": """
+def add(a, b): return __import__("sys").modules["__main__"].Remote
 """,
     "reads the expected value out of the frames": """
 import gc, sys
@@ -80,9 +90,164 @@ def add(a, b): return None
         ("print(6); 1 / 0", DOUBLE, 0.0),
     ],
 )
-def test_share_of_passed_tests(completion: str, tests: Any, passed: float) -> None:
+def test_reward_is_1_only_when_all_tests_pass(completion: str, tests: Any, passed: float) -> None:
     found = python_tests(completion, {"tests": tests})
     assert found == {"reward": float(passed == 1.0), "passed": pytest.approx(passed)}
+
+
+EQUAL = """
+class Any:
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __bool__(self): return True
+    def __len__(self): return 0
+    def __getattr__(self, name): return lambda *args: True
+"""
+HUMAN_EVAL = "def check(candidate):\n    assert candidate(1) == 2\ncheck(f)"
+UNITTEST = """
+import unittest
+class Tests(unittest.TestCase):
+    def test_f(self):
+        self.assertEqual(f(1), 2)
+        self.assertTrue(f(1) > 1)
+"""
+# Solutions that are wrong, and tests that they passed when they ran in the process of the tests.
+FORGED = {
+    "object in check": (f"{EQUAL}\ndef f(x): return Any()", HUMAN_EVAL),
+    "object in unittest": (f"{EQUAL}\ndef f(x): return Any()", UNITTEST),
+    "object in unittest.main": (f"{EQUAL}\ndef f(x): return Any()", f"{UNITTEST}\nunittest.main()"),
+    "ignored result of unittest": (
+        "def f(x): return 0",
+        f"{UNITTEST}\nunittest.main(exit=False)",
+    ),
+    "changed math": (
+        "import math\nmath.isclose = lambda *args: True\ndef f(x): return 0",
+        "import math\nassert math.isclose(f(1), 2)",
+    ),
+    "changed math that the test does not import": (
+        "import math\nmath.isclose = lambda *args: True\ndef f(x): return 0",
+        "assert math.isclose(f(1), 2)",
+    ),
+    "changed built-in function": (
+        "import builtins\nbuiltins.abs = abs = lambda x: 0\ndef f(x): return 0",
+        "assert abs(f(1) - 2) < 1e-6",
+    ),
+    "method of an object": (f"{EQUAL}\ndef f(x): return Any()", "assert f(1).startswith('2')"),
+    "end of a loop": ("def f(x): raise StopIteration", "assert all(map(f, [1]))"),
+    "empty result": ("def f(x): return []", "for a, b in zip(f(1), [2]):\n    assert a == b"),
+    "exit instead of an exception": (
+        "import os\ndef f(x): os._exit(0)",
+        "try:\n    f(1)\nexcept:\n    assert True",
+    ),
+    "exit in the middle of unittest": (
+        "def f(x): raise SystemExit(0)",
+        f"{UNITTEST}\nunittest.main()",
+    ),
+    "report with the nonce of a caller": (
+        """
+import os, sys
+frame = sys._getframe()
+while frame:
+    if nonce := frame.f_locals.get("nonce"):
+        report = b'%s {"test": 0, "values": []}' % nonce.encode()
+        os.write(frame.f_locals["report"], report + bytes([10]))
+    frame = frame.f_back
+def f(x): return 0
+""",
+        HUMAN_EVAL,
+    ),
+}
+# Right solutions, and tests that need more than a comparison with a literal.
+OBJECTS = {
+    "check": ("def f(x): return x + 1", HUMAN_EVAL),
+    "unittest": ("def f(x): return x + 1", UNITTEST),
+    "unittest.main": ("def f(x): return x + 1", f"{UNITTEST}\nunittest.main()"),
+    "test function": ("def f(x): return x + 1", "def test_f():\n    assert f(1) == 2"),
+    "module": ("def f(x): return x + 1", "assert math.isclose(f(1), 2)"),
+    "class": (
+        "class Solution:\n    def twoSum(self, a, b): return a + b",
+        "assert Solution().twoSum(1, b=2) == 3",
+    ),
+    "state": (
+        "class Stack:\n    size = 0\n    def push(self, x): self.size += 1",
+        "s = Stack()\ns.push(1)\ns.push(2)\nassert s.size == 2",
+    ),
+    "function with a capital letter": (
+        "def Split(x): return [n for n in x if n % 2]",
+        "assert Split([1, 2, 3]) == [1, 3]",
+    ),
+    "class that is a dict": (
+        "class Cache(dict):\n    def store(self, x): self[x] = x\n"
+        "    def count(self): return len(self)",
+        "c = Cache()\nc.store(1)\nassert c.count() == len(c) == 1",
+    ),
+    "attribute that the test assigns": (
+        "class Node:\n    def __init__(self, x): self.x, self.left = x, None\n"
+        "def height(node): return 1 + height(node.left) if node else 0",
+        "root = Node(1)\nroot.left = Node(2)\nassert root\nassert height(root) == 2",
+    ),
+    "change in place of a named argument": (
+        "class Solution:\n    def turn(self, nums): nums.reverse()",
+        "x = [1, 2]\nSolution().turn(nums=x)\nassert x == [2, 1]",
+    ),
+    "views of a dict": (
+        "def f(x): return {n: -n for n in range(x)}.keys()\n"
+        "def g(x): return {n: -n for n in range(x)}.values()\n"
+        "def h(x): return {n: [n] for n in range(x)}.items()",
+        "assert f(2) == {0, 1} and sorted(f(2)) == [0, 1] and f(2) != [0, 1]\n"
+        "assert list(g(2)) == [0, -1] and list(h(2)) == [(0, [0]), (1, [1])]",
+    ),
+    "deque": (
+        "from collections import deque\ndef f(x): return deque(range(x))",
+        "assert list(f(3)) == [0, 1, 2] and f(3) != [0, 1, 2]",
+    ),
+    "exception that is derived from another": (
+        "class BankError(Exception): pass\nclass AccountLocked(BankError): pass\n"
+        "def f(x): raise AccountLocked('x')",
+        "try:\n    f(1)\nexcept BankError as e:\n    assert isinstance(e, AccountLocked)",
+    ),
+    "object as argument": (
+        "class Node:\n    def __init__(self, x): self.x = x\ndef f(node): return node.x",
+        "assert f(Node(3)) == 3",
+    ),
+    "change in place": (
+        "def f(x):\n    x.sort()",
+        "values = [[2], [1]]\nassert f(values) is None\nassert values == [[1], [2]]",
+    ),
+    "exception": (
+        "def f(x): raise ValueError('negative')",
+        "try:\n    f(1)\n    assert False\nexcept ValueError as e:\n    assert 'nega' in str(e)",
+    ),
+    "exception of the solution": (
+        "class Empty(LookupError): pass\ndef f(x): raise Empty('x')",
+        "try:\n    f(1)\nexcept Empty as e:\n    assert isinstance(e, LookupError)",
+    ),
+    "types": (
+        "def f(x): return x",
+        "for x in (1 << 9999, 1.5, float('inf'), 1j, 'ü', b'\\xff', None, True, [1, (2,)], {3},"
+        " frozenset({4}), {(5,): [6]}, range(3)):\n"
+        "    assert f(x) == x and type(f(x)) is type(x)",
+    ),
+    "generator": ("def f(x): yield from range(x)", "assert list(f(3)) == [0, 1, 2]"),
+    "name of a built-in function": ("def sum(a, b): return a * b", "assert sum(2, 3) == 6"),
+    "only a value": ("x = 42", "assert x == 42"),
+    "value": ("LIMIT = 3\ndef f(x): return LIMIT", "assert f(1) == LIMIT"),
+    "nothing that a loop checks": ("def f(x): return []", "assert [x for x in f(1)] == []"),
+}
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("name", FORGED)
+def test_wrong_solution_does_not_pass_by_forgery(name: str) -> None:
+    code, test = FORGED[name]
+    assert python_tests(code, {"tests": test}) == {"reward": 0.0, "passed": 0.0}
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("name", OBJECTS)
+def test_right_solution_passes_from_another_process(name: str) -> None:
+    code, test = OBJECTS[name]
+    assert python_tests(code, {"tests": test}) == {"reward": 1.0, "passed": 1.0}
 
 
 @needs_bubblewrap
@@ -111,12 +276,12 @@ def test_last_code_block_counts_and_runs_without_its_main_part() -> None:
         ("1.\n   ```\n   x\n   ```", "   x\n"),
     ],
 )
-def test_code_of_completion(completion: str, code: str) -> None:
+def test_code_is_last_block_or_whole_completion(completion: str, code: str) -> None:
     assert code_of(completion) == code
 
 
 def test_tests_may_be_the_answer_column() -> None:
-    assert row_tests({"answer": ["assert True"]}) == ["assert True"]
+    assert row_tests({"answer": ["assert f()"]}) == ["assert f()"]
 
 
 @pytest.mark.parametrize(
@@ -125,8 +290,13 @@ def test_tests_may_be_the_answer_column() -> None:
         ({"prompt": "x", "code": "y"}, r"no 'tests', but 'prompt', 'code'; set data\.answer_key"),
         ({"tests": []}, "empty list of tests"),
         ({"tests": ["assert ="]}, "is not valid Python"),
+        ({"tests": [f"assert f({'-' * 20000}1)"]}, "is not valid Python: too deeply nested"),
+        ({"tests": [f"assert f({'1+' * 20000}1)"]}, "is not valid Python: maximum recursion"),
+        ({"tests": ["assert True"]}, "uses nothing of the solution; expected a call of it"),
+        ({"tests": ["def check(f):\n    assert f(1) == 2"]}, "uses nothing of the solution"),
         ({"tests": [3]}, "3 is int; expected Python code, or a dict"),
         ({"tests": {"input": "3"}}, "expected Python code, or a dict with 'input' and 'output'"),
+        ({"tests": {"input": 3, "output": "9"}}, "a dict with 'input' and 'output' as text"),
     ],
 )
 def test_row_that_cannot_be_tested_is_refused(row: dict[str, Any], problem: str) -> None:
@@ -157,7 +327,7 @@ async def test_rows_are_checked_before_the_run() -> None:
     reward = await open_reward(RewardSettings(function=("python_tests", "exact")), task=None)
     assert isinstance(reward, WeightedReward)
     try:
-        reward.check([("a.jsonl:1", {"answer": "assert True"})])
+        reward.check([("a.jsonl:1", {"answer": "assert f()"})])
         with pytest.raises(DataError, match=r"a\.jsonl:2 cannot be scored .*no 'tests'"):
             reward.check([("a.jsonl:2", {"prompt": "x"})])
     finally:

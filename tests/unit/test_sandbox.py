@@ -1,17 +1,20 @@
 """Programs in the sandbox: input, output, limits, and machines without bubblewrap."""
 
+import errno
 import logging
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from paceline import sandbox
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, RewardError
 from paceline.sandbox import runner
 from paceline.sandbox.seccomp import MACHINES, program_filter
 from tests.sandboxes import needs_bubblewrap
@@ -74,7 +77,7 @@ def test_program_without_output_ends_at_deadline(mode: str) -> None:
     assert run(code, timeout_s=0.2).timed_out
 
 
-def test_processes_are_counted(mode: str) -> None:
+def test_number_of_processes_is_limited(mode: str) -> None:
     code = (
         "import os, time\nfor _ in range(30):\n  if os.fork() == 0: time.sleep(60)\ntime.sleep(60)"
     )
@@ -82,7 +85,7 @@ def test_processes_are_counted(mode: str) -> None:
     assert result.stopped == "processes" or "Resource temporarily unavailable" in result.stderr
 
 
-def test_programs_run_at_the_same_time(mode: str) -> None:
+def test_concurrent_programs_do_not_mix_their_output(mode: str) -> None:
     codes = [f"import time; time.sleep(0.2); print({n})" for n in range(8)]
     with ThreadPoolExecutor(8) as threads:
         results = list(threads.map(lambda code: run(code, timeout_s=20), codes))
@@ -150,6 +153,34 @@ def test_user_without_privileges_has_a_sandbox() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@needs_bubblewrap
+@pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv")
+def test_escapes_fail_for_user_without_privileges() -> None:
+    user = ["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups"]
+    packages = f"{PACKAGE}:{sysconfig.get_path('purelib')}"
+    variables = {"PATH": os.environ["PATH"], "PYTHONPATH": packages, "PYTHONDONTWRITEBYTECODE": "1"}
+    usable = f"import pytest, sys; assert sys.version_info[:2] == {sys.version_info[:2]}\n"
+    usable += "from paceline import sandbox; sandbox.check(allow_weak=False)"
+    for python in (sys.executable, "/usr/bin/python3"):  # the first may be in the home of root
+        command = [*user, python, "-c", usable]
+        if not (found := subprocess.run(command, env=variables, capture_output=True)).returncode:
+            break
+    else:
+        pytest.skip(f"no Python or sandbox for other users: {found.stderr.decode()[-200:]}")
+    with tempfile.TemporaryDirectory() as folder:
+        os.chown(folder, 12345, 12345)
+        escapes = str(PACKAGE / "tests/unit/test_sandbox_escape.py")
+        # The sandbox of another Python lacks the packages that these tests use.
+        options = ["-rs", "-p", "no:cacheprovider", "-k", "not libraries and not packages"]
+        command = [*user, python, "-m", "pytest", *options, f"--basetemp={folder}/t", escapes]
+        result = subprocess.run(
+            command, env=variables | {"HOME": folder}, capture_output=True, text=True, cwd=PACKAGE
+        )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "SKIPPED" not in result.stdout, result.stdout
+
+
 @pytest.mark.parametrize("machine", MACHINES)
 def test_filter_is_made_of_whole_instructions(machine: str) -> None:
     found = program_filter(machine)
@@ -158,3 +189,16 @@ def test_filter_is_made_of_whole_instructions(machine: str) -> None:
 
 def test_other_machines_have_no_filter() -> None:
     assert program_filter("riscv64") is None
+
+
+def test_weak_mode_leaks_no_descriptor_when_disk_is_full(
+    no_bubblewrap: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object, **kwargs: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    before = len(os.listdir("/dev/fd"))
+    with pytest.raises(RewardError, match="No space left on device"):
+        run("print(1)")
+    assert len(os.listdir("/dev/fd")) == before

@@ -42,8 +42,25 @@ REAL = {
         if (pid := os.fork()) == 0: time.sleep(2); os._exit(0)
         traced = libc.ptrace(16, pid, 0, 0); os.kill(pid, 9); assert traced == 0
     """,
+    "holds memory in a file without a name": "os.memfd_create('memory')",
+    "holds memory in a System V segment": "assert libc.shmget(0, 2**20, 0o600) >= 0",
+    "holds memory in message queues": "assert libc.msgget(0, 0o600) >= 0",
+    "holds memory in semaphores": "assert libc.semget(0, 1000, 0o600) >= 0",
+    "holds shared memory without a file": "mmap.mmap(-1, 2**20)",
+    "holds shared memory of a device": """
+        mmap.mmap(os.open('/dev/zero', os.O_RDWR), 2**20)
+    """,
+    "holds memory in a pipe": """
+        vector = (ctypes.c_void_p * 2)(ctypes.addressof(ctypes.create_string_buffer(9)), 1)
+        assert libc.vmsplice(os.pipe()[1], vector, 1, 0) == 1
+    """,
 }
 OTHERS = {
+    "holds memory in a secret file": "assert libc.syscall(447, 0) >= 0",
+    "holds memory in a named queue": """
+        number = 240 if os.uname().machine == 'x86_64' else 180  # mq_open
+        assert libc.syscall(number, b'queue', os.O_CREAT | os.O_RDWR, 0o600, None) >= 0
+    """,
     "opens a socket to the hypervisor": "socket.socket(40, socket.SOCK_STREAM)",
     "reads a file through the root of process 1": "open('/proc/1/root' + SECRET).read()",
     "changes the Python environment": "open(sys.prefix + '/planted.pth', 'w').write('import os')",
@@ -58,8 +75,10 @@ OTHERS = {
     "gets new namespaces": "assert libc.unshare(0x10000000) == 0",
     "inherits a descriptor": "os.fstat(INHERITED)",
     "finds any descriptor beyond its output": """
-        found = [fd for fd in range(3, 300) if os.path.exists(f'/proc/self/fd/{fd}')]
-        assert [fd for fd in found if 'fd' not in os.readlink(f'/proc/self/fd/{fd}')]
+        def is_open(fd):
+            try: return bool(os.fstat(fd))
+            except OSError: return False
+        assert any(map(is_open, range(3, 10_000)))
     """,
     "finds a secret in its environment": "assert CANARY in str(os.environ)",
     "becomes root": "os.setuid(0)",
@@ -82,7 +101,7 @@ OTHERS = {
     "ends the first process": "os.kill(1, 9); time.sleep(0.1); assert os.getppid() != 1",
 }
 LIMITS = Limits(timeout_s=20, cpu_s=20, memory_mb=512, processes=16, output_kb=64, disk_mb=64)
-HEADER = "import ctypes, os, pathlib, resource, socket, sys, time\nlibc = ctypes.CDLL(None)\n"
+HEADER = "import ctypes, mmap, os, pathlib, resource, socket, sys, time\nlibc = ctypes.CDLL(None)\n"
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +205,7 @@ def test_recursive_fork_bomb_is_killed(fault: Fault) -> None:
     result = sandbox.run(code, timeout_s=0.5)
     assert result.stopped == "time"
     fault.fired()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
 
 
 def test_memory_bomb_gets_memory_error() -> None:
@@ -202,13 +221,42 @@ def test_memory_bomb_of_many_processes_is_killed(fault: Fault) -> None:
     fault.fired()
 
 
+# Both leave memory in the kernel that belongs to no process.
+KERNEL_BOMBS = {
+    "sockets": """
+        server = socket.socket(socket.AF_UNIX)
+        server.bind('/tmp/server'); server.listen(4096)
+        for _ in range(1000):
+            with socket.socket(socket.AF_UNIX) as client:
+                client.setblocking(False)
+                client.connect('/tmp/server')
+                with contextlib.suppress(BlockingIOError):
+                    while True: client.send(bytes(10_000))
+    """,
+    "empty files": "for i in range(100_000): os.close(os.open(f'/tmp/{i}', os.O_CREAT))",
+    "empty files beside a process that has ended": """
+        if os.fork() == 0: os._exit(0)
+        for i in range(100_000): os.close(os.open(f'/tmp/{i}', os.O_CREAT))
+    """,
+}
+
+
+@pytest.mark.parametrize("name", KERNEL_BOMBS)
+@pytest.mark.fault("G5", "sandboxed program fills memory with {name}")
+def test_memory_bomb_in_kernel_is_killed(name: str, fault: Fault) -> None:
+    code = f"import contextlib, os, socket, time\n{textwrap.dedent(KERNEL_BOMBS[name])}"
+    result = sandbox.run(f"{code}\ntime.sleep(60)", memory_mb=128, timeout_s=30)
+    assert result.stopped == "memory", result
+    fault.fired()
+
+
 @pytest.mark.fault("G5", "sandboxed program prints without end")
 def test_output_bomb_is_killed(fault: Fault) -> None:
     started = time.monotonic()
-    result = sandbox.run("while True: print('x' * 1000)", output_kb=10, timeout_s=30)
+    result = sandbox.run("while True: print('x' * 1000)", output_kb=10, timeout_s=100)
     assert result.truncated and len(result.stdout) == 10 * 1024
     fault.fired()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60, "it ran until its deadline"
 
 
 @pytest.mark.parametrize("folder", ["/tmp", "/dev/shm"])
@@ -230,7 +278,7 @@ def test_disk_bomb_is_bounded(folder: str, fault: Fault) -> None:
 
 @pytest.mark.parametrize(
     "code",
-    ["while True: pass", "import time; time.sleep(60)"],
+    ["while True: pass", "import time; time.sleep(100)"],
 )
 @pytest.mark.fault("G5", "sandboxed program ignores all signals")
 def test_program_that_ignores_signals_ends_at_deadline(code: str, fault: Fault) -> None:
@@ -239,7 +287,7 @@ def test_program_that_ignores_signals_ends_at_deadline(code: str, fault: Fault) 
     result = sandbox.run(header + code, timeout_s=0.3)
     assert result.timed_out and result.exit_code == 137
     fault.fired()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
 
 
 def test_program_that_only_computes_ends_at_its_cpu_limit() -> None:
@@ -256,13 +304,13 @@ def test_daemon_does_not_outlive_program(ending: str) -> None:
             os.setsid()
             if os.fork() == 0:
                 for fd in range(3): os.close(fd)
-                os.execv(sys.executable, ["{name}", "-c", "import time; time.sleep(60)"])
+                os.execv(sys.executable, ["{name}", "-c", "import time; time.sleep(100)"])
             os._exit(0)
         time.sleep(0.1)
         {ending}
     """
     sandbox.run(textwrap.dedent(code), timeout_s=0.5)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while name in _command_lines() and time.monotonic() < deadline:
         time.sleep(0.01)  # the kernel ends it after the process that it waits for
     assert name not in _command_lines()
@@ -292,6 +340,38 @@ def test_limits_of_caller_are_unchanged() -> None:
     assert [resource.getrlimit(kind) for kind in range(10)] == before
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import numpy; print(numpy.arange(5).sum())",
+        "import torch; print(int(torch.arange(5).share_memory_().sum()))",
+        "import multiprocessing as m; print(sum(m.Pool(2).map(abs, [-4, 6])))",
+        "import multiprocessing as m; v = m.Value('i', 9); v.value += 1; print(v.value)",
+        "import socket; print(len([socket.socketpair() for _ in range(10)]))",
+        "import mmap; print(len(mmap.mmap(-1, 10, flags=mmap.MAP_PRIVATE)))",
+    ],
+)
+def test_libraries_work_in_sandbox(code: str) -> None:
+    result = sandbox.run(code, memory_mb=8192, timeout_s=60)
+    assert result.stdout == "10\n", result
+
+
 def test_program_uses_packages_of_the_environment() -> None:
     result = sandbox.run("import numpy, sys; print(numpy.arange(3).sum(), sys.prefix)")
     assert result.stdout == f"3 {sys.prefix}\n", result
+
+
+@pytest.mark.parametrize("kind", ["memory file", "event", "pipe"])
+def test_search_for_descriptors_finds_inherited_one(names: str, kind: str) -> None:
+    with ExitStack() as stack:
+        if kind == "pipe":
+            fd, other = os.pipe()
+            stack.callback(os.close, other)
+        else:
+            fd = os.memfd_create("leaked") if kind == "memory file" else os.eventfd(0)
+        stack.callback(os.close, fd)
+        code = attempt(names, 0, OTHERS["finds any descriptor beyond its output"])
+        result = subprocess.run(
+            [sys.executable, "-c", code], pass_fds=[fd], capture_output=True, text=True
+        )
+    assert "ESCAPED" in result.stdout, result
