@@ -8,15 +8,21 @@ trajectory instead. A turn restarts where the chat template rewrites what the mo
 
 import asyncio
 import logging
-import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from paceline.data.chat import message_problem
 from paceline.environment.pool import EnvironmentPool
-from paceline.environment.protocol import Environment, EnvironmentFailure, Message, Reply
+from paceline.environment.protocol import (
+    Environment,
+    EnvironmentFailure,
+    Message,
+    Reply,
+    first_messages,
+)
 from paceline.environment.token_stream import ChatTemplate, Tokens
+from paceline.environment.user_code import is_failure, line_of
 from paceline.errors import PacelineError, RolloutError
 from paceline.types import MAX_REWARD, Completion, End, Finish, Prompt, Trajectory, Turn
 
@@ -56,11 +62,11 @@ class Conversation:
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         try:
             environment = self._make()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self._raised(prompt, "creating it", error) from error
         try:
-            first = await self._call(prompt, "reset", environment.reset(prompt.row))
-            messages = list(self._messages(prompt) if first is None else first)
+            first = await self._call(prompt, "reset", lambda: _reset(environment, prompt))
+            messages = list(self._messages(prompt)) if first is None else first
             self._check(prompt, "reset", messages)
             return await self._play(prompt, environment, messages, generate)
         finally:
@@ -116,10 +122,10 @@ class Conversation:
             raise self._raised(prompt, "the chat template", error) from error
 
     async def _step(self, prompt: Prompt, environment: Environment, said: Message) -> Reply:
-        reply = await self._call(prompt, "step", environment.step(said))
+        reply = await self._call(prompt, "step", lambda: environment.step(said))
         if not isinstance(reply, Reply):
             raise self._problem(prompt, f"step() returned {reply!r:.80}; expected a Reply")
-        if not isinstance(reply.reward, int | float) or not abs(reply.reward) <= MAX_REWARD:
+        if not abs(reply.reward) <= MAX_REWARD:
             raise self._problem(
                 prompt,
                 f"step() returned the reward {reply.reward!r:.80}; expected a finite number of at "
@@ -133,11 +139,11 @@ class Conversation:
         if problem := message_problem(messages):
             raise self._problem(prompt, f"{method}() returned messages that are wrong: {problem}")
 
-    async def _call(self, prompt: Prompt, method: str, call: Awaitable[T]) -> T:
+    async def _call(self, prompt: Prompt, method: str, call: Callable[[], Awaitable[T]]) -> T:
         limit = self._limits.timeout_s
         try:
             async with asyncio.timeout(limit) as deadline:
-                return await call
+                return await call()
         except PacelineError:
             raise
         except EnvironmentFailure as error:
@@ -149,7 +155,9 @@ class Conversation:
                 prompt,
                 f"{method}() took longer than rollout.environment_timeout_s = {limit:g} s",
             ) from None
-        except Exception as error:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             raise self._raised(prompt, f"{method}()", error) from error
 
     async def _close(self, prompt: Prompt, environment: Environment) -> None:
@@ -164,14 +172,16 @@ class Conversation:
                 closing.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def _raised(self, prompt: Prompt, what: str, error: BaseException) -> RolloutError:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
         return self._problem(
-            prompt,
-            f"{what} raised {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})",
+            prompt, f"{what} raised {type(error).__name__}: {error} ({line_of(error)})"
         )
 
     def _problem(self, prompt: Prompt, what: str) -> RolloutError:
         return RolloutError(f"environment {self._name}, prompt {prompt.uid!r}: {what}")
+
+
+async def _reset(environment: Environment, prompt: Prompt) -> list[Message] | None:
+    return first_messages(await environment.reset(prompt.row))
 
 
 async def _closed(environment: Environment) -> None:

@@ -1,7 +1,8 @@
 """Environment workers: processes that run the episodes of an environment, or the tools of a run.
 
 A process that dies or is blocked is replaced. Its episodes fail with an error that names it; those
-of the other processes continue.
+of the other processes continue. The processes are children of the controller, or run on the nodes
+of a cluster (environment/remote.py).
 """
 
 import asyncio
@@ -13,16 +14,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.environment.lookup import Located
-from paceline.environment.process import EnvironmentProcess
+from paceline.environment.process import EnvironmentProcess, HostedCode
 from paceline.environment.protocol import EnvironmentFailure, Message, Reply
-from paceline.errors import ConfigError, RolloutError
+from paceline.environment.remote import Launch, RemoteProcess
+from paceline.errors import ConfigError, RolloutError, WorkerDied
 from paceline.remote.calls import Died, Lost
-from paceline.remote.child import end_all
 from paceline.remote.worker import mark_seen
 from paceline.secret_variables import secret_names, withheld_hint
 
 log = logging.getLogger(__name__)
 
+Process = EnvironmentProcess | RemoteProcess
 MAX_STARTS = 3  # of processes in a row that are lost before they have loaded the code
 
 
@@ -41,19 +43,25 @@ class EnvironmentPool:
         `pass_env`: variables that look like secrets, but are passed.
         """
         self._kind, self._names, self._count = kind, tuple(names), workers
-        self._code = (code.code, json.dumps(dict(code.arguments))) if code else self._names
-        self._timeout_s = timeout_s
+        given = (code.code, json.dumps(dict(code.arguments))) if code else self._names
+        self._code = HostedCode(kind, self.name, given, timeout_s)
+        self._pass_env = tuple(pass_env)
+        self._launch: Launch | None = None
         self._withheld = secret_names(os.environ, pass_env)
         self._variables = {k: v for k, v in os.environ.items() if k not in self._withheld}
-        self._processes: dict[int, EnvironmentProcess] = {}  # by their place in the pool
-        self._leaving: set[EnvironmentProcess] = set()  # replaced, but they still have episodes
-        self._replacing: dict[EnvironmentProcess, asyncio.Task[None]] = {}
+        self._processes: dict[int, Process] = {}  # by their place in the pool
+        self._leaving: set[Process] = set()  # replaced, but they still have episodes
+        self._replacing: dict[Process, asyncio.Task[None]] = {}
         self._numbers = itertools.count()
         self._closed = False
         self.replaced = 0
 
-    async def start(self) -> None:
-        """Start all processes and load the code. Raises ConfigError if it cannot be loaded."""
+    async def start(self, launch: Launch | None = None) -> None:
+        """Start all processes and load the code. Raises ConfigError if it cannot be loaded.
+
+        `launch` starts workers on the nodes of a cluster; default: processes of this machine.
+        """
+        self._launch = launch
         if self._withheld:
             names = ", ".join(self._withheld)
             log.info("%s does not get %s (rollout.environment_pass_env)", self._title, names)
@@ -64,7 +72,7 @@ class EnvironmentPool:
                 await process.ready()
         except ConfigError as problem:
             raise ConfigError(self._explained(f"{self._title}: {problem}")) from None
-        except (Died, OSError) as problem:
+        except (Died, WorkerDied, OSError) as problem:
             raise RolloutError(f"{self._title}: cannot start a worker: {problem}") from None
 
     async def close(self) -> None:
@@ -74,14 +82,11 @@ class EnvironmentPool:
         for task in replacing:
             task.cancel()
         await asyncio.gather(*replacing, return_exceptions=True)
-        for process in processes:
-            process.calls.fail(Died("the run has ended"))
-            process.disconnect()
-        await asyncio.to_thread(end_all, processes, ())
+        await asyncio.gather(*(process.close() for process in processes))
         self._processes.clear()
         self._leaving.clear()
 
-    def processes(self) -> list[EnvironmentProcess]:
+    def processes(self) -> list[Process]:
         """Return all processes that run, also those that are being replaced."""
         found = (*self._processes.values(), *self._leaving, *self._replacing)
         return list(dict.fromkeys(found))
@@ -105,7 +110,7 @@ class EnvironmentPool:
         finally:
             self.leave(process)
 
-    async def enter(self) -> EnvironmentProcess:
+    async def enter(self) -> Process:
         """Choose the process with the fewest episodes for a new one."""
         for _ in range(MAX_STARTS):
             while not self._closed:
@@ -127,13 +132,13 @@ class EnvironmentPool:
                 raise
         raise EnvironmentFailure(self._explained(f"{process.worker} cannot be started: {cause}"))
 
-    async def _wait_for_replacement(self, process: EnvironmentProcess) -> None:
+    async def _wait_for_replacement(self, process: Process) -> None:
         try:
             await asyncio.shield(self._replace(process))
-        except OSError as error:  # no descriptors or no memory
+        except (OSError, WorkerDied) as error:  # no descriptors or no memory
             raise EnvironmentFailure(f"cannot start an environment worker: {error}") from error
 
-    def leave(self, process: EnvironmentProcess) -> None:
+    def leave(self, process: Process) -> None:
         process.episodes -= 1
         if process in self._leaving and not process.episodes:
             self._replace(process)
@@ -142,24 +147,20 @@ class EnvironmentPool:
         return EnvironmentFailure(self._explained(str(error)))
 
     async def _spawn(self, place: int) -> None:
-        process = EnvironmentProcess(
-            place,
-            self._kind,
-            self.name,
-            self._code,
-            self._timeout_s,
-            self._variables,
-            self._changed,
-        )
+        process: Process
+        if self._launch:
+            process = RemoteProcess(place, self._code, self._pass_env, self._launch, self._changed)
+        else:
+            process = EnvironmentProcess(place, self._code, self._variables, self._changed)
         self._processes[place] = process
         await process.connect()
 
-    def _changed(self, process: EnvironmentProcess) -> None:
+    def _changed(self, process: Process) -> None:
         """React to a process that is lost or stuck."""
         if not self._closed and (process.lost or process is self._processes.get(process.place)):
             self._replace(process)
 
-    def _replace(self, process: EnvironmentProcess) -> "asyncio.Task[None]":
+    def _replace(self, process: Process) -> "asyncio.Task[None]":
         """Start another process in place of one, and end it once it is lost or has no episodes."""
         if process not in self._replacing:
             task = asyncio.get_running_loop().create_task(self._replaced(process))
@@ -167,7 +168,7 @@ class EnvironmentPool:
             self._replacing[process] = task
         return self._replacing[process]
 
-    async def _replaced(self, process: EnvironmentProcess) -> None:
+    async def _replaced(self, process: Process) -> None:
         try:
             current = process is self._processes[process.place]
             if current:
@@ -187,10 +188,9 @@ class EnvironmentPool:
         finally:
             del self._replacing[process]
 
-    async def _end(self, process: EnvironmentProcess) -> None:
+    async def _end(self, process: Process) -> None:
         if process in self._leaving:
-            process.disconnect()
-            await asyncio.to_thread(process.kill)
+            await process.end()
             self._leaving.discard(process)
 
     @property
@@ -208,7 +208,7 @@ class HostedEnvironment:
 
     def __init__(self, pool: EnvironmentPool, number: int) -> None:
         self._pool, self._number = pool, number
-        self._process: EnvironmentProcess | None = None
+        self._process: Process | None = None
 
     async def reset(self, row: Mapping[str, Any]) -> Sequence[Message] | None:
         self._process = await self._pool.enter()

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from paceline.errors import ConfigError
 
-MAX_BYTES = 64 << 20  # of all files: the index is in memory
-PASSAGE_LENGTH = 800  # characters; a longer paragraph is a passage of its own
+MAX_BYTES = 64 << 20  # of all text files: the index is in memory
+HEAD = 4096  # bytes of a file that show whether it is text
+PASSAGE_LENGTH = 800  # characters; a longer line is a separate passage
 SHOWN_LENGTH = 1000  # characters of a passage that the model gets
 MAX_RESULTS = 5
 K1, B = 1.5, 0.75  # the usual constants of BM25
@@ -87,15 +88,19 @@ def _passages(folder: Path) -> Iterator[tuple[str, str]]:
         name = path.relative_to(folder)
         if not path.is_file() or any(part.startswith(".") for part in name.parts):
             continue
-        size += path.stat().st_size
-        if size > MAX_BYTES:
-            raise OverflowError
         try:
+            with path.open("rb") as file:
+                if b"\0" in file.read(HEAD):
+                    continue  # not text
+            size += path.stat().st_size
+            if size > MAX_BYTES:
+                raise OverflowError
             lines = path.read_text(encoding="utf-8").splitlines()
-        except (UnicodeDecodeError, PermissionError):
+        except UnicodeDecodeError:
             size -= path.stat().st_size
+        except PermissionError:
             continue
-        if "\0" not in "".join(lines[:1]):
+        else:
             yield from _of_file(str(name), lines)
 
 

@@ -46,7 +46,7 @@ class ToolUse:
         names = [call.name for call in calls[:MAX_CALLS]] + [""]
         return Reply(
             [
-                {"role": "tool", "name": _text(name), "content": _text(result) or "(no output)"}
+                {"role": "tool", "name": _text(name), "content": _text(result)}
                 for name, result in zip(names, results, strict=False)
             ]
         )
@@ -58,7 +58,8 @@ class ToolUse:
     async def _run(self, call: ToolCall) -> str:
         if call.problem:
             return f"error: {call.problem}"
-        return await self._tools.call(call.name, call.arguments)
+        result = await self._tools.call(call.name, call.arguments)
+        return result if result.strip() else "(no output)"  # a blank message is invalid
 
 
 def _text(text: str) -> str:

@@ -7,6 +7,7 @@ searches text files.
 import ast
 import asyncio
 import difflib
+import inspect
 import json
 import math
 import operator
@@ -19,6 +20,7 @@ from typing import Any
 from paceline import sandbox
 from paceline.environment.search import search_tool
 from paceline.environment.tool_function import ArgumentError, ToolFunction
+from paceline.environment.user_code import is_failure
 from paceline.errors import ConfigError
 from paceline.plugins import PluginError, find_callable
 
@@ -116,14 +118,19 @@ class Toolbox:
             else:
                 async with self._room:
                     result = await in_thread(partial(tool.function, **given))
-            text = result if isinstance(result, str) else json.dumps(result, default=str)
+                if inspect.isawaitable(result):  # a decorator hides that the function is async
+                    result = await result
+            if not isinstance(result, str):
+                result = json.dumps(result, default=str, ensure_ascii=False)
         except ArgumentError as problem:
             return f"error: {problem}"
-        except Exception as error:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             return f"error: {type(error).__name__}: {error}"[:OUTPUT_LENGTH]
-        if len(text) > OUTPUT_LENGTH:
-            return f"{text[:OUTPUT_LENGTH]}\n… {len(text) - OUTPUT_LENGTH} characters more"
-        return text
+        if len(result) > OUTPUT_LENGTH:
+            return f"{result[:OUTPUT_LENGTH]}\n… {len(result) - OUTPUT_LENGTH} characters more"
+        return str(result)
 
 
 def _open(name: str) -> Tool:

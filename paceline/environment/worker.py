@@ -8,20 +8,19 @@ are open then.
 """
 
 import asyncio
-import inspect
 import json
 import os
 import pickle
 import sys
-import traceback
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
 from paceline.environment.lookup import Located
-from paceline.environment.protocol import Reply
+from paceline.environment.protocol import EnvironmentFailure, Reply, first_messages, missing_method
 from paceline.environment.tools import Toolbox
+from paceline.environment.user_code import line_of
 from paceline.errors import ConfigError
 from paceline.plugins import PluginError
 from paceline.printable import unicode_output
@@ -31,10 +30,6 @@ from paceline.suspend import ignore_suspended_time
 CLOSE_TIMEOUT_S = 10.0
 MAX_REPLY = 8 << 20  # bytes; fewer than the parent accepts
 EXIT_TIMEOUT_S = 0.8  # for open episodes to close when the parent disconnects
-
-
-class HostedError(Exception):
-    """What is wrong with a call, for the trajectory's error."""
 
 
 class Hosted(Protocol):
@@ -52,12 +47,11 @@ class Episodes:
         """Load the class. Raises PluginError if it is not an environment."""
         found = Located(code, arguments).load()
         self._make = partial(found, **arguments)
-        for method in ("reset", "step"):
-            if not inspect.iscoroutinefunction(getattr(found, method, None)):
-                raise PluginError(
-                    f"has no method `async def {method}`; in a worker (rollout.environment_workers)"
-                    " expected reset(self, row) and step(self, message)"
-                )
+        if method := missing_method(found):
+            raise PluginError(
+                f"has no method `async def {method}`; in a worker (rollout.environment_workers) "
+                "expected reset(self, row), step(self, message) and optionally close(self)"
+            )
         if getattr(found, "tools", ()):
             raise PluginError(
                 "has tools, which cannot run in a worker; remove rollout.environment_workers, or "
@@ -67,15 +61,13 @@ class Episodes:
 
     async def reset(self, episode: int, row: Mapping[str, Any]) -> Any:
         self._open[episode] = environment = self._make()
-        messages = await environment.reset(row)
-        return None if messages is None else list(messages)
+        return first_messages(await environment.reset(row))
 
     async def step(self, episode: int, message: Mapping[str, Any]) -> Any:
         reply = await self._open[episode].step(message)
         if not isinstance(reply, Reply):
-            raise HostedError(f"step() returned {reply!r:.80}; expected a Reply")
-        messages = reply.messages if isinstance(reply.messages, str) else list(reply.messages)
-        return {"messages": messages, "reward": reply.reward, "done": bool(reply.done)}
+            raise EnvironmentFailure(f"step() returned {reply!r:.80}; expected a Reply")
+        return {"messages": reply.messages, "reward": reply.reward, "done": reply.done}
 
     async def close(self, episode: int, _: None = None) -> None:
         close = getattr(self._open.pop(episode, None), "close", None)
@@ -133,7 +125,14 @@ class Server:
             return
         task = asyncio.create_task(self._answer(number, episode, method, argument))
         self._tasks[number] = task
-        task.add_done_callback(lambda _: self._tasks.pop(number, None))
+
+        def done(task: asyncio.Task[None]) -> None:
+            self._tasks.pop(number, None)
+            if task.cancelled():  # before it began: the parent must not wait for its deadline
+                with suppress(OSError):
+                    self._link.reply(number=number, problem=f"{method}() was cancelled")
+
+        task.add_done_callback(done)
 
     async def _answer(self, number: int, episode: int, method: str, argument: Any) -> None:
         self._link.reply(started=number)
@@ -142,7 +141,7 @@ class Server:
             async with asyncio.timeout(limit) as deadline:
                 value = await self._call(method, episode, pickle.loads(argument))
             return self._link.send(_encoded(number, method, value))
-        except HostedError as error:
+        except EnvironmentFailure as error:
             problem = str(error)
         except asyncio.CancelledError:
             problem = f"{method}() was cancelled"
@@ -150,9 +149,7 @@ class Server:
             if isinstance(error, TimeoutError) and deadline.expired():
                 stuck = method in self._hosted.leaks
                 return self._link.reply(number=number, overdue=True, stuck=stuck)
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{frame.filename}:{frame.lineno}"
-            problem = f"{method}() raised {type(error).__name__}: {error} ({where})"
+            problem = f"{method}() raised {type(error).__name__}: {error} ({line_of(error)})"
         with suppress(OSError):  # the parent has disconnected
             self._link.reply(number=number, problem=problem[:4000])
 
@@ -172,12 +169,14 @@ def _encoded(number: int, method: str, value: Any) -> bytes:
     try:
         line = json.dumps({"number": number, "value": value}, default=_plain).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise HostedError(
+        raise EnvironmentFailure(
             f"{method}() returned what cannot be serialized as JSON: {error}; use numbers, "
             "strings, lists and dicts"
         ) from None
     if len(line) > MAX_REPLY:
-        raise HostedError(f"{method}() returned {len(line)} bytes; expected at most {MAX_REPLY}")
+        raise EnvironmentFailure(
+            f"{method}() returned {len(line)} bytes; expected at most {MAX_REPLY}"
+        )
     return line
 
 
@@ -200,9 +199,8 @@ def main(fd: int, parent: int, stacks: int, timeout_s: float, kind: str, names: 
     except ConfigError as problem:
         return link.reply(problem=str(problem))
     except (Exception, SystemExit) as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{frame.filename}:{frame.lineno}"
-        return link.reply(problem=f"importing it raised {type(error).__name__}: {error} ({where})")
+        what = f"{type(error).__name__}: {error} ({line_of(error)})"
+        return link.reply(problem=f"importing it raised {what}")
     asyncio.run(Server(hosted, link, timeout_s).run())
 
 

@@ -8,7 +8,6 @@ method `run`.
 
 import inspect
 import math
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,11 +19,12 @@ from paceline.data.rows import use_chat
 from paceline.environment.conversation import Conversation, Limits
 from paceline.environment.lookup import locate
 from paceline.environment.pool import EnvironmentPool
-from paceline.environment.protocol import Environment
+from paceline.environment.protocol import Environment, missing_method
 from paceline.environment.protocol import Generate as Generate
 from paceline.environment.token_stream import ChatTemplate
 from paceline.environment.tool_use import ToolUse
 from paceline.environment.tools import Tool, Toolbox
+from paceline.environment.user_code import is_failure, line_of
 from paceline.errors import ConfigError, PacelineError, RolloutError
 from paceline.plugins import PluginError
 from paceline.types import MAX_REWARD, Completion, Prompt, Trajectory, Turn
@@ -91,10 +91,11 @@ class CustomEnvironment:
             result = await self._environment.run(prompt, recorded)
         except PacelineError:
             raise
-        except Exception as error:
-            frame = traceback.extract_tb(error.__traceback__)[-1]
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             raise self._problem(
-                prompt, f"raised {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+                prompt, f"raised {type(error).__name__}: {error} ({line_of(error)})"
             ) from error
         trajectories = result if isinstance(result, tuple) else (result,)
         for trajectory in trajectories:
@@ -193,10 +194,9 @@ def open_environment(
     except PacelineError:
         raise
     except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
             f"rollout.environment = {name!r}: creating it raised {type(error).__name__}: {error} "
-            f"({frame.filename}:{frame.lineno})"
+            f"({line_of(error)})"
         ) from error
     if not inspect.iscoroutinefunction(getattr(environment, "run", None)):
         raise ConfigError(
@@ -254,12 +254,11 @@ def _conversation(
     data: DataSettings,
     limits: Limits,
 ) -> Conversation:
-    for method in ("reset", "step"):
-        if not inspect.iscoroutinefunction(getattr(make, method, None)):
-            raise ConfigError(
-                f"rollout.environment = {name!r} has no method `async def {method}`; expected "
-                "reset(self, row) and step(self, message)"
-            )
+    if method := missing_method(make):
+        raise ConfigError(
+            f"rollout.environment = {name!r} has no method `async def {method}`; expected "
+            "reset(self, row), step(self, message) and optionally close(self)"
+        )
     episode = partial(make, **arguments) if arguments else make
     if not (tools := getattr(make, "tools", ())):
         return _chat(name, episode, tokenizer, data, limits)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from paceline.environment.remote import Launch
 from paceline.errors import ConfigError
 from paceline.remote.worker import Worker
 from paceline.types import Role
@@ -81,6 +82,13 @@ class Cluster(Protocol):
 
     async def start(self, plan: PlannedWorker) -> Worker:
         """Start a worker. `await worker.ready()` waits until it has built its parts."""
+        ...
+
+    def launcher(self) -> Launch | None:
+        """Return what starts an environment worker on any node.
+
+        None: environment workers are processes of the controller's machine.
+        """
         ...
 
     async def close(self) -> None:

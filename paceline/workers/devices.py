@@ -72,6 +72,12 @@ class Placement:
         nodes = [node for node in nodes if node.gpus or not gpus]
         self._gpus = gpus
         everything = _joined([node.devices for node in nodes])
+        if not everything:
+            names = ", ".join(node.name for node in nodes)
+            raise ConfigError(
+                f"no node has a GPU or a CPU slot ({names}); start Ray with --num-cpus or "
+                "--num-gpus, or add a node"
+            )
         self._halves = set(pools) == {ACTOR_ROLLOUT_REF_POOL, CRITIC_POOL}
         self.pools: dict[str, ResourcePool] = {
             name: ResourcePool(name, everything) for name in pools

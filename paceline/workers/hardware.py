@@ -114,7 +114,7 @@ def check_bfloat16(config: RunConfig) -> None:
 
     if config.train.dtype != "bfloat16" or config.cluster != "local" or torch.cuda.is_available():
         return
-    if _reports_amx() and not os.environ.get("ONEDNN_MAX_CPU_ISA") and _bfloat16_crashes():
+    if _traps_on_bfloat16():
         raise ConfigError(
             "train.dtype = 'bfloat16': this CPU reports AMX instructions but traps on them "
             "(SIGILL), which would end the run; use train.dtype=float32, or set the environment "
@@ -122,9 +122,19 @@ def check_bfloat16(config: RunConfig) -> None:
         )
 
 
-def _reports_amx() -> bool:
+def has_fast_bfloat16() -> bool:
+    """Return whether this CPU multiplies bfloat16 matrices faster than float32 ones."""
+    return _reports("avx512_bf16") and not _traps_on_bfloat16()
+
+
+def _traps_on_bfloat16() -> bool:
+    amx = _reports("amx_bf16") and not os.environ.get("ONEDNN_MAX_CPU_ISA")
+    return amx and _bfloat16_crashes()
+
+
+def _reports(instructions: str) -> bool:
     try:
-        return "amx_bf16" in Path("/proc/cpuinfo").read_text()
+        return instructions in Path("/proc/cpuinfo").read_text()
     except OSError:
         return False
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.config import RunConfig
+from paceline.errors import ConfigError
 from paceline.remote.process import ProcessWorker, process_group
 from paceline.remote.thread import ThreadWorker
 from paceline.remote.worker import Worker
@@ -54,15 +55,23 @@ class LocalCluster:
             gpu=next(iter(gpus), None),
         )
 
+    def launcher(self) -> None:
+        return None
+
     def gpus(self, plan: PlannedWorker) -> list[int]:
-        """Return the GPUs of its ranks: as planned, or the least used one for a late worker."""
+        """Return the GPUs of its ranks: as planned, or the least used ones for a late worker."""
         if count := _count_gpus()[0]:
             used = Counter(
                 index for name, taken in self._gpus.items() if name != plan.name for index in taken
             )
-            self._gpus[plan.name] = [device.index for device in plan.devices] or [
-                min(range(count), key=lambda index: used[index])
-            ]
+            if not plan.devices and plan.processes > count:
+                raise ConfigError(
+                    f"worker {plan.name!r} needs {plan.processes} GPUs, and this machine has "
+                    f"{count}; lower rollout.tensor_parallel x rollout.pipeline_parallel"
+                )
+            free_first = sorted(range(count), key=lambda index: used[index])
+            planned = [device.index for device in plan.devices]
+            self._gpus[plan.name] = planned or free_first[: plan.processes]
         return self._gpus.get(plan.name, [])
 
     async def close(self) -> None:

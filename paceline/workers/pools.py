@@ -210,12 +210,14 @@ async def start_workers(
 
 async def start_worker(cluster: Cluster, plan: PlannedWorker, limit_s: float) -> Worker:
     """Start one worker during a run and wait until it has loaded its models."""
-    worker = await _start(cluster, plan)
+    worker: Worker | None = None
     try:
         async with asyncio.timeout(limit_s):
+            worker = await _start(cluster, plan)
             await _ready(worker)
     except BaseException as error:
-        await worker.close()
+        if worker is not None:
+            await worker.close()
         if isinstance(error, TimeoutError):
             raise WorkerDied(
                 f"worker {plan.name!r} was not ready within {_limit(limit_s)}"

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import RunConfig
+from paceline.environment.remote import Launch
 from paceline.errors import ConfigError, PacelineError, WorkerDied
 from paceline.remote.group import Rank, WorkerGroup, start_rank
 from paceline.remote.mailbox import PULL_S
@@ -52,6 +53,7 @@ RETRY_S = 0.05  # after a call that Ray could not deliver
 # Object store of a cluster that is started for the run: messages pass through it, weights do not.
 STORE_BYTES = 200 << 20
 RESERVE_TIMEOUT_S = 60.0
+GCS_TIMEOUT_S = 10  # Ray waits this long for a control service that died; its default is 60
 LOCAL = ("local", "127.0.0.1", "localhost")
 
 
@@ -149,6 +151,9 @@ class RayWorker(Rank):
             self._unresponsive()
         except RayError as error:
             self._dead(error)
+        except Exception as error:  # a message cannot be unpickled, or the log cannot be written
+            self._dead(error)
+            self.kill()
 
     def _unresponsive(self) -> None:
         if not self._closing:
@@ -207,6 +212,7 @@ class RayCluster:
         self._groups: list[PlacementGroup] = []
         self._bundles: dict[str, tuple[PlacementGroup, list[int]]] = {}  # by worker
         self._started: Counter[str] = Counter()  # by node
+        self._without_device: dict[str, str] = {}  # node of each environment worker
         self._nodes: list[Node] = []
         self._addresses: dict[str, str] = {}  # by node
 
@@ -219,7 +225,11 @@ class RayCluster:
             )
         cluster = cls(config, model_path, log_folder)
         await _join(config.ray.address)
-        cluster._nodes = await asyncio.to_thread(_nodes)
+        try:
+            cluster._nodes = await asyncio.to_thread(_nodes)
+        except BaseException:
+            await cluster.close()
+            raise
         cluster._addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         return cluster
 
@@ -260,12 +270,43 @@ class RayCluster:
         ]
         try:
             host, port, descriptor = await ranks[0].address()
-        except (RayError, TimeoutError) as error:
-            raise WorkerDied(f"worker {ranks[0].name!r} could not start: {error}") from error
+        except BaseException as error:
+            for worker in ranks:
+                worker.kill()
+            if isinstance(error, RayError | TimeoutError):
+                raise WorkerDied(f"worker {ranks[0].name!r} could not start: {error}") from error
+            raise
         for rank, worker in enumerate(ranks):
             store = f"tcp://{host}:{port}" + (f"?fd={descriptor}" if rank == 0 else "")
             worker.begin(start_rank, (rank, plan.ranks, store, build_parts, args))
         return WorkerGroup(plan.name, ranks, first_rank_only(plan.roles))
+
+    def launcher(self) -> Launch:
+        return self._launch
+
+    async def _launch(self, name: str, build: Build, args: tuple[Any, ...]) -> Worker:
+        """Start a worker without a device on the node with the fewest per CPU slot.
+
+        Ray's strategy SPREAD may put all of them on one node. Nodes can join and leave.
+        """
+        gpus = any(node.gpus for node in self._nodes)
+        slots = await asyncio.to_thread(_cpu_slots)
+        self._without_device.pop(name, None)  # a replacement takes the place of the lost one
+        taken = Counter(self._without_device.values())
+        node = min(slots, key=lambda node: taken[node] / max(1, slots[node]))
+        self._without_device[name] = node
+        options = {
+            # Without GPUs, CPU slots are the devices of the pools, which may have reserved them.
+            "num_cpus": int(gpus),
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(
+                node, soft=True, _spill_on_unavailable=True
+            ),
+        }
+        variables = {"TOKENIZERS_PARALLELISM": "false"}
+        log_path = self._logs / f"{name}.log"
+        worker = RayWorker(name, node, "127.0.0.1", options, variables, log_path)
+        worker.begin(build, args)
+        return worker
 
     def _worker(self, plan: PlannedWorker, rank: int, name: str, log_name: str) -> RayWorker:
         """Start on the reserved device; a late worker on the node with the fewest workers."""
@@ -323,8 +364,10 @@ async def _join(address: str) -> None:
     get.argtypes, get.restype = [ctypes.c_int], ctypes.c_void_p
     put.argtypes, put.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
     before = get(signal.SIGTERM)
-    await asyncio.to_thread(connect, address)
-    put(signal.SIGTERM, before)
+    try:
+        await asyncio.to_thread(connect, address)
+    finally:
+        put(signal.SIGTERM, before)
 
 
 def connect(address: str) -> None:
@@ -349,6 +392,7 @@ def connect(address: str) -> None:
                 address="local",
                 num_cpus=len(available_cores()),
                 object_store_memory=STORE_BYTES,
+                _system_config={"gcs_rpc_server_reconnect_timeout_s": GCS_TIMEOUT_S},
                 **quiet,
             )
         finally:
@@ -383,6 +427,15 @@ def _nodes() -> list[Node]:
     if not found:
         raise ConfigError("the Ray cluster has no living node")
     return found
+
+
+def _cpu_slots() -> dict[str, int]:
+    """Return the CPU slots of each living node."""
+    return {
+        node["NodeID"]: int(node["Resources"].get("CPU", 0))
+        for node in ray.nodes()
+        if node["Alive"]
+    }
 
 
 def _run_on(node: str, what: Callable[[], int]) -> int:

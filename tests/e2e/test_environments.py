@@ -15,7 +15,7 @@ from paceline.run import train
 from tests.audits import assert_consistent
 from tests.e2e.test_resume import Recording
 from tests.processes import children
-from tests.small_runs import SEPARATE, SMALL, config
+from tests.small_runs import SEPARATE, SMALL, config, steps_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE = EXAMPLES / "tool_environment.py"
@@ -30,7 +30,7 @@ def test_run_trains_on_all_turns_of_conversations(
     chosen += [f"rollout.environment={EXAMPLE}:Lookup", "save_samples=4"]
     asyncio.run(train(load_config(None, [*chosen, "steps=2"])))
     assert_consistent(tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = steps_of(tmp_path)
     ends = ("done", "turns", "length", "context")
     for row in rows:
         assert sum(row[f"episode/end_{end}"] for end in ends) == pytest.approx(1.0, abs=1e-3)
@@ -77,7 +77,7 @@ def test_run_trains_on_conversations_whose_template_forgets(
     chosen += [f"rollout.stop={list('acegikmoqsuwy13579')}", "rollout.max_response_length=16"]
     asyncio.run(train(load_config(None, chosen)))
     assert_consistent(run_dir)
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = steps_of(run_dir)
     for row in rows:
         assert row["episode/splits_mean"] > 0
         assert row["rollout/samples"] == pytest.approx(16 * (1 + row["episode/splits_mean"]))
@@ -128,7 +128,7 @@ def test_example_trains_proposer_and_solver(model: str, tmp_path: Path) -> None:
     chosen += ["data.max_prompt_length=64", "rollout.min_group_size=2"]
     asyncio.run(train(load_config(None, chosen)))
     assert_consistent(tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = steps_of(tmp_path)
     assert [row["rollout/samples"] for row in rows] == [32, 32], "four groups of four episodes"
     for row in rows:
         means = row["reward_agent/proposer"] + row["reward_agent/solver"]
@@ -151,7 +151,7 @@ def test_environment_by_name_needs_neither_data_nor_reward(model: str, tmp_path:
 @pytest.mark.slow
 def test_model_learns_game_of_several_turns(tmp_path: Path) -> None:
     asyncio.run(train(load_config("guess", [f"run_dir={tmp_path}"])))
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = steps_of(tmp_path)
     rewards = [row["reward/mean"] for row in rows]
     assert sum(rewards[:5]) / 5 < 0.3 and sum(rewards[-10:]) / 10 > 0.45
 
@@ -195,7 +195,7 @@ def test_run_continues_when_environment_worker_dies(
 def test_model_learns_to_call_tool_that_it_needs(tmp_path: Path) -> None:
     chosen = [f"run_dir={tmp_path}", f"rollout.environment={EXAMPLE}:Lookup", "steps=110"]
     asyncio.run(train(load_config("hybrid", chosen)))
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = steps_of(tmp_path)
     rewards = [row["reward/mean"] for row in rows]
     assert sum(rewards[:5]) / 5 < 0.05 and sum(rewards[-10:]) / 10 > 0.4
     assert rows[-1]["episode/turns_mean"] > 1.9

@@ -11,6 +11,15 @@ import torch.distributed as dist
 from paceline.errors import DataError
 
 
+def fail() -> None:
+    raise ValueError("cannot be unpickled")
+
+
+class Unreadable:
+    def __reduce__(self) -> Any:
+        return fail, ()
+
+
 class Part:
     def __init__(self) -> None:
         self._calls: list[int] = []
@@ -36,6 +45,9 @@ class Part:
 
     def fail(self) -> None:
         raise DataError("it failed")
+
+    def unreadable(self) -> Unreadable:
+        return Unreadable()
 
     def where(self) -> tuple[int, int]:
         """Return the PIDs of this process and of its raylet, which identifies the node."""

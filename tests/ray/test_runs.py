@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,13 @@ def on_ray(model: str, folder: Path, address: str, *settings: str) -> dict[str, 
 
 
 def workers_left() -> list[psutil.Process]:
-    """Return actors that still run after 5 seconds. Idle processes of Ray belong to the cluster."""
-    hosts = [
-        process
-        for process in psutil.Process().children(recursive=True)
-        if "RayHost" in " ".join(process.cmdline())
-    ]
-    return psutil.wait_procs(hosts, timeout=5)[1]
+    """Return actors that still run after a minute. Idle processes of Ray belong to the cluster."""
+    hosts = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # also of a process that has ended: a zombie
+            if "RayHost" in " ".join(process.cmdline()):
+                hosts.append(process)
+    return psutil.wait_procs(hosts, timeout=60)[1]
 
 
 def trained(folder: Path) -> list[int]:
@@ -273,7 +274,7 @@ def test_sigterm_stops_run_on_ray_and_prints_how_to_resume(
         text=True,
     ) as process:
         try:
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + 240
             metrics = tmp_path / "run" / "metrics.jsonl"
             while (
                 not (metrics.exists() and metrics.stat().st_size)

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
 
 from paceline.config import load_config
 from paceline.errors import ConfigError, DataError, WorkerDied
@@ -21,7 +22,8 @@ from paceline.remote.stacks import write_stacks
 from paceline.remote.worker import Worker
 from paceline.workers import ray as place_ray
 from paceline.workers.cluster import Device, PlannedWorker
-from paceline.workers.ray import RayCluster
+from paceline.workers.pools import start_worker
+from paceline.workers.ray import RayCluster, RayWorker
 from tests.fault_report import Fault
 from tests.ray.parts import build
 
@@ -51,7 +53,7 @@ def on(cluster: RayCluster, name: str, *nodes: int, ranks: int = 0) -> PlannedWo
 
 
 async def wait_until(true: Any) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not true():
             await asyncio.sleep(0.01)
 
@@ -138,6 +140,61 @@ def test_worker_dies_at_once_when_killed(
             await close(worker)
 
     asyncio.run(check())
+
+
+def test_worker_dies_with_reason_when_reply_cannot_be_unpickled(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def check() -> None:
+        async with opened(address, tmp_path, monkeypatch) as cluster:
+            worker = await cluster.start(on(cluster, "odd", 0))
+            await worker.ready()
+            with pytest.raises(WorkerDied, match="'odd' died: ValueError: cannot be unpickled"):
+                await asyncio.wait_for(worker.call("part", "unreadable"), 20)
+            await close(worker)
+
+    asyncio.run(check())
+
+
+def test_ranks_are_killed_when_their_group_cannot_start(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed, kill = [], RayWorker.kill
+
+    async def never(worker: RayWorker) -> Any:
+        await asyncio.Event().wait()
+
+    def recorded(worker: RayWorker) -> None:
+        killed.append(worker.name)
+        kill(worker)
+
+    monkeypatch.setattr(RayWorker, "address", never)
+    monkeypatch.setattr(RayWorker, "kill", recorded)
+
+    async def check() -> None:
+        async with opened(address, tmp_path, monkeypatch) as cluster:
+            with pytest.raises(WorkerDied, match="was not ready within start_timeout_s"):
+                await start_worker(cluster, on(cluster, "ranks", 0, 1, ranks=2), 0.1)
+            assert killed == ["ranks rank 0", "ranks rank 1"]
+
+    asyncio.run(check())
+
+
+def test_open_disconnects_when_nodes_cannot_be_read(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise ConfigError("planted")
+
+    monkeypatch.setattr(place_ray, "_nodes", fail)
+
+    async def check() -> None:
+        with pytest.raises(ConfigError, match="planted"):
+            async with opened(address, tmp_path, monkeypatch):
+                pass
+
+    asyncio.run(check())
+    assert not ray.is_initialized()
 
 
 @pytest.mark.fault("B1", "worker on Ray suspended")

@@ -229,3 +229,20 @@ def test_greedy_baseline_rejects_several_agents() -> None:
     world.greedy_baseline = True
     with pytest.raises(RolloutError, match="has 2 trajectories, but the greedy baseline"):
         run_virtual(world.build().run())
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_trajectory_fails_when_agent_asks_for_no_tokens(limit: int) -> None:
+    class OutOfBudget:
+        async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+            completion = await generate(prompt.tokens, max_new_tokens=limit)
+            return Trajectory((Turn(prompt.tokens, completion),), "")
+
+    async def scenario() -> Group:
+        world = World(schedule=MODES["async swap"], make_engine=SeededEngine)
+        world.environment = CustomEnvironment("OutOfBudget", OutOfBudget())
+        world.build()
+        return await world.rollouter.run(0, Prompt("p0", (1,), "", {}))
+
+    with pytest.raises(RolloutError, match=f"max_new_tokens = {limit}: expected 1 or more"):
+        run_virtual(scenario())

@@ -3,12 +3,14 @@
 import itertools
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from paceline.config import load_config
 from paceline.early_checks import check_early
+from paceline.environment.adapters.gymnasium import Gymnasium
 from paceline.environment.built_in.countdown import evaluate
 from paceline.environment.lookup import BUILT_IN, check_name, describe_environments, locate
 from paceline.errors import ConfigError
@@ -29,6 +31,15 @@ def rows_of(name: str, seed: int = 0, **arguments: Any) -> list[Any]:
 def test_rows_are_pure_function_of_seed(name: str) -> None:
     first, again, other = (rows_of(name, seed, size=40) for seed in (1, 1, 2))
     assert first == again and first != other and len(first) == 40
+
+
+@pytest.mark.parametrize("actions", [*itertools.permutations(["north", "east", "north-east"])])
+def test_gymnasium_takes_longest_action_that_ends_last(actions: tuple[str, ...]) -> None:
+    environment = Gymnasium("any", actions=actions)
+    environment._env = SimpleNamespace(action_space=SimpleNamespace(n=3, start=1))
+    for text in actions:
+        assert environment._action(f"not north, {text}.") == actions.index(text) + 1
+    assert environment._action("south") is None
 
 
 @pytest.mark.parametrize("numbers", [2, 4])

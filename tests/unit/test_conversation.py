@@ -2,12 +2,15 @@
 
 import asyncio
 import random
+import sys
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from paceline.data.prompts import DataSettings
@@ -271,22 +274,81 @@ class Hanging(Base):
         await asyncio.Event().wait()
 
 
+class Exiting(Base):
+    async def step(self, message: Message) -> Any:
+        sys.exit(0)
+
+
+class Cancelling(Base):
+    async def step(self, message: Message) -> Any:
+        task = asyncio.ensure_future(asyncio.Event().wait())
+        task.cancel()
+        await task
+
+
+class NoMessages(Base):
+    async def step(self, message: Message) -> Any:
+        return Reply(None)  # type: ignore[arg-type]
+
+
+class TextReward(Base):
+    async def step(self, message: Message) -> Any:
+        return Reply("x", "1")  # type: ignore[arg-type]
+
+
+class ManyDone(Base):
+    async def step(self, message: Message) -> Any:
+        return Reply("x", done=np.array([True, False]))  # type: ignore[arg-type]
+
+
+class NoArgument(Base):
+    async def step(self) -> Any:  # type: ignore[override]
+        return Reply("x")
+
+
+class TextReset(Base):
+    async def reset(self, row: Mapping[str, Any]) -> Any:
+        return "hello"
+
+
+class NumberReset(Base):
+    async def reset(self, row: Mapping[str, Any]) -> Any:
+        return 5
+
+
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
+        (Exiting, r"step\(\) raised SystemExit: 0 .*test_conversation.py:\d+"),
+        (Cancelling, r"step\(\) raised CancelledError"),
+        (NoMessages, r"step\(\) .* Reply.messages = None; expected .*test_conversation.py:\d+"),
+        (TextReward, r"step\(\) .* Reply.reward = '1'; expected .*test_conversation.py:\d+"),
+        (ManyDone, r"step\(\) raised ValueError: .*test_conversation.py:\d+"),
+        (NoArgument, r"step\(\) raised TypeError: .* takes 1 positional argument"),
+        (TextReset, r"reset\(\) returned 'hello'; expected a list of messages, or None"),
+        (NumberReset, r"reset\(\) returned 5; expected a list of messages, or None"),
         (Broken, r"step\(\) returned {'messages': 1}; expected a Reply"),
         (Failing, r"step\(\) raised KeyError: 'no such tool' .*test_conversation.py:\d+"),
         (Infinite, r"step\(\) returned the reward inf; expected a finite number"),
         (Silent, r"step\(\) returned messages that are wrong: the list of messages is empty"),
-        (Hanging, r"step\(\) took longer than rollout.environment_timeout_s = 0.01 s"),
+        (Hanging, r"step\(\) took longer than rollout.environment_timeout_s = 0.2 s"),
     ],
 )
 def test_environment_that_fails_is_closed_and_named(environment: Any, message: str) -> None:
     before = Base.closed
-    limits = Limits(6, 4000, 0.01 if environment is Hanging else 30.0)
+    limits = Limits(6, 4000, 0.2 if environment is Hanging else 30.0)
     with pytest.raises(RolloutError, match=f"environment {environment.__name__}, .*{message}"):
         play(environment, Model(said("1<|im_end|>")), limits=limits)
     assert Base.closed == before + 1
+
+
+@pytest.mark.parametrize(
+    "reward", [np.float32(0.5), np.array(0.5), torch.tensor(0.5), Fraction(1, 2)]
+)
+def test_reward_of_other_number_type_becomes_float(reward: Any) -> None:
+    reply = Reply(({"role": "user", "content": text} for text in "ab"), reward, np.True_)  # type: ignore[arg-type]
+    assert (type(reply.reward), reply.reward, reply.done) == (float, 0.5, True)
+    assert len(reply.messages) == 2 and isinstance(reply.messages, list)
 
 
 def test_messages_that_template_rejects_fail_trajectory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,6 +378,16 @@ def test_cancelled_episode_closes_its_environment() -> None:
 class NoReset:
     async def step(self, message: Message) -> Reply:
         return Reply()
+
+
+class PlainClose(Base):
+    def close(self) -> None:  # type: ignore[override]
+        return
+
+
+def test_environment_is_rejected_when_close_is_not_async() -> None:
+    with pytest.raises(ConfigError, match="PlainClose' has no method `async def close`"):
+        open_environment(PlainClose, tokenizer_of("chatml"), DATA, LIMITS)  # type: ignore[arg-type]
 
 
 def test_environment_is_rejected_when_method_or_chat_template_is_missing() -> None:

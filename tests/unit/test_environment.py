@@ -1,6 +1,7 @@
 """Agent loops: single turn, custom loops, and errors that name the loop and the prompt."""
 
 import asyncio
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,11 @@ class Raising:
 
     async def run(self, prompt: Prompt, generate: Any) -> Any:
         return prompt.row["no such column"]
+
+
+class Exiting(Raising):
+    async def run(self, prompt: Prompt, generate: Any) -> Any:
+        sys.exit(0)
 
 
 class Nothing(Raising):
@@ -139,6 +145,7 @@ def test_turn_that_restarts_begins_new_row() -> None:
             r"environment Raising, prompt 'q': raised KeyError: 'no such column' "
             r"\(.*test_environment.py:\d+\)",
         ),
+        (Exiting, r"environment Exiting, prompt 'q': raised SystemExit: 0 "),
         (Nothing, "returned None; expected a Trajectory"),
         (Forgetful, r"turn 2 does not match a call of generate\(\)"),
         (NotANumber, "turn 1 has the reward nan; expected a finite number"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pickle
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -16,6 +17,7 @@ import pytest
 from paceline.data.prompts import DataSettings
 from paceline.environment.conversation import Conversation, Limits
 from paceline.environment.pool import EnvironmentPool
+from paceline.environment.worker import Episodes, Server
 from paceline.errors import ConfigError, RolloutError
 from paceline.rollout.environment import open_environment
 from paceline.types import Completion, End, Prompt, Trajectory
@@ -299,6 +301,26 @@ async def test_worker_is_replaced_when_tool_hangs_or_crashes(tool: str, message:
             await play(agent, call)
         await until(lambda: not alive(before) and len(pids(agent)) == 1)
         assert (await play(agent, "no call")).end is End.DONE
+
+
+class Replies:
+    """The worker's end of the connection, which keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+
+    def reply(self, **message: Any) -> None:
+        self.sent.append(message)
+
+
+@in_loop
+async def test_worker_replies_when_call_is_cancelled_before_it_begins() -> None:
+    link: Any = Replies()
+    server = Server(Episodes(f"{FILE}:Echo", {}), link, timeout_s=30.0)
+    server._begin(5, 0, "reset", pickle.dumps({}))
+    server._begin(0, 0, "cancel", 5)
+    await until(lambda: bool(link.sent))
+    assert link.sent == [{"number": 5, "problem": "reset() was cancelled"}]
 
 
 @pytest.mark.parametrize(

@@ -86,16 +86,26 @@ def test_warning_names_reason_when_torch_cannot_use_gpu(
 def test_check_rejects_bfloat16_when_cpu_traps_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that sends itself the signal stands for a CPU that traps."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(hardware, "_reports_amx", lambda: True)
+    monkeypatch.setattr(hardware, "_reports", lambda instructions: True)
     trap = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
     monkeypatch.setattr(hardware, "PROBE", trap)
     hardware._bfloat16_crashes.cache_clear()
     narrow = load_config(overrides=["train.dtype=bfloat16"])
     check_bfloat16(narrow)  # the tests set ONEDNN_MAX_CPU_ISA
+    assert hardware.has_fast_bfloat16()
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
     check_bfloat16(load_config())
     try:
         with pytest.raises(ConfigError, match=r"use train\.dtype=float32, or set .*AVX512"):
             check_bfloat16(narrow)
+        assert not hardware.has_fast_bfloat16()
     finally:
         hardware._bfloat16_crashes.cache_clear()
+
+
+def test_device_lines_restore_log_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger(hardware.__name__)
+    monkeypatch.setattr(logger, "level", logging.ERROR)
+    with DeviceLines(Console(quiet=True)):
+        assert logger.level == logging.INFO
+    assert logger.level == logging.ERROR

@@ -1,5 +1,6 @@
 """Placement: which device each role gets, and whether it fits into memory."""
 
+import asyncio
 import json
 import shutil
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.config import RunConfig, load_config
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, WorkerDied
 from paceline.model.loading import load_config as model_config
 from paceline.types import Role
 from paceline.workers import local
@@ -19,7 +20,7 @@ from paceline.workers.cluster import Device, Node, PlannedWorker
 from paceline.workers.devices import ResourcePool, split
 from paceline.workers.fit import check_fit
 from paceline.workers.phase_memory import Models
-from paceline.workers.pools import plan_workers
+from paceline.workers.pools import plan_workers, start_worker
 from tests.processes import children
 
 GB = 1 << 30
@@ -318,3 +319,29 @@ def test_added_worker_gets_least_used_gpu(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert [cluster.gpus(worker) for worker in workers] == [[0], [1], [1]]
     added = ("rollout-2", "rollout-3", "rollout-2")  # the last one replaces the first
     assert [cluster.gpus(PlannedWorker(name, ())) for name in added] == [[2], [0], [2]]
+
+
+def test_added_group_gets_a_gpu_for_each_rank(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(local, "_count_gpus", lambda: (4, 80 << 30))
+    cluster = local.LocalCluster(load_config(), "model", tmp_path)
+    devices = (Device("local", 0), Device("local", 1))
+    assert cluster.gpus(PlannedWorker("rollout", (), 2, devices=devices)) == [0, 1]
+    assert cluster.gpus(PlannedWorker("rollout-1", (), 2)) == [2, 3]
+    with pytest.raises(ConfigError, match="worker 'big' needs 8 GPUs, and this machine has 4"):
+        cluster.gpus(PlannedWorker("big", (), 8))
+
+
+def test_plan_fails_when_no_node_has_a_device() -> None:
+    with pytest.raises(ConfigError, match="no node has a GPU or a CPU slot"):
+        plan_workers(load_config(), [Node("head", 0)])
+
+
+def test_worker_that_joins_has_deadline_before_its_process_exists() -> None:
+    class Full:
+        async def start(self, plan: PlannedWorker) -> Any:
+            await asyncio.Event().wait()
+
+    with pytest.raises(WorkerDied, match="worker 'late' was not ready within start_timeout_s"):
+        asyncio.run(asyncio.wait_for(start_worker(Full(), PlannedWorker("late", ()), 0.05), 60))  # type: ignore[arg-type]

@@ -3,16 +3,19 @@
 import asyncio
 import threading
 from enum import Enum
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 
+from paceline.data.chat import message_problem
 from paceline.data.prompts import DataSettings
 from paceline.environment.conversation import Limits
+from paceline.environment.search import MAX_BYTES
 from paceline.environment.tool_calls import ToolCall, parse_tool_calls
+from paceline.environment.tool_use import ToolUse
 from paceline.environment.tools import MAX_THREADS, OUTPUT_LENGTH, Toolbox, calculator
 from paceline.errors import ConfigError
 from paceline.rollout.environment import open_environment
@@ -251,6 +254,14 @@ def test_search_finds_passage_in_files(tmp_path: Path) -> None:
     assert asyncio.run(toolbox.call("search", {"query": "zebra"})).startswith("nothing found")
 
 
+def test_search_ignores_large_file_that_is_not_text(tmp_path: Path) -> None:
+    with (tmp_path / "model.bin").open("wb") as file:
+        file.truncate(MAX_BYTES + 1)
+    (tmp_path / "notes.txt").write_text("A cat sleeps.")
+    found = asyncio.run(Toolbox([f"search:{tmp_path}"]).call("search", {"query": "cat"}))
+    assert found == "notes.txt:1\nA cat sleeps."
+
+
 def test_search_result_is_bounded(tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text("\n".join("word " * 5000 for _ in range(9)))
     found = asyncio.run(Toolbox([f"search:{tmp_path}"]).call("search", {"query": "word " * 9000}))
@@ -274,6 +285,15 @@ def add(a: int, b: int = 1) -> int:
     return a + b
 
 
+async def leave(cancelled: bool) -> str:
+    """End the program.
+
+    Args:
+        cancelled: In another way.
+    """
+    raise asyncio.CancelledError if cancelled else SystemExit(0)
+
+
 async def flood() -> str:
     """Return too much."""
     return "x" * 10 * OUTPUT_LENGTH
@@ -290,7 +310,9 @@ async def flood() -> str:
         ("add", {"a": "x"}, "error: argument 'a': Input should be a valid integer"),
         ("add", {"a": "x" * 10**6}, "error: argument 'a': Input should be a valid integer"),
         ("x" * 10**6, {}, "error: there is no tool 'xxx"),
-        ("subtract", {}, "error: there is no tool 'subtract'; there is add, flood, calculator"),
+        ("subtract", {}, "error: there is no tool 'subtract'; there is add, flood, leave, calc"),
+        ("leave", {"cancelled": False}, "error: SystemExit: 0"),
+        ("leave", {"cancelled": True}, "error: CancelledError"),
         ("calculator", {"expression": "(3 + 4) * 6"}, "42"),
         ("calculator", {"expression": "__import__('os')"}, "error: ValueError: only numbers"),
         ("calculator", {"expression": "9**9**9"}, "error: ValueError: only numbers"),
@@ -298,7 +320,7 @@ async def flood() -> str:
     ],
 )
 def test_call_returns_result_or_what_is_wrong(name: str, arguments: Any, result: str) -> None:
-    toolbox = Toolbox([add, flood, "calculator"])
+    toolbox = Toolbox([add, flood, leave, "calculator"])
     text = asyncio.run(toolbox.call(name, arguments))
     assert text.startswith(result) and len(text) <= OUTPUT_LENGTH
 
@@ -346,6 +368,21 @@ def test_model_calls_tools_until_message_has_no_call(tmp_path: Path) -> None:
     assert '"name": "calculator"' in contexts[0], "the model does not see the tool"
     assert contexts[1].count("<tool_response>\n42\n</tool_response>") == 1
     assert contexts[2].count("<tool_response>\n42\n</tool_response>") == 3
+
+
+def test_model_sees_no_output_when_tool_returns_blank_text() -> None:
+    def blank() -> str:
+        """Return a line break."""
+        return "\n"
+
+    async def step() -> Any:
+        tools = Toolbox([blank])
+        use = ToolUse(tools, tools.schemas, tokenizer_of("chatml"))
+        text = '<tool_call>{"name": "blank", "arguments": {}}</tool_call>'
+        return await use.step({"role": "assistant", "content": text})
+
+    (message,) = asyncio.run(step()).messages
+    assert message["content"] == "(no output)" and message_problem([message]) is None
 
 
 def test_call_marked_by_special_token_is_run() -> None:
@@ -416,7 +453,23 @@ def test_tool_that_raises_stop_iteration_returns_error() -> None:
         return next(known for known in ("a", "b") if known == name)
 
     async def call() -> str:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await Toolbox([find]).call("find", {"name": "c"})
 
     assert asyncio.run(call()) == "error: RuntimeError: StopIteration()"
+
+
+def test_decorated_async_function_is_awaited() -> None:
+    @wraps(flood)
+    def logged() -> Any:
+        return flood()
+
+    assert asyncio.run(Toolbox([logged]).call("flood", {})).startswith("xxx")
+
+
+def test_result_as_json_keeps_characters_of_other_scripts() -> None:
+    def city() -> dict[str, str]:
+        """Return a city."""
+        return {"name": "東京"}
+
+    assert asyncio.run(Toolbox([city]).call("city", {})) == '{"name": "東京"}'

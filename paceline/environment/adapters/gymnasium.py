@@ -86,10 +86,14 @@ class Gymnasium:
             return self._act(text)
         if not hasattr(space, "n"):
             return text if text in space else None
-        places = [(text.rfind(action), number) for number, action in enumerate(self._actions)]
         if self._actions:
-            place, number = max(places)
-            return number + int(space.start) if place >= 0 else None
+            # The name of an action may be a part of another one's.
+            found = [
+                (text.rfind(name) + len(name), len(name), number)
+                for number, name in enumerate(self._actions)
+                if name in text
+            ]
+            return max(found)[-1] + int(space.start) if found else None
         numbers = [int(found) for found in _NUMBER.findall(text)]
         return numbers[-1] if numbers and numbers[-1] in space else None
 

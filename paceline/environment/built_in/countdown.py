@@ -28,7 +28,7 @@ class Countdown:
     def rows(
         seed: int, numbers: int = 3, highest: int = 20, size: int = 4096
     ) -> list[dict[str, Any]]:
-        """Return problems that have a solution, with so many numbers from 1 to `highest`."""
+        """Return problems that have a solution, each with `numbers` numbers up to `highest`."""
         return [
             _problem(random.Random(f"countdown/{seed}/{index}"), numbers, highest)
             for index in range(size)

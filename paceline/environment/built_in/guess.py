@@ -1,8 +1,8 @@
 """Game: find a number. Every guess is answered with what is left, for example "higher, 6-9=".
 
 The number is part of the row, so the same row is the same game. A turn that finds the number has
-the reward 1, less 0.2 for every guess before it. A wrong guess that was still possible has the
-reward 0.1, so a game is worth more the earlier it ends.
+the reward 1, less 0.2 for every guess before it, and at least 0.2. A wrong guess that was still
+possible has the reward 0.1, so up to the fifth guess a game is worth more the earlier it ends.
 """
 
 import random
