@@ -35,7 +35,13 @@ class Line:
 def encode_line(row: dict[str, Any], *, ascii_only: bool = True) -> bytes:
     """Return a row as a line with its checksum. The row must not be empty."""
     # A lone surrogate is written as the escape that JSON has for it.
-    text = json.dumps(row, ensure_ascii=ascii_only).encode("utf-8", "backslashreplace")[:-1]
+    text = json.dumps(row, ensure_ascii=ascii_only).encode("utf-8", "backslashreplace")
+    return with_checksum(text)
+
+
+def with_checksum(row: bytes) -> bytes:
+    """Return the JSON of a row as a line with its checksum."""
+    text = row[:-1]
     return b'%b, "crc": "%08x"}\n' % (text, zlib.crc32(text))
 
 
@@ -144,6 +150,10 @@ class LineFile:
 
     def write(self, row: dict[str, Any], *, ascii_only: bool = True) -> None:
         self._file.write(encode_line(row, ascii_only=ascii_only))
+
+    def write_encoded(self, row: bytes) -> None:
+        """Append a row that is JSON already."""
+        self._file.write(with_checksum(row))
 
     def flush(self, *, durable: bool = False) -> None:
         """Write what is buffered to the file, with `durable` to the disk."""

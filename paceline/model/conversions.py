@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import ModelError
-from paceline.model.cache import cache_folder, fallback_folder
+from paceline.model.cache import readable_caches
 from paceline.model.gguf_cache import MARK, is_complete
 
 
@@ -29,7 +29,7 @@ class Conversion:
 
 def conversions() -> Iterator[Conversion]:
     """Yield the directories of the cache, also those that a killed process left incomplete."""
-    for cache in dict.fromkeys((cache_folder(), fallback_folder())):
+    for cache in readable_caches():
         for folder in sorted(cache.glob("models/*")):
             if folder.is_dir() and not _is_being_written(folder):
                 source = _source(folder)

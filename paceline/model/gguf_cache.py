@@ -23,9 +23,8 @@ from typing import Any
 
 from paceline.errors import ModelError, PacelineError
 from paceline.model.cache import (
-    cache_folder,
-    fallback_folder,
     install,
+    readable_caches,
     sampled_bytes,
     writable_cache,
 )
@@ -59,7 +58,7 @@ def report_conversion(name: str, source: str) -> None:
 def convert_once(file: Path, progress: Progress | None = None) -> Path:
     """Return the directory of a GGUF file in the cache; write it if it is missing or damaged."""
     name = _folder_name(file)
-    for cache in (cache_folder(), fallback_folder()):
+    for cache in readable_caches():
         folder = cache / "models" / name
         if is_complete(folder, file):
             return folder

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from paceline.errors import ModelError
-from paceline.model.source import model_source
+from paceline.model.source import EXPECTED, model_source
 
 TIMEOUT_S = 3.0
 FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
@@ -17,12 +17,21 @@ def check_hub_model(name: str, setting: str = "model") -> None:
     if Path(name).expanduser().exists():
         return
     from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
 
-    if isinstance(try_to_load_from_cache(name, "config.json"), str):
-        return
     try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return
         HfApi().model_info(name, timeout=TIMEOUT_S)
+    except HFValidationError:
+        raise ModelError(
+            f"{setting} = {name!r}: no such file or directory, and not a valid Hugging Face model "
+            f"ID; {EXPECTED}"
+        ) from None
     except RepositoryNotFoundError:
         raise ModelError(
             f"{setting} = {name!r}: the Hugging Face hub has no such model; check the spelling, or "

@@ -57,7 +57,7 @@ def load_model(
         missing = sorted(info["missing_keys"])
         raise ModelError(
             f"{source}: {len(missing)} weights are missing, for example {missing[0]!r}; "
-            "the download may be incomplete"
+            "the download may be incomplete, so download the model again"
         )
     model.eval()
     return model
@@ -131,8 +131,11 @@ class TokenizerFiles:
     def write(self, folder: Path) -> None:
         if not self._files:
             made = save_tokenizer(self._tokenizer, folder)
-            self._files = {path.name: path.read_bytes() for path in made}
+            # Named chat templates are in a subdirectory.
+            self._files = {str(path.relative_to(folder)): path.read_bytes() for path in made}
+            return
         for name, content in self._files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content)
 
 
@@ -196,7 +199,9 @@ def _load(files: ModelFiles, load: Callable[[], Any]) -> Any:
         )
         if files.is_local:
             where = Path(files.name, files.gguf or "")
-            raise ModelError(f"cannot load the model in {where}: {reason}") from e
+            raise ModelError(
+                f"cannot load the model in {where}: {reason}; check its files, or download it again"
+            ) from e
         raise ModelError(
             f"cannot get model {files.name!r} from the Hugging Face hub: {reason} "
             "Without network, use a local directory."

@@ -11,10 +11,6 @@ class ReleasableMemory:
         self._storages = [tensor.untyped_storage() for tensor in found.values()]
         self._sizes = [storage.nbytes() for storage in self._storages]
 
-    @property
-    def held_bytes(self) -> int:
-        return sum(storage.nbytes() for storage in self._storages)
-
     def release(self) -> None:
         for storage in self._storages:
             storage.resize_(0)

@@ -1,41 +1,48 @@
-"""A copy of tensors in host memory, which a thread writes to files while training continues.
+"""Files of a checkpoint, which threads write while training continues.
 
-`write_tensors` (tensor_file.py) asks `current_snapshot`: inside `Snapshot.taking()` it creates its
-file, writes the header and leaves the tensors to the snapshot. The memory is kept for the next
-snapshot, because its first use takes longer than the copy.
+`write_tensors` (tensor_file.py) asks `current_snapshot`: inside `Snapshot.taking()` it leaves the
+file to the snapshot, which copies the tensors to host memory.
 """
 
 import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
-from typing import IO
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_BYTES = 2**26  # a power of two: torch rounds sizes of pinned memory up to one
+from paceline.model import file_writer
+from paceline.model.file_writer import THREADS, Chunks, FileWriter
+
 CGROUP = Path("/sys/fs/cgroup")
 
 
 class Snapshot:
-    """Host memory for the files of one checkpoint at a time."""
+    """Host memory and threads for the files of one checkpoint at a time."""
 
     def __init__(self) -> None:
-        self._chunks: list[Tensor] = []
-        self._end = 0  # bytes in use
-        self._files: list[tuple[IO[bytes], int, int]] = []  # with their range of bytes
+        self._chunks = Chunks()
+        self._beside = True
+        self._writers: list[FileWriter] = []
+        self._threads: ThreadPoolExecutor | None = None
         self.written: Future[None] = Future()  # of the last snapshot
         self.written.set_result(None)
 
     @contextmanager
-    def taking(self) -> Iterator[None]:
-        """Copy what is written in this context, then start to write it to its files."""
-        self.written.result()  # the memory is still in use until then
-        self._end = 0
+    def taking(self, beside: bool = True) -> Iterator[None]:
+        """Copy what is written in this context, and write it to its files.
+
+        With `beside`, `written` tells when they are complete. Otherwise they are complete when the
+        context ends, and a few chunks of memory suffice.
+        """
+        with suppress(Exception):  # who waits for that snapshot knows
+            self.written.result()  # the memory is still in use until then
+        self._beside = beside
+        self._threads = ThreadPoolExecutor(THREADS, "checkpoint")
         token = _CURRENT.set(self)
         try:
             yield
@@ -47,54 +54,54 @@ class Snapshot:
         finally:
             _CURRENT.reset(token)
         self.written = Future()
-        threading.Thread(target=self._write, name="checkpoint", daemon=True).start()
+        if beside:
+            threading.Thread(target=self._finish, name="checkpoint", daemon=True).start()
+        else:
+            self._finish()
+            self.written.result()
 
-    def has_room(self, size: int) -> bool:
+    def add(self, path: Path, header: bytes, size: int, tensors: Iterable[Tensor]) -> None:
+        """Copy the bytes of a file: a header, and tensors of `size` bytes."""
+        assert self._threads is not None
+        at_once = not self._beside or not self._has_room(len(header) + size)
+        limit = 2 * THREADS if at_once else None
+        writer = FileWriter(path, self._chunks, self._threads)
+        self._writers.append(writer)
+        writer.add(torch.frombuffer(bytearray(header), dtype=torch.uint8), limit)
+        for tensor in tensors:
+            writer.add(tensor.detach().contiguous().view(-1).view(torch.uint8), limit)
+            del tensor  # before the next one is gathered
+        writer.flush()
+        if at_once and self._beside:
+            self._writers.remove(writer)
+            writer.finish()
+
+    def _has_room(self, size: int) -> bool:
         """Return whether there is memory for so many bytes more, on all ranks."""
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        missing = ranks * (self._end + size - len(self._chunks) * CHUNK_BYTES)
+        chunk = file_writer.CHUNK_BYTES
+        missing = ranks * (-(-size // chunk) * chunk - self._chunks.free * chunk)
         return missing <= 0 or missing < available_memory() // 2
 
-    def add(self, file: IO[bytes], tensors: Iterable[Tensor]) -> None:
-        """Copy tensors, which will be written to the open file."""
-        start = self._end
-        self._files.append((file, start, start))
-        for tensor in tensors:
-            self._copy(tensor.detach().contiguous().view(-1).view(torch.uint8))
-        self._files[-1] = (file, start, self._end)
-
-    def _copy(self, content: Tensor) -> None:
-        while len(content):
-            number, offset = divmod(self._end, CHUNK_BYTES)
-            if number == len(self._chunks):
-                pinned = torch.cuda.is_available()
-                self._chunks.append(torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned))
-            part, content = content.tensor_split([CHUNK_BYTES - offset])
-            to = self._chunks[number][offset : offset + len(part)]
-            to.copy_(part, non_blocking=True)
-            self._end += len(part)
-
-    def _write(self) -> None:
+    def _finish(self) -> None:
         try:
-            for file, start, end in self._files:
-                while start < end:
-                    number, offset = divmod(start, CHUNK_BYTES)
-                    part = self._chunks[number][offset : offset + end - start]
-                    file.write(part.numpy().data)
-                    start += len(part)
-                file.close()  # before the next one: a full disk shows here
+            while self._writers:
+                self._writers[0].finish()
+                del self._writers[0]
         except BaseException as error:
             self._close()
             self.written.set_exception(error)
         else:
-            self._files = []
+            self._close()
             self.written.set_result(None)
 
     def _close(self) -> None:
-        files, self._files = self._files, []
-        for file, *_ in files:
-            with suppress(OSError):
-                file.close()
+        writers, self._writers = self._writers, []
+        for writer in writers:
+            writer.close()
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None
 
 
 _CURRENT: ContextVar[Snapshot | None] = ContextVar("snapshot", default=None)

@@ -4,6 +4,7 @@ Checks names and files without importing torch, so that a mistake is reported at
 """
 
 import difflib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +42,7 @@ class ModelFiles:
 
 def model_source(name: str, setting: str = "model") -> str:
     """Check a local directory or GGUF file, or accept a Hugging Face model ID as it is."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # Path.expanduser fails if there is no such user
     if path.exists():
         return str(_checked(path, setting))
     is_path = name.startswith(("/", ".", "~", "runs/")) or name.endswith(("/", ".gguf"))
@@ -81,7 +82,11 @@ def _checked(path: Path, setting: str) -> Path:
     if len(gguf) != 1 and not (path / "config.json").exists():
         raise ModelError(
             f"model directory {path} has no config.json"
-            + (f" and {len(gguf)} GGUF files; select one: model={path / gguf[0]}" if gguf else "")
+            + (
+                f" and {len(gguf)} GGUF files; select one: model={path / gguf[0]}"
+                if gguf
+                else "; add the one of its weights, or download the model again"
+            )
         )
     return path
 

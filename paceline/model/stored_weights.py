@@ -1,8 +1,10 @@
 """Weights of a model in safetensors files, for a module that gets its memory after sharding."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,9 +19,11 @@ from paceline.model.hub_names import (
     is_quantized,
     stored_tensors,
 )
-from paceline.model.loading import load_config
+from paceline.model.loading import load_config, load_model
 from paceline.model.source import model_files, model_source
 from paceline.model.tensor_file import INDEX_FILE, Region, TensorFiles, model_shards
+
+READERS = 8  # threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,43 @@ def open_stored(name: str) -> tuple[PreTrainedModel, StoredWeights] | None:
         return None
     _initialize_buffers(model)
     return model.eval(), StoredWeights(files, form, {key: key for key in own})
+
+
+def load_onto(name: str, device: torch.device) -> PreTrainedModel:
+    """Load a model in float32 onto a device, without a copy in host memory where possible.
+
+    Several threads read its files, and the device converts what they read.
+    """
+    opened = open_stored(name)
+    if opened is None:
+        return load_model(name).to(device)
+    model, weights = opened
+    allocate(model, device)
+    with ThreadPoolExecutor(READERS) as threads:
+        list(threads.map(partial(_fill, stored_tensors(model), weights), _shares(weights)))
+    model.requires_grad_(True)
+    return model
+
+
+@torch.no_grad()
+def _fill(tensors: dict[str, Tensor], weights: StoredWeights, names: Container[str]) -> None:
+    for name, tensor in weights.read(lambda name: () if name in names else None):
+        tensors[name].copy_(tensor.to(tensors[name].device))  # before the dtype changes
+
+
+def _shares(weights: StoredWeights) -> list[set[str]]:
+    """Divide the names of all tensors by size; those that are converted together stay together."""
+    shapes, form = weights.form.shapes, weights.form
+    groups = {form.group(name): 0 for name in weights.names}
+    for name in weights.names:
+        groups[form.group(name)] += torch.Size(shapes[name]).numel()
+    shares: list[set[str]] = [set() for _ in range(READERS)]
+    sizes = [0] * READERS
+    for group, size in sorted(groups.items(), key=lambda item: -item[1]):
+        smallest = sizes.index(min(sizes))
+        sizes[smallest] += size
+        shares[smallest] |= set(group)
+    return shares
 
 
 def open_empty(name: str, dtype: str, device: torch.device) -> PreTrainedModel | None:

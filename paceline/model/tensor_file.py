@@ -134,13 +134,11 @@ def write_tensors(path: Path, layout: Layout, tensors: Iterable[Tensor]) -> None
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    snapshot = current_snapshot()
-    if snapshot is not None and snapshot.has_room(end):
-        opened = path.open("wb")
-        opened.write(len(text).to_bytes(8, "little") + text)
-        return snapshot.add(opened, tensors)
+    text = len(text).to_bytes(8, "little") + text
+    if snapshot := current_snapshot():
+        return snapshot.add(path, text, end, tensors)
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(text)
         for tensor in tensors:
             file.write(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
             del tensor  # before the next one is gathered

@@ -29,7 +29,10 @@ class EngineWeights(Protocol):
     def vocabulary(self) -> int: ...
 
     def load(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
-        """Copy all new values in, or none and raise SyncError if a name or a shape is wrong."""
+        """Copy all new values in, or raise SyncError if a name or a shape is wrong.
+
+        Then nothing is copied, unless `tensors` is an iterator, whose error is known at its end.
+        """
         ...
 
 
@@ -175,12 +178,13 @@ def load_by_name(
     optional: Mapping[str, Tensor] | None = None,
     scales: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Copy new values into all of `named`, or into none and raise SyncError if a name is wrong.
+    """Copy new values into all of `named`, or raise SyncError if a name or a shape is wrong.
 
-    Of an iterator, one tensor is held at a time, and an error is known only at its end.
+    Then nothing is copied, except from an iterator: its error is known only at its end, after the
+    valid tensors are copied. Of an iterator and of a mapping, one tensor is held at a time.
     `also`: names that may be present and are ignored, such as the second name of a tied weight.
-    Tensors in `optional` are copied if they are present. Of a mapping, one tensor is held at a
-    time. Weights with an entry in `scales` are FP8 and quantized.
+    Tensors in `optional` are copied if they are present. Weights with an entry in `scales` are FP8
+    and quantized.
     """
     scales = scales or {}
     if isinstance(tensors, Iterator):

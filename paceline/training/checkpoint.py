@@ -2,22 +2,22 @@
 
 A checkpoint is written under a temporary name, fsynced, checksummed and renamed, so it is complete
 or absent. A run resumes from the newest checkpoint that passes verification. Older checkpoints are
-deleted only after the new one has its name. Files are read by several threads, because every rank
-of a trainer writes some.
+deleted only after the new one has its name. Writers of large files leave their checksums, so that
+these are not read again.
 """
 
 import asyncio
-import hashlib
 import json
 import logging
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Container, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from paceline.checksum import CHECKSUM, checksums
 from paceline.errors import CheckpointError
 from paceline.training.lineage import Lineage
 from paceline.training.manifest import MANIFEST as MANIFEST
@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 # A subdirectory of the actor's: transformers would load a directory with an adapter_config.json as
 # an adapter.
 ADAPTER = "adapter"
-SCHEMA = 2
+SCHEMA = 3
+SCHEMAS = (2, SCHEMA)  # that can be read: with 2, checksums are SHA-256 of whole files
 MAX_THREADS = 16
 
 Stamps = dict[str, tuple[int, int, int]]
@@ -58,7 +59,7 @@ async def save_checkpoint(
         remove_leftovers(root)
         temporary.mkdir()
         await write(temporary)
-        # A thread, because checksums read all files again.
+        # A thread, because it waits for the disk.
         await _to_its_end(_finish, temporary, final, step, text)
     except OSError as error:
         raise CheckpointError(
@@ -95,8 +96,12 @@ async def _to_its_end(work: Callable[..., None], *args: Any) -> None:
 
 def _finish(temporary: Path, final: Path, step: int, state: str) -> None:
     (temporary / "state.json").write_text(state)
+    files = _take_checksums(temporary)
+    files |= _digests(temporary, skip=files)
+    with ThreadPoolExecutor(MAX_THREADS) as threads:
+        list(threads.map(_fsync, _files(temporary).values()))
     (temporary / MANIFEST).write_text(
-        json.dumps({"schema": SCHEMA, "step": step, "files": _digests(temporary, _fsync)}, indent=1)
+        json.dumps({"schema": SCHEMA, "step": step, "files": files}, indent=1)
     )
     for folder in [*(path for path in temporary.rglob("*") if path.is_dir()), temporary]:
         _fsync(folder)
@@ -126,7 +131,7 @@ def _prune(root: Path, newest: Path, keep: int, protected: Collection[str]) -> N
     reached again, neither count nor are deleted.
     """
     kept = 1
-    older = [folder for folder in _folders(root) if folder < newest]
+    older = [folder for folder in checkpoint_folders(root) if folder < newest]
     for folder in reversed([folder for folder in older if folder.name not in protected]):
         if kept >= keep:
             _delete(folder)
@@ -140,7 +145,7 @@ def latest_checkpoint(root: Path, last_step: int | None = None) -> Path | None:
     Damaged ones and those of an abandoned future (lineage.py) are logged and skipped.
     """
     lineage = Lineage(root.parent)
-    for folder in reversed(_folders(root)):
+    for folder in reversed(checkpoint_folders(root)):
         if last_step is not None and folder.name > _name(last_step):
             continue
         try:
@@ -154,12 +159,12 @@ def latest_checkpoint(root: Path, last_step: int | None = None) -> Path | None:
 
 def verify_checkpoint(folder: Path) -> None:
     schema, expected = read_manifest(folder)
-    if schema != SCHEMA:
+    if schema not in SCHEMAS:
         raise CheckpointError(
             f"checkpoint {folder} has schema {schema}; expected {SCHEMA}. Resume it with the "
             "version of Paceline that wrote it"
         )
-    found = _digests(folder)
+    found = _digests(folder, expected)
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
             problem = "is damaged"
@@ -191,33 +196,40 @@ def _stamps(folder: Path) -> Stamps:
     }
 
 
-def _folders(root: Path) -> list[Path]:
-    return sorted(path for path in root.glob("step_*") if path.is_dir())
+def checkpoint_folders(root: Path) -> list[Path]:
+    """Return the checkpoints, oldest first, without directories such as step_00000004.backup."""
+    folders = (path for path in root.glob("step_*") if path.is_dir())
+    return sorted(path for path in folders if path.name.removeprefix("step_").isdecimal())
 
 
-def _digests(folder: Path, before: Callable[[Path], None] = lambda path: None) -> dict[str, str]:
-    """Return the checksums of all files; call `before` with each before it is read."""
-    files = []
+def _digests(
+    folder: Path, like: Mapping[str, str] | None = None, skip: Container[str] = ()
+) -> dict[str, str]:
+    """Return the checksums of all other files, of the same kind as the expected ones in `like`."""
+    files = {name: path for name, path in _files(folder).items() if name not in skip}
+    expected = {path: like[name] for name, path in files.items() if like and name in like}
+    return dict(zip(files, checksums(list(files.values()), expected), strict=True))
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    found = {}
     for path in sorted(folder.rglob("*")):
         if path.is_symlink():
             raise CheckpointError(
                 f"checkpoint {folder}: {path.name} is a symbolic link; expected regular files only"
             )
         if path.is_file() and path.name != MANIFEST:
-            files.append(path)
-
-    def digest(path: Path) -> str:
-        before(path)
-        return _digest(path)
-
-    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
-        names = [str(path.relative_to(folder)) for path in files]
-        return dict(zip(names, threads.map(digest, files), strict=True))
+            found[str(path.relative_to(folder))] = path
+    return found
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _take_checksums(folder: Path) -> dict[str, str]:
+    """Return the checksums of files that their writers have left; delete the files with them."""
+    found = {}
+    for path in folder.rglob(f"*{CHECKSUM}"):
+        found[str(path.relative_to(folder)).removesuffix(CHECKSUM)] = path.read_text()
+        path.unlink()
+    return found
 
 
 def _fsync(path: Path) -> None:

@@ -1,6 +1,6 @@
 """Protocol of a train engine, which holds a model, its gradients and its optimizer.
 
-Implementations: `single.py` and `lora.py` (one device), `fsdp.py` and `megatron.py` (several). An
+Implementations: `single.py` and `lora.py` (one device), `fsdp.py` and `megatron/` (several). An
 engine is independent of algorithms: the caller passes the loss as a function of the trained tokens.
 All ranks of an engine are called with the same arguments in the same order, process their part of
 the batch and return the result of the whole batch.

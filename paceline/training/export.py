@@ -15,6 +15,7 @@ from paceline.errors import CheckpointError, ConfigError
 from paceline.training.checkpoint import (
     ADAPTER,
     MANIFEST,
+    checkpoint_folders,
     latest_checkpoint,
     read_state,
     verify_checkpoint,
@@ -91,7 +92,7 @@ def find_checkpoint(source: Path, step: int | None = None) -> Path:
         verify_checkpoint(source)
         return source
     root = source / "checkpoints"
-    saved = sorted(path.name for path in root.glob("step_*") if path.is_dir())
+    saved = [path.name for path in checkpoint_folders(root)]
     if not saved:
         raise CheckpointError(
             f"{source} has no checkpoint; expected a run directory with checkpoints/step_N, or a "
@@ -147,7 +148,9 @@ def _write_model(actor: Path, to: Path, dtype: str, limit: int) -> None:
     recast_model(actor, to, dtype, limit)
     written = {path.name for path in (*to.iterdir(), *actor.glob("model*.safetensors*"))}
     for path in actor.iterdir():  # tokenizer, generation config and model card
-        if path.is_file() and path.name not in written:
+        if path.is_dir() and path.name != ADAPTER:  # named chat templates
+            shutil.copytree(path, to / path.name)
+        elif path.is_file() and path.name not in written:
             shutil.copy2(path, to / path.name)
 
 

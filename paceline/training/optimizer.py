@@ -66,6 +66,13 @@ def check_optimizer_state(saved: Mapping[str, Shape], own: Mapping[str, Shape]) 
                 f"optimizer state {key!r} has shape {shape}, but {expected[key]} in this run; use "
                 "a checkpoint of this model"
             )
+        # A parameter without a gradient so far has no state at all.
+        for other in (f"{kind}:{key.partition(':')[2]}" for kind in STATE):
+            if other not in saved:
+                raise CheckpointError(
+                    f"optimizer state {other!r} is missing, but {key!r} exists; use an undamaged "
+                    "checkpoint"
+                )
 
 
 def load_optimizer_state(

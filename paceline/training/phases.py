@@ -26,7 +26,7 @@ class Phases:
         self._reports = 0
 
     def enter(self, phase: str) -> None:
-        """Start a phase. Call it before the memory of the last phase is released."""
+        """Start a phase. Call it when the memory of the last one is released: peaks include it."""
         if _on_gpu() or self._reports < MEASURED:
             self._peaks[self._now] = max(self._peaks.get(self._now, 0), _peak())
         self._now = phase

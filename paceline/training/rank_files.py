@@ -6,6 +6,7 @@ one full tensor at a time.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -136,27 +137,39 @@ def write_files(
 ) -> None:
     """Write units to safetensors files. All ranks must call it with the same units.
 
+    If one rank cannot write, all raise its OSError, which names the rank and the path.
     `convert` turns the full tensors of a unit into those of its layout in the file.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    if rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob(f"{stem}*.safetensors*"):
-            old.unlink()
-    _wait_for_all(device)
+    with _error_on_all_ranks(device):
+        if rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            for old in folder.glob(f"{stem}*.safetensors*"):
+                old.unlink()
     rounds = assign_writers(units, ranks)
     shards = [split_layout(_written_by(writer, rounds)) for writer in range(ranks)]
     if not units:
         shards[0] = [[]]
     names = iter(file_names(sum(map(len, shards)), stem))
     files = [[(next(names), layout) for layout in own] for own in shards]
-    arriving = _arriving(rounds, convert, device)
-    for name, layout in files[rank]:
-        write_tensors(folder / name, layout, islice(arriving, len(layout)))
+    with _error_on_all_ranks(device):
+        _write_own(folder, files[rank], _arriving(rounds, convert, device))
+    with _error_on_all_ranks(device):
+        if rank == 0:
+            _finish(folder, [file for own in files for file in own], with_index)
+
+
+def _write_own(folder: Path, files: list[tuple[str, Layout]], arriving: Iterator[Tensor]) -> None:
+    """Write the files of this rank."""
+    for name, layout in files:
+        try:
+            write_tensors(folder / name, layout, islice(arriving, len(layout)))
+        except OSError as error:
+            for _ in arriving:  # the other ranks wait for the parts of this one
+                pass
+            error.filename = error.filename or str(folder / name)  # a full disk has none
+            raise
     assert next(arriving, None) is None, "every tensor has a place"
-    _wait_for_all(device)
-    if rank == 0:
-        _finish(folder, [file for own in files for file in own], with_index)
 
 
 def _finish(folder: Path, files: list[tuple[str, Layout]], with_index: bool) -> None:
@@ -237,6 +250,20 @@ def _gather(assigned: Round, device: torch.device) -> list[tuple[str, Tensor]]:
     ]
 
 
-def _wait_for_all(device: torch.device) -> None:
-    """Wait for all ranks. On GPUs this also connects them, which transfers between two cannot."""
-    dist.all_reduce(torch.zeros(1, device=device))
+@contextmanager
+def _error_on_all_ranks(device: torch.device) -> Iterator[None]:
+    """Wait for all ranks at the end. If a rank cannot write, raise its error on every rank."""
+    rank = dist.get_rank()
+    found: Exception | None = None
+    try:
+        yield
+    except OSError as error:
+        found = OSError(error.errno, f"rank {rank}: {error.strerror or error}", error.filename)
+    except CheckpointError as error:
+        found = error
+    failed = torch.tensor([found is not None], dtype=torch.int32, device=device)
+    dist.all_reduce(failed)  # on GPUs this also connects them, which transfers between two cannot
+    if failed.item():
+        errors: list[Exception | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, found)
+        raise next(error for error in errors if error is not None)

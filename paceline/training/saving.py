@@ -76,7 +76,13 @@ class Saver:
             await asyncio.wait({self._writing}, timeout=timeout_s)
             self._writing.cancel()
             await asyncio.wait({self._writing})
-            if not self._writing.cancelled() and (error := self._writing.exception()):
+            if self._writing.cancelled():
+                log.warning(
+                    "the last checkpoint was stopped before it was complete (after %g s); a "
+                    "resumed run continues from the one before it, or from the start",
+                    timeout_s,
+                )
+            elif error := self._writing.exception():
                 log.warning("the last checkpoint was not saved: %s", error)
 
     def metrics(self) -> dict[str, float]:

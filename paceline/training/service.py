@@ -41,11 +41,11 @@ class DeviceTimeShare:
         self._place("device")
 
     def __exit__(self, *_: object) -> None:
-        if self._phases:
-            self._phases.enter(GENERATE)
         self._place("host")
         if self._phases and self._offload:
             torch.cuda.empty_cache()  # the rollout engine may use another allocator
+        if self._phases:  # last: the peak of generation is that without the offloaded state
+            self._phases.enter(GENERATE)
 
     @contextmanager
     def for_step(self) -> Iterator[None]:
@@ -94,7 +94,7 @@ class _Trained:
         self._snapshot = Snapshot()
 
     def save(self, folder: str) -> None:
-        with self._on_device:
+        with self._snapshot.taking(beside=False), self._on_device:
             self._engine.save(Path(folder))
 
     def snapshot(self, folder: str) -> None:

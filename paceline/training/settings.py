@@ -1,11 +1,13 @@
 """Settings of the trainer: backend, optimizer, learning rate, micro-batches and LoRA."""
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from paceline.settings import Settings, automatic
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class LoraSettings(Settings):
@@ -47,7 +49,7 @@ class TrainSettings(Settings):
     effect on fresh data."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay of matrices; norms and biases do not decay."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of AdamW's first and second moments. With 0.999, a rare signal after quiet steps
     makes an update of three times the learning rate."""
     max_grad_norm: float = Field(1.0, gt=0)

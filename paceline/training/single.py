@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 from paceline.algo.loss import LossFn, LossTerms, TokenData, TokenOutputs
 from paceline.model.engine_weights import engine_weights
 from paceline.model.hub_names import HubFormat, TensorFormat, persistent_buffers
-from paceline.model.loading import ROUNDED, default_device, load_model, model_body
+from paceline.model.loading import ROUNDED, default_device, model_body
 from paceline.model.packing import MicroBatch, grouped_micro_batches, micro_batches
+from paceline.model.stored_weights import load_onto
 from paceline.model.tensor_file import TensorFiles
 from paceline.model.weights import EngineWeights
 from paceline.training.colocated import ColocatedEngine
@@ -79,7 +80,7 @@ class SingleDevice(EngineWithHead):
         cls, model_path: str, settings: TrainSettings, temperature: float, head: Head
     ) -> "SingleDevice":
         """Load the model in float32 (train.dtype is the compute dtype) onto the default device."""
-        model = load_model(model_path).to(default_device())
+        model = load_onto(model_path, default_device())
         return cls(model if head == "policy" else model_body(model), settings, temperature, head)
 
     @property

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,12 @@ log = logging.getLogger(__name__)
 
 FOLDER = "skipped"
 MAX_DUMPS = 10  # in a run directory; the first ones show the cause
+
+# Arrays of a batch: with an entry per row, the others per token; of flags and integers, the others
+# of floating-point numbers.
+PER_ROW = ("lengths", "rewards", "groups", "truncated", "baselines", "trajectories")
+FLAGS = ("mask", "truncated")
+INTEGERS = ("tokens", "lengths", "versions", "groups", "trajectories")
 
 DIVERGED = (
     "the log-probs of the trainer are not finite: an earlier update was too large, or the model "
@@ -61,7 +68,7 @@ class SkippedUpdates:
             return
         saved = self._save(Dump(batch, step, kl_coef, self._config))
         cause = likely_cause(batch, metrics)
-        where = f"; the batch is saved: paceline replay {saved}" if saved else ""
+        where = f"; the batch is saved: paceline replay {quote(str(saved))}" if saved else ""
         count, total = metrics.get(f"{role}/updates_skipped", 0), metrics.get(f"{role}/updates", 0)
         if count and count == total:
             raise NonFiniteError(
@@ -114,9 +121,10 @@ def likely_cause(batch: Batch, metrics: Mapping[str, float]) -> str:
     entropy = metrics.get("train/entropy", 0.0)
     if not math.isfinite(entropy):
         return DIVERGED
-    loss = metrics.get("train/loss", 0.0)
-    if not math.isfinite(loss):
-        return f"the loss is {loss}; {DIVERGED.partition('; ')[2]}"
+    for role, name in (("train", "the loss"), ("critic", "the loss of the critic")):
+        loss = metrics.get(f"{role}/loss", 0.0)
+        if not math.isfinite(loss):
+            return f"{name} is {loss}; {DIVERGED.partition('; ')[2]}"
     return OVERFLOW
 
 
@@ -130,9 +138,13 @@ def write_dump(path: Path, dump: Dump) -> None:
     }
     text = np.frombuffer(json.dumps(rest).encode(), np.uint8)
     temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
-        np.savez_compressed(file, **arrays, json=text)
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            np.savez_compressed(file, **arrays, json=text)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # it would keep a full disk full
+        raise
 
 
 def read_dump(path: Path) -> Dump:
@@ -141,9 +153,23 @@ def read_dump(path: Path) -> Dump:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         rest = json.loads(arrays.pop("json").tobytes())
-        return Dump(Batch(**arrays), int(rest["step"]), rest["kl_coef"], dict(rest["config"]))
+        kl_coef = None if rest["kl_coef"] is None else float(rest["kl_coef"])
+        _check_arrays(arrays)
+        return Dump(Batch(**arrays), int(rest["step"]), kl_coef, dict(rest["config"]))
     except Exception as error:  # a damaged archive raises errors of many types
         raise DataError(
             f"{path} cannot be read: {error}; expected a file that a run saved in its directory "
             f"{FOLDER}/"
         ) from None
+
+
+def _check_arrays(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    """Raise ValueError if arrays are not those of one batch: the trainer would misread them."""
+    lengths = arrays["lengths"]
+    sizes = (len(lengths), int(lengths.sum()))
+    for name, array in arrays.items():
+        expected = "b" if name in FLAGS else "i" if name in INTEGERS else "f"
+        if array.shape != (sizes[name not in PER_ROW],) or array.dtype.kind != expected:
+            raise ValueError(f"{name} has shape {array.shape} and dtype {array.dtype}")
+    if not len(lengths) or lengths.min() < 1:
+        raise ValueError("the batch has an empty row, or no row")

@@ -63,9 +63,11 @@ class Trainer:
         Raises NonFiniteError if the update was skipped, after which the version is still `step`.
         """
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(self._timeout) as deadline:
                 metrics = await self._step(batch, step)
         except TimeoutError:
+            if not deadline.expired():  # an error of a worker
+                raise
             workers = {
                 worker.name: worker.waiting_for()
                 for worker in (self._actor, self._critic, self._ref)

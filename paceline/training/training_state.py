@@ -147,7 +147,7 @@ def check_same_model(path: Path, own: Mapping[str, Shape], saved: Mapping[str, S
         name = min(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
         raise CheckpointError(
             f"{path} belongs to another model: the shape of {name} is {saved.get(name)} there and "
-            f"{own.get(name)} in this run"
+            f"{own.get(name)} in this run; use a checkpoint of this model"
         )
 
 

@@ -1,10 +1,13 @@
 """Checkpoints are complete or absent; damaged ones are logged and skipped."""
 
 import asyncio
+import hashlib
 import json
 import os
 import random
 import shutil
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,17 @@ def test_save_deletes_checkpoints_beyond_keep(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step_00000002", "step_00000003"]
+
+
+def test_copy_of_checkpoint_is_neither_resumed_nor_deleted(tmp_path: Path) -> None:
+    shutil.copytree(save(tmp_path, 1), tmp_path / "step_00000001.backup")
+    shutil.copytree(save(tmp_path, 2), tmp_path / "step_00000009.backup")
+    found = latest_checkpoint(tmp_path)
+    assert found and read_state(found) == {"step": 2}
+    for step in (3, 4):
+        save(tmp_path, step)
+    names = ["step_00000001.backup", "step_00000003", "step_00000004", "step_00000009.backup"]
+    assert [path.name for path in sorted(tmp_path.iterdir())] == names
 
 
 @pytest.mark.fault("C5", "run directory deleted before a save")
@@ -153,7 +167,7 @@ def test_event_loop_runs_while_large_checkpoint_is_finished(tmp_path: Path) -> N
 
     async def large(folder: Path) -> None:
         with (folder / "model.safetensors").open("wb") as file:
-            file.truncate(256 << 20)
+            file.truncate(1 << 30)
 
     async def tick() -> None:
         nonlocal ticks
@@ -171,7 +185,7 @@ def test_event_loop_runs_while_large_checkpoint_is_finished(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json"])
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 @pytest.mark.fault("C3", "{name} of a checkpoint is a pipe")
 def test_pipe_in_checkpoint_is_damage_and_not_waited_for(
     name: str, tmp_path: Path, fault: Fault
@@ -204,12 +218,15 @@ def test_cancelled_save_leaves_whole_checkpoint_or_none(
         saving.cancel()
         await asyncio.wait({saving})
 
+    begun = time.monotonic()
+    asyncio.run(save_checkpoint(tmp_path / "whole", 5, {"step": 5}, many, 2))
+    longest_s = 2 * (time.monotonic() - begun)  # half of the saves end before they are cancelled
     rng, whole = random.Random(0), 0
     for number in range(50):
         root = tmp_path / str(number)
         if earlier:
             save(root, 5)
-        asyncio.run(cancelled(root, rng.random() * 0.02))
+        asyncio.run(cancelled(root, rng.random() * longest_s))
         for folder in root.glob("step_*"):
             verify_checkpoint(folder)
             whole += 1
@@ -244,12 +261,25 @@ def test_unchanged_checkpoint_is_not_read_again_by_later_save(
 ) -> None:
     save(tmp_path, 1)
     read: list[str] = []
-    digest = checkpoint._digest
+    checksums = checkpoint.checksums
 
-    def counted(path: Path) -> str:
-        read.append(str(path))
-        return digest(path)
+    def counted(files: Sequence[Path], like: Mapping[Path, str] | None = None) -> list[str]:
+        read.extend(map(str, files))
+        return checksums(files, like)
 
-    monkeypatch.setattr(checkpoint, "_digest", counted)
+    monkeypatch.setattr(checkpoint, "checksums", counted)
     save(tmp_path, 2)
     assert read and not [path for path in read if "step_00000001" in path]
+
+
+def test_checkpoint_with_sha256_of_whole_files_is_still_verified(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    files = {
+        name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in manifest["files"]
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"schema": 2, "files": files}))
+    verify_checkpoint(folder)
+    (folder / "actor" / "model.safetensors").write_bytes(b"Weights" * 50)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        verify_checkpoint(folder)

@@ -8,34 +8,48 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+)
 from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.config import load_config
 from paceline.data.tiny import make_tokenizer
 from paceline.errors import CheckpointError, ConfigError
+from paceline.model.loading import TokenizerFiles
 from paceline.model.tensor_file import TensorFiles
 from paceline.observe.model_card import model_card, write_model_card
+from paceline.settings import with_settings
 from paceline.training.checkpoint import save_checkpoint
 from paceline.training.export import export_model, find_checkpoint, parse_size
 from paceline.training.lora import LoraDevice
 from paceline.training.settings import LoraSettings, TrainSettings
 from paceline.training.single import SingleDevice
-from tests.architectures import tiny_architecture
+from tests.architectures import ARCHITECTURES, tiny_architecture
 from tests.unit.test_hub import randomize_buffers, saved_names
 
 CONFIG = load_config(overrides=["model=tiny", "data.task=copy:3", "run_dir=runs/copy"])
 
 
-def write_run(folder: Path, engine: SingleDevice, steps: tuple[int, ...] = (2,)) -> Path:
+def write_run(
+    folder: Path,
+    engine: SingleDevice,
+    steps: tuple[int, ...] = (2,),
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> Path:
     """Write a run directory with the checkpoints of an engine."""
+    if tokenizer is None:
+        tokenizer = make_tokenizer()
+        tokenizer.chat_template = "{{ messages }}"
+    files = TokenizerFiles(tokenizer)
 
     async def write(target: Path) -> None:
         engine.save(target)
-        tokenizer = make_tokenizer()
-        tokenizer.chat_template = "{{ messages }}"
-        tokenizer.save_pretrained(target / "actor")
+        files.write(target / "actor")
         GenerationConfig(eos_token_id=[2, 9]).save_pretrained(target / "actor")
         write_model_card(target / "actor", model_card(CONFIG, 2, 0.75))
 
@@ -72,12 +86,39 @@ def test_export_equals_save_pretrained_in_each_dtype(dtype: str, run: Path, tmp_
     assert config["dtype"] == dtype and config["architectures"] == ["DeepseekV3ForCausalLM"]
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_export_has_names_of_save_pretrained_for_each_architecture(
+    name: str, tmp_path: Path
+) -> None:
+    model = tiny_architecture(name)
+    randomize_buffers(model)
+    run = write_run(tmp_path / "run", SingleDevice(model, TrainSettings()))
+    done = export_model(run, to=tmp_path / "out", dtype="bfloat16")
+    model.save_pretrained(tmp_path / "float32")
+    # transformers keeps some tensors in float32.
+    original = AutoModelForCausalLM.from_pretrained(tmp_path / "float32", dtype=torch.bfloat16)
+    original.save_pretrained(tmp_path / "original")
+    assert saved_names(done.folder) == saved_names(tmp_path / "original")
+    opened, info = AutoModelForCausalLM.from_pretrained(done.folder, output_loading_info=True)
+    assert not any(info.values()) and opened.dtype == torch.bfloat16
+    for key, tensor in original.state_dict().items():
+        assert torch.equal(opened.state_dict()[key], tensor)
+
+
 def test_export_contains_tokenizer_generation_config_and_card(run: Path, tmp_path: Path) -> None:
     folder = export_model(run, to=tmp_path / "out").folder
     assert AutoTokenizer.from_pretrained(folder).chat_template == "{{ messages }}"
     assert GenerationConfig.from_pretrained(folder).eos_token_id == [2, 9]
     assert (folder / "README.md").read_text().startswith("---\nlibrary_name: transformers\n")
     assert not list(folder.glob("*optimizer*"))
+
+
+def test_export_contains_named_chat_templates(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    run = write_run(tmp_path / "run", moe(), steps=(2, 4), tokenizer=tokenizer)
+    folder = export_model(run, 4, to=tmp_path / "out").folder
+    assert AutoTokenizer.from_pretrained(folder).chat_template == tokenizer.chat_template
 
 
 def test_export_splits_weights_into_shards(run: Path, tmp_path: Path) -> None:
@@ -113,6 +154,13 @@ def test_export_fails_without_checkpoint(tmp_path: Path) -> None:
 def test_export_names_saved_steps_when_step_is_unknown(run: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint of step 3; it has those of 2, 4"):
         export_model(run, 3)
+
+
+def test_export_ignores_other_directories_beside_checkpoints(run: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(run, tmp_path / "run")
+    (copy / "checkpoints/step_00000004.backup").mkdir()
+    with pytest.raises(CheckpointError, match="no checkpoint of step 3; it has those of 2, 4"):
+        export_model(copy, 3)
 
 
 def test_export_rejects_damaged_checkpoint(run: Path, tmp_path: Path) -> None:
@@ -212,6 +260,14 @@ def test_model_card_has_settings_without_directories() -> None:
     recipe = text.partition("## Recipe")[2].splitlines()
     assert {"data.path=rows.jsonl", "train.learning_rate=0.5"} <= set(recipe)
     assert "/home/me" not in text
+
+
+def test_model_card_lists_given_settings_without_automatic_ones() -> None:
+    given = load_config("hybrid", ["steps=7", "train.micro_batch_tokens=auto"])
+    chosen = with_settings(given, {"train.micro_batch_tokens": 2048, "rollout.slots": 3})
+    recipe = model_card(chosen, 7, None, given=given).partition("## Recipe")[2]
+    assert "steps=7" in recipe
+    assert not [name for name in ("auto", "micro_batch_tokens", "slots") if name in recipe]
 
 
 def test_model_card_of_local_base_has_no_public_name() -> None:

@@ -1,9 +1,18 @@
-"""Every rank writes about as much as the others, and each tensor is written once."""
+"""Every rank writes about as much as the others, each tensor once, and all learn of an error."""
+
+import asyncio
+import resource
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from paceline.training.rank_files import Replicated, Sliced, Unit, assign_writers
+from paceline.remote.process import process_group
+from paceline.training.rank_files import Replicated, Sliced, Unit, assign_writers, write_files
+from tests.fault_report import Fault
 
 SIZES = [700, 1, 40, 40, 300, 5, 5, 5, 120, 64]
 
@@ -50,3 +59,47 @@ def test_slices_join_to_the_full_tensor(columns: bool) -> None:
         assert part.is_contiguous(), "it is received from another rank"
         part.copy_(full[region])
     assert torch.equal(split.join(parts)[0], full)
+
+
+class RankWriter:
+    """Runs in each of two ranks."""
+
+    def write(self, folder: Path, failing_rank: int) -> None:
+        """Write six tensors, of which each rank has a half. The files of one rank are limited."""
+        rank, size = dist.get_rank(), 100_000
+        regions = [(slice(0, size),), (slice(size, 2 * size),)]
+        splits = [
+            Sliced(f"tensor {number}", (2 * size,), torch.full((size,), float(rank)), regions)
+            for number in range(6)
+        ]
+        units = [Unit((split,), split.layout) for split in splits]
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if rank == failing_rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+        try:
+            write_files(folder, "model", units, lambda named: named, torch.device("cpu"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+
+def build_writer() -> Mapping[str, Any]:
+    return {"writer": RankWriter()}
+
+
+@pytest.mark.fault("C1", "file size limit of one rank while all ranks write a checkpoint")
+def test_all_ranks_name_rank_and_path_when_one_cannot_write(tmp_path: Path, fault: Fault) -> None:
+    async def main() -> list[Any]:
+        group = process_group("test", build_writer, (), ranks=2, threads=1, log_folder=tmp_path)
+        try:
+            await group.ready()
+            calls = [rank.call("writer", "write", tmp_path / "model", 1) for rank in group.ranks]
+            async with asyncio.timeout(60):
+                return await asyncio.gather(*calls, return_exceptions=True)
+        finally:
+            await group.close()
+
+    for error in asyncio.run(main()):
+        assert isinstance(error, OSError)
+        assert "rank 1: File too large" in str(error)
+        assert str(tmp_path / "model" / "model-00002-of-00002.safetensors") in str(error)
+    fault.fired()

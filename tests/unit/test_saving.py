@@ -89,6 +89,16 @@ def test_failed_write_is_raised_by_next_save() -> None:
     run_virtual(scenario())
 
 
+def test_end_warns_when_checkpoint_is_stopped(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        saver = Saver(Disk(write_s=100).save, every=1, every_s=0)
+        await saver.save(1)
+        await saver.end(30)
+
+    run_virtual(scenario())
+    assert "the last checkpoint was stopped before it was complete (after 30 s)" in caplog.text
+
+
 def test_loop_saves_every_step_beside_training_and_last_one_before_it_ends() -> None:
     disk = Disk(copy_s=0.5, write_s=30.0)
     world = World(steps=5, save_every=1, save=disk.save)

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from paceline.model import snapshot
+from paceline.checksum import checksums
+from paceline.model import file_writer, snapshot
 from paceline.model.snapshot import Snapshot
 from paceline.model.tensor_file import write_tensors
 from tests.fault_report import Fault
@@ -16,7 +17,7 @@ from tests.fault_report import Fault
 
 def tensors(scale: float = 1.0) -> dict[str, Tensor]:
     return {
-        "matrix": torch.arange(600.0).view(20, 30).t() * scale,  # not contiguous
+        "matrix": torch.arange(600_000.0).view(2000, 300).t() * scale,  # not contiguous
         "half": torch.full((7,), 0.5, dtype=torch.bfloat16) * scale,
         "step": torch.tensor(3.0) * scale,
         "empty": torch.zeros(0, 4),
@@ -29,11 +30,11 @@ def write(path: Path, named: dict[str, Tensor]) -> None:
     write_tensors(path, layout, named.values())
 
 
-@pytest.mark.parametrize("chunk", [64, 1000, 2**26])
+@pytest.mark.parametrize("chunk", [2**20, 2**21, 2**25])
 def test_snapshot_writes_values_of_its_moment(
     chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(file_writer, "CHUNK_BYTES", chunk)
     taken = Snapshot()
     for scale in (1.0, 2.0):  # the second one uses the memory of the first
         named = tensors(scale)
@@ -46,6 +47,8 @@ def test_snapshot_writes_values_of_its_moment(
         write(tmp_path / "expected.safetensors", tensors(scale))
         expected = (tmp_path / "expected.safetensors").read_bytes()
         assert (tmp_path / "a.safetensors").read_bytes() == expected
+        left = (tmp_path / "a.safetensors.checksum").read_text()
+        assert [left] == checksums([tmp_path / "a.safetensors"])
         found = load_file(tmp_path / "b.safetensors")["x"]
         assert torch.equal(found, tensors(scale)["matrix"] + 1)
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from paceline.model import tensor_file
 from paceline.model.engine_weights import engine_weights
 from paceline.model.loading import load_model
-from paceline.model.stored_weights import open_empty, open_stored
+from paceline.model.stored_weights import load_onto, open_empty, open_stored
 from paceline.model.tensor_file import TensorFiles, model_shards
 from tests.contract.test_train_engine import tiny
 
@@ -70,3 +70,11 @@ def test_tensors_stay_readable_when_their_file_is_opened_anew(
     files = TensorFiles.of_model(tmp_path)
     found = {name: files.read(name, (slice(1, 3), slice(0, 3))) for name in files}
     assert all(torch.equal(found[name], tensors[name][1:3]) for name in tensors)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2-tied"])
+def test_model_is_loaded_onto_device_as_by_transformers(name: str, tmp_path: Path) -> None:
+    tiny(name).to(torch.bfloat16).save_pretrained(tmp_path)
+    found, expected = load_onto(str(tmp_path), torch.device("cpu")), load_model(str(tmp_path))
+    assert all(parameter.requires_grad for parameter in found.parameters())
+    torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=0, atol=0)

@@ -5,9 +5,11 @@ import subprocess
 import sys
 
 import pytest
+from pydantic import ValidationError
 from torch import nn
 
-from paceline.training.optimizer import adamw
+from paceline.errors import CheckpointError
+from paceline.training.optimizer import adamw, check_optimizer_state
 from paceline.training.settings import TrainSettings
 
 
@@ -35,6 +37,32 @@ def test_cosine_decay_is_half_at_half_time() -> None:
     assert rates(4, lr_schedule="cosine") == pytest.approx(
         [1.0, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125), 0.0]
     )
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        ({"step:b": ()}, "'step:b' belongs to no parameter"),
+        ({"exp_avg:a": (3,)}, r"'exp_avg:a' has shape \(3,\), but \(2,\) in this run"),
+        ({"step:a": (), "exp_avg:a": (2,)}, "'exp_avg_sq:a' is missing, but 'step:a' exists"),
+    ],
+)
+def test_optimizer_state_is_rejected_when_it_does_not_match(
+    saved: dict[str, tuple[int, ...]], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        check_optimizer_state(saved, {"a": (2,)})
+
+
+def test_parameter_without_gradient_needs_no_optimizer_state() -> None:
+    saved = {"step:a": (), "exp_avg:a": (2,), "exp_avg_sq:a": (2,)}
+    check_optimizer_state(saved, {"a": (2,), "b": (3,)})
+
+
+@pytest.mark.parametrize("betas", [(-0.1, 0.95), (0.9, 1.0)])
+def test_betas_are_rejected_when_optimizer_would_reject_them(betas: tuple[float, float]) -> None:
+    with pytest.raises(ValidationError, match="betas"):
+        TrainSettings(betas=betas)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])

@@ -3,13 +3,16 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from math import inf, nan
+from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 import pytest
 
 from paceline.algo.settings import AlgorithmSettings
 from paceline.observe.health import Health
+from paceline.training.skipped import SkippedUpdates, likely_cause
 from paceline.training.trainer import Monitor, Trainer
 from paceline.types import Batch
 
@@ -134,6 +137,45 @@ def test_actor_batch_masks_or_keeps_truncated_completions() -> None:
         run(make_trainer(AlgorithmSettings.model_validate({"overlong": overlong}), actor=actor))
         seen = actor.calls["update"][0][0]
         assert seen.mask.sum() == trained and seen.rewards.tolist() == rewards
+
+
+@pytest.mark.parametrize(
+    ("metrics", "cause"),
+    [
+        ({"train/entropy": nan}, "the log-probs of the trainer are not finite"),
+        ({"train/loss": nan}, "the loss is nan; lower train.learning_rate"),
+        ({"critic/loss": inf}, "the loss of the critic is inf; lower train.learning_rate"),
+        ({"train/loss": 0.5, "critic/loss": 0.5}, "only the gradient is not finite"),
+    ],
+)
+def test_likely_cause_names_first_value_that_is_not_finite(
+    metrics: dict[str, float], cause: str
+) -> None:
+    assert likely_cause(batch(), metrics).startswith(cause)
+
+
+def test_timeout_error_of_worker_is_not_reported_as_step_timeout() -> None:
+    class Failing(Recorded):
+        async def call(self, role: str, method: str, *arguments: Any) -> Any:
+            raise TimeoutError("the file server does not respond")
+
+    trainer = make_trainer(AlgorithmSettings(), actor=Failing())
+    with pytest.raises(TimeoutError, match="the file server does not respond"):
+        run(trainer)
+
+
+def test_failed_dump_of_skipped_update_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(file: IO[bytes], **arrays: Any) -> None:
+        file.write(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(np, "savez_compressed", full)
+    metrics = {"train/updates": 2.0, "train/updates_skipped": 1.0}
+    SkippedUpdates(tmp_path, {}).check(batch(), 0, metrics)
+    assert "cannot save the batch of a skipped update: no space left" in caplog.text
+    assert list((tmp_path / "skipped").iterdir()) == []
 
 
 def test_health_monitor_warns_when_step_learns_nothing(caplog: pytest.LogCaptureFixture) -> None:
