@@ -158,7 +158,7 @@ def send_command(
             ) from None
         except ConnectionError:
             line = b""
-    if not line:
+    if not line.endswith(b"\n"):
         raise ConfigError(f"the job in {run_dir} ended before it replied")
     reply = json.loads(line)
     if "error" in reply:

@@ -7,9 +7,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from pydantic import ValidationError
+
 from paceline.config import RunConfig
 from paceline.data.tiny import resolve_model
-from paceline.errors import CheckpointError, StalledError
+from paceline.errors import CheckpointError, DataError, StalledError
 from paceline.suspend import ignore_suspended_time
 from paceline.training.checkpoint import MANIFEST, latest_checkpoint, read_state, verify_checkpoint
 from paceline.training.skipped import Dump, read_dump
@@ -34,7 +36,7 @@ async def replay_dump(path: Path, weights: Path | None = None) -> Replayed:
     """
     ignore_suspended_time(asyncio.get_running_loop())
     dump = read_dump(path)
-    config = RunConfig.model_validate(dump.config)
+    config = _settings(path, dump)
     checkpoint, step = _checkpoint(path, dump, weights)
     if weights is not None and checkpoint is None:
         config = config.model_copy(update={"model": str(weights)})
@@ -45,16 +47,27 @@ async def replay_dump(path: Path, weights: Path | None = None) -> Replayed:
         _, _, workers = await open_workers(stack, config, (Role.ACTOR,), model_path, logs)
         actor = workers[Role.ACTOR][0]
         try:
-            async with asyncio.timeout(config.step_timeout_s):
+            async with asyncio.timeout(config.step_timeout_s) as deadline:
                 if checkpoint:
                     await actor.call(Role.ACTOR, "load", str(checkpoint))
                 result = await actor.call(Role.ACTOR, "replay", dump.batch, dump.step, dump.kl_coef)
         except TimeoutError:
+            if not deadline.expired():  # an error of the worker
+                raise
             raise StalledError(
                 f"the replay took longer than step_timeout_s = {config.step_timeout_s:g} s"
             ) from None
     used = str(checkpoint or config.model)
     return Replayed(dump.step + 1, used, step == dump.step, dump.batch.num_rows, result)
+
+
+def _settings(path: Path, dump: Dump) -> RunConfig:
+    try:
+        return RunConfig.model_validate(dump.config)
+    except ValidationError as error:
+        raise DataError(
+            f"{path} cannot be replayed, because its settings are not valid: {error}"
+        ) from error
 
 
 def _checkpoint(path: Path, dump: Dump, weights: Path | None) -> tuple[Path | None, int | None]:

@@ -98,16 +98,17 @@ class ParameterSynchronizer:
                 # Otherwise a newer version was published and the failure is expected.
                 current = weights is self._weights
                 failures += current
+                why = str(error) or f"no reply within {self._timeout}"
                 log.log(
                     logging.WARNING if current else logging.INFO,
                     "worker %r could not load version %d: %s",
                     member.name,
                     weights.version,
-                    str(error) or "timeout",
+                    why,
                 )
                 if failures > self._settings.retries:
-                    why = f"worker {member.name!r} failed to load weights {failures} times: {error}"
-                    member.engine.worker.fence(WorkerDied(why))
+                    died = f"worker {member.name!r} failed to load weights {failures} times: {why}"
+                    member.engine.worker.fence(WorkerDied(died))
                     return
                 await asyncio.sleep(BACK_OFF_S * 2**failures)
                 continue
@@ -117,6 +118,10 @@ class ParameterSynchronizer:
             ):
                 member.state = State.LIVE
                 self._fleet.members_changed()
+
+    @property
+    def _timeout(self) -> str:
+        return f"sync.timeout_s = {self._settings.timeout_s:g} s"
 
     async def _sync(self, version: int) -> None:
         settings = self._settings
@@ -137,9 +142,7 @@ class ParameterSynchronizer:
             except SyncError as error:
                 failure: Exception = error
             except TimeoutError:
-                failure = SyncError(
-                    f"{who} did not respond within sync.timeout_s = {settings.timeout_s:g} s"
-                )
+                failure = SyncError(f"{who} did not respond within {self._timeout}")
             log.warning("sync of version %d failed (attempt %d): %s", version, attempt + 1, failure)
         raise SyncError(
             f"sync of version {version} failed {settings.retries + 1} times: {failure}"
@@ -148,7 +151,8 @@ class ParameterSynchronizer:
     async def _load_all(self, weights: Weights) -> None:
         """Wait until one engine has loaded the weights, and a little longer for the others.
 
-        If no engine loads them, raise. If all engines died, wait for the first replacement.
+        If no engine loads them, raise. If all engines died, wait for the first replacement, or
+        raise if none will come.
         """
         loads = [
             asyncio.ensure_future(self._load(member, weights)) for member in self._fleet.in_rotation
@@ -162,6 +166,10 @@ class ParameterSynchronizer:
             for error in failures:
                 if not (isinstance(error, WorkerDied) and self._fleet.replaces_dead_engines):
                     raise error
+            for member in self._fleet:  # those that were dead before they could load
+                died = member.engine.worker.died
+                if died.done() and not self._fleet.replaces_dead_engines:
+                    died.result()
             await self._fleet.changed.wait()
 
     async def _failures(self, loads: Collection["asyncio.Future[None]"]) -> list[Exception]:

@@ -1,6 +1,8 @@
-"""Check for processes that a test has left behind, and for what processes listen on."""
+"""Processes of a run: its workers, those that a test has left behind, and their addresses."""
 
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 import psutil
 
@@ -19,6 +21,20 @@ def children() -> set[int]:
         except psutil.NoSuchProcess:
             continue
     return found - SHARED
+
+
+def worker_pids(run_dir: Path) -> dict[str, int]:
+    """Return the process ID of each worker; of two with the same name, the younger.
+
+    Each worker writes to a separate log file, so its open file identifies it.
+    """
+    logs = (run_dir / "logs").resolve()
+    found: dict[str, int] = {}
+    for process in sorted(psutil.Process().children(), key=lambda process: process.create_time()):
+        log = Path(os.path.realpath(f"/proc/{process.pid}/fd/1"))
+        if log.parent == logs:
+            found[log.stem] = process.pid
+    return found
 
 
 def listening(pids: Iterable[int]) -> set[str]:

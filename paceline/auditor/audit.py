@@ -106,7 +106,11 @@ class _Audit:
         """Return the complete lines, with the keys that are compared; report damaged ones."""
         if not self._is_file(name, required):
             return []
-        lines = [_kept(line, KEYS.get(name)) for line in read_lines(self.folder / name)]
+        try:
+            lines = [_kept(line, KEYS.get(name)) for line in read_lines(self.folder / name)]
+        except OSError as error:
+            self.report.add("files", name, f"cannot be read: {error}")
+            return []
         if lines and not lines[-1].whole:
             self.report.notes.append(f"{name}: the last line is incomplete")
             self._open.append(name)

@@ -1,19 +1,17 @@
 """Checkpoint directories: complete, with the right checksums, and of this run."""
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.auditor.history import Counts, Limits, read_limits, section
 from paceline.auditor.report import AuditReport
+from paceline.checksum import checksums
 from paceline.line_file import read_lines
 
-MAX_THREADS = 16
 # What a file that is not what it should be raises.
 UNREADABLE: tuple[type[Exception], ...] = (
     *(OSError, ValueError, KeyError, TypeError, AttributeError),
@@ -61,8 +59,16 @@ def read_checkpoints(run_dir: Path, report: AuditReport) -> list[Checkpoint]:
 
 def _attempts(run_dir: Path, report: AuditReport) -> list[tuple[str, int]]:
     """Return the ID of each start of the run, and the step that it continued from."""
-    found = []
-    for line in read_lines(run_dir / "attempts.jsonl"):
+    found: list[tuple[str, int]] = []
+    path = run_dir / "attempts.jsonl"
+    try:
+        if path.exists() and not path.is_file():
+            raise OSError("it is not a regular file")
+        lines = list(read_lines(path))
+    except OSError as error:
+        report.add("files", path.name, f"cannot be read: {error}")
+        return found
+    for line in lines:
         row = line.row or {}
         if isinstance(step := row.get("from_step"), int):
             found.append((str(row.get("attempt")), step))
@@ -101,8 +107,7 @@ def _damage(folder: Path) -> Iterator[tuple[str, str]]:
     files = {
         name: path for name, path in paths.items() if path.is_file() and name != "manifest.json"
     }
-    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
-        digests = dict(zip(files, threads.map(_digest, files.values()), strict=True))
+    digests = {name: _digest(path, expected.get(name)) for name, path in files.items()}
     for name in sorted(expected.keys() | digests.keys()):
         if name not in digests:
             yield name, "is missing"
@@ -112,10 +117,9 @@ def _damage(folder: Path) -> Iterator[tuple[str, str]]:
             yield name, "is damaged: its checksum differs"
 
 
-def _digest(path: Path) -> str:
+def _digest(path: Path, expected: Any) -> str:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return checksums([path], {path: str(expected)})[0]
     except OSError as error:
         return str(error)
 

@@ -262,4 +262,5 @@ def end_all(idle: Sequence[Child], busy: Sequence[Child]) -> None:
 def _exit(code: int | None) -> str:
     if code is None:
         return "its connection closed"
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    names = {number.value: number.name for number in signal.Signals}  # not all signals have one
+    return f"signal {names.get(-code, -code)}" if code < 0 else f"exit code {code}"

@@ -117,6 +117,10 @@ class WorkerGroup(Worker):
             await asyncio.gather(*starting, return_exceptions=True)
             raise next((error for error in errors if isinstance(error, PacelineError)), errors[0])
 
+    @property
+    def fenced(self) -> int:
+        return sum(rank.fenced for rank in self.ranks)
+
     def waiting_for(self) -> list[str]:
         return [f"{rank.name}: {what}" for rank in self.ranks for what in rank.waiting_for()]
 
@@ -140,6 +144,10 @@ class WorkerGroup(Worker):
             for rank, reply in enumerate(replies)
             if reply.done() and reply.exception() is not None
         }
+        # That a rank died may be known to its call before it is known to the group.
+        if found := next((e for e in errors.values() if isinstance(e, WorkerDied)), None):
+            self._fail(found)
+            raise found
         if errors and (waiting or len(errors) < len(replies)):
             rank, error = next(iter(errors.items()))
             self._fail(

@@ -20,11 +20,12 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
 from paceline.printable import log_to_stderr
 from paceline.remote.device_clock import DeviceClock, doing, use_clock
-from paceline.remote.message import Call, Deferred, Event, Reply, portable
+from paceline.remote.message import Call, Deferred, Event, Reply, pickled, portable
 from paceline.remote.parent import end_with_parent
 from paceline.remote.parts import Parts, clock_of, concurrent_parts
 from paceline.remote.peak import peak_memory
@@ -78,8 +79,9 @@ class PipeChannel:
         self.poll, self.recv = pipe.poll, pipe.recv
 
     def send(self, message: Any) -> None:
+        data = pickled(ForkingPickler.dumps, message)
         with self._sending:
-            self._pipe.send(message)
+            self._pipe.send_bytes(data)
 
 
 class Lane(ThreadChannel):
@@ -162,7 +164,7 @@ def serve(channel: Channel, parts: Mapping[str, Any], clock: DeviceClock | None 
                 # The end of an activity changes the ledger; the rest may be reported later.
                 now = activity or call.part == "host"
                 report = clock.report() if now else clock.due_report()
-                channel.send(replace(reply, clock=report) if report else reply)
+                _send(channel, call, replace(reply, clock=report) if report else reply)
             busy = True
             continue
         busy = False
@@ -170,7 +172,7 @@ def serve(channel: Channel, parts: Mapping[str, Any], clock: DeviceClock | None 
             open_calls.remove((call, later))
             with doing(activities[call.part].get(call.method)):
                 reply = _reply(call, later.result)
-            channel.send(replace(reply, clock=clock.report()))
+            _send(channel, call, replace(reply, clock=clock.report()))
         for role, part in workers.items():
             produced = part.work()
             if produced is not None:
@@ -193,7 +195,23 @@ def _reply(call: Call, work: Callable[[], Any]) -> Reply:
 
 def _reply_later(channel: Channel, call: Call, done: "Future[Any]") -> None:
     with contextlib.suppress(OSError):  # the controller is gone, which the host notices itself
-        channel.send(_reply(call, done.result))
+        _send(channel, call, _reply(call, done.result))
+
+
+def _send(channel: Channel, call: Call, reply: Reply) -> None:
+    """Send a reply, or an error in its place if its value cannot be pickled."""
+    try:
+        channel.send(reply)
+    except OSError:
+        raise  # the controller is gone
+    except Exception as error:  # pickling runs code of the value, which raises anything
+        kind = type(reply.value)
+        problem = TypeError(
+            f"{call.part}.{call.method} returned a {kind.__module__}.{kind.__qualname__}, which "
+            f"cannot be pickled: {error}"
+        )
+        log.error("%s", problem)
+        channel.send(replace(reply, value=None, error=problem))
 
 
 class BusyClock:

@@ -137,7 +137,7 @@ class Listener:
         stranger.connection.settimeout(PROOF_TIMEOUT_S)
         answer = _proof(self._token, b"server", nonce)
         try:
-            # Thread.start would wait for ever for a thread that fails to start for lack of memory.
+            # Thread.start would wait forever for a thread that fails to start for lack of memory.
             _thread.start_new_thread(self._serve_client, (stranger.connection, answer, message))
         except (RuntimeError, MemoryError) as error:
             stranger.connection.close()

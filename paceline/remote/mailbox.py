@@ -6,9 +6,11 @@ batch at a time and repeats the call until it gets a reply.
 
 import pickle
 import threading
+from functools import partial
 from typing import Any
 
 from paceline.remote.host import ThreadChannel
+from paceline.remote.message import pickled
 
 PULL_S = 1.0  # an empty reply is sent at least this often, as a sign of life
 
@@ -45,7 +47,7 @@ class Mailbox(ThreadChannel):
         return pickle.loads(super().recv())
 
     def send(self, message: Any) -> None:
-        data = pickle.dumps(message, protocol=5)
+        data = pickled(partial(pickle.dumps, protocol=5), message)
         with self._changed:
             self._sent.append(data)
             self._changed.notify_all()

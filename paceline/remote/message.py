@@ -3,9 +3,11 @@
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.remote.device_clock import ClockReport
+
+Data = TypeVar("Data")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +61,11 @@ def portable(error: BaseException) -> BaseException:
         return error
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def pickled(dumps: Callable[[Any], Data], message: Any) -> Data:
+    """Pickle a message. Raise PicklingError instead of OSError, which a closed pipe raises."""
+    try:
+        return dumps(message)
+    except OSError as error:  # of code of a value
+        raise pickle.PicklingError(f"{type(error).__name__}: {error}") from error

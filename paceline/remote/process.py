@@ -142,18 +142,24 @@ def process_group(
     """Start a group whose ranks are processes of this machine; they meet through a file."""
     folder = TemporaryFolder("paceline-group-")
     store = f"file://{folder.path}/store"
-    workers = [
-        ProcessWorker(
-            f"{name} rank {rank}",
-            start_rank,
-            (rank, ranks, store, build, args),
-            cores=list(cores[rank * threads : (rank + 1) * threads]),
-            threads=threads,
-            log_path=log_folder / f"{name}.{rank}.log",
-            gpu=gpus[rank] if gpus else None,
-        )
-        for rank in range(ranks)
-    ]
+    workers: list[ProcessWorker] = []
+    try:
+        for rank in range(ranks):
+            worker = ProcessWorker(
+                f"{name} rank {rank}",
+                start_rank,
+                (rank, ranks, store, build, args),
+                cores=list(cores[rank * threads : (rank + 1) * threads]),
+                threads=threads,
+                log_path=log_folder / f"{name}.{rank}.log",
+                gpu=gpus[rank] if gpus else None,
+            )
+            workers.append(worker)
+    except BaseException:  # the others would wait for this rank
+        for worker in workers:
+            worker.kill()
+        folder.close()
+        raise
     return WorkerGroup(name, workers, first_only, folder.close)
 
 

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 Build = Callable[..., Mapping[str, Any]]  # runs in the worker and returns its parts by name
 T = TypeVar("T")
-MAX_EVENTS = 100_000  # of its clock, between two looks of the tracer
+MAX_EVENTS = 100_000  # of its clock, between two polls of the tracer
 
 
 class Worker(ABC):
@@ -32,15 +32,17 @@ class Worker(ABC):
         self.node = "local"  # the machine it runs on
         self.host = "127.0.0.1"  # the address where other workers reach it
         self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.fenced = 0  # messages that arrived after its death
+        self._fenced = 0  # messages that arrived after its death
         self.clock: ClockReport | None = None  # last report of its device's time
         self._events: deque[ClockEvent] = deque(maxlen=MAX_EVENTS)  # on its clock
         self._ahead_s = math.inf  # of the controller's clock, before the worker's
         self._loop = asyncio.get_running_loop()
         self._ids = itertools.count(1)
         self._started: asyncio.Future[Any] = self._loop.create_future()
-        self._pending: dict[int, tuple[str, asyncio.Future[Any]]] = {0: ("start", self._started)}
-        self._sent_s: dict[int, float] = {0: self._loop.time()}  # when each of these was sent
+        # What is called, when that was sent, and the reply.
+        self._pending: dict[int, tuple[str, float, asyncio.Future[Any]]] = {
+            0: ("start", self._loop.time(), self._started)
+        }
         self._listeners: dict[str, Callable[[Any], None]] = {}
         self._closing = False
 
@@ -58,8 +60,7 @@ class Worker(ABC):
             self.died.result()
         call = Call(next(self._ids), part, method, args)
         future = self._loop.create_future()
-        self._pending[call.id] = (f"{part}.{method}", future)
-        self._sent_s[call.id] = self._loop.time()
+        self._pending[call.id] = (f"{part}.{method}", self._loop.time(), future)
         try:
             self.send(call)
         except OSError:
@@ -80,16 +81,18 @@ class Worker(ABC):
         return events
 
     @property
+    def fenced(self) -> int:
+        """Number of messages that arrived after its death and were discarded."""
+        return self._fenced
+
+    @property
     def starting(self) -> bool:
         return not self._started.done()
 
     def waiting_for(self) -> list[str]:
-        """Return the calls that have not been answered, and since when."""
+        """Return the calls that have not been answered, and since when. For any thread."""
         now = self._loop.time()
-        return [
-            f"{what} for {now - self._sent_s[number]:.0f} s"
-            for number, (what, _) in list(self._pending.items())
-        ]
+        return [f"{what} for {now - sent:.0f} s" for what, sent, _ in list(self._pending.values())]
 
     async def peak_memory(self) -> int:
         """Return the peak bytes of its process, or 0 if that is the controller's process."""
@@ -107,7 +110,7 @@ class Worker(ABC):
 
     def _receive(self, message: Reply | Event) -> None:
         if self.died.done():
-            self.fenced += 1
+            self._fenced += 1
             log.warning("discarding a message from worker %r, which was declared dead", self.name)
             return
         if isinstance(message, Event):
@@ -115,8 +118,7 @@ class Worker(ABC):
             return
         if message.clock:
             self._keep(message.clock)
-        _, future = self._pending.pop(message.id)
-        del self._sent_s[message.id]
+        *_, future = self._pending.pop(message.id)
         if future.done():
             return
         if message.error is not None:
@@ -147,7 +149,7 @@ class Worker(ABC):
             return
         self.died.set_exception(error)
         self.died.exception()  # mark as retrieved: every waiter gets it anyway
-        for _, future in self._pending.values():
+        for *_, future in self._pending.values():
             if not future.done():
                 future.set_exception(error)
         self._pending = {}

@@ -84,7 +84,8 @@ class Fleet:
         ]
         # Names in use, including those of workers that are starting.
         self._names = {member.name for member in self._members}
-        self._counted: dict[int, int] = {}  # completions by member, when they were last taken
+        # Completions by incarnation, when they were last taken.
+        self._counted: dict[int, int] = {}
         self._lost: list[EngineClient] = []  # incarnations that were declared dead
         self._closing: set[asyncio.Task[None]] = set()
         self._pending_calls: set[asyncio.Future[None]] = set()  # of pause() and resume()
@@ -114,9 +115,9 @@ class Fleet:
 
     def take_completions(self) -> list[int]:
         """Return the completions that each engine in rotation finished since the last call."""
-        counts = {id(member): member.completions for member in self.in_rotation}
+        counts = {member.incarnation: member.completions for member in self.in_rotation}
         before, self._counted = self._counted, counts
-        return [count - before.get(member, 0) for member, count in counts.items()]
+        return [count - before.get(incarnation, 0) for incarnation, count in counts.items()]
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -280,10 +281,14 @@ class Fleet:
         started = await asyncio.gather(
             *(self._start(name) for name in names), return_exceptions=True
         )
-        for name, outcome in zip(names, started, strict=True):
-            if isinstance(outcome, BaseException):
-                self._names.discard(name)
-                raise outcome
+        failed = {
+            name: outcome
+            for name, outcome in zip(names, started, strict=True)
+            if isinstance(outcome, BaseException)
+        }
+        self._names -= failed.keys()
+        for error in failed.values():
+            raise error
         return names
 
     async def remove(self, name: str) -> None:
@@ -311,7 +316,7 @@ class Fleet:
                 "worker %r did not return its unfinished completions (%s); "
                 "they start over on other engines",
                 name,
-                failed,
+                str(failed) or f"no reply within {self._heartbeat_timeout_s:g} s",
             )
         self._remove(member, WorkerDied(f"worker {name!r} was removed"))
         self._names.discard(name)

@@ -63,7 +63,7 @@ class GroupInFlight:
         calls = self.calls.setdefault(index, [])
         if number < len(calls) and calls[number].has(context):
             calls[number].context = context
-        else:  # an agent loop that is not deterministic took another way
+        else:  # an agent loop that is not deterministic took another path
             calls[number:] = [Call(context)]
         return calls[number]
 

@@ -92,13 +92,15 @@ def _group(row: Any, completions: list[Completion]) -> GroupInFlight:
     scored = None
     if "scored" in row:
         trajectories = tuple(_trajectory(each, completions) for each in row["scored"])
+        if not trajectories:
+            raise ValueError("a scored group has no trajectories")
         scored = Scored(trajectories, None if row["baseline"] is None else float(row["baseline"]))
     finished: dict[int, tuple[Trajectory, ...]] = {}
     for i, each in row["finished"]:
         finished[int(i)] = (*finished.get(int(i), ()), _trajectory(each, completions))
     return GroupInFlight(
         str(row["uid"]),
-        {i: [Call(str(c), completions[n]) for c, n in calls] for i, calls in row["calls"]},
+        {int(i): [Call(str(c), completions[n]) for c, n in calls] for i, calls in row["calls"]},
         finished,
         scored,
     )
@@ -130,5 +132,7 @@ def _trajectory(row: Any, completions: list[Completion]) -> Trajectory:
     )
     reward = None if row["reward"] is None else float(row["reward"])
     end = None if row["end"] is None else End(row["end"])
-    agent = str(row["agent"])
-    return Trajectory(turns, str(row["text"]), reward, dict(row["details"]), end, agent)
+    details = {str(name): float(value) for name, value in row["details"].items()}
+    if not turns:
+        raise ValueError("a trajectory has no turns")
+    return Trajectory(turns, str(row["text"]), reward, details, end, str(row["agent"]))

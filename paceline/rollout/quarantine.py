@@ -1,7 +1,7 @@
 """Quarantine of prompts on which engines die.
 
-A prompt is suspected if it was on an engine that died. Most suspects are innocent, because an
-engine generates many prompts at once. So a prompt that was on two of them is generated without
+A prompt is suspected if it was on an engine that died. Most suspects are not the cause, because
+an engine generates many prompts at once. So a prompt that was on two of them is generated without
 other such prompts, and one that was on three is quarantined: it is dropped, now and in resumed
 runs. A prompt that an engine completes is no longer suspected.
 
@@ -35,10 +35,10 @@ class Quarantine:
     def check(self, uid: str) -> None:
         """Raise if the prompt is quarantined."""
         if self._deaths.get(uid, 0) >= MAX_DEATHS:
-            where = f" (remembered in {self._path})" if self._path else ""
+            action = f". To try it again, delete {self._path} and resume" if self._path else ""
             raise Quarantined(
                 f"prompt {uid} is quarantined: it was on {self._deaths[uid]} engines that died"
-                f"{where}"
+                f"{action}"
             )
 
     def suspect(self, uid: str, worker: str) -> None:

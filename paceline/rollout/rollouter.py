@@ -347,7 +347,15 @@ class Rollouter:
             max_new_tokens: int | None = None,
             stop: tuple[str, ...] = (),
         ) -> Completion:
-            length = min(max_new_tokens or usual.max_new_tokens, usual.max_new_tokens)
+            length = usual.max_new_tokens
+            if max_new_tokens is not None:
+                length = min(max_new_tokens, length)
+            if length < 1:
+                raise RolloutError(
+                    f"trajectory {index} of prompt {prompt.uid}: generate() got max_new_tokens = "
+                    f"{max_new_tokens}: expected 1 or more. End the episode instead, or leave it "
+                    "out for rollout.max_response_length"
+                )
             sampling = replace(usual, max_new_tokens=length, stop=(*usual.stop, *stop))
             number = next(turns)
             seed = _seed(self._seed, seq, index, number)

@@ -74,8 +74,9 @@ class RolloutSettings(Settings):
     """Maximum seconds per call of the environment. On timeout the trajectory fails."""
     environment_workers: int = Field(0, ge=0)
     """Number of processes that run the environment or the tools. A process that crashes or is
-    blocked longer than environment_timeout_s is killed and replaced; its episodes fail. 0: they run
-    in the controller, where a crash ends the run."""
+    blocked longer than environment_timeout_s is killed and replaced; its episodes fail. With
+    cluster=ray, Ray places them on its nodes. 0: they run in the controller, where a crash ends the
+    run."""
     environment_pass_env: tuple[str, ...] = ()
     """Environment variables that environment workers get although they look like secrets. Names or
     patterns, for example "OPENAI_*"."""

@@ -113,10 +113,14 @@ class CollectiveSource(StreamSource):
         return self._meeting.address
 
     def join(self, epoch: int, size: int) -> None:
-        self._broadcast_group = None
+        self._set_group(None)
         if size > 1:
             address = self._meeting.address
-            self._broadcast_group = BroadcastGroup(address, self._token, epoch, 0, size)
+            self._set_group(BroadcastGroup(address, self._token, epoch, 0, size))
+
+    def _set_group(self, group: BroadcastGroup | None) -> None:
+        with self._changed:
+            self._broadcast_group = group
 
     def write(self, tensors: Tensors, version: int) -> int:
         if self._sender.is_alive():
@@ -143,7 +147,9 @@ class CollectiveSource(StreamSource):
             pending.finish()
         except RuntimeError as error:
             pending.abandon()
-            self._broadcast_group = None
+            with self._changed:
+                if self._broadcast_group is group:  # a newer one may have been formed meanwhile
+                    self._broadcast_group = None
             log.warning(
                 "the broadcast of version %d failed; engines fetch the rest over TCP: %s",
                 version,
@@ -159,9 +165,15 @@ class CollectiveTarget(StreamTarget):
     def __init__(self, layout: Layout, host: str, token: bytes) -> None:
         super().__init__(layout, host, token, "cuda" if torch.cuda.is_available() else "cpu")
         self._broadcast_group: BroadcastGroup | None = None
+        self._joined: BroadcastGroup | None = None  # the last group, also while it is in use
 
     def join(self, store: Address, epoch: int, rank: int, size: int) -> None:
-        self._broadcast_group = BroadcastGroup(store, self._token, epoch, rank, size)
+        self._set_group(None)
+        self._set_group(BroadcastGroup(store, self._token, epoch, rank, size))
+
+    def _set_group(self, group: BroadcastGroup | None) -> None:
+        with self._changed:
+            self._broadcast_group = self._joined = group
 
     def receive(self, version: int) -> Deferred:
         """Take part in a broadcast and return whether all of it arrived that way."""
@@ -180,7 +192,9 @@ class CollectiveTarget(StreamTarget):
             pending = PendingBroadcasts(group, send=False)
             try:
                 self._receive(buffer, pending)
-                self._broadcast_group = group
+                with self._changed:
+                    if self._joined is group:  # a late thread must not replace a newer one
+                        self._broadcast_group = group
                 return
             except RuntimeError as error:
                 pending.abandon()
@@ -258,7 +272,7 @@ class Collective(Stream):
                 "could not form a broadcast group of %d processes; engines fetch the weights "
                 "over TCP: %s",
                 size,
-                error,
+                str(error) or f"no reply within {MEET_TIMEOUT_S:g} s",
             )
             self._failed = set(engines)
             await trainer.call(SOURCE, "run", CollectiveSource.join, self._epoch, 1)

@@ -13,6 +13,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -201,8 +202,8 @@ class StreamTarget:
         )
 
     def _start(self, version: int, *args: Any) -> None:
-        if not (self.buffer.done and self.buffer.free()):
-            # The old buffer still has a reader or a writer.
+        if self._thread.is_alive() or not self.buffer.free():
+            # The old buffer still has a writer or a reader.
             self.buffer = WeightBuffer(self._layout, self._changed, self._device)
         self.buffer.begin(version)
         self._thread = threading.Thread(
@@ -234,7 +235,7 @@ class StreamTarget:
         for source in self._sources:
             try:
                 return self._fetch_from(source, buffer, version)
-            except OSError as error:
+            except (OSError, RuntimeError) as error:  # of torch: no memory is left
                 problems.append(f"{source[0]}:{source[1]}: {error}")
         buffer.fail("; ".join(problems))
 
@@ -284,8 +285,12 @@ class Stream:
         return await publish(self._trainer, version)
 
     async def attach(self, engine: Worker) -> None:
-        """Have it fetch from an engine that was attached before it, or else from the trainer."""
-        before = [address for other, address in self._living().items() if other is not engine]
+        """Have it fetch from an engine that was attached before it, or else from the trainer.
+
+        An engine that is attached again keeps its place, so that no two fetch from each other.
+        """
+        earlier = takewhile(lambda other: other is not engine, self._living())
+        before = [self._engines[other] for other in earlier]
         parent = before[(len(before) - 1) // FAN_OUT] if before else self._source
         args = self._layout, engine.host, self._token
         port: int = await engine.call(TARGET, "open", self.ENDS[1], *args)

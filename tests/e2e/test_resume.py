@@ -20,7 +20,7 @@ from tests.audits import assert_consistent
 from tests.e2e.test_runs import MODES
 from tests.fault_report import Fault
 from tests.models import random_model
-from tests.small_runs import SEPARATE, SMALL, config, run, weights
+from tests.small_runs import SEPARATE, SMALL, config, run, steps_of, weights
 
 
 @pytest.mark.parametrize(
@@ -287,10 +287,7 @@ def test_start_removes_leftovers_of_killed_run(
 
 
 def _rewards(folder: Path) -> list[float]:
-    return [
-        json.loads(line)["reward/mean"]
-        for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
+    return [row["reward/mean"] for row in steps_of(folder)]
 
 
 @pytest.mark.fault("E4", "newest checkpoint missing for one start, then back")

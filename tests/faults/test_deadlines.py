@@ -16,8 +16,8 @@ from paceline import run
 from paceline.errors import StalledError, WorkerDied
 from paceline.watchdog import Patience
 from tests.fault_report import Fault
-from tests.faults.test_workers import config, pids
-from tests.processes import children
+from tests.faults.test_workers import config
+from tests.processes import children, worker_pids
 
 ROOT = Path(__file__).parents[2]
 BLOCKING = """
@@ -50,14 +50,14 @@ class Program:
         )
 
     def until_blocked(self) -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while not self.marker.exists():
             assert self.process.poll() is None and time.monotonic() < deadline, self.output()
             time.sleep(0.05)
 
     def output(self) -> str:
         try:
-            return self.process.communicate(timeout=180)[0]
+            return self.process.communicate(timeout=240)[0]
         finally:
             self.process.kill()
 
@@ -90,7 +90,7 @@ def test_sigterm_ends_run_whose_event_loop_is_blocked(
     output = program.output()
     fault.detected()
     assert program.process.returncode == 128 + signal.SIGTERM, output
-    assert time.monotonic() - begun < 30 and "stopped before the first checkpoint" in output
+    assert time.monotonic() - begun < 120 and "stopped before the first checkpoint" in output
 
 
 @pytest.mark.slow
@@ -103,7 +103,7 @@ def test_sigterm_ends_run_whose_event_loop_is_blocked(
             signal.SIGSTOP,
             StalledError,
             r"loading the checkpoint took longer than start_timeout_s = 3 s; worker 'train' has "
-            r"not finished actor.load for 3 s; its process \d+ is suspended",
+            r"not finished actor.load for \d+ s; its process \d+ is suspended",
         ),
         (
             "open_transport",
@@ -111,7 +111,7 @@ def test_sigterm_ends_run_whose_event_loop_is_blocked(
             signal.SIGSTOP,
             StalledError,
             r"connecting the trainer and the engines took .*'rollout' has not finished "
-            r"weight_target.gpu for 3 s; its process \d+ is suspended",
+            r"weight_target.gpu for \d+ s; its process \d+ is suspended",
         ),
         (
             "open_transport",
@@ -146,7 +146,7 @@ def test_start_fails_within_deadline_when_worker_is_lost(
             return super().__new__(cls, 3.0, setting)
 
     async def injected(*args: Any) -> Any:
-        os.kill(pids(tmp_path)[victim], number)
+        os.kill(worker_pids(tmp_path)[victim], number)
         fault.fired()
         return await before(*args)
 

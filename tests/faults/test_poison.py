@@ -13,18 +13,12 @@ from paceline.run import train
 from paceline.workers.local import LocalCluster
 from tests.fault_report import Fault
 from tests.faults.poison import POISON_TOKENS, build_with_poison
-from tests.models import random_model
 from tests.processes import children
 from tests.small_runs import SEPARATE
 
 pytestmark = pytest.mark.slow  # every engine that dies is replaced by a new process
 ROWS = 12
 POISON = 5  # number of its row
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return random_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

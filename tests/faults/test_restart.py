@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.fault_report import Fault
-from tests.models import random_model
+from tests.processes import children
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = (
@@ -23,11 +23,6 @@ SETTINGS = (
     *("data.max_prompt_length=32", "rollout.max_response_length=8"),
     *("placement.threads=1", "train.learning_rate=1e-3", "keep_checkpoints=1"),
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return random_model(tmp_path_factory.mktemp("model"))
 
 
 class Supervised:
@@ -71,7 +66,7 @@ class Supervised:
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-            self.process.communicate(timeout=60)
+            self.process.communicate(timeout=240)
 
 
 def check(run_dir: Path, steps: int) -> None:
@@ -87,7 +82,7 @@ def kill_all(process: psutil.Process) -> None:
     """Kill the process and wait until its descendants have ended."""
     others = process.children(recursive=True)
     os.kill(process.pid, signal.SIGKILL)
-    assert not psutil.wait_procs(others, timeout=20)[1]
+    assert not psutil.wait_procs(others, timeout=60)[1]
 
 
 @pytest.mark.fault("A9", "controller killed under --restart")
@@ -104,7 +99,34 @@ def test_run_resumes_after_controller_is_killed(model: str, tmp_path: Path, faul
     assert found, output
     check(tmp_path, 40)
     fault.audited(tmp_path)
-    assert not psutil.Process().children()
+    assert not children()
+
+
+@pytest.mark.fault("A11", "trainer killed during the start under --restart")
+def test_run_starts_again_when_trainer_is_killed_during_start(
+    model: str, tmp_path: Path, fault: Fault
+) -> None:
+    pools = ("placement.actor=train", "placement.rollout=rollout")
+    run = Supervised(model, tmp_path, "steps=4", *pools)
+    trainers: list[psutil.Process] = []
+
+    def started() -> bool:
+        below = psutil.Process(run.process.pid).children(recursive=True)
+        trainers[:] = [process for process in below if is_trainer(process, tmp_path)]
+        return bool(trainers)
+
+    try:
+        run.until(started)
+        trainers[0].kill()
+        fault.fired()
+        assert run.step == 0, "the start was over"
+        output = run.end()
+        fault.recovered()
+    finally:
+        run.close()
+    assert "exit code 7 (WorkerDied)" in output and "restart 1 of 2" in output, output
+    check(tmp_path, 4)
+    fault.audited(tmp_path)
 
 
 def test_sigterm_to_all_processes_saves_current_step(model: str, tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_run_resumes_without_loss_after_suspension_and_kill(
         reached = run.steps
         run.process.wait()
         left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-        _, left = psutil.wait_procs(left, timeout=15)
+        _, left = psutil.wait_procs(left, timeout=60)
         assert not [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
     assert_consistent(tmp_path)
     log = (tmp_path / "logs" / "main.log").read_text()

@@ -18,7 +18,7 @@ from paceline.errors import ConfigError, WorkerDied
 from paceline.run import train
 from tests.audits import assert_consistent
 from tests.fault_report import Fault
-from tests.processes import children
+from tests.processes import children, worker_pids
 
 SETTINGS = [
     "steps=400",
@@ -83,10 +83,14 @@ def play(config: RunConfig, script: Callable[[Steps], Awaitable[None]]) -> Steps
     async def both() -> Steps:
         steps = Steps()
         run = asyncio.ensure_future(train(config, lambda _: steps))
-        acting = asyncio.ensure_future(asyncio.wait_for(script(steps), 120))
+        acting = asyncio.ensure_future(asyncio.wait_for(script(steps), 240))
         try:
             done, _ = await asyncio.wait({run, acting}, return_when=asyncio.FIRST_COMPLETED)
             if acting in done:
+                if acting.exception():  # perhaps because the run is ending with an error
+                    await asyncio.wait({run}, timeout=30)
+                    if run.done():
+                        run.result()
                 acting.result()
                 steps.done = True
             with suppress(ScriptDone):
@@ -113,19 +117,6 @@ def check_ledger(run_dir: Path) -> None:
     assert set(trained) <= issued and not any(event["event"] == "dropped" for event in events)
 
 
-def pids(run_dir: Path) -> dict[str, int]:
-    """Return the process ID of each worker; of two with the same name, the younger.
-
-    Each worker writes to a separate log file, so its open file identifies it.
-    """
-    found: dict[str, int] = {}
-    for process in sorted(psutil.Process().children(), key=lambda process: process.create_time()):
-        target = Path(os.path.realpath(f"/proc/{process.pid}/fd/1"))
-        if target.parent == (run_dir / "logs").resolve():
-            found[target.stem] = process.pid
-    return found
-
-
 async def command(run_dir: Path, name: str, /, **arguments: Any) -> Any:
     return await asyncio.to_thread(send_command, run_dir, name, **arguments)
 
@@ -142,7 +133,7 @@ def test_fleet_replaces_worker_when_killed_during_generation(
 ) -> None:
     async def script(steps: Steps) -> None:
         await steps.more(3)
-        before = pids(tmp_path)["rollout"]
+        before = worker_pids(tmp_path)["rollout"]
         await mid_generation(tmp_path, "rollout")
         os.kill(before, signal.SIGKILL)
         fault.fired()
@@ -153,7 +144,7 @@ def test_fleet_replaces_worker_when_killed_during_generation(
         )
         fault.recovered()
         await steps.more(5)
-        assert pids(tmp_path)["rollout"] != before
+        assert worker_pids(tmp_path)["rollout"] != before
         assert [(row["state"], row["incarnation"]) for row in await command(tmp_path, "list")] == [
             ("live", 1)
         ]
@@ -172,7 +163,7 @@ def test_fleet_replaces_worker_when_killed_while_idle(
         await command(tmp_path, "pause")
         while any(row["tokens_per_s"] for row in await command(tmp_path, "list")):
             await asyncio.sleep(0.1)
-        os.kill(pids(tmp_path)["rollout"], signal.SIGKILL)
+        os.kill(worker_pids(tmp_path)["rollout"], signal.SIGKILL)
         fault.fired()
         while [row["incarnation"] for row in await command(tmp_path, "list")] != [1]:
             await asyncio.sleep(0.05)
@@ -193,7 +184,7 @@ def test_run_keeps_staleness_bound_when_trainer_is_suspended(
 ) -> None:
     async def script(steps: Steps) -> None:
         await steps.more(2)
-        trainer = psutil.Process(pids(tmp_path)["train"])
+        trainer = psutil.Process(worker_pids(tmp_path)["train"])
         trainer.suspend()
         # The engine generates until every ticket is taken, and then waits.
         while any(row["load"] for row in await command(tmp_path, "list")):
@@ -215,7 +206,7 @@ def test_fleet_replaces_suspended_worker_and_discards_its_messages(
 ) -> None:
     async def script(steps: Steps) -> None:
         await steps.more(3)
-        suspended = pids(tmp_path)["rollout"]
+        suspended = worker_pids(tmp_path)["rollout"]
         await mid_generation(tmp_path, "rollout")
         os.kill(suspended, signal.SIGSTOP)
         fault.fired("B1")
@@ -248,9 +239,10 @@ def test_fleet_replaces_worker_when_suspended_during_weight_sync(
     async def script(steps: Steps) -> None:
         await steps.more(3)
         # The trainer continues with the queued groups; then no engine loads its weights.
-        os.kill(pids(tmp_path)["rollout"], signal.SIGSTOP)
+        os.kill(worker_pids(tmp_path)["rollout"], signal.SIGSTOP)
         fault.fired()
-        await steps.until(lambda: steps.metrics[-1]["fleet/replaced"] == 1)
+        # A busy machine may miss a heartbeat once more.
+        await steps.until(lambda: steps.metrics[-1]["fleet/replaced"] >= 1)
         fault.recovered()
         await steps.more(5)
 
@@ -258,7 +250,7 @@ def test_fleet_replaces_worker_when_suspended_during_weight_sync(
         config(
             model,
             tmp_path,
-            "fleet.heartbeat_timeout_s=1",
+            "fleet.heartbeat_timeout_s=2",
             "sync.timeout_s=5",
             "rollout.generation_timeout=8",
         ),
@@ -281,7 +273,7 @@ def test_workers_can_be_added_and_removed(model: str, tmp_path: Path) -> None:
         rows = await command(tmp_path, "list")
         assert {row["name"] for row in rows} == {"rollout-1", "rollout-2"}
         assert all(row["state"] == "live" for row in rows)
-        while "rollout" in pids(tmp_path):
+        while "rollout" in worker_pids(tmp_path):
             await asyncio.sleep(0.05)
         with pytest.raises(
             ConfigError, match="there is no rollout worker 'rollout'; expected one of rollout-"
@@ -311,7 +303,7 @@ def test_run_fails_when_worker_exceeds_max_restarts(
     async def script(steps: Steps) -> None:
         await steps.more(1)
         while True:  # kill each replacement before it finishes a completion
-            if pid := pids(tmp_path).get("rollout"):
+            if pid := worker_pids(tmp_path).get("rollout"):
                 os.kill(pid, signal.SIGKILL)
                 fault.fired()
             await asyncio.sleep(0.05)

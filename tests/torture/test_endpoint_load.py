@@ -75,7 +75,7 @@ def test_concurrent_conversations_are_neither_lost_nor_mixed_up(kind: str, count
         async with aiohttp.ClientSession(connector=connector) as session:
             play = with_openai if kind == "openai" else over_http(session)
             tokenizer = tokenizer_of("chatml")
-            agent = AgentProgram("agent", play, tokenizer, Sampling(64), Limits(8, 4000, 30.0))
+            agent = AgentProgram("agent", play, tokenizer, Sampling(64), Limits(8, 4000, 300.0))
             engines = [Engine(number, gate) for number in range(count)]
 
             async def one(engine: Engine) -> Trajectory:

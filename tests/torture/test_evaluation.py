@@ -4,6 +4,7 @@ The value of a fake token is the version that generated it, so an evaluation sho
 used.
 """
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,37 @@ def test_resumed_run_forgets_later_evaluations_and_repeats_none(tmp_path: Path) 
     again.synchronizer.version = 4
     assert not held_out.due(4) and held_out.due(6)
     assert [line["step"] for line in held_out._done] == [0, 2, 4]
+
+
+def test_sync_that_waited_for_evaluation_may_take_as_long_as_a_step(tmp_path: Path) -> None:
+    world = random_world(2, MODES["async swap"])
+    world.steps, world.stall_timeout_s, world.step_timeout_s = 4, 60, 400
+    held_out = watched(world, tmp_path, every=1, keep_best=False)
+    sync = world.synchronizer.sync_weights
+
+    async def slow(version: int) -> Any:
+        await asyncio.sleep(200)
+        return await sync(version)
+
+    world.synchronizer.sync_weights = slow  # type: ignore[method-assign]
+    run_virtual(world.loop.run())
+    assert any(held_out.steps_meanwhile), "no sync waited for an evaluation"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_run_may_wait_for_groups_after_sync_longer_than_stall_timeout(
+    mode: str, tmp_path: Path
+) -> None:
+    """The engines had no work during the sync, and the first completion takes some seconds."""
+    world = World(schedule=MODES[mode], steps=4, engine_s=5.0, train_s=0.01)
+    world.stall_timeout_s, world.step_timeout_s = 60, 400
+    watched(world, tmp_path, every=1, keep_best=False)
+    sync = world.synchronizer.sync_weights
+
+    async def slow(version: int) -> Any:
+        await asyncio.sleep(200)
+        return await sync(version)
+
+    world.synchronizer.sync_weights = slow  # type: ignore[method-assign]
+    run_virtual(world.loop.run())
+    assert world.loop.step == 4

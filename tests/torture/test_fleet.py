@@ -6,17 +6,14 @@ Thousands of seeds run in virtual time.
 import asyncio
 import random
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from paceline.errors import ConfigError, WorkerDied
 from paceline.rollout import quarantine
 from paceline.rollout.fleet import Fleet
-from paceline.rollout.member import State
-from paceline.rollout.quarantine import Quarantine
+from paceline.rollout.member import Member, State
 from paceline.sync.weights import Weights
-from paceline.types import Completion, Request
 from tests.fakes import FakeEngine, World
 from tests.fault_report import Fault
 from tests.torture.test_loop import MODES, random_world, staleness_in_data
@@ -154,10 +151,11 @@ def play(world: World, script: object) -> World:
         acting = asyncio.create_task(script(world))  # type: ignore[operator]
         try:
             await loop.run()
+            assert acting.done(), "the run ended before the script"
         finally:
             acting.cancel()
             await asyncio.wait({acting})
-        assert not acting.done() or acting.cancelled() or not acting.exception(), acting.exception()
+        acting.result()
         return world
 
     return run_virtual(scenario())  # type: ignore[no-any-return]
@@ -255,102 +253,6 @@ def test_engine_is_replaced_without_limit_if_it_finishes_completions(fault: Faul
     )
     assert world.fleet.replaced == 10
     fault.fired()
-
-
-class PromptSensitive(FakeEngine):
-    """Engine that prompt 4 kills, together with whatever else it generates then."""
-
-    async def _produce(self, request: Request) -> Completion:
-        if request.prompt == (4,):
-            await asyncio.sleep(0.5)
-            self.die()
-        return await super()._produce(request)
-
-
-@pytest.mark.parametrize("num_engines", [1, 2, 5])
-@pytest.mark.fault("D7", "one prompt kills its engine, {num_engines} engines")
-def test_only_prompt_that_kills_engines_is_quarantined(num_engines: int, fault: Fault) -> None:
-    for seed in range(4):
-        world = World(
-            seed=seed,
-            schedule=MODES["async swap"],
-            num_engines=num_engines,
-            elastic=True,
-            steps=30,
-            groups_per_step=8,
-            make_engine=PromptSensitive,
-        )
-        play(world, lambda _: asyncio.sleep(0))
-        assert world.ledger.dropped == {"quarantined": 1}
-        seqs = [group.seq for group in world.observer.groups]
-        assert seqs == [seq for seq in range(30 * 8 + 1) if seq != 4], f"seed {seed}"
-        assert world.fleet.replaced == 3
-        fault.fired()
-        fault.counted(lost=0, twice=0)
-
-
-@pytest.mark.fault("D7", "one prompt kills its engine, then the run is resumed")
-def test_quarantined_prompt_is_not_met_again_by_resumed_run(tmp_path: Path, fault: Fault) -> None:
-    path, replaced = tmp_path / "quarantine.jsonl", []
-    for _ in range(2):
-        world = World(
-            schedule=MODES["async swap"],
-            num_engines=2,
-            elastic=True,
-            make_engine=PromptSensitive,
-            quarantine=Quarantine(path),
-        )
-        play(world, lambda _: asyncio.sleep(0))
-        assert world.ledger.dropped == {"quarantined": 1}
-        replaced.append(world.fleet.replaced)
-    assert replaced == [3, 0]
-    fault.fired()
-
-
-@pytest.mark.fault("D7", "one prompt kills the only engine, and with it the run")
-def test_prompt_is_found_when_each_death_ends_run(tmp_path: Path, fault: Fault) -> None:
-    path, died = tmp_path / "quarantine.jsonl", 0
-    for _ in range(4):
-        world = World(make_engine=PromptSensitive, quarantine=Quarantine(path))
-        try:
-            play(world, lambda _: asyncio.sleep(0))
-        except WorkerDied:
-            died += 1
-    assert died == 3 and world.ledger.dropped == {"quarantined": 1}
-    fault.fired()
-
-
-@pytest.mark.fault("A11", "five engines die together")
-def test_prompt_is_not_blamed_when_engines_die_together(fault: Fault) -> None:
-    class SilentlyDying(FakeEngine):
-        """Engine whose death is noticed only when it is called."""
-
-        dead = False
-
-        def _check(self) -> None:
-            if self.dead:
-                self.die()
-            super()._check()
-
-    async def script(world: World) -> None:
-        await asyncio.sleep(3.3)  # between two heartbeats
-        for engine in world.engines:
-            engine.dead = True  # type: ignore[attr-defined]
-        world.engines[0].die()  # the first death that is noticed
-
-    world = World(
-        schedule=MODES["async swap"],
-        num_engines=5,
-        elastic=True,
-        steps=30,
-        groups_per_step=10,
-        make_engine=SilentlyDying,
-    )
-    play(world, script)
-    assert world.fleet.replaced == 5 and not world.ledger.dropped
-    fault.fired()
-    assert [group.seq for group in world.observer.groups] == list(range(30 * 10))
-    fault.counted(lost=0, twice=0)
 
 
 def test_other_engines_resume_completions_of_removed_engine() -> None:
@@ -457,3 +359,63 @@ def test_fleet_cannot_change_when_it_shares_worker_with_trainer() -> None:
 
     with pytest.raises(WorkerDied, match="'rollout-0' died"):
         play(World(schedule=MODES["async swap"], num_engines=2, steps=100), script)
+
+
+def test_failed_additions_are_not_reported_as_starting() -> None:
+    async def script(world: World) -> None:
+        await asyncio.sleep(3)
+        world.start_failures = 2
+        with pytest.raises(WorkerDied, match="planted"):
+            await world.fleet.add(2)
+        assert world.fleet.unavailable_engines() == []
+
+    play(World(schedule=MODES["async swap"], elastic=True, max_restarts=0, steps=30), script)
+
+
+def test_engine_at_address_of_removed_one_has_its_own_completions() -> None:
+    async def scenario() -> list[int]:
+        world = World(schedule=MODES["async swap"], elastic=True)
+        world.build()
+        fleet = world.fleet
+        (member,) = fleet
+        member.completions = 5
+        assert fleet.take_completions() == [5]
+        fleet._members.clear()
+        address = id(member)
+        del member
+        others = []  # kept, so that each has another address
+        while True:
+            others.append(Member("rollout-1", 1, world.engines[0]))  # type: ignore[arg-type]
+            if id(others[-1]) == address or len(others) == 10_000:
+                break
+        fleet._members.append(others[-1])
+        return fleet.take_completions()
+
+    assert run_virtual(scenario()) == [0]
+
+
+def test_first_sync_fails_when_all_engines_are_dead() -> None:
+    async def scenario() -> None:
+        world = World(schedule=MODES["async swap"], elastic=True, num_engines=2)
+        world.build()
+        for engine in world.engines:
+            engine.die()
+        async with asyncio.timeout(1e4):
+            await world.synchronizer.sync_weights(0)
+
+    with pytest.raises(WorkerDied, match="'rollout-0' died"):
+        run_virtual(scenario())
+
+
+def test_error_names_timeout_when_engine_does_not_load_weights() -> None:
+    async def scenario() -> BaseException | None:
+        world = World(schedule=MODES["async swap"], elastic=True)
+        world.build()
+        await world.synchronizer.sync_weights(0)
+        (member,) = world.fleet
+        member.state = State.STARTING
+        world.engines[0].freeze()
+        await world.synchronizer.catch_up(member)
+        return member.engine.worker.died.exception()
+
+    assert str(run_virtual(scenario())).endswith("no reply within sync.timeout_s = 60 s")

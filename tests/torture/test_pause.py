@@ -1,6 +1,7 @@
 """The real loop in virtual time: pausing, resuming and stopping it."""
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
@@ -87,3 +88,22 @@ def test_stop_ends_run_after_current_step_with_checkpoint(mode: str, after_s: fl
 
     world = run_virtual(scenario())
     assert len(world.observer.groups) == 3 * len(world.observer.rows)
+
+
+def test_final_checkpoint_of_stopped_run_may_take_as_long_as_a_step() -> None:
+    saved = []
+
+    async def save(step: int, copied: Callable[[], None] | None) -> None:
+        await asyncio.sleep(200)
+        saved.append(step)
+
+    async def scenario() -> None:
+        world = World(steps=1000, stall_timeout_s=60, step_timeout_s=400, save=save)
+        loop = world.build()
+        run = asyncio.create_task(loop.run())
+        await asyncio.sleep(20)
+        loop.stop()
+        await run
+        assert saved == [loop.step]
+
+    run_virtual(scenario())

@@ -50,7 +50,7 @@ def test_error_is_raised_with_its_type() -> None:
 def test_cancel_waits_for_clean_up() -> None:
     started, cleaned = threading.Event(), threading.Event()
     running = Background(_forever(started, cleaned))
-    assert started.wait(10)
+    assert started.wait(60)
     running.cancel()
     assert cleaned.is_set()
     with pytest.raises(asyncio.CancelledError):
@@ -65,7 +65,7 @@ def test_cancelled_caller_cancels_coroutine() -> None:
 
     async def main() -> None:
         task = asyncio.create_task(caller())
-        await asyncio.to_thread(started.wait, 10)
+        await asyncio.to_thread(started.wait, 60)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -106,7 +106,7 @@ started.wait()
 {ask}
 """
     found = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
     )
     assert found.stdout.strip() == expected
 
@@ -137,7 +137,7 @@ def test_interrupt_ends_program_whose_event_loop_is_blocked() -> None:
         try:
             assert program.stdout is not None and program.stdout.readline() == "blocked\n"
             program.send_signal(signal.SIGINT)
-            _, errors = program.communicate(timeout=30)
+            _, errors = program.communicate(timeout=120)
         finally:
             program.kill()
     assert "KeyboardInterrupt" in errors
@@ -177,7 +177,7 @@ def test_second_interrupt_ends_program_whose_clean_up_hangs() -> None:
             for line in ("running\n", "cleaning up\n"):
                 assert program.stdout is not None and program.stdout.readline() == line
                 program.send_signal(signal.SIGINT)
-            _, errors = program.communicate(timeout=30)
+            _, errors = program.communicate(timeout=120)
         finally:
             program.kill()
     assert "KeyboardInterrupt" in errors
@@ -207,7 +207,7 @@ def test_clean_up_that_blocks_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> N
             end.wait()
 
     running = Background(work())
-    assert started.wait(10)
+    assert started.wait(60)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         running.result()
@@ -216,7 +216,7 @@ def test_clean_up_that_blocks_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_program_ends_though_call_on_thread_never_returns() -> None:
     program = [sys.executable, "-c", textwrap.dedent(HANGING_CALL)]
-    ended = subprocess.run(program, capture_output=True, text=True, timeout=30, check=False)
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
     assert "TimeoutError" in ended.stderr
 
 
@@ -247,13 +247,13 @@ def test_abandoned_coroutine_cleans_up_when_it_continues() -> None:
             cleaned.set()
 
     running = Background(work())
-    assert blocked.wait(10)
+    assert blocked.wait(60)
     running.abandon(KeyError("lost"))
     with pytest.raises(KeyError, match="lost"):
         running.result()
     assert not cleaned.is_set()
     go_on.set()
-    assert cleaned.wait(10)
+    assert cleaned.wait(60)
 
 
 def until_main_thread_waits() -> None:
@@ -269,7 +269,7 @@ def _interrupted_after(started: threading.Event) -> None:
     """Press Ctrl-C once the coroutine has started and the main thread waits for it."""
 
     def press() -> None:
-        started.wait(10)
+        started.wait(60)
         until_main_thread_waits()
         _thread.interrupt_main()
 
@@ -311,14 +311,14 @@ def test_ctrl_c_raises_error_of_coroutine_that_fails_before_its_end() -> None:
         Background(work(), stop, grace_s=60).result()
 
 
-@pytest.mark.parametrize(("stops", "grace_s"), [(True, 0.3), (False, 60.0)])
+@pytest.mark.parametrize(("stops", "grace_s"), [(True, 0.3), (False, 250.0)])
 def test_ctrl_c_cancels_coroutine_that_does_not_finish(stops: bool, grace_s: float) -> None:
     started, cleaned = threading.Event(), threading.Event()
     _interrupted_after(started)
     begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         Background(_forever(started, cleaned), lambda: stops, grace_s).result()
-    assert cleaned.is_set() and time.monotonic() - begun < 30
+    assert cleaned.is_set() and time.monotonic() - begun < 120
 
 
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
@@ -352,5 +352,5 @@ with stopped_by_signals():
         assert process.stdout.readline() == b"stopping\n"
         process.send_signal(second)
         fault.fired()
-        assert process.wait(20) == 128 + second
+        assert process.wait(60) == 128 + second
         fault.detected()

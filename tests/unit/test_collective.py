@@ -4,6 +4,7 @@ broadcast blocks no engine."""
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor
 from paceline.remote.process import ProcessWorker
 from paceline.rollout.service import RolloutService
 from paceline.sync import collective
-from paceline.sync.collective import Collective, CollectiveTarget
+from paceline.sync.collective import Collective, CollectiveSource, CollectiveTarget
 from paceline.sync.transport import SOURCE, TARGET
 from paceline.sync.weights import Weights
 from paceline.training.service import ActorService
@@ -59,13 +60,13 @@ class Service(RolloutService):
 
 
 def build_trainer() -> Mapping[str, Any]:
-    collective.TIMEOUT_S = 2.0
+    collective.TIMEOUT_S = 5.0
     actor: Any = SimpleNamespace(engine=Trainer())
     return {SOURCE: ActorService(actor).weight_source}
 
 
 def build_engine() -> Mapping[str, Any]:
-    collective.TIMEOUT_S = 2.0
+    collective.TIMEOUT_S = 5.0
     engine: Any = Engine()
     rollout = Service(engine)
     return {"rollout": rollout, TARGET: rollout.weight_target}
@@ -140,7 +141,7 @@ def test_other_engines_get_weights_when_member_is_killed_or_suspended(
             os.kill(engines[1].process.pid, how)
             fault.fired()
             others = [engines[0], engines[2]]
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 assert await sync(transport, others, 1) == first + 1
                 fault.recovered()
                 assert await sync(transport, others, 2) == first + 2
@@ -152,3 +153,65 @@ def test_other_engines_get_weights_when_member_is_killed_or_suspended(
                 assert await engines[1].call("rollout", "values") == {first + 3}
 
     asyncio.run(check())
+
+
+@pytest.fixture
+def ending(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Return what ends the broadcasts of all groups; a group of epoch 1 fails to send then."""
+    end = threading.Event()
+
+    class Group:
+        def __init__(self, store: Any, token: bytes, epoch: int, rank: int, size: int) -> None:
+            self._fails = epoch == 1 and rank == 0
+
+        def start(self, chunk: Tensor, send: bool) -> Any:
+            return self._finish
+
+        def _finish(self) -> None:
+            assert end.wait(30)
+            if self._fails:
+                raise RuntimeError("a member did not respond")
+
+    monkeypatch.setattr(collective, "BroadcastGroup", Group)
+    return end
+
+
+LAYOUT = [("a", (4,), "float32")]
+TOKEN = bytes(32)
+
+
+def test_trainer_keeps_newer_group_when_earlier_broadcast_fails_late(
+    ending: threading.Event,
+) -> None:
+    source = CollectiveSource(LAYOUT, "127.0.0.1", TOKEN)
+    source.join(epoch=1, size=2)
+    source.write(iter([("a", torch.ones(4))]), 0)
+    source.join(epoch=2, size=2)
+    newer = source._broadcast_group
+    ending.set()
+    source._sender.join(30)
+    assert newer is not None and source._broadcast_group is newer
+
+
+def test_engine_keeps_newer_group_when_earlier_broadcast_ends_late(
+    ending: threading.Event,
+) -> None:
+    target = CollectiveTarget(LAYOUT, "127.0.0.1", TOKEN)
+    store = ("127.0.0.1", 1)
+    target.join(store, epoch=1, rank=1, size=2)
+    target.receive(0)
+    target.join(store, epoch=2, rank=1, size=2)
+    newer = target._broadcast_group
+    ending.set()
+    target._thread.join(30)
+    assert newer is not None and target._broadcast_group is newer
+
+
+def test_engine_stays_in_group_when_broadcast_ends(ending: threading.Event) -> None:
+    target = CollectiveTarget(LAYOUT, "127.0.0.1", TOKEN)
+    target.join(("127.0.0.1", 1), epoch=1, rank=1, size=2)
+    target.receive(0)
+    assert not target.in_broadcast_group()
+    ending.set()
+    target._thread.join(30)
+    assert target.in_broadcast_group()

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import threading
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -240,7 +241,7 @@ def test_silent_client_is_dropped_at_its_deadline(
 
     def wait() -> bytes:
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(5)
+            connection.settimeout(60)
             connection.connect(str(tmp_path / SOCKET))
             return connection.recv(1)
 
@@ -256,12 +257,13 @@ def test_more_clients_than_allowed_are_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "MAX_CLIENTS", 3)
+    monkeypatch.setattr(control, "REQUEST_TIMEOUT_S", 600)
 
     def wait() -> list[bytes]:
         with ExitStack() as stack:
             clients = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(4)]
             for client in clients:
-                client.settimeout(5)
+                client.settimeout(60)
                 client.connect(str(tmp_path / SOCKET))
             return [clients[3].recv(1)]
 
@@ -270,3 +272,30 @@ def test_more_clients_than_allowed_are_dropped(
             return await asyncio.to_thread(wait)
 
     assert asyncio.run(run()) == [b""]
+
+
+def test_pause_prints_command_on_one_line_when_path_is_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control, "send_command", lambda *_, **__: None)
+    run_dir = f"runs/{'x' * 100}"
+    result = CliRunner().invoke(app, ["pause", run_dir])
+    assert f"to continue: paceline resume {run_dir}\n" in result.output
+
+
+def test_command_fails_when_job_ends_within_its_reply(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / SOCKET))
+        listening.listen()
+
+        def reply() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b'{"value": [')
+
+        thread = threading.Thread(target=reply)
+        thread.start()
+        with pytest.raises(ConfigError, match="ended before it replied"):
+            send_command(tmp_path, "list")
+        thread.join()

@@ -1,6 +1,7 @@
 """Random and damaged inputs of every parser: accepted or refused with a typed error, in time.
 
-300 inputs a parser; PACELINE_FUZZ=10000 tries as many, FUZZ_SEED=n others.
+300 inputs a parser, in 10 seconds at most; PACELINE_FUZZ=10000 tries as many in any time,
+FUZZ_SEED=n others.
 """
 
 import asyncio
@@ -9,7 +10,9 @@ import json
 import os
 import random
 import string
+import time
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +29,18 @@ from paceline.training.checkpoint import verify_checkpoint
 from paceline.translate.hydra import read_script
 
 INPUTS = int(os.environ.get("PACELINE_FUZZ", "300"))
+LIMIT_S = float("inf") if "PACELINE_FUZZ" in os.environ else 10.0
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 SCALARS: list[Any] = [None, True, False, 0, -1, 1 << 70, 1.5, float("inf"), float("nan"), "", "x"]
 SCALARS += ["a\x00b", "\ud800", "\x1b[2J", "../x", "/etc/passwd", "step", [], {}, "é" * 300]
 WRONG_JSON = [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000, b"9" * 5000, b"null"]
 WRONG_JSON += [b'{"prompt": ' + b"7" * 5000 + b"}", b'"\\ud800"', b"[1, 2]", b"NaN", b"\x00" * 64]
+
+
+def inputs(count: int = INPUTS) -> Iterator[int]:
+    """Yield the numbers of the inputs to try, until the time is over."""
+    begun = time.monotonic()
+    return takewhile(lambda number: time.monotonic() - begun < LIMIT_S or not number, range(count))
 
 
 def flipped(data: bytes, generator: random.Random) -> bytes:
@@ -126,7 +136,7 @@ def test_damaged_data_file_is_read_or_is_a_data_error(
     extension: str, tmp_path: Path, generator: random.Random
 ) -> None:
     content, outcomes = CONTENT[extension](), set()
-    for number in range(INPUTS):
+    for number in inputs():
         path = tmp_path / f"{number}{extension}"
         wrong = number < len(WRONG_JSON) and extension in (".json", ".jsonl")
         path.write_bytes(WRONG_JSON[number] if wrong else flipped(content, generator))
@@ -137,7 +147,7 @@ def test_damaged_data_file_is_read_or_is_a_data_error(
 
 def test_any_row_is_a_prompt_or_a_data_error(tmp_path: Path, generator: random.Random) -> None:
     tokenizer, path = make_tokenizer(), tmp_path / "rows.jsonl"
-    for _ in range(INPUTS // 3):
+    for _ in inputs(INPUTS // 3):
         path.write_bytes(b"\n".join(damaged_json(row, generator) for row in ROWS))
         settings = DataSettings(path=str(path), on_bad_row=generator.choice(["fail", "skip"]))
         refused(DataError, lambda s=settings: PromptSource(s, tokenizer, 0)[0])
@@ -148,7 +158,7 @@ def test_any_state_of_a_dataset_names_files_inside_it(
 ) -> None:
     state = {"_data_files": [{"filename": "data-0.jsonl"}], "_split": "train"}
     (tmp_path / "data-0.jsonl").write_bytes(jsonl(ROWS))
-    for _ in range(INPUTS):
+    for _ in inputs():
         (tmp_path / "state.json").write_bytes(damaged_json(state, generator))
         try:
             found = find_files((str(tmp_path),))
@@ -171,7 +181,7 @@ STATE = {"step": 3, "metrics_length": 0, "config": {"steps": 5}, "source": {}, "
 
 
 def test_any_manifest_is_a_checkpoint_error(checkpoint: Path, generator: random.Random) -> None:
-    for _ in range(INPUTS):
+    for _ in inputs():
         (checkpoint / "manifest.json").write_bytes(damaged_json(MANIFEST, generator))
         assert refused(CheckpointError, lambda: verify_checkpoint(checkpoint))
 
@@ -181,7 +191,7 @@ def test_any_state_of_a_run_is_resumed_or_a_checkpoint_error(
 ) -> None:
     monkeypatch.setattr("paceline.run_dir.latest_checkpoint", lambda root: checkpoint)
     config = load_config(values={"run_dir": str(checkpoint.parents[1])})
-    for _ in range(INPUTS):
+    for _ in inputs():
         (checkpoint / "state.json").write_bytes(damaged_json(STATE, generator))
         refused(CheckpointError, lambda: recorded_config(checkpoint.parents[1]))
         refused(CheckpointError, lambda: find_start(config, {"config": {"steps": 5}}))
@@ -196,7 +206,7 @@ def test_any_command_to_a_job_gets_a_reply(tmp_path: Path, generator: random.Ran
     async def check() -> None:
         control = Control(tmp_path)
         async with control.serving({"add": add, "pause": lambda: add()}):
-            for _ in range(INPUTS):
+            for _ in inputs():
                 reply = await control._reply(damaged_json(request, generator))
                 assert reply.keys() <= {"value", "error"} and json.dumps(reply)
 
@@ -219,7 +229,7 @@ def test_any_recipe_and_any_setting_is_valid_or_a_config_error(
     text = b"model: tiny\nsteps: 3\ndata:\n  task: sort:3\nrollout:\n  temperature: 0.5\n"
     if kind == "toml":
         text = b'model = "tiny"\nsteps = 3\n[data]\ntask = "sort:3"\n[rollout]\ntop_p = 0.5\n'
-    for _ in range(INPUTS // 2):
+    for _ in inputs(INPUTS // 2):
         recipe.write_bytes(flipped(text, generator))
         refused((ConfigError, DataError), lambda: load_config(recipe))
         settings = list(settings_text(generator))
@@ -232,7 +242,7 @@ SCRIPTS += ["x.y=" + "{a:" * 200, "x.y=${HOME:-${A}}", "~x.y", "+x.y='a b'"]
 
 
 def test_any_script_of_verl_is_read_or_a_config_error(generator: random.Random) -> None:
-    for number in range(INPUTS):
+    for number in inputs():
         text = SCRIPTS[number % len(SCRIPTS)].encode()
         damaged = flipped(text, generator) if number >= len(SCRIPTS) else text
         refused(ConfigError, lambda d=damaged: read_script(d.decode(errors="replace")))

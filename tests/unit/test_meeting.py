@@ -22,9 +22,9 @@ def test_members_form_a_group_and_broadcast() -> None:
     use_interface(HOST)
 
     def member(rank: int) -> torch.Tensor:
-        store = meet(meeting.address, TOKEN, 20)
+        store = meet(meeting.address, TOKEN, 60)
         prefix = dist.PrefixStore("a group", store)
-        group = dist.ProcessGroupGloo(prefix, rank, 3, timedelta(seconds=20))
+        group = dist.ProcessGroupGloo(prefix, rank, 3, timedelta(seconds=60))
         tensor, options = torch.full((2,), float(rank)), dist.BroadcastOptions()
         options.rootRank = 2
         group.broadcast([tensor], options).wait()
@@ -35,18 +35,18 @@ def test_members_form_a_group_and_broadcast() -> None:
 
 
 def test_store_sets_waits_and_counts() -> None:
-    store = MemberStore(Meeting(HOST, TOKEN).address, TOKEN, timedelta(seconds=0.2))
+    store = MemberStore(Meeting(HOST, TOKEN).address, TOKEN, timedelta(seconds=1))
     store.set("a", b"\x00\xff")
     assert store.get("a") == b"\x00\xff" and store.check(["a"]) and not store.check(["b"])
     assert [store.add("n", 2), store.add("n", -1)] == [2, 1]
     with pytest.raises(RuntimeError):
         store.wait(["b"])
-    store.wait(["a"], timedelta(seconds=5))
+    store.wait(["a"], timedelta(seconds=60))
 
 
 def test_stranger_is_not_served() -> None:
     with pytest.raises(ConnectionError):
-        MemberStore(Meeting(HOST, TOKEN).address, b"x" * 32, timedelta(seconds=5))
+        MemberStore(Meeting(HOST, TOKEN).address, b"x" * 32, timedelta(seconds=60))
 
 
 def test_damaged_requests_end_only_their_connection() -> None:
@@ -57,8 +57,8 @@ def test_damaged_requests_end_only_their_connection() -> None:
             damaged = REQUEST.pack(number, 2, 0, 1e308) + b"\xff\xfe"
         if number == 1:
             damaged = REQUEST.pack(GET, MAX_BYTES + 1, 0, 1.0)
-        with connect(meeting.address, TOKEN, b"", 5) as connection:
+        with connect(meeting.address, TOKEN, b"", 60) as connection:
             connection.sendall(damaged)
-    store = MemberStore(meeting.address, TOKEN, timedelta(seconds=5))
+    store = MemberStore(meeting.address, TOKEN, timedelta(seconds=60))
     store.set("a", "1")
     assert store.get("a") == b"1"

@@ -1,11 +1,13 @@
 """Weight transfer over TCP: complete or not at all, from the trainer or from another engine."""
 
+import asyncio
 import resource
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import psutil
 import pytest
@@ -13,10 +15,10 @@ import torch
 from torch import Tensor
 
 from paceline.errors import SyncError
-from paceline.remote.listener import Listener, connect
+from paceline.remote.listener import Address, Listener, connect
 from paceline.sync import stream
 from paceline.sync.block import CHUNK, Layout, layout_of
-from paceline.sync.stream import REQUEST, StreamSource, StreamTarget
+from paceline.sync.stream import REQUEST, Stream, StreamSource, StreamTarget
 from paceline.sync.weights import Weights
 from tests.fault_report import Fault
 
@@ -89,7 +91,7 @@ def test_engine_receives_bytes_while_trainer_gathers() -> None:
 def test_engine_continues_from_trainer_when_source_ends_or_is_unresponsive(
     monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
-    monkeypatch.setattr(stream, "SILENCE_S", 0.2)
+    monkeypatch.setattr(stream, "SILENCE_S", 1.0)
     trainer = source()
     weights = Weights(1, trainer.write(tensors(1), 1))
     starts: list[int] = []
@@ -132,6 +134,34 @@ def test_engine_asks_trainer_at_once_when_its_source_is_cut_off(
     server.close()
 
 
+def test_new_version_is_fetched_when_previous_transfer_has_not_returned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer = source()
+    old = Weights(1, trainer.write(tensors(1), 1))
+    engine = target(trainer.address)
+    complete, announced = threading.Event(), threading.Event()
+    original = stream.WeightBuffer.advance
+
+    def advance(buffer: stream.WeightBuffer) -> None:
+        original(buffer)
+        if buffer is first and buffer.filled == buffer.size and not complete.is_set():
+            complete.set()
+            announced.wait(60)
+
+    first = engine.buffer
+    monkeypatch.setattr(stream.WeightBuffer, "advance", advance)
+    engine.fetch(old.version)
+    late = engine._thread
+    assert complete.wait(60)
+    engine.fetch(2)  # while the thread of version 1 has yet to see that it is complete
+    announced.set()
+    late.join()
+    assert engine.buffer.failure is None and engine.buffer.filled == 0
+    weights = Weights(2, trainer.write(tensors(2), 2))
+    assert same(received(engine, weights), 2)
+
+
 @pytest.mark.fault("E2", "streamed weights corrupted")
 def test_engine_fetches_again_when_weights_are_corrupted(fault: Fault) -> None:
     trainer = source()
@@ -144,6 +174,26 @@ def test_engine_fetches_again_when_weights_are_corrupted(fault: Fault) -> None:
     trainer._buffer.block.bytes[5] ^= 1
     assert same(received(engine, Weights(1, checksum)), 1)
     fault.recovered()
+
+
+def test_engine_fetches_again_when_receiving_fails_for_lack_of_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer = source()
+    weights = Weights(1, trainer.write(tensors(1), 1))
+    engine = target(trainer.address)
+
+    def advance(buffer: stream.WeightBuffer) -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stream.WeightBuffer, "advance", advance)
+        engine.fetch(1)
+        engine._thread.join()
+    assert engine.done(1)
+    with pytest.raises(SyncError, match=r"could not be fetched: .*planted"):
+        engine.tensors(weights)
+    assert same(received(engine, weights), 1)
 
 
 def test_write_fails_when_tensors_are_missing_or_out_of_order() -> None:
@@ -168,7 +218,7 @@ def test_fetch_fails_when_version_is_gone_or_token_is_wrong() -> None:
 def test_slow_reader_gets_old_version_while_new_one_is_published(fault: Fault) -> None:
     trainer = source()
     old = Weights(1, trainer.write(tensors(1), 1))
-    with connect((HOST, trainer.address), TOKEN, REQUEST.pack(1, 0), 5) as slow:
+    with connect((HOST, trainer.address), TOKEN, REQUEST.pack(1, 0), 60) as slow:
         wait_until(lambda: trainer._buffer.readers == 1)
         fault.fired()
         new = Weights(2, trainer.write(tensors(2), 2))
@@ -203,3 +253,30 @@ def test_engine_gets_weights_while_a_thousand_silent_connections_are_open(fault:
             assert same(received(target(trainer.address), weights), 1)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+class StubWorker:
+    """A worker that records where its target fetches from."""
+
+    host = HOST
+
+    def __init__(self, port: int) -> None:
+        self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.sources: list[Address] = []
+        self._port = port
+
+    async def call(self, part: str, method: str, *args: Any) -> int:
+        if method == "run":
+            self.sources = args[1]
+        return self._port
+
+
+def test_engine_that_recovers_does_not_fetch_from_engines_that_fetch_from_it() -> None:
+    async def scenario() -> tuple[list[Address], list[Address]]:
+        trainer, first, second = (StubWorker(port) for port in (1, 2, 3))
+        made = Stream(trainer, LAYOUT, TOKEN, (HOST, 1))  # type: ignore[arg-type]
+        for engine in (first, second, first):
+            await made.attach(engine)  # type: ignore[arg-type]
+        return first.sources, second.sources
+
+    assert asyncio.run(scenario()) == ([(HOST, 1)], [(HOST, 2), (HOST, 1)])

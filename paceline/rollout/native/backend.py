@@ -52,8 +52,6 @@ class Backend(Protocol):
     # New sequences wait until one in `admit_divisor` slots is free: a prefill of a few sequences
     # takes nearly as long as a prefill of many.
     admit_divisor: int
-    # Whether the contexts of finished sequences are kept for later turns.
-    keeps_contexts: bool
     # Whether a slot owns the memory of its sequence, so that a kept context takes up a slot.
     kept_in_slots: bool
 
@@ -193,7 +191,6 @@ class StepByStep(ABC):
     ahead = 0
     prefill_tokens = 1 << 62
     admit_divisor = 8
-    keeps_contexts = True
     kept_in_slots = True
 
     def __init__(self, slots: int) -> None:

@@ -60,7 +60,6 @@ class CudaBackend:
     ahead = 1
     prefill_tokens = FORWARD_TOKENS
     admit_divisor = 32
-    keeps_contexts = False  # implemented, but its tests have not run on a GPU yet
     kept_in_slots = False
 
     def __init__(
@@ -225,7 +224,7 @@ class CudaBackend:
             pages = np.array([copy.pages[last] for copy in copies], np.int32)
             with self._on_stream():
                 kv, page = self.cache.kv, source.pages[last]
-                kv = kv.view(torch.uint8) if kv.itemsize == 1 else kv  # not all kernels know FP8
+                kv = kv.view(torch.uint8) if kv.itemsize == 1 else kv  # not all kernels support FP8
                 repeated = kv[:, page : page + 1].expand(-1, len(copies), -1, -1, -1, -1)
                 kv.index_copy_(1, self._upload(pages).long(), repeated)
 

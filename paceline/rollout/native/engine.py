@@ -245,10 +245,6 @@ class NativeEngine:
         self.sleep()
         self._memory.release()
 
-    def held_bytes(self) -> int:
-        """Return the bytes of the weights and of the KV cache."""
-        return self._memory.held_bytes + self.cache_bytes()
-
     def cache_bytes(self) -> int:
         return 0 if self._asleep else self._backend.cache_bytes()
 
@@ -301,7 +297,7 @@ class NativeEngine:
         """
         if source:
             running.digest = source.digest
-        elif self._backend.keeps_contexts and (found := self._kept.find(running)):
+        elif found := self._kept.find(running):
             kept, tokens = found
             assert kept.epoch == self._epoch, "a change of weights drops kept contexts"
             self._kept.remove(kept)  # it must not be dropped to make room for its continuation
@@ -418,9 +414,8 @@ class NativeEngine:
         ]
         # A waiting sequence would take the slot, and the memory with it.
         useless = self._waiting and self._backend.kept_in_slots
-        keeps = self._backend.keeps_contexts and not useless
         for row, finish in rows.items():
-            if finish is Finish.ABORT or not keeps or not self._keep(row):
+            if finish is Finish.ABORT or useless or not self._keep(row):
                 self._backend.free(slots.live[row])
         self._remove(list(rows))
         return finished
