@@ -10,7 +10,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, cast
 
 from paceline.background import SIGNAL_INTERVAL_S, Background
 from paceline.config import RunConfig, load_config
@@ -34,6 +34,7 @@ Rewards: TypeAlias = (
     "RewardPart | Reward | Mapping[str, Any] | Sequence[RewardPart | tuple[RewardPart, float]]"
 )
 
+POLL_INTERVAL_S = 0.02  # of asynchronous iteration over steps
 ORIGINS = ("task", "path", "source")
 HUB_DATASET = re.compile(r"[\w.-]+/[\w.-]+(:[\w.\[\]%-]+)?")
 
@@ -56,8 +57,8 @@ def train(
 
     recipe: name or path of a recipe, or a configuration of `load_config`; default settings if None.
     model: local directory or Hugging Face model ID.
-    data: path of a file, name of a task or of a hub dataset, or the rows: dicts or a
-        `datasets.Dataset`; or a function of the seed that returns them.
+    data: path of a file, name of a task or of a hub dataset, or the rows: dicts, a
+        `datasets.Dataset` or a data frame; or a function of the seed that returns them.
     evaluation_data: held-out prompts in the same forms, scored during training (`evaluation`).
     reward: function of (completion, row), async or not; name of a verifier; or a list of them, each
         alone or as (function, weight).
@@ -161,7 +162,10 @@ class Steps:
         return self
 
     async def __anext__(self) -> Step:
-        step = await asyncio.to_thread(next, self, None)
+        # A thread that waits for a step would take it, and lose it if this call is cancelled.
+        while not self._ended and self._arrived.empty():
+            await asyncio.sleep(POLL_INTERVAL_S)
+        step = next(self, None)
         if step is None:
             raise StopAsyncIteration
         return step
@@ -315,7 +319,7 @@ def _select_data(data: Data | None, values: dict[str, Any], section: str = "data
     """Add the settings that `data` means; return its rows if it has them itself."""
     if data is None:
         return None
-    if isinstance(data, Mapping):
+    if isinstance(data, Mapping) and not hasattr(data, "num_rows"):  # which a DatasetDict has
         values[section] = data
         return None
     of_recipe = {f"{section}.{name}": None for name in ORIGINS}  # which rows replace
@@ -324,7 +328,7 @@ def _select_data(data: Data | None, values: dict[str, Any], section: str = "data
         if not isinstance(data, Iterable) and callable(data):
             values[f"{section}.source"] = data
             return None
-        return data
+        return cast("Rows", data)  # a DatasetDict is rejected when its rows are read
     name = os.fspath(data)
     if name.partition(":")[0] in TASKS:
         values[f"{section}.task"] = name

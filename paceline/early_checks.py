@@ -6,14 +6,16 @@ A typo is reported at once. What these checks accept is checked completely when 
 import difflib
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 
 from paceline.code_search import CodeNotFound, find_code
 from paceline.config import TRACKERS, RunConfig
-from paceline.data.files import find_files, first_rows
+from paceline.data.files import FIRST_ROWS, find_files, first_rows
 from paceline.data.prompts import DataSettings
 from paceline.data.rows import check_columns
 from paceline.data.tasks import BUILT_IN_MODELS, get_task
@@ -73,13 +75,38 @@ def _check_model(config: RunConfig) -> None:
         ("model", config.model),
         ("algorithm.teacher", config.algorithm.teacher),
     ):
-        name, _, task = (model or "").partition(":")
-        if name in BUILT_IN_MODELS and task:
-            get_task(task)
-        elif model is not None and name not in BUILT_IN_MODELS:
-            check_hub_model(model_source(model, setting), setting)
+        if model is not None:
+            check_model_name(model, setting)
     if (scorer := config.reward.model) not in (None, "tiny"):
         check_hub_model(model_source(scorer, "reward.model"), "reward.model")
+
+
+def check_model_name(model: str, setting: str = "model") -> None:
+    """Raise PacelineError if there is no such directory, hub model or built-in model."""
+    name, _, task = model.partition(":")
+    if name not in BUILT_IN_MODELS:
+        check_hub_model(model_source(model, setting), setting)
+    elif task:
+        get_task(task)
+
+
+def check_given_rows(data: DataSettings, rows: Iterable[Any], argument: str) -> None:
+    """Raise DataError if rows that a program gives as `argument` lack a column of the settings."""
+    if data.on_bad_row == "fail":
+        found = first_given_rows(rows, data.limit)
+        _check_columns(data, found, f"the rows given as {argument}")
+
+
+def first_given_rows(rows: Any, limit: int | None = None) -> list[Mapping[str, Any]]:
+    """Return some rows from the start of a sequence; none of an iterator, which would lose them."""
+    is_sequence = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
+    if not is_sequence or isinstance(rows, Mapping):
+        return []
+    try:
+        first = list(islice(rows, min(limit or FIRST_ROWS, FIRST_ROWS)))
+    except Exception:  # reported when all rows are read
+        return []
+    return [row for row in first if isinstance(row, Mapping)]
 
 
 def _check_data(data: DataSettings) -> None:
@@ -92,20 +119,20 @@ def _check_data(data: DataSettings) -> None:
         return
     files = find_files((data.path,) if isinstance(data.path, str) else data.path)
     if data.on_bad_row == "fail":  # otherwise the first rows may be bad and others good
-        _check_columns(data, files[0])
+        _check_columns(data, [read.row for read in first_rows(files[0])], str(files[0]))
 
 
-def _check_columns(data: DataSettings, file: Path) -> None:
-    rows = [read.row for read in first_rows(file)]
-    check_columns(rows, str(file), data.prompt_key)
+def _check_columns(data: DataSettings, rows: Sequence[Mapping[str, Any]], origin: str) -> None:
+    check_columns(rows, origin, data.prompt_key)
     columns = {name: None for row in rows for name in row}
     name = data.answer_key
     if name and columns and not {name, name.partition(".")[0]} & columns.keys():
-        close = difflib.get_close_matches(name, columns, n=1)
+        names = [*map(str, columns)]
+        close = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise DataError(
-            f"data.answer_key = {name!r}: no such column in {file}; "
-            f"columns found: {', '.join(columns)}{hint}"
+            f"data.answer_key = {name!r}: no such column in {origin}; "
+            f"columns found: {', '.join(names)}{hint}"
         )
 
 

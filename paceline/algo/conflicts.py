@@ -35,11 +35,15 @@ def check_ranges(settings: "AlgorithmSettings") -> None:
 
 
 def _of_correction(s: "AlgorithmSettings") -> Iterator[Conflict]:
-    yield (
-        (s.correction != "none" or s.reject_range is not None) and s.proximal == "behavior",
-        *("correction", "proximal"),
-        "the weight proximal / sampler would be 1 for every token",
-    )
+    for name, is_set in (
+        ("correction", s.correction != "none"),
+        ("reject_range", s.reject_range is not None),
+    ):
+        yield (
+            is_set and s.proximal == "behavior",
+            *(name, "proximal"),
+            "the weight proximal / sampler would be 1 for every token",
+        )
     yield (
         s.corrects_whole_batch and s.proximal == "interpolated",
         *("correction", "proximal"),

@@ -143,7 +143,7 @@ class AlgorithmSettings(Settings):
         """Add the defaults of the preset and those that a correction implies."""
         if not isinstance(data, Mapping):
             return data
-        values = {**PRESETS.get(data.get("name", "grpo"), {}), **data}
+        values = {**PRESETS.get(str(data.get("name", "grpo")), {}), **data}
         if "advantage" in data and data["advantage"] not in BUILT_IN["advantage"]:
             values["normalize"] = data.get("normalize", "none")
         if values.get("correction", "none") != "none" or values.get("reject_range") is not None:

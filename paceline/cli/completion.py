@@ -17,7 +17,7 @@ def complete_recipe(incomplete: str) -> list[str]:
         folder = Path(incomplete).expanduser()
         folder = folder if incomplete.endswith("/") else folder.parent
         entries = sorted(folder.iterdir())
-    except OSError:
+    except (OSError, RuntimeError):  # also: ~name of a user that does not exist
         return names
     start = incomplete[: incomplete.rfind("/") + 1]
     for path in entries:
@@ -46,7 +46,6 @@ def complete_sft_setting(incomplete: str) -> list[str]:
 
 
 def _settings(incomplete: str, model: type[Settings]) -> Iterator[str]:
-
     known, equals, _ = incomplete.partition("=")
     for name, field in walk_settings(model):
         if not equals and name.startswith(incomplete):

@@ -82,6 +82,11 @@ def plan(
                 f"--probe contradicts --shape {shape}: only the recipe's model can be measured; "
                 "leave out one of them"
             )
+        if lengths and not probe:
+            raise ConfigError(
+                f"--lengths {lengths} needs --probe, which predicts the speed; add --probe, or "
+                "leave out --lengths"
+            )
         config = load_config(recipe, settings or ())
         check_trainable(config)
         # A plan needs neither prompts nor a reward, but what the settings name must exist.

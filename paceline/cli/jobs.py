@@ -1,6 +1,7 @@
 """The commands to a running job: its rollout workers, pause and resume."""
 
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
@@ -40,7 +41,7 @@ def add_workers(
     count: Annotated[int, typer.Option("--count", "-n", min=1, help="Number of workers.")] = 1,
 ) -> None:
     """Start more rollout workers. They get prompts once they have the current weights."""
-    console.print(f"added {', '.join(_send(run, 'add', count=count))}", highlight=False)
+    _print(f"added {', '.join(_send(run, 'add', count=count))}")
 
 
 @workers.command("remove")
@@ -50,21 +51,25 @@ def remove_worker(
 ) -> None:
     """Remove a rollout worker. Other workers resume its unfinished completions."""
     _send(run, "remove", name=name)
-    console.print(f"removed {name}", highlight=False)
+    _print(f"removed {name}")
 
 
 @app.command()
 def pause(run: RunDir) -> None:
     """Pause generation in a running job until `paceline resume`."""
     _send(run, "pause")
-    console.print(f"{run} is paused; to continue: paceline resume {run}", highlight=False)
+    _print(f"{run} is paused; to continue: paceline resume {quote(str(run))}")
 
 
 @app.command()
 def resume(run: RunDir) -> None:
     """Resume a paused job."""
     _send(run, "resume")
-    console.print(f"{run} is running again", highlight=False)
+    _print(f"{run} is running again")
+
+
+def _print(line: str) -> None:
+    console.print(line, highlight=False, soft_wrap=True)  # a command stays on one line
 
 
 def _send(run: Path, command: str, **arguments: Any) -> Any:

@@ -28,4 +28,8 @@ def trace(
         events = write_trace(run, output, steps)
     except PacelineError as error:
         fail(error)
-    console.print(f"{events} events in {output}; open it at https://ui.perfetto.dev")
+    console.print(
+        f"{events} events in {output}; open it at https://ui.perfetto.dev",
+        highlight=False,
+        soft_wrap=True,
+    )

@@ -1,6 +1,7 @@
 """The commands about recipes: list the built-in ones, translate those of verl."""
 
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -52,7 +53,7 @@ def translate(
     if output is None:
         console.print(text, highlight=False, soft_wrap=True, end="")
     else:
-        output.write_text(text, encoding="utf-8")
+        _write(output, text)
     for title, lines in remarks(translation, values):
         _remark("\n".join([f"{title}:", *(f"  {line}" for line in lines)]))
     try:
@@ -60,7 +61,7 @@ def translate(
     except ConfigError as error:
         _remark(f"The recipe cannot be trained as it is: {error}")
     if output is not None:
-        _remark(f"wrote {output}; to run it: paceline train {output}")
+        _remark(f"wrote {output}; to run it: paceline train {quote(str(output))}")
 
 
 def _remark(text: str) -> None:
@@ -100,18 +101,42 @@ def _read(given: list[str]) -> dict[str, Any]:
         if path.suffix in YAML:
             found |= dict(flatten(read_recipe(path)))
         elif path.is_file():
-            found |= read_script(path.read_text(encoding="utf-8"))
+            found |= read_script(_read_text(path))
         elif "=" in word or word.startswith("~"):
             found |= read_overrides([word])
         else:
             words.append(word)
     program = read_script(" ".join(words))  # python3 -m verl.trainer.main_ppo
     if not found:
+        for word in words:
+            if Path(word).suffix in (".sh", ".bash"):
+                raise ConfigError(f"there is no file {word!r} (in {Path.cwd()})")
         raise ConfigError(
             f"{' '.join(words)!r} has no settings of verl; expected a .yaml or .sh file, or "
             "overrides such as data.train_batch_size=64"
         )
     return found | program
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error}; expected a shell script in UTF-8"
+        ) from None
+
+
+def _write(output: Path, text: str) -> None:
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        fail(
+            ConfigError(
+                f"--output {output} cannot be written: {error.strerror}; expected a file in an "
+                "existing directory"
+            )
+        )
 
 
 def _check(settings: dict[str, Any]) -> None:

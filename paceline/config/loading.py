@@ -4,9 +4,10 @@ import functools
 import logging
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import permutations
+from itertools import chain, permutations
 from pathlib import Path
-from typing import Any
+from shlex import quote
+from typing import Any, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -43,7 +44,8 @@ def load_config(
     own, foreign = _split(recipe_settings(recipe))
     if any(key == "rows_per_step" for key, _ in own):
         raise ConfigError(
-            f"recipe {recipe} is for supervised fine-tuning; run it with: paceline sft {recipe}"
+            f"recipe {recipe} is for supervised fine-tuning; run it with: paceline sft "
+            f"{quote(str(recipe))}"
         )
     given, more = _split(given_settings(overrides, values))
     # Settings of verl, as in its command, complete each other wherever they are given.
@@ -57,14 +59,19 @@ def recipe_settings(recipe: str | Path | None) -> list[tuple[str, Any]]:
     if recipe is None:
         return []
     path = find_recipe(recipe)
-    return [("run_dir", f"runs/{path.stem}"), *flatten(read_recipe(path))]
+    return [("run_dir", f"runs/{path.stem}"), *flatten(read_recipe(path), tables=_tables())]
 
 
 def given_settings(
     overrides: Sequence[str], values: Mapping[str, Any] | None
 ) -> list[tuple[str, Any]]:
-    """Return by dotted name what the caller sets: `values`, then `key=value` overrides."""
-    return [*flatten(values or {}), *(_parse(override) for override in overrides)]
+    """Return by dotted name what the caller sets: `values`, then `key=value` overrides.
+
+    A table, as in `train={dtype="bfloat16"}`, sets only the settings that it contains. A table
+    that is the value of a setting, as in `rollout.environment_args={level=3}`, replaces the value.
+    """
+    given = (values or {}, *(dict([_parse(override)]) for override in overrides))
+    return [*chain.from_iterable(flatten(each, tables=_tables()) for each in given)]
 
 
 def combine(
@@ -129,6 +136,16 @@ def _own_names() -> frozenset[str]:
     return frozenset(names)
 
 
+@functools.cache
+def _tables() -> frozenset[str]:
+    """Return the dotted names of settings whose value is a dict."""
+    return frozenset(
+        setting
+        for setting, field in walk_settings(RunConfig)
+        if get_origin(field.annotation) is dict
+    )
+
+
 def _translate(
     foreign: Mapping[str, Any], base: Mapping[str, Any], complete: bool
 ) -> list[tuple[str, Any]]:
@@ -182,6 +199,9 @@ def _apply(values: dict[str, Any], key: str, value: Any, model: type[BaseModel])
         target = target.setdefault(section, {})
         if not isinstance(target, dict):
             raise ConfigError(f"{key}={value}: {section!r} is a single setting, not a section")
+    is_section = find_section(model, [*sections, name]) != find_section(model, sections)
+    if is_section and isinstance(value, dict) and isinstance(target.get(name), dict):
+        return  # a table with settings arrives as dotted names, and an empty one changes nothing
     for alias in _aliases(sections, name, model):
         target.pop(alias, None)
     target[name] = value

@@ -21,6 +21,7 @@ from paceline.data.rows import (
     BadRow,
     TokenizedRow,
     Unusable,
+    likely_column,
     tokenize_texts,
     use_chat,
 )
@@ -206,12 +207,12 @@ def check_example_columns(
     if not columns or settings.messages_key in columns or {prompt, completion} <= columns.keys():
         return
     likely = [
-        next((name for name in names if name in columns), "NAME")
-        for names in (LIKELY_PROMPT_KEYS, LIKELY_COMPLETION_KEYS)
+        likely_column(prompt, columns, LIKELY_PROMPT_KEYS),
+        likely_column(completion, columns, LIKELY_COMPLETION_KEYS),
     ]
     raise DataError(
         f"no columns {prompt!r} and {completion!r}, and no column {settings.messages_key!r} in "
-        f"{origin}; columns found: {', '.join(columns)}. Select them, for example "
+        f"{origin}; columns found: {', '.join(map(str, columns))}. Select them, for example "
         f"data.prompt_key={likely[0]} data.completion_key={likely[1]}"
     )
 

@@ -59,7 +59,7 @@ def find_files(patterns: tuple[str, ...]) -> list[Path]:
                         f"expected one of {', '.join(READABLE)} (text also with .gz)"
                     )
                 if file.exists() and not file.is_file():  # a pipe or a device may never end
-                    raise DataError(f"{file} is not a regular file; expected one of a data set")
+                    raise DataError(f"{file} is not a regular file; expected a data file")
                 files[file] = None
     return list(files)
 
@@ -202,7 +202,8 @@ def _read_csv(content: IO[bytes], file: Path, label: str) -> Iterator[ParsedRow]
         for number, row in enumerate(rows, 1):
             fits = None not in row and None not in row.values()
             wrong = f"does not have the {len(rows.fieldnames or ())} fields of the first line"
-            yield ParsedRow(f"{label}:{number}", row, "" if fits else wrong)
+            where = f"{label}:{number}"
+            yield ParsedRow(where, row) if fits else ParsedRow(where, {}, wrong)
     except (csv.Error, UnicodeDecodeError) as e:
         raise DataError(f"{file} is not a readable CSV file (after row {number}): {e}") from e
 

@@ -5,7 +5,6 @@ the cursor of a run and resuming is exact.
 """
 
 import hashlib
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +18,7 @@ from pydantic import Field, field_validator, model_validator
 
 from paceline.data.curriculum import load_curriculum
 from paceline.data.files import ParsedRow, find_files, read_files
+from paceline.data.fingerprint import stable_text
 from paceline.data.rows import BadRow, RowReader, RowTokenizer, TokenizedRow
 from paceline.data.tasks import get_task
 from paceline.errors import ConfigError, DataError
@@ -267,7 +267,5 @@ def _report(bad: Sequence[BadRow], good: int, origin: str, settings: RowSettings
 def _fingerprint(rows: Sequence[TokenizedRow]) -> str:
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(
-            json.dumps([row.uid, row.text, row.row], sort_keys=True, default=str).encode()
-        )
+        digest.update(stable_text([row.uid, row.text, row.row]).encode())
     return digest.hexdigest()

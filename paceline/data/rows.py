@@ -1,5 +1,6 @@
 """Rows as prompts: rendered with the chat template, tokenized, and checked one by one."""
 
+import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -167,11 +168,18 @@ def check_columns(rows: Iterable[Mapping[str, Any]], origin: str, prompt_key: st
     """Raise DataError if no row has the prompt's column."""
     columns = dict.fromkeys(name for row in rows for name in row)
     if columns and prompt_key not in columns:
-        likely = next((name for name in LIKELY_PROMPT_KEYS if name in columns), "NAME")
+        likely = likely_column(prompt_key, columns, LIKELY_PROMPT_KEYS)
         raise DataError(
-            f"no column {prompt_key!r} in {origin}; columns found: {', '.join(columns)}. "
+            f"no column {prompt_key!r} in {origin}; columns found: {', '.join(map(str, columns))}. "
             f"Select the prompt column, for example data.prompt_key={likely}"
         )
+
+
+def likely_column(key: str, columns: Iterable[Any], usual: Iterable[str]) -> str:
+    """Return the column that a user meant with `key`: a similar name, or the first usual one."""
+    names = [*map(str, columns)]
+    close = difflib.get_close_matches(key, names, n=1)
+    return next((name for name in (*close, *usual) if name in names), "NAME")
 
 
 def use_chat(settings: "RowSettings", tokenizer: "PreTrainedTokenizerBase") -> bool:

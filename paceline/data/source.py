@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from paceline.data.prompts import (
     GROUP,
     PromptSource,
@@ -58,6 +60,7 @@ def open_source(
 
 def _given(rows: Iterable[Any]) -> RowStream:
     origin = "the rows given by the program"
+    rows = _records(rows)
     _check_iterable(rows, origin)
     return RowStream(origin, lambda: rows, reopens=not isinstance(rows, Iterator))
 
@@ -70,7 +73,7 @@ def _custom(plugin: Plugin, seed: int) -> RowStream:
         raise ConfigError(f"{origin}: {problem}") from problem
 
     def open_rows() -> Iterable[Any]:
-        rows = _call(function, seed, origin)
+        rows = _records(_call(function, seed, origin))
         _check_iterable(rows, origin)
         return rows
 
@@ -88,8 +91,28 @@ def _call(function: Callable[..., Any], seed: int, origin: str) -> Any:
         raise DataError(f"{origin} raised {type(e).__name__}: {e}") from e
 
 
+def _records(rows: Any) -> Any:
+    """Return the rows of a frame of pandas or polars, whose iterators yield columns."""
+    if hasattr(rows, "to_dicts"):
+        return rows.to_dicts()
+    if hasattr(rows, "to_dict") and hasattr(rows, "iterrows"):
+        return _without_arrays(rows.to_dict("records"))
+    return rows
+
+
+def _without_arrays(value: Any) -> Any:
+    """Return a value with lists in place of arrays, as which pandas reads lists from Parquet."""
+    if isinstance(value, np.ndarray):
+        return _without_arrays(value.tolist())  # an array of objects may contain arrays
+    if isinstance(value, dict):
+        return {key: _without_arrays(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_arrays(item) for item in value]
+    return value
+
+
 def _check_iterable(rows: Any, origin: str) -> None:
-    expected = "expected a list of dicts, an iterable of them or a datasets.Dataset"
+    expected = "expected a list of dicts, an iterable of them, a datasets.Dataset or a data frame"
     if isinstance(rows, Mapping):
         raise DataError(
             f"{origin}: got {type(rows).__name__} with {', '.join(map(str, list(rows)[:5]))}; "

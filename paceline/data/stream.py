@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline.data.files import ParsedRow
+from paceline.data.fingerprint import stable_text
 from paceline.data.rows import BadRow, RowReader, TokenizedRow
 from paceline.errors import DataError
 from paceline.types import Group, Prompt
@@ -62,9 +63,7 @@ class PromptStream:
         self._held: dict[int, TokenizedRow] = {}  # prompts that may be asked for again
         self._first = self._held[0] = self._next_row()
         content = [stream.origin] if self._keeps_state else [self._first.text, self._first.row]
-        self.fingerprint = hashlib.sha256(
-            json.dumps(content, sort_keys=True, default=str).encode()
-        ).hexdigest()
+        self.fingerprint = hashlib.sha256(stable_text(content).encode()).hexdigest()
 
     def _start(self, rows: Iterable[Any]) -> None:
         self._rows = rows

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from paceline import __version__
 from paceline.data.tasks import BUILT_IN_MODELS, Task, get_task
 from paceline.errors import ModelError
-from paceline.model.cache import cache_folder, fallback_folder, install, writable_cache
+from paceline.model.cache import install, readable_caches, writable_cache
 from paceline.model.gguf_cache import converted_model
 from paceline.model.loading import no_progress_bars, save_tokenizer
 from paceline.model.source import model_source
@@ -102,7 +102,7 @@ def tiny_model(
 
 def cached_model(name: str, build: Callable[[Path], None]) -> Path:
     """Return the directory of a built-in model; create it with `build` if necessary."""
-    for cache in (cache_folder(), fallback_folder()):
+    for cache in readable_caches():
         if os.path.exists(cache / name):  # False if the directory cannot be read
             return cache / name
     folder = writable_cache() / name

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from shlex import quote
 
 from paceline.config import RunConfig, check_trainable, load_config
 from paceline.doctor.devices import check_devices
@@ -41,7 +42,7 @@ def _check_recipe(recipe: str, config: RunConfig) -> Finding:
     except PacelineError as error:
         return problem("recipe", str(error), f"change {recipe}, or give the setting as key=value")
     text = f"{recipe}: model, data, reward, packages and run directory are there"
-    return ok("recipe", f"{text} (memory: paceline plan {recipe})")
+    return ok("recipe", f"{text} (memory: paceline plan {quote(str(recipe))})")
 
 
 def _runs_code(config: RunConfig) -> bool:

@@ -125,6 +125,6 @@ def check_clock(now: float) -> Finding:
         return problem(
             "clock",
             f"{text}, but Paceline was installed later",
-            "set the clock (timedatectl set-ntp true): downloads and trackers refuse a wrong one",
+            "set the clock (timedatectl set-ntp true): downloads and trackers reject a wrong one",
         )
     return ok("clock", text)

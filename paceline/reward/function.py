@@ -144,17 +144,25 @@ async def call_async(
     import asyncio  # imported only for async functions, because it is slow
 
     async with asyncio.timeout(timeout_s):
-        with explained(function):
+        with explained(function, but=(asyncio.CancelledError, GeneratorExit)):
             value = await function(completion, row)
     return as_optional_reward(value)
 
 
 @contextmanager
-def explained(function: Callable[..., Any]) -> Iterator[None]:
-    """Turn an exception of the function into a RewardFunctionError that names the line."""
+def explained(
+    function: Callable[..., Any], but: tuple[type[BaseException], ...] = ()
+) -> Iterator[None]:
+    """Turn an exception of the function into a RewardFunctionError that names the line.
+
+    This includes exceptions that are no `Exception`, such as SystemExit, KeyboardInterrupt or a
+    panic of a Rust library. They would end the thread, and the call would seem to hang.
+    """
     try:
         yield
-    except (Exception, SystemExit) as e:
+    except but:
+        raise
+    except BaseException as e:
         what = _short(str(e), quote=False)
         raise RewardFunctionError(f"raised {type(e).__name__}: {what}{_line(e, function)}") from e
 

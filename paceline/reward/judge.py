@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakValueDictionary
 
 from pydantic import Field, field_validator, model_validator
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CACHE = "judge.jsonl"
+MAX_REPLY = 8 << 20  # bytes
 RETRIED = frozenset((408, 409, 425, 429))  # and those of 500 and above
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 FIELD = re.compile(r"\{(\w+)\}")
@@ -101,10 +103,15 @@ class JudgeSettings(Settings):
         """Return the API key. Raises ConfigError if its variable is not set."""
         if self.api_key_env is None:
             return None
-        if not (key := os.environ.get(self.api_key_env)):
+        if not (key := os.environ.get(self.api_key_env, "").strip()):
             raise ConfigError(
                 f"reward.judge.api_key_env = {self.api_key_env!r}: this environment variable is "
                 "not set"
+            )
+        if not (key.isascii() and key.isprintable()):
+            raise ConfigError(
+                f"reward.judge.api_key_env = {self.api_key_env!r}: the key contains a character "
+                "that HTTP headers cannot have; expected printable ASCII"
             )
         return key
 
@@ -124,8 +131,10 @@ class JudgeReward:
         self._key = settings.key()
         self._url = settings.base_url.rstrip("/") + "/chat/completions"
         self._room = asyncio.Semaphore(settings.concurrency)
+        self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._run_dir = run_dir
         self._known: dict[str, float] | None = None  # read at the first use
+        self._incomplete = False  # the last line of the file
         self._session: aiohttp.ClientSession | None = None
 
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> Sequence[Score]:
@@ -162,11 +171,18 @@ class JudgeReward:
         key = self._cache_key(body)
         known = self._numbers()
         if key not in known:
-            async with self._room:
-                known[key] = await self._ask(prompt, body)
-            self._keep(key, known[key])
+            await self._ask_once(key, prompt, body)
         low, high = self._settings.range
         return (known[key] - low) / (high - low)
+
+    async def _ask_once(self, key: str, prompt: Prompt, body: dict[str, Any]) -> None:
+        """Get the number of a request. Equal requests wait for the one that is in progress."""
+        known, lock = self._numbers(), self._asking.setdefault(key, asyncio.Lock())
+        async with lock:
+            if key not in known:
+                async with self._room:
+                    known[key] = await self._ask(prompt, body)
+                self._keep(key, known[key])
 
     async def _ask(self, prompt: Prompt, body: dict[str, Any]) -> float:
         for number in range(self._settings.retries + 1):
@@ -190,10 +206,15 @@ class JudgeReward:
         if self._session is None:
             headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
             limit = aiohttp.ClientTimeout(total=self._settings.timeout_s)
-            self._session = aiohttp.ClientSession(headers=headers, timeout=limit, trust_env=True)
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self._settings.concurrency),
+                headers=headers,
+                timeout=limit,
+                trust_env=True,
+            )
         try:
             async with self._session.post(self._url, json=body) as response:
-                text = await response.text(errors="replace")
+                text = await _text(response)
                 if response.status != 200:
                     raise _Failed(
                         f"status {response.status}: {text[:300]}",
@@ -243,7 +264,9 @@ class JudgeReward:
         if self._known is None:
             self._known = {}
             file = self._run_dir and self._run_dir / CACHE
-            for line in file.read_text().splitlines() if file and file.is_file() else ():
+            text = file.read_text() if file and file.is_file() else ""
+            self._incomplete = not text.endswith("\n") and text != ""
+            for line in text.splitlines():
                 try:  # a killed run leaves an incomplete last line
                     entry = json.loads(line)
                     self._known[str(entry["request"])] = float(entry["number"])
@@ -256,9 +279,20 @@ class JudgeReward:
             return
         try:
             with (self._run_dir / CACHE).open("a") as file:
+                file.write("\n" * self._incomplete)
+                self._incomplete = False
                 file.write(json.dumps({"request": key, "number": number}) + "\n")
         except OSError as error:
             log.warning("a score of the judge is not kept: %s", error)
+
+
+async def _text(response: "aiohttp.ClientResponse") -> str:
+    body = bytearray()
+    async for part in response.content.iter_any():
+        body += part
+        if len(body) > MAX_REPLY:
+            raise _Failed(f"the reply has more than {MAX_REPLY} bytes")
+    return body.decode(errors="replace")
 
 
 def _seconds(header: str | None) -> float:

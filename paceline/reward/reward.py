@@ -57,7 +57,7 @@ class RewardSettings(Settings):
     gets nevertheless, as names or patterns such as "OPENAI_*". Other secrets are withheld."""
     allow_weak_sandbox: bool = False
     """Run code that the model wrote (python_tests, paceline.sandbox.run) with limits only where
-    bubblewrap does not work. If false, that is refused."""
+    bubblewrap does not work. If false, that is an error."""
 
     @field_validator("function", mode="before")
     @classmethod

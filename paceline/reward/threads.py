@@ -76,9 +76,12 @@ class CallableReward:
         raise RewardError(f"{where}: closed")
 
     async def _call(self, completions: list[str], row: Mapping[str, Any]) -> list[Any]:
+        # A call may change its row, as in a process.
+        runner = self._loop if self._async else self._threads
+        calls = [runner.call(self._function, c, {**row}) for c in completions]
+        values = await scores_of(calls)
         if self._async:
-            return await scores_of([self._loop.call(self._function, c, row) for c in completions])
-        values = await scores_of([self._threads.call(self._function, c, row) for c in completions])
+            return values
         # A plain function, for example a lambda, may return a coroutine.
         waiting = {
             index: self._loop.call(lambda _completion, _row, value=value: value, "", {})
@@ -304,7 +307,15 @@ class _LoopThread:
             await asyncio.wait(tasks, timeout=GRACE_S)
 
     def _begin(self, number: int, function: Function, arguments: Any) -> None:
-        self._tasks[number] = self._loop.create_task(self._run(number, function, *arguments))
+        task = self._loop.create_task(self._run(number, function, *arguments))
+        self._tasks[number] = task
+
+        def done(task: asyncio.Task[None]) -> None:
+            del self._tasks[number]
+            if task.cancelled():  # before it began: it must not count as one that hangs
+                self._report(self._calls.finish, number, Interrupted())
+
+        task.add_done_callback(done)
 
     async def _run(
         self,
@@ -325,7 +336,6 @@ class _LoopThread:
         except asyncio.CancelledError:
             outcome = RewardFunctionError("raised CancelledError")
         finally:
-            del self._tasks[number]
             self._report(self._calls.finish, number, outcome)
 
     def _made(self, function: Function) -> Function:

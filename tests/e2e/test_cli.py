@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.cli.app import log_to_console
-from paceline.config import describe_settings, differences, load_config
+from paceline.config import describe_settings, load_config
 from paceline.run_dir import lock_run_dir
 from paceline.training.checkpoint import verify_checkpoint
 from tests.fault_report import Fault
@@ -200,34 +200,6 @@ def test_settings_are_listed_as_written_on_command_line() -> None:
 def test_settings_suggests_name_when_none_matches() -> None:
     result = CliRunner().invoke(app, ["settings", "max_stalness"])
     assert_error(result, 2, "did you mean 'schedule.max_staleness'?")
-
-
-def test_differences_omits_time_and_memory_settings() -> None:
-    before = load_config(None, ["data.task=sort:5"]).model_dump(mode="json")
-    patient = load_config(
-        None,
-        [
-            "data.task=sort:5",
-            "rollout.generation_timeout=900",
-            "reward.timeout_s=60",
-            "train.micro_batch_tokens=512",
-        ],
-    )
-    assert differences(before, patient.model_dump(mode="json")) == []
-
-
-def test_differences_lists_settings_that_change_learning() -> None:
-    before = load_config(None, ["data.task=sort:5"]).model_dump(mode="json")
-    other = load_config(None, ["data.task=copy:5", "rollout.slots=8"]).model_dump(mode="json")
-    assert differences(before, other) == ["data.task: was 'sort:5', is now 'copy:5'"]
-
-
-def test_slots_do_not_exceed_trajectories_in_flight() -> None:
-    few = ["groups_per_step=2", "group_size=4", "rollout.slots=256"]
-    assert load_config(None, few).slots == 8
-    assert load_config(None, [*few, "schedule.max_staleness=2"]).slots == 24
-    assert load_config(None, [*few, "algorithm.name=remax"]).slots == 10
-    assert load_config(None, [*few, "rollout.slots=3"]).slots == 3
 
 
 def test_alias_setting_overrides_recipe(recipe: Path) -> None:
@@ -441,7 +413,7 @@ def test_signal_finishes_and_saves_step_and_prints_how_to_resume(
             worker.send_signal(number)  # as a scheduler does
         process.send_signal(number)
         fault.fired()
-        output = process.communicate(timeout=60)[0]
+        output = process.communicate(timeout=240)[0]
         fault.detected()
     assert process.returncode == code, output
     assert "stopping after the current step" in output and "Traceback" not in output, output

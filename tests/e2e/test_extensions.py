@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ from paceline.config import load_config
 from paceline.errors import ConfigError, PacelineError
 from paceline.run import train
 from tests.processes import children
-from tests.small_runs import SEPARATE, SMALL, weights
+from tests.small_runs import SEPARATE, SMALL, steps_of, weights
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FSDP = ["train.backend=fsdp", "placement.train_ranks=2"]
@@ -27,10 +30,6 @@ def run(model: str, folder: Path, *settings: str, **values: Any) -> dict[str, An
         return asyncio.run(train(load_config(None, chosen, values)))
     finally:
         assert not children()
-
-
-def steps_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("place", ALL_PLACES)
@@ -48,6 +47,43 @@ def test_all_examples_train_together(model: str, tmp_path: Path, place: str) -> 
     assert summary["steps"] == 2 and len((tmp_path / "reward.csv").read_text().splitlines()) == 2
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved["algorithm"]["loss"] == f"{EXAMPLES}/custom_loss.py:clip"
+
+
+ENTRY_POINTS = {  # setting, and the function of examples/custom_<kind>.py
+    "advantage": ("algorithm.advantage", "paceline.advantages", "minus_median"),
+    "loss": ("algorithm.loss", "paceline.losses", "clip"),
+    "correction": ("algorithm.correction", "paceline.corrections", "mean_one"),
+    "source": ("data.source", "paceline.sources", "rows"),
+    "sink": ("track", "paceline.sinks", "CsvFile"),
+}
+
+
+def install_package(folder: Path) -> None:
+    """Install a package with an entry point `my_<kind>` for each custom function, as pip does."""
+    info = folder / "my_package-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
+    lines = []
+    for kind, (_, group, function) in ENTRY_POINTS.items():
+        shutil.copy(EXAMPLES / f"custom_{kind}.py", folder / f"my_package_{kind}.py")
+        lines.append(f"[{group}]\nmy_{kind} = my_package_{kind}:{function}\n")
+    (info / "entry_points.txt").write_text("".join(lines))
+
+
+def test_entry_points_of_installed_package_train_together(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_package(tmp_path / "site-packages")
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    paths = os.pathsep.join(filter(None, [*sys.path[:1], os.environ.get("PYTHONPATH")]))
+    monkeypatch.setenv("PYTHONPATH", paths)  # for the workers
+    custom = [f"{setting}=my_{kind}" for kind, (setting, *_) in ENTRY_POINTS.items()]
+    settings = [s for s in SMALL if not s.startswith("data.task")]
+    chosen = [f"model={model}", f"run_dir={tmp_path / 'run'}", *settings, *custom, *SEPARATE]
+    summary = asyncio.run(train(load_config(None, [*chosen, "steps=1"])))
+    assert summary["steps"] == 1 and (tmp_path / "run" / "reward.csv").exists()
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert saved["algorithm"]["loss"] == "my_loss" and saved["data"]["source"] == "my_source"
 
 
 @pytest.mark.slow

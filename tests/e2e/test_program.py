@@ -168,6 +168,14 @@ def test_settings_next_to_configuration_are_error(small: dict[str, Any]) -> None
         paceline.train(config, steps=3)
 
 
+def test_splits_of_dataset_are_rejected_with_name_of_one(small: dict[str, Any]) -> None:
+    class DatasetDict(dict[str, Any]):
+        num_rows = 4
+
+    with pytest.raises(paceline.PacelineError, match=r"DatasetDict with train.*rows\['train'\]"):
+        paceline.train(data=DatasetDict(train=ROWS), reward=score, steps=1, **small)
+
+
 def test_error_of_reward_function_ends_run(small: dict[str, Any]) -> None:
     def broken(completion: str, row: dict[str, Any]) -> float:
         return row["missing"]  # type: ignore[no-any-return]
@@ -216,7 +224,7 @@ def run_program(program: str, folder: Path) -> "subprocess.CompletedProcess[str]
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=240,
     )
 
 

@@ -50,16 +50,16 @@ def test_train_raises_when_function_of_program_sleeps(model: str, tmp_path: Path
     with start(**settings) as program:
         assert program.stdout is not None and program.stdout.readline().startswith("hanging")
         begun = time.monotonic()
-        _, errors = program.communicate(timeout=60)
+        _, errors = program.communicate(timeout=240)
     assert "no reply within 1 s (reward.timeout_s)" in errors
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 60
 
 
 def test_interrupt_ends_program_whose_reward_sleeps(model: str, tmp_path: Path) -> None:
     with start(model=model, run_dir=str(tmp_path / "run")) as program:
         assert program.stdout is not None and program.stdout.readline().startswith("hanging")
         program.send_signal(signal.SIGINT)
-        _, errors = program.communicate(timeout=60)
+        _, errors = program.communicate(timeout=240)
     assert "KeyboardInterrupt" in errors
 
 

@@ -1,6 +1,9 @@
 """Roles called from a plain script: a non-blocking call returns a future."""
 
-import time
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,20 +16,33 @@ from paceline.script import Workers
 from paceline.types import Sampling
 from tests.e2e.test_roles import batch
 from tests.models import random_model, random_reward_model
-from tests.processes import children
+from tests.processes import children, worker_pids
 from tests.small_runs import SEPARATE, SMALL, config
 
 SPLIT = ["algorithm.name=ppo", "placement.critic=critic_pool"]
 
 
-def test_actor_and_critic_run_concurrently_when_calls_do_not_block(tmp_path: Path) -> None:
+@contextmanager
+def suspended(pids: dict[str, int]) -> Iterator[None]:
+    for pid in pids.values():
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids.values():
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_call_returns_future_before_it_is_done_when_it_does_not_block(tmp_path: Path) -> None:
     chosen = config(random_model(tmp_path / "model"), tmp_path / "run", *SPLIT)
     with Workers(chosen, tmp_path / "logs") as workers:
-        start = time.monotonic()
-        actor = workers.actor.update(batch(), 0, blocking=False)
-        critic = workers.critic.values(batch(), blocking=False)
-        assert time.monotonic() - start < 0.1 or not (actor.done() and critic.done())
-        assert "train/loss" in actor.get(60) and critic.get(60).shape == batch().tokens.shape
+        pids = worker_pids(tmp_path)
+        assert set(pids) == {"main", "critic_pool"}
+        with suspended(pids):
+            actor = workers.actor.update(batch(), 0, blocking=False)
+            critic = workers.critic.values(batch(), blocking=False)
+            assert not actor.done() and not critic.done()
+        assert "train/loss" in actor.get(240) and critic.get(240).shape == batch().tokens.shape
         assert "train/loss" in workers.actor.update(batch(), 1)
         with pytest.raises(DataError, match="has no advantages"):
             workers.actor.update(replace(batch(), advantages=None), 2, blocking=False).get(60)

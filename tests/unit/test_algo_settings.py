@@ -95,6 +95,11 @@ def test_presets_need_expected_roles() -> None:
         ({"correction": "mask", "correction_range": (2, 1)}, ["correction_range = (2.0, 1.0)"]),
         ({"name": "sapo", "sapo_temperatures": (0, 1)}, ["sapo_temperatures", "above 0"]),
         ({"name": "gpro"}, ["name"]),
+        ({"name": ["grpo"]}, ["name"]),
+        (
+            {"reject_range": (0.5, 2), "proximal": "behavior"},
+            ["reject_range = (0.5, 2.0)", "proximal = 'behavior'"],
+        ),
         ({"teacher": "x/y"}, ["teacher = 'x/y'", "kl_coef = 0.0", "nothing would use the teacher"]),
         ({"name": "distill", "teacher": "x/y", "kl_coef": 0}, ["teacher = 'x/y'", "kl_coef = 0.0"]),
         ({"name": "distill", "kl_estimator": "k3"}, ["kl_estimator = 'k3'", "kl_placement"]),
@@ -120,6 +125,11 @@ def test_dynamic_sampling_is_rejected_when_group_size_is_1() -> None:
         match=r"group_size = 1 contradicts algorithm.dynamic_sampling = true.*every group would be",
     ):
         load_config(None, ["group_size=1", "algorithm.name=ppo", "algorithm.dynamic_sampling=true"])
+
+
+def test_list_of_algorithms_is_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.name"):
+        load_config(overrides=['algorithm.name=["grpo"]'])
 
 
 def test_settings_load_without_torch() -> None:

@@ -48,3 +48,7 @@ def test_recipe_files_and_directories_are_completed(
     assert complete_recipe("mi") == ["mine/"]
     assert complete_recipe("mine/m") == ["mine/my.toml"]
     assert complete_recipe("missing/") == []
+
+
+def test_home_of_unknown_user_has_no_recipes() -> None:
+    assert complete_recipe("~no-such-user/") == []

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.cli import app
-from paceline.config import check_trainable, describe_settings, load_config
+from paceline.config import check_trainable, describe_settings, differences, load_config
 from paceline.errors import ConfigError
 from paceline.hints import FOREIGN_NAMES
 from paceline.recipe import built_in_recipes, describe_recipe
@@ -64,6 +64,72 @@ def test_overrides_replace_values_of_program_and_recipe(tmp_path: Path) -> None:
     recipe.write_text("steps = 1\nseed = 1\ngroup_size = 5")
     config = load_config(recipe, ["steps=3"], {"total_training_steps": 2, "seed": 2})
     assert (config.steps, config.seed, config.group_size) == (3, 2, 5)
+
+
+TABLE = {"learning_rate": 1e-6, "lora": {"rank": 4}}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "values"),
+    [
+        (["train={learning_rate=1e-6, lora={rank=4}}"], None),
+        (["train={learning_rate=1e-6}", "train.lora={rank=4}", "train={}", "train.lora={}"], None),
+        ([], {"train": TABLE}),
+        (["train.lora={}"], {"train": TABLE}),
+        ([], {"train": TABLE, "train.lora": {}}),
+    ],
+)
+def test_table_is_merged_into_section_of_recipe(
+    tmp_path: Path, overrides: list[str], values: dict[str, Any] | None
+) -> None:
+    recipe = tmp_path / "own.toml"
+    recipe.write_text("[train]\nlearning_rate = 1\nweight_decay = 0.5\nlora.alpha = 3")
+    train = load_config(recipe, overrides, values).train
+    assert train.lora is not None
+    assert (train.learning_rate, train.weight_decay) == (1e-6, 0.5)
+    assert (train.lora.rank, train.lora.alpha) == (4, 3)
+
+
+def test_table_replaces_alternative_of_recipe(tmp_path: Path) -> None:
+    recipe = tmp_path / "own.toml"
+    recipe.write_text('[data]\ntask = "sort:5"\nlimit = 7')
+    data = load_config(recipe, ['data={path="a.jsonl"}']).data
+    assert (data.task, data.path, data.limit) == (None, "a.jsonl", 7)
+
+
+def test_empty_table_clears_setting_that_is_a_table(tmp_path: Path) -> None:
+    recipe = tmp_path / "own.toml"
+    recipe.write_text('[rollout]\nenvironment = "countdown"\nenvironment_args = {a = 1}')
+    assert load_config(recipe, ["rollout.environment_args={}"]).rollout.environment_args == {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "values"),
+    [
+        (['rollout.environment_args={"x.y"=2}'], None),
+        (['rollout={environment_args={"x.y"=2}}'], None),
+        ([], {"rollout.environment_args": {"x.y": 2}}),
+        ([], {"rollout": {"environment_args": {"x.y": 2}}}),
+    ],
+)
+def test_table_replaces_setting_that_is_a_table(
+    tmp_path: Path, overrides: list[str], values: dict[str, Any] | None
+) -> None:
+    recipe = tmp_path / "own.toml"
+    recipe.write_text('[rollout]\nenvironment = "countdown"\nenvironment_args = {a = 1}')
+    config = load_config(recipe, overrides, values)
+    assert config.rollout.environment_args == {"x.y": 2}
+
+
+def test_dotted_name_sets_one_key_of_setting_that_is_a_table(tmp_path: Path) -> None:
+    recipe = tmp_path / "own.toml"
+    recipe.write_text('[rollout]\nenvironment = "countdown"\nenvironment_args."x.y" = {a = 1}')
+    values = {"rollout.environment_args": {"b": {"c": 1}}}
+    given = load_config(recipe, ["rollout.environment_args.b.c=2"], values)
+    assert given.rollout.environment_args == {"b": {"c": 2}}
+    assert values == {"rollout.environment_args": {"b": {"c": 1}}}
+    added = load_config(recipe, ["rollout.environment_args.b=2"])
+    assert added.rollout.environment_args == {"x.y": {"a": 1}, "b": 2}
 
 
 def test_value_replaces_alternative_of_recipe_unless_it_is_none(tmp_path: Path) -> None:
@@ -259,3 +325,31 @@ def test_plan_rejects_what_train_rejects(
 def test_plan_rejects_megatron_when_package_is_missing(model: str) -> None:
     result = CliRunner().invoke(app, ["plan", "megatron_async", f"model={model}"])
     assert result.exit_code == 2 and "paceline[megatron]" in result.output
+
+
+def test_differences_omits_time_and_memory_settings() -> None:
+    before = load_config(None, ["data.task=sort:5"]).model_dump(mode="json")
+    patient = load_config(
+        None,
+        [
+            "data.task=sort:5",
+            "rollout.generation_timeout=900",
+            "reward.timeout_s=60",
+            "train.micro_batch_tokens=512",
+        ],
+    )
+    assert differences(before, patient.model_dump(mode="json")) == []
+
+
+def test_differences_lists_settings_that_change_learning() -> None:
+    before = load_config(None, ["data.task=sort:5"]).model_dump(mode="json")
+    other = load_config(None, ["data.task=copy:5", "rollout.slots=8"]).model_dump(mode="json")
+    assert differences(before, other) == ["data.task: was 'sort:5', is now 'copy:5'"]
+
+
+def test_slots_do_not_exceed_trajectories_in_flight() -> None:
+    few = ["groups_per_step=2", "group_size=4", "rollout.slots=256"]
+    assert load_config(None, few).slots == 8
+    assert load_config(None, [*few, "schedule.max_staleness=2"]).slots == 24
+    assert load_config(None, [*few, "algorithm.name=remax"]).slots == 10
+    assert load_config(None, [*few, "rollout.slots=3"]).slots == 3

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import struct
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from paceline.data.files import find_files, read_files
+from paceline.data.files import ParsedRow, find_files, read_files
 from paceline.data.prompts import DataSettings, PromptSource
 from paceline.data.tiny import make_tokenizer
 from paceline.errors import ConfigError, DataError
@@ -285,6 +286,18 @@ def test_error_names_broken_file(name: str, tmp_path: Path, fault: Fault) -> Non
     fault.fired()
 
 
+def test_missing_column_is_reported_when_row_of_csv_is_too_long(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("question,answer\nx,1\ny,2,3\n")
+    with pytest.raises(DataError, match=r"columns found: question, answer\. Select the prompt"):
+        source(str(tmp_path / "a.csv"))
+
+
+def test_missing_column_is_reported_when_names_are_not_text() -> None:
+    reads = [ParsedRow("row 1", {1: "x"})]  # type: ignore[dict-item]
+    with pytest.raises(DataError, match="columns found: 1"):
+        PromptSource(DataSettings(), TOKENIZER, 0, ("rows", reads))
+
+
 def test_answer_key_selects_column_or_nested_field(tmp_path: Path) -> None:
     path = write(
         tmp_path / "a.jsonl", GOOD | {"solution": "7", "reward_model": {"ground_truth": 8}}
@@ -373,6 +386,37 @@ def test_fingerprint_changes_with_rows(tmp_path: Path) -> None:
     one = source(write(tmp_path / "a.jsonl", GOOD | {"answer": "1"})).fingerprint
     assert one == source(write(tmp_path / "a.jsonl", GOOD | {"answer": "1"})).fingerprint
     assert one != source(write(tmp_path / "a.jsonl", GOOD | {"answer": "2"})).fingerprint
+
+
+FINGERPRINT = """
+from paceline.data.prompts import DataSettings
+from paceline.data.source import open_source
+from paceline.data.tiny import make_tokenizer
+class Meta: pass
+row = {"prompt": "a", "tags": {"w", "x", "y", "z"}, "meta": Meta(), 7: {1: "i", "k": (Meta(),)}}
+keys = {frozenset("wxyz"): 1, ("a", frozenset("wxyz")): 2}
+print(open_source(DataSettings(), make_tokenizer(), 0, ROWS).fingerprint)
+"""
+
+
+@pytest.mark.parametrize(
+    "rows",
+    ["[row]", "[row | {'keys': keys}]", "iter([row])", "iter([row | {'keys': keys}])"],
+    ids=["list", "list with odd keys", "stream", "stream with odd keys"],
+)
+def test_fingerprint_is_same_in_every_process_for_sets_and_objects(rows: str) -> None:
+    program = FINGERPRINT.replace("ROWS", rows)
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", f"junk = {junk}{program}"],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed, junk in (("1", "[]"), ("2", "[object() for _ in range(99_999)]"))
+    ]
+    assert found[0] == found[1]
 
 
 def test_invalid_data_settings_are_rejected() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from examples.custom_source import rows as example_rows
@@ -48,7 +49,53 @@ def saved(source: Prompts) -> dict[str, Any]:
     return state
 
 
+class PandasFrame:
+    """As in pandas: iterating yields the names of the columns."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows[0])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def iterrows(self) -> Iterator[Any]:
+        return enumerate(self._rows)
+
+    def to_dict(self, orient: str) -> list[dict[str, Any]]:
+        assert orient == "records"
+        return self._rows
+
+
+class PolarsFrame(list[Any]):
+    """As in polars: iterating yields columns."""
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        return ROWS
+
+
 # -- datasets
+
+
+@pytest.mark.parametrize("frame", [PandasFrame(ROWS), PolarsFrame([["p0"], ["0"]])])
+def test_frame_is_read_by_rows(frame: Any) -> None:
+    for source in (given(frame), custom(lambda: frame)):
+        assert len(source) == 5 and sorted(texts(source, range(5))) == [f"p{i}" for i in range(5)]
+
+
+def test_arrays_in_frame_become_lists() -> None:
+    messages: Any = np.empty(1, object)
+    messages[0] = {"role": "user", "content": "p0", "tags": np.array(["a", "b"], object)}
+    nested: Any = np.empty(2, object)
+    nested[:] = [np.array([1, 2]), np.array([3])]
+    frame = PandasFrame([{"prompt": messages, "info": {"nested": nested}}])
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    row = open_source(DataSettings(), tokenizer, 0, frame)[0].row
+    assert row["prompt"] == [{"role": "user", "content": "p0", "tags": ["a", "b"]}]
+    assert row["info"] == {"nested": [[1, 2], [3]]}
 
 
 @pytest.mark.parametrize("rows", [ROWS, tuple(ROWS)])

@@ -23,6 +23,11 @@ ROOT = Path(__file__).parents[2]
 GOOD = {"python": "3.12.1", "torch": "2.13.0+cpu", "transformers": "5.19.0"}
 
 
+@pytest.fixture(autouse=True)
+def all_gpus_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
 def by_name(findings: list[Finding]) -> dict[str, Finding]:
     for finding in findings:
         assert bool(finding.advice) == (finding.status is not Status.OK)
@@ -71,7 +76,7 @@ def test_shared_memory_smaller_than_the_weights_is_a_problem(tmp_path: Path) -> 
     assert found.status is Status.PROBLEM and "--shm-size" in found.advice
 
 
-def test_open_file_limit() -> None:
+def test_low_limit_of_open_files_is_reported() -> None:
     statuses = [check_files(limit).status for limit in (100, 512, 1024, resource.RLIM_INFINITY)]
     assert statuses == [Status.PROBLEM, Status.WARNING, Status.OK, Status.OK]
 
@@ -81,12 +86,14 @@ def test_clock_before_the_installation_is_a_problem() -> None:
     assert check_clock(0.0).status is Status.PROBLEM
 
 
-def nvidia_smi(folder: Path, cuda: str, free: int = 80000) -> str:
-    """Write a program that replies like nvidia-smi on a machine with one GPU."""
+def nvidia_smi(folder: Path, cuda: str, free: int = 80000, count: int = 1) -> str:
+    """Write a program that replies like nvidia-smi on a machine with `count` GPUs."""
+    gpus = [f"NVIDIA H100, 81559, {free}, 580.1, GPU-{number}f00" for number in range(count)]
+    listed = "\\n".join(gpus)
     program = folder / "nvidia-smi"
     program.write_text(
         "#!/bin/sh\n"
-        f'case "$1" in --query*) echo "NVIDIA H100, 81559, {free}, 580.1";; '
+        f'case "$1" in --query*) printf "{listed}\\n";; '
         f'*) echo "| Driver Version: 580.1   CUDA Version: {cuda} |";; esac\n'
     )
     program.chmod(0o755)
@@ -107,6 +114,38 @@ def test_gpu_in_use_is_a_warning(tmp_path: Path) -> None:
 def test_too_few_gpus_for_the_recipe_are_a_problem(tmp_path: Path) -> None:
     found = by_name(list(check_devices(nvidia_smi(tmp_path, "99.0"), min_gpus=2)))
     assert found["GPUs"].status is Status.PROBLEM
+
+
+@pytest.mark.parametrize(
+    ("chosen", "used", "status"),
+    [
+        ("1", {"GPU 1"}, Status.OK),
+        ("2,0", {"GPU 0", "GPU 2"}, Status.OK),
+        ("GPU-1", {"GPU 1"}, Status.OK),
+        ("", {"GPU"}, Status.OK),
+        ("-1", {"GPU"}, Status.OK),
+        ("1,7,0", {"GPU 1"}, Status.WARNING),  # CUDA ignores what follows a wrong number
+    ],
+)
+def test_only_gpus_of_cuda_visible_devices_are_reported(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    chosen: str,
+    used: set[str],
+    status: Status,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    found = by_name(list(check_devices(nvidia_smi(tmp_path, "99.0", count=3), min_gpus=3)))
+    assert {name for name in found if name.startswith("GPU") and name != "GPUs"} == used
+    assert found["CUDA_VISIBLE_DEVICES"].status is status
+    gpus = len(used - {"GPU"})
+    assert f"runs use {gpus} of 3 GPUs" in found["CUDA_VISIBLE_DEVICES"].found
+    assert found["GPUs"].found == f"{gpus} found; placement.min_gpus = 3"
+
+
+def test_all_gpus_are_reported_without_cuda_visible_devices(tmp_path: Path) -> None:
+    found = by_name(list(check_devices(nvidia_smi(tmp_path, "99.0", count=3))))
+    assert {"GPU 0", "GPU 1", "GPU 2"} <= found.keys()
 
 
 def test_cuda_version_is_read_without_importing_torch() -> None:

@@ -1,4 +1,4 @@
-"""Reward of a judge over real HTTP: our own endpoint, and servers that misbehave."""
+"""Reward of a judge over real HTTP: the endpoint of Paceline, and servers that misbehave."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge, "LONGEST_PAUSE_S", 0.01)
 
 
-def test_judge_scores_with_our_own_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judge_scores_with_endpoint_of_paceline(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine("It is fine.\nScore: 7", "**Score:** 2.5")
 
     class Model:
@@ -141,13 +141,17 @@ def test_unreachable_and_slow_servers_are_errors() -> None:
 
 def test_scores_are_kept_in_run_directory_and_requests_limited(tmp_path: Path) -> None:
     asked, running, most = [], 0, 0
+    full = asyncio.Event()  # as many requests at the same time as allowed
 
     async def reply(request: Any) -> web.Response:
         nonlocal running, most
         running += 1
         most = max(most, running)
         asked.append((await request.json())["messages"][0]["content"])
-        await asyncio.sleep(0.01)
+        if running == 3:
+            full.set()
+        await full.wait()
+        await asyncio.sleep(0.01)  # more than three would arrive in this time
         running -= 1
         return said("Score: 5")
 
@@ -159,10 +163,11 @@ def test_scores_are_kept_in_run_directory_and_requests_limited(tmp_path: Path) -
                 file.write('{"request": "cut o')  # of a killed run
             again = await scores(url, *texts, "new", run_dir=tmp_path, concurrency=3)
             assert first == [0.5] * 9 and again == [0.5] * 10
+            assert await scores(url, "new", run_dir=tmp_path) == [0.5]
 
     asyncio.run(run())
     assert len(asked) == 10 and most == 3
-    assert len((tmp_path / judge.CACHE).read_text().splitlines()) == 10
+    assert len((tmp_path / judge.CACHE).read_text().splitlines()) == 11
 
 
 def test_judge_is_one_of_several_rewards_and_checks_columns() -> None:
@@ -222,3 +227,63 @@ def test_key_comes_from_named_variable_only(monkeypatch: pytest.MonkeyPatch) -> 
 
     asyncio.run(run())
     assert "sk-secret" not in json.dumps(dict(headers[0]))
+
+
+def test_equal_requests_in_progress_are_sent_once() -> None:
+    asked = 0
+
+    async def reply(request: Any) -> web.Response:
+        nonlocal asked
+        asked += 1
+        return said("Score: 5") if asked > 1 else web.Response(status=503)
+
+    async def run() -> Any:
+        async with served(reply) as url:
+            return await scores(url, "blue", "blue", "blue")
+
+    assert asyncio.run(run()) == [0.5] * 3
+    assert asked == 2
+
+
+def test_requests_at_same_time_reach_setting_when_it_is_large() -> None:
+    count, running = 130, 0
+    all_there = asyncio.Event()
+
+    async def reply(request: Any) -> web.Response:
+        nonlocal running
+        running += 1
+        if running == count:
+            all_there.set()
+        await all_there.wait()
+        return said("Score: 5")
+
+    async def run() -> Any:
+        async with served(reply) as url:
+            texts = [f"text {number}" for number in range(count)]
+            return await scores(url, *texts, concurrency=count, timeout_s=5, retries=0)
+
+    assert asyncio.run(run()) == [0.5] * count
+
+
+def test_key_loses_line_end_and_cannot_break_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = JudgeSettings(model="judge", api_key_env="JUDGE_KEY")
+    monkeypatch.setenv("JUDGE_KEY", "sk-secret\r\n")
+    assert settings.key() == "sk-secret"
+    monkeypatch.setenv("JUDGE_KEY", "sk-\u201csecret")
+    with pytest.raises(ConfigError, match="'JUDGE_KEY': the key contains a character") as rejected:
+        settings.key()
+    assert "secret" not in str(rejected.value)
+
+
+def test_reply_without_end_is_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "MAX_REPLY", 1000)
+
+    async def run() -> None:
+        async with served(flood) as url:
+            await scores(url, "blue", retries=0)
+
+    async def flood(request: Any) -> web.Response:
+        return web.Response(text="x" * 100_000)
+
+    with pytest.raises(RewardError, match="the reply has more than 1000 bytes"):
+        asyncio.run(run())

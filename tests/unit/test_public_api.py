@@ -3,11 +3,15 @@
 import inspect
 import subprocess
 import sys
+from collections.abc import Mapping
+from operator import attrgetter
 
 import pytest
 
 import paceline
-from paceline import errors
+import paceline.trl.rewards
+from paceline import errors, trl
+from paceline.settings import Settings
 
 TRAIN = "recipe, *, model, data, evaluation_data, reward, steps, environment, fresh, "
 TRAIN += "resume_from, display"
@@ -29,11 +33,63 @@ SIGNATURES = {
     "Reply": "messages, reward, done",
 }
 MEMBERS = {
-    "Run": {"run_dir", "summary", "checkpoint", "metrics"},
-    "Step": {"step", "reward", "metrics", "groups"},
-    "Reply": {"messages", "reward", "done"},
     "Steps": {"run", "stop"},
     "AuditReport": {"run_dir", "problems", "notes", "counts", "ok", "to_json", "add"},
+    "Environment": {"reset", "step", "close"},
+    "AgentLoop": {"run"},
+    "Generate": set(),
+}
+# Fields of the constructor, and what can be read in addition to them.
+CONSTRUCTORS = {
+    "Batch": "tokens, lengths, mask, logprobs, versions, rewards, groups, advantages=None, "
+    "returns=None, values=None, ref_logprobs=None, truncated=None, token_rewards=None, "
+    "baselines=None, trajectories=None",
+    "Completion": "tokens, logprobs, versions, finish",
+    "Group": "seq, prompt, trajectories, started_s, finished_s, baseline=None",
+    "Prompt": "uid, tokens, text, row",
+    "Reply": "messages=(), reward=0.0, done=False",
+    "Run": "run_dir, summary",
+    "Step": "step, reward, metrics, groups",
+    "Trajectory": "turns, text, reward=None, details=<factory>, end=None, agent=''",
+    "Turn": "prompt, completion, reward=0.0, restarts=False",
+}
+PROPERTIES = {
+    "Batch": {"num_rows", "num_tokens", "offsets"},
+    "Group": {"version_min", "num_tokens"},
+    "Run": {"checkpoint", "metrics"},
+    "Trajectory": {"rows", "version_min", "num_tokens", "total_reward", "scored"},
+}
+METHODS = {
+    "AgentLoop.run": "self, prompt, generate",
+    "Environment.reset": "self, row",
+    "Environment.step": "self, message",
+    "Environment.close": "self",
+    "Generate.__call__": "self, context, *, max_new_tokens=None, stop=()",
+    "Steps.stop": "self",
+    "Trajectory.scored": "self, reward, details=None",
+}
+SECTIONS = {"data", "evaluation", "reward", "rollout", "fleet", "queue", "algorithm", "train"}
+SECTIONS |= {"schedule", "sync", "placement", "ray"}
+SETTINGS = {"model", "run_dir", "seed", "steps", "groups_per_step", "group_size", "cluster"}
+SETTINGS |= {"save_every", "save_every_s", "keep_checkpoints", "save_samples", "save_in_flight"}
+SETTINGS |= {"grace_s", "step_timeout_s", "start_timeout_s", "stall_timeout_s"}
+SETTINGS |= {"track", "trace", "profile_steps", "prediction"}
+TRAINER = "model, reward_funcs=None, args=None, train_dataset=None, eval_dataset=None, "
+TRAINER += "processing_class=None, reward_processing_classes=None, callbacks=None, "
+TRAINER += "optimizers=(None, None), quantization_config=None, peft_config=None, tools=None, "
+TRAINER += "rollout_func=None, environment_factory=None"
+TRL = {
+    "GRPOConfig": "output_dir=None, *, paceline=None, **fields",
+    "GRPOTrainer": TRAINER,
+    "GRPOTrainer.train": "self, resume_from_checkpoint=None",
+    "GRPOTrainer.evaluate": "self, eval_dataset=None, metric_key_prefix='eval'",
+    "GRPOTrainer.save_model": "self, output_dir=None, _internal_call=False",
+    "GRPOTrainer.save_state": "self",
+    "GRPOTrainer.save_metrics": "self, split, metrics",
+    "GRPOTrainer.log_metrics": "self, split, metrics",
+    "rewards.accuracy_reward": "completions, solution, **kwargs",
+    "rewards.think_format_reward": "completions, **kwargs",
+    "rewards.get_soft_overlong_punishment": "max_completion_len, soft_punish_cache",
 }
 TYPES = {"RunConfig", "PacelineError", "AgentLoop", "Environment", "Generate"}
 TYPES |= {"Batch", "Completion", "Group", "Prompt", "Score", "Steps", "Trajectory", "Turn"}
@@ -43,16 +99,21 @@ DEFAULTS = {"display": True, "fresh": False, "samples": 1, "overrides": ()}
 SANDBOX = "code, *, stdin, timeout_s, cpu_s, memory_mb, processes, output_kb, disk_mb"
 
 
-def names_of(function: object) -> str:
+def names_of(function: object, defaults: bool = False) -> str:
     names, star = [], False
     for parameter in inspect.signature(function).parameters.values():  # type: ignore[arg-type]
         if parameter.kind is parameter.KEYWORD_ONLY and not star:
             names.append("*")
             star = True
-        names.append(
-            f"**{parameter.name}" if parameter.kind is parameter.VAR_KEYWORD else parameter.name
-        )
+        name = f"**{parameter.name}" if parameter.kind is parameter.VAR_KEYWORD else parameter.name
+        has_default = defaults and parameter.default is not parameter.empty
+        names.append(f"{name}={parameter.default!r}" if has_default else name)
     return ", ".join(names)
+
+
+def public_members(kind: type) -> set[str]:
+    members = {*dir(kind), *getattr(kind, "__dataclass_fields__", ())}
+    return {member for member in members if not member.startswith("_")}
 
 
 def test_package_exports_exactly_public_names() -> None:
@@ -76,11 +137,58 @@ def test_public_defaults_are_pinned(name: str) -> None:
             assert parameter.default == DEFAULTS.get(parameter.name)
 
 
+def test_defaults_of_steps_are_those_of_train_without_display() -> None:
+    train, steps = (dict(inspect.signature(f).parameters) for f in (paceline.train, paceline.steps))
+    assert steps.pop("display").default is False and train.pop("display").default is True
+    assert {name: p.default for name, p in steps.items()} == {
+        name: p.default for name, p in train.items()
+    }
+
+
+@pytest.mark.parametrize("name", CONSTRUCTORS)
+def test_fields_of_public_type_are_pinned(name: str) -> None:
+    kind = getattr(paceline, name)
+    assert names_of(kind, defaults=True) == CONSTRUCTORS[name]
+    fields = set(inspect.signature(kind).parameters)
+    assert public_members(kind) == fields | PROPERTIES.get(name, set())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_method_of_public_type_is_pinned(name: str) -> None:
+    assert names_of(attrgetter(name)(paceline), defaults=True) == METHODS[name]
+
+
+def test_score_is_number_or_named_numbers() -> None:
+    assert paceline.Score == float | Mapping[str, float]
+
+
+def test_sections_of_settings_are_pinned() -> None:
+    fields = paceline.RunConfig.model_fields
+    sections = {
+        name
+        for name, field in fields.items()
+        if inspect.isclass(field.annotation) and issubclass(field.annotation, Settings)
+    }
+    assert sections == SECTIONS and set(fields) == SECTIONS | SETTINGS
+
+
+@pytest.mark.parametrize("name", TRL)
+def test_signature_of_trl_is_pinned(name: str) -> None:
+    assert names_of(attrgetter(name)(trl), defaults=True) == TRL[name]
+
+
+def test_trl_exports_exactly_public_names() -> None:
+    assert set(trl.__all__) == {"GRPOConfig", "GRPOTrainer"}
+    methods = {name.partition(".")[2] for name in TRL if name.startswith("GRPOTrainer.")}
+    assert public_members(trl.GRPOTrainer) == methods | {"model", "processing_class"}
+    assert public_members(trl.GRPOConfig) == {"check", "to_dict"}
+    own = {name for name, value in vars(trl.rewards).items() if inspect.isfunction(value)}
+    assert {f"rewards.{name}" for name in own - {"boxed"}} == {n for n in TRL if "rewards." in n}
+
+
 @pytest.mark.parametrize("name", MEMBERS)
 def test_public_members_are_pinned(name: str) -> None:
-    kind = getattr(paceline, name)
-    members = {*dir(kind), *getattr(kind, "__dataclass_fields__", ())}
-    assert {member for member in members if not member.startswith("_")} == MEMBERS[name]
+    assert public_members(getattr(paceline, name)) == MEMBERS[name]
 
 
 def test_sandbox_is_pinned() -> None:

@@ -23,7 +23,7 @@ async def test_async_function_scores_all_groups_at_the_same_time(functions: Path
         begun = time.monotonic()
         groups = await asyncio.gather(*(score(reward, *"abcdefgh") for _ in range(4)))
         assert groups == [[1.0] * 8] * 4
-        assert time.monotonic() - begun < 4, "one after another they take 16 s"
+        assert time.monotonic() - begun < 12, "one after another they take 16 s"
 
 
 @in_loop

@@ -33,7 +33,7 @@ async def test_worker_is_killed_when_call_exceeds_deadline(
     async with opened(f"{functions}:{name}", timeout_s=0.5) as reward:
         before = reward.pids
         fault.fired()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             with pytest.raises(RewardError, match=rf"{name}', prompt 'q7': no reply within 0.5 s"):
                 await score(reward, "a")
         fault.detected()
@@ -44,11 +44,14 @@ async def test_worker_is_killed_when_call_exceeds_deadline(
 
 @in_loop
 @pytest.mark.fault("A5", "reward process killed while it scores")
-async def test_group_is_scored_again_when_worker_is_killed(functions: Path, fault: Fault) -> None:
-    async with opened(f"{functions}:slow", timeout_s=20) as reward:
+async def test_group_is_scored_again_when_worker_is_killed(
+    functions: Path, tmp_path: Path, fault: Fault
+) -> None:
+    hangs = tmp_path / "hangs"
+    async with opened(f"{functions}:hanging_once", timeout_s=600) as reward:
         (before,) = reward.pids
-        call = asyncio.ensure_future(score(reward, "a"))
-        await asyncio.sleep(0.5)
+        call = asyncio.ensure_future(score(reward, "a", hangs=str(hangs)))
+        await until(hangs.exists)
         os.kill(before, signal.SIGKILL)
         fault.fired()
         assert await call == [1.0]
@@ -106,9 +109,9 @@ async def test_daemons_of_function_are_killed(
     functions: Path, tmp_path: Path, name: str, completion: str, fault: Fault
 ) -> None:
     pids = tmp_path / "pids"
-    async with opened(f"{functions}:{name}", timeout_s=60.0) as reward:
+    async with opened(f"{functions}:{name}", timeout_s=600) as reward:
         with suppress(RewardError):
-            async with asyncio.timeout(30):  # children keep the connection of a dead worker open
+            async with asyncio.timeout(60):  # children keep the connection of a dead worker open
                 await score(reward, completion, pids=str(pids))
     assert pids.read_text(), "a daemon was started"
     fault.fired()
@@ -125,7 +128,7 @@ async def test_group_is_scored_again_when_worker_is_suspended(
         (before,) = reward.pids
         os.kill(before, signal.SIGSTOP)
         fault.fired()
-        async with asyncio.timeout(20):  # a row that does not fit into the buffer of the socket
+        async with asyncio.timeout(60):  # a row that does not fit into the buffer of the socket
             assert await score(reward, "ab", big="x" * 1_000_000) == [3.0]
         fault.recovered()
         assert reward.pids != [before] and not alive(before)
@@ -139,7 +142,7 @@ async def test_groups_of_async_function_are_scored_again_when_worker_is_suspende
     async with opened(f"{functions}:mixed", timeout_s=0.5) as reward:
         os.kill(reward.pids[0], signal.SIGSTOP)
         fault.fired()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             found = await asyncio.gather(*(score(reward, "a", "b") for _ in range(5)))
         assert found == [[1.0, 1.0]] * 5
         fault.recovered()
@@ -179,7 +182,7 @@ async def test_event_loop_runs_while_reward_computes(functions: Path) -> None:
         with pytest.raises(RewardError):
             await score(reward, "a")
         ticking.cancel()
-        assert ticks > 10
+        assert ticks > 2
 
 
 @in_loop
@@ -211,7 +214,7 @@ async def test_close_ends_call_in_flight(functions: Path) -> None:
     async with opened(f"{functions}:sleeping", timeout_s=600) as reward:
         call = asyncio.ensure_future(score(reward, "a"))
         await asyncio.sleep(0)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await reward.close()
             with pytest.raises(RewardError):
                 await call
@@ -270,7 +273,7 @@ async def test_close_ends_many_workers_concurrently(functions: Path) -> None:
     async with opened(f"{functions}:slow_to_exit", workers=12) as reward:
         begun = time.monotonic()
         await reward.close()
-        assert time.monotonic() - begun < 6, "each worker takes half a second to exit"
+        assert time.monotonic() - begun < 9, "each worker takes 0.8 s to exit"
 
 
 @in_loop
@@ -337,3 +340,16 @@ async def test_forged_reply_is_an_error_of_its_group_only(
         assert await score(reward, "a") == [1.0]
     assert "an invalid reply" in caplog.text and "Traceback" not in caplog.text
     fault.fired()
+
+
+@in_loop
+async def test_group_is_scored_again_when_real_time_signal_kills_worker(
+    functions: Path, tmp_path: Path
+) -> None:
+    hangs = tmp_path / "hangs"
+    async with opened(f"{functions}:hanging_once", timeout_s=600) as reward:
+        call = asyncio.ensure_future(score(reward, "a", hangs=str(hangs)))
+        await until(hangs.exists)
+        os.kill(reward.pids[0], signal.SIGRTMIN + 1)  # which has no name
+        async with asyncio.timeout(60):
+            assert await call == [1.0]

@@ -12,11 +12,12 @@ import pytest
 
 from paceline.errors import ConfigError, RewardError
 from paceline.reward.reward import Reward, RewardSettings, open_reward
-from paceline.reward.threads import MAX_THREADS
+from paceline.reward.threads import MAX_THREADS, CallableReward
 from tests.fault_report import Fault
 from tests.scoring import in_loop, run_program, score, until
 
 Row = Mapping[str, Any]
+HANGING = threading.Event()  # set by the functions below when they begin to hang
 
 
 @asynccontextmanager
@@ -27,11 +28,18 @@ async def opened(function: Any, timeout_s: float = 20.0) -> AsyncIterator[Reward
     finally:
         begun = time.monotonic()
         await reward.close()
-        assert time.monotonic() - begun < 1
+        assert time.monotonic() - begun < 30, "it waited for a function that hangs"
+
+
+@pytest.fixture(autouse=True)
+def nothing_hangs() -> None:
+    HANGING.clear()
 
 
 def sleeping(completion: str, row: Row) -> float:
-    time.sleep(0 if completion == "fine" else 1000)
+    if completion != "fine":
+        HANGING.set()
+        time.sleep(1000)
     return 1.0
 
 
@@ -42,7 +50,9 @@ def looping(completion: str, row: Row) -> float:
 
 
 async def waiting(completion: str, row: Row) -> float:
-    await asyncio.sleep(0 if completion == "fine" else 1000)
+    if completion != "fine":
+        HANGING.set()
+        await asyncio.sleep(1000)
     return 1.0
 
 
@@ -69,6 +79,63 @@ async def test_callable_reward_may_be_async() -> None:
         await score(reward, "a", "")
 
 
+class Panic(BaseException):
+    """As a panic of a library written in Rust."""
+
+
+def panics(completion: str, row: Row) -> float:
+    raise Panic("index out of bounds")
+
+
+def interrupted(completion: str, row: Row) -> float:
+    raise KeyboardInterrupt
+
+
+def cancelled(completion: str, row: Row) -> float:
+    raise asyncio.CancelledError
+
+
+async def panics_async(completion: str, row: Row) -> float:
+    raise Panic("index out of bounds")
+
+
+async def interrupted_async(completion: str, row: Row) -> float:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (panics, "Panic: index out of bounds"),
+        (interrupted, "KeyboardInterrupt"),
+        (cancelled, "CancelledError"),
+        (panics_async, "Panic: index out of bounds"),
+        (interrupted_async, "KeyboardInterrupt"),
+    ],
+)
+@in_loop
+async def test_score_names_exception_when_it_is_no_subclass_of_exception(
+    function: Any, name: str
+) -> None:
+    async with opened(function) as reward:
+        with pytest.raises(RewardError, match=rf"raised {name}.*test_reward_threads\.py"):
+            await score(reward, "a", "b")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@in_loop
+async def test_function_may_change_its_row(asynchronous: bool) -> None:
+    def change(completion: str, row: dict[str, Any]) -> float:
+        return float(row.pop("bonus"))
+
+    async def change_async(completion: str, row: dict[str, Any]) -> float:
+        return change(completion, row)
+
+    async with opened(change_async if asynchronous else change) as reward:
+        assert await score(reward, "a", "b") == [1.0, 1.0]
+        assert await score(reward, "a", "b") == [1.0, 1.0]
+
+
 @in_loop
 async def test_callable_reward_takes_precedence_over_settings() -> None:
     def inverse(completion: str, row: Mapping[str, Any]) -> float:
@@ -84,8 +151,8 @@ async def test_callable_reward_takes_precedence_over_settings() -> None:
 @in_loop
 @pytest.mark.fault("B5", "reward function of the program hangs: {function.__name__}")
 async def test_score_raises_when_function_exceeds_deadline(function: Any, fault: Fault) -> None:
-    async with opened(function, timeout_s=0.3) as reward:
-        message = rf"{function.__name__}', prompt 'q7': no reply within 0\.3 s \(reward\.timeout_s"
+    async with opened(function, timeout_s=1.0) as reward:
+        message = rf"{function.__name__}', prompt 'q7': no reply within 1 s \(reward\.timeout_s"
         fault.fired()
         with pytest.raises(RewardError, match=message):
             await score(reward, "fine", "hang")
@@ -108,18 +175,18 @@ async def test_abandoned_thread_ends_when_it_runs_python_code(function: Any) -> 
 @in_loop
 async def test_deadline_excludes_time_in_line() -> None:
     def slow(completion: str, row: Row) -> float:
-        time.sleep(0.2)
+        time.sleep(0.4)
         return 1.0
 
-    count = 6 * MAX_THREADS  # the last ones start after one second
-    async with opened(slow, timeout_s=0.9) as reward:
+    count = 6 * MAX_THREADS  # the last ones start after two seconds
+    async with opened(slow, timeout_s=1.8) as reward:
         assert await score(reward, *"a" * count) == [1.0] * count
 
 
 @in_loop
 @pytest.mark.fault("B5", "reward function of the program hangs on every thread")
 async def test_hung_threads_do_not_occupy_the_pool(fault: Fault) -> None:
-    async with opened(sleeping, timeout_s=0.3) as reward:
+    async with opened(sleeping, timeout_s=1.0) as reward:
         hung = [score(reward, "hang") for _ in range(MAX_THREADS)]
         results = await asyncio.gather(*hung, score(reward, "fine"), return_exceptions=True)
         assert all(isinstance(result, RewardError) for result in results[:-1])
@@ -135,7 +202,7 @@ async def test_async_function_that_blocks_does_not_block_the_run() -> None:
         while not call.done():
             await asyncio.sleep(0.01)
             ticks += 1
-        assert ticks > 10
+        assert ticks > 2
         with pytest.raises(RewardError):
             await call
 
@@ -156,7 +223,7 @@ async def test_neighbors_of_blocking_call_are_scored_in_new_loop() -> None:
 async def test_score_can_be_cancelled(function: Any) -> None:
     async with opened(function) as reward:
         call = asyncio.ensure_future(score(reward, "hang"))
-        await asyncio.sleep(0.05)
+        await until(HANGING.is_set)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
@@ -187,7 +254,7 @@ async def test_cancelled_async_function_is_cancelled_too() -> None:
 async def test_close_fails_calls_in_flight(function: Any) -> None:
     async with opened(function) as reward:
         call = asyncio.ensure_future(score(reward, "hang"))
-        await asyncio.sleep(0.05)
+        await until(HANGING.is_set)
         await reward.close()
         with pytest.raises(RewardError, match="closed"):
             await call
@@ -223,7 +290,33 @@ async def test_callable_reward_of_another_library_is_rejected() -> None:
         await open_reward(RewardSettings(), None, for_trl)
 
 
-HANGING = """
+@in_loop
+async def test_call_is_forgotten_when_it_is_cancelled_before_it_begins() -> None:
+    held, released = threading.Event(), threading.Event()
+
+    async def holding(completion: str, row: Row) -> float:
+        if completion == "hold":
+            held.set()
+            released.wait()  # blocks the event loop of the functions
+        return 1.0
+
+    async with opened(holding) as reward:
+        assert isinstance(reward, CallableReward)
+        first = asyncio.ensure_future(score(reward, "hold"))
+        await until(held.is_set)
+        thread = reward._loop._thread
+        assert thread is not None
+        second = asyncio.ensure_future(score(reward, "fine"))
+        await until(lambda: len(thread._calls) == 2)
+        second.cancel()
+        await asyncio.wait([second])
+        released.set()
+        assert await first == [1.0]
+        await until(lambda: not thread._calls)
+        assert not thread.abandoned
+
+
+PROGRAM = """
     def hang(completion, row):
         print("hanging", flush=True)
         time.sleep(1000)
@@ -242,16 +335,16 @@ HANGING = """
 
 @pytest.mark.parametrize("name", ["hang", "hang_async"])
 def test_program_ends_with_reward_error_when_function_sleeps(name: str) -> None:
-    with run_program(HANGING.format(name=name, timeout_s=1.0), stderr=-1) as program:
-        _, errors = program.communicate(timeout=30)
+    with run_program(PROGRAM.format(name=name, timeout_s=1.0), stderr=-1) as program:
+        _, errors = program.communicate(timeout=120)
     assert program.returncode == 1
     assert "RewardError: reward" in errors and "no reply within 1 s (reward.timeout_s)" in errors
 
 
 @pytest.mark.parametrize("name", ["hang", "hang_async"])
 def test_program_ends_on_interrupt_when_function_sleeps(name: str) -> None:
-    with run_program(HANGING.format(name=name, timeout_s=600.0), stderr=-1) as program:
+    with run_program(PROGRAM.format(name=name, timeout_s=600.0), stderr=-1) as program:
         assert program.stdout is not None and program.stdout.readline() == "hanging\n"
         program.send_signal(signal.SIGINT)
-        _, errors = program.communicate(timeout=30)
+        _, errors = program.communicate(timeout=120)
     assert "KeyboardInterrupt" in errors

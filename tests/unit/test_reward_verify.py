@@ -93,7 +93,7 @@ def test_regex_compares_last_match_of_row_pattern() -> None:
 @pytest.mark.parametrize("fragment", ["1", "1,", "1.", "-", r"\boxed{", "{", "<answer>", "$."])
 def test_verifiers_take_linear_time_on_degenerate_completions(fragment: str) -> None:
     completion = fragment * 100_000
-    start = time.process_time()
+    start = time.thread_time()  # other tests may have left threads that compute
     for verifier in (exact, last_number, boxed, tagged):
         verifier(completion, {"answer": "1"})
-    assert time.process_time() - start < 2.0
+    assert time.thread_time() - start < 2.0

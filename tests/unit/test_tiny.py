@@ -102,7 +102,7 @@ def test_two_processes_may_create_model_concurrently(tmp_path: Path) -> None:
     processes = [context.Process(target=_make, args=(str(tmp_path), done)) for _ in range(2)]
     for process in processes:
         process.start()
-    assert done.get(timeout=60) == done.get(timeout=60)
+    assert done.get(timeout=240) == done.get(timeout=240)
     for process in processes:
         process.join(120)
         assert process.exitcode == 0
