@@ -30,7 +30,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import transformers
 from rich.console import Console
@@ -39,6 +38,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.idle import wait_idle  # noqa: E402
 from benchmarks.models import bench_model  # noqa: E402
 from paceline.config import load_config  # noqa: E402
 from paceline.loop import Metrics  # noqa: E402
@@ -135,13 +135,6 @@ def run_trl(python: Path, directory: Path, steps: int, threads: int, tuned: bool
     return run | {name: run[name][WARM_UP:] for name in ("seconds", "cpu_s", "tokens")}
 
 
-def wait_idle(limit_s: float = 20.0) -> None:
-    """Wait until the machine is idle, at most `limit_s`: other load would distort the result."""
-    ends = time.monotonic() + limit_s
-    while psutil.cpu_percent(0.5) > 15 and time.monotonic() < ends:
-        pass
-
-
 def measure(options: argparse.Namespace, directory: Path) -> dict[str, list[Run]]:
     runs: dict[str, list[Run]] = {}
     steps = WARM_UP + (8 if options.quick else 16)
@@ -160,12 +153,12 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, list[Run]
             ]
     for number in range(1 if options.quick else 3):
         for name, settings in modes.items():
-            wait_idle()
+            wait_idle(20.0)
             runs.setdefault(name, []).append(
                 run_paceline(directory, f"{name}-{number}", settings, steps)
             )
         for name, tuned in ((TRL, True), (DEFAULTS, False)):
-            wait_idle()
+            wait_idle(20.0)
             runs.setdefault(name, []).append(
                 run_trl(options.trl_python, directory, steps, options.threads, tuned)
             )

@@ -8,6 +8,7 @@ CORRECTION = "algorithm.rollout_correction."
 OVERLONG = (
     "reward_model.overlong_buffer.",
     "reward_model.reward_kwargs.overlong_buffer_cfg.",
+    "reward.reward_kwargs.overlong_buffer_cfg.",
     "custom_reward_function.overlong_buffer.",
 )
 ESTIMATORS = {

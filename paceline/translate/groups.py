@@ -233,7 +233,8 @@ def reward(source: Source) -> dict[str, Any]:
     if _own_data(source):
         return {}
     files = " ".join(map(str, _listed(source.get("data.train_files", default="")))).lower()
-    verifier = next((v for word, v in VERIFIERS.items() if word in files), None)
+    verifiers = [name for word, name in VERIFIERS.items() if word in files]
+    verifier = verifiers[0] if len(verifiers) == 1 else None
     if verifier:
         source.note(
             "data.train_files",
@@ -256,7 +257,8 @@ def run_dir(source: Source) -> dict[str, Any]:
 
 def evaluation(source: Source) -> dict[str, Any]:
     """Evaluate during training on data.val_files, if verl would."""
-    every = source.number("trainer.test_freq") or source.number("rollout.test_freq") or -1
+    given = map(source.number, ("trainer.test_freq", "rollout.test_freq"))
+    every = next((number for number in given if number > 0), -1)
     files = source.get("data.val_files")
     if every <= 0 or not files:
         for name in ("data.val_files", "trainer.test_freq"):

@@ -5,7 +5,7 @@ import operator
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 from paceline.errors import ConfigError
@@ -13,7 +13,8 @@ from paceline.translate.source import PROGRAM
 
 OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_]\w*(\.\w+)+=.*", re.DOTALL)
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}]*))?\})")
+VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?(?:([-=])([^{}]*)|\?[^{}]*))?\})")
+BRACES = re.compile(r"\$\{(?:[^{}]|\$\{[^{}]*\})*\}")
 ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
 OPERATORS = {
     ast.Add: operator.add,
@@ -24,13 +25,26 @@ OPERATORS = {
 }
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted names with values. A mapping is a section, unless it is empty."""
+def flatten(
+    values: Mapping[str, Any], prefix: str = "", tables: Container[str] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Yield dotted names with values.
+
+    A mapping is a section, unless it is empty or the value of a setting in `tables`.
+    """
     for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from flatten(value, f"{prefix}{key}.")
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value and name not in tables:
+            yield from flatten(value, f"{name}.", tables)
         else:
-            yield f"{prefix}{key}", dict(value) if isinstance(value, Mapping) else value
+            yield name, _as_dicts(value)
+
+
+def _as_dicts(value: Any) -> Any:
+    """Return a copy of nested mappings, so that settings do not change those of the caller."""
+    if isinstance(value, Mapping):
+        return {key: _as_dicts(item) for key, item in value.items()}
+    return value
 
 
 def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
@@ -83,18 +97,26 @@ def read_script(text: str) -> dict[str, Any]:
 
 
 def _words(line: str) -> list[str]:
+    # Spaces in ${NAME:?a message} do not separate words.
+    line = BRACES.sub(lambda match: re.sub(r"\s", "\0", match[0]), line)
     try:
         words = shlex.split(line, comments=True)
     except ValueError:  # a quote that ends on another line
         words = line.split()
     # The parentheses of a bash array may touch its first and last element.
-    return [re.sub(r"^(\w+=)?\(|(?<!\()\)$", "", word) for word in words]
+    return [re.sub(r"^(\w+=)?\(|(?<!\()\)$", "", word).replace("\0", " ") for word in words]
 
 
-def _expanded(word: str, variables: Mapping[str, str]) -> str:
+def _expanded(word: str, variables: dict[str, str]) -> str:
+    """Return a word with the values of its variables. `${NAME:=default}` also sets the variable."""
+
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[2]
-        return variables.get(name, os.environ.get(name, match[3] or match[0]))
+        found = variables.get(name, os.environ.get(name))
+        if found is None and match[3] == "=":
+            variables[name] = match[4]
+        default = match[0] if match[4] is None else match[4]
+        return default if found is None else found
 
     for _ in range(4):  # a default may contain variables: ${DATA:-${HOME}/data}
         word = VARIABLE.sub(value, word)

@@ -31,11 +31,15 @@ def remarks(translation: Translation, values: Mapping[str, Any]) -> list[tuple[s
     return [
         (
             title,
-            [f"{name} = {json.dumps(values.get(name))}: {why}" for name, why in found.items()],
+            [f"{name} = {_json(values.get(name))}: {why}" for name, why in found.items()],
         )
         for title, found in parts
         if found
     ]
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, default=str)  # YAML reads some text as a date
 
 
 def toml_value(value: Any) -> str:

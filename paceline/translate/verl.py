@@ -212,7 +212,20 @@ TABLE: dict[str, Entry] = {
     "reward.custom_reward_function.path": Part(groups.reward),
     "reward.custom_reward_function.name": Part(groups.reward),
     "reward.num_workers": Same("reward.workers"),
-    "reward.*": UNNEEDED,
+    "reward.sandbox_fusion.url": Missing("nearest: a custom reward.function"),
+    "reward.custom_reward_function.reward_kwargs.*": Missing("nearest: defaults of the function"),
+    # Not "reward.*": Paceline has a section of this name, and a typo there must be an error.
+    **dict.fromkeys(
+        (
+            *("reward.reward_model.*", "reward.reward_manager.*", "reward.reward_loop.*"),
+            *(
+                "reward.sandbox_fusion.*",
+                "reward.custom_reward_function.*",
+                "reward.reward_kwargs.*",
+            ),
+        ),
+        UNNEEDED,
+    ),
     "custom_reward_function.path": Part(groups.reward),
     "custom_reward_function.name": Part(groups.reward),
     "custom_reward_function.reward_kwargs.*": Missing("nearest: defaults of the function"),
@@ -348,8 +361,13 @@ def translate(
 
     With `complete`, they are a whole configuration: verl's defaults are added.
     """
-    values = dict(_resolved({name: _typed(value) for name, value in values.items()}))
+    given = {name: _typed(value) for name, value in values.items()}
+    values = dict(_resolved(given))
     translation = Translation()
+    for name, value in given.items():
+        dangling = "${" in str(value) and values.get(name) is None
+        if dangling and isinstance(find_entry(name), Same | Part | Missing):
+            translation.notes[name] = "refers to a value that is not given; the default applies"
     if complete and values.get("algorithm.adv_estimator") is not None:
         values = DEFAULTS | values
         translation.settings |= OWN
@@ -400,7 +418,7 @@ def drop_without_effect(translation: Translation, base: Mapping[str, Any]) -> No
     """Drop settings that Paceline would reject because the algorithm does not use them."""
     settings = translation.settings
     given = {**base, **settings}
-    preset = PRESETS.get(given.get("algorithm.name", "grpo"), {})
+    preset = PRESETS.get(str(given.get("algorithm.name", "grpo")), {})
     for name, other, effective in EFFECTIVE_WITH:
         default = preset.get(other, AlgorithmSettings.model_fields[other].default)
         value = given.get(f"algorithm.{other}", default)

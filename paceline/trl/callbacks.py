@@ -1,5 +1,6 @@
 """Callbacks of transformers (`TrainerCallback`) during a run."""
 
+import logging
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -8,8 +9,18 @@ from paceline.errors import ConfigError
 from paceline.trl.config import GRPOConfig
 from paceline.trl.history import TrainerState
 
+log = logging.getLogger(__name__)
+
 FIRED = ("on_init_end", "on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_train_end")
 BASE = "transformers.trainer_callback"  # where the methods that do nothing are defined
+# Flags of `control` without effect, and what to do instead. The run does not wait for callbacks, so
+# it is in a later step when one of them sets a flag.
+IGNORED = {
+    "should_save": "set save_steps",
+    "should_evaluate": "set eval_strategy and eval_steps",
+    "should_log": "set logging_steps",
+    "should_epoch_stop": "set control.should_training_stop to end the run",
+}
 
 
 class Callbacks:
@@ -19,13 +30,8 @@ class Callbacks:
         """Raise ConfigError for a callback that waits for an event that never comes."""
         self._args, self._state = args, state
         self._callbacks = [one() if isinstance(one, type) else one for one in callbacks]
-        self._control = SimpleNamespace(
-            should_training_stop=False,
-            should_epoch_stop=False,
-            should_save=False,
-            should_evaluate=False,
-            should_log=False,
-        )
+        self._control = SimpleNamespace(should_training_stop=False, **dict.fromkeys(IGNORED, False))
+        self._warned: set[tuple[str, str]] = set()
         for one in self._callbacks:
             for event in (name for name in dir(one) if name.startswith("on_")):
                 if event not in FIRED and getattr(one, event).__module__ != BASE:
@@ -46,3 +52,16 @@ class Callbacks:
             method = getattr(one, event, None)
             if method is not None:
                 method(self._args, self._state, self._control, **more)
+                self._warn(type(one).__name__)
+
+    def _warn(self, callback: str) -> None:
+        """Warn once about each flag without effect that a callback has set, and clear it."""
+        for flag, action in IGNORED.items():
+            if getattr(self._control, flag):
+                setattr(self._control, flag, False)
+                if (callback, flag) not in self._warned:
+                    self._warned.add((callback, flag))
+                    log.warning(
+                        "callback %s set control.%s, which has no effect; %s",
+                        *(callback, flag, action),
+                    )

@@ -63,6 +63,9 @@ TRANSLATED: dict[str, Any] = {
     "logging_strategy": "steps",
     "logging_steps": 10,
     "logging_first_step": False,
+    "log_completions": False,
+    "num_completions_to_print": None,
+    "log_unique_prompts": False,
     "disable_tqdm": None,
     "save_strategy": "steps",
     "save_steps": 500,
@@ -132,10 +135,7 @@ ACCEPTED: dict[str, Any] = {
     "trackio_space_id": None,
     "trackio_bucket_id": None,
     "trackio_static_space_id": None,
-    "log_completions": False,
     "log_multimodal": True,
-    "num_completions_to_print": None,
-    "log_unique_prompts": False,
     "skip_memory_metrics": True,
     "debug": "",
     # Details of checkpoints. Paceline's are complete and atomic, and never overwrite another run.
@@ -305,6 +305,11 @@ class GRPOConfig:
 
     def check(self) -> None:
         """Raise ConfigError if a field has a value that cannot be honored."""
+        for name, default in TRANSLATED.items():
+            value = getattr(self, name)
+            # YAML reads 1e-5 as text.
+            if type(default) in (int, float) and isinstance(value, str):
+                raise ConfigError(f"GRPOConfig: {name} = {value!r} is text; expected a number")
         for name, (default, reason) in REJECTED.items():
             value = getattr(self, name)
             # Empty values of any type mean "not set".

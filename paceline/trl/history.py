@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
@@ -77,12 +77,14 @@ class History:
     def begin(self, state: TrainerState) -> None:
         state.max_steps, state.logging_steps = self._plan.max_steps, self._every
         state.num_train_epochs = math.ceil(self._plan.steps / self._plan.steps_per_epoch)
+        state.num_input_tokens_seen = 0
         state.log_history.clear()
         self._started = self._before = time.perf_counter()
 
     def add(self, state: TrainerState, step: "Step") -> Entry | None:
         """Count a step; return the entry that it completes, if any."""
-        before, state.global_step = state.global_step, step.step * self._plan.updates
+        before = (step.step - 1) * self._plan.updates
+        state.global_step = before + self._plan.updates
         state.epoch = step.step / self._plan.steps_per_epoch
         state.num_input_tokens_seen += int(step.metrics["rollout/tokens"])
         for name, value in self._values(step).items():
@@ -126,19 +128,25 @@ class History:
 
 
 class Pending:
-    """What reward functions log with `log_metric` and `log_extra`, until the next step."""
+    """What reward functions log with `log_metric` and `log_extra`, until the next step.
+
+    They log in threads, at any time, so every value is added and taken in one operation.
+    """
 
     def __init__(self) -> None:
-        self._metrics: dict[str, list[float]] = defaultdict(list)
+        self._logged: deque[tuple[str, float]] = deque()
 
     def log_metric(self, name: str, value: float) -> None:
-        self._metrics[name].append(float(value))
+        self._logged.append((name, float(value)))
 
     def log_extra(self, column: str, values: list[Any]) -> None:
         """Ignore a column of TRL's table of completions, which Paceline does not print."""
 
     def take(self) -> dict[str, float]:
-        found, self._metrics = self._metrics, defaultdict(list)
+        found: dict[str, list[float]] = defaultdict(list)
+        while self._logged:
+            name, value = self._logged.popleft()
+            found[name].append(value)
         return {name: fmean(values) for name, values in found.items()}
 
 

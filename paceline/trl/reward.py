@@ -162,8 +162,9 @@ def name_functions(functions: Sequence[Callable[..., Any]]) -> dict[str, Callabl
     named: dict[str, Callable[..., Any]] = {}
     for number, function in enumerate(functions):
         name = function_name(function)
-        # "reward" is the name of the sum.
-        named[name if name not in {*named, "reward"} else f"{name}_{number}"] = function
+        while name in {*named, "reward"}:  # which is the name of the sum
+            name = f"{name}_{number}"
+        named[name] = function
     return named
 
 

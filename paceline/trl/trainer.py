@@ -10,7 +10,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import paceline
+from paceline.collection import collection_paused
+from paceline.data.rows import LIKELY_PROMPT_KEYS, likely_column
+from paceline.early_checks import check_model_name, first_given_rows
 from paceline.errors import ConfigError
+from paceline.observe.completions import print_completions
 from paceline.printable import printable
 from paceline.trl import translate
 from paceline.trl.callbacks import Callbacks
@@ -18,6 +22,7 @@ from paceline.trl.config import GRPOConfig
 from paceline.trl.history import History, Pending, TrainerState, TrainOutput
 from paceline.trl.model import longest_prompt, lora_settings, model_directory, model_name
 from paceline.trl.reward import ColumnReward, RewardModelFunction, name_functions, weights_of
+from paceline.types import Group
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -82,8 +87,21 @@ class GRPOTrainer:
         self._model_path: str | None = None
         self._checkpoint: Path | None = None  # the trained model
         self._loaded: tuple[str, Any] | None = None
-        translate.settings(self.args, translate.plan(self.args, 1))  # to report mistakes early
+        self._check_names()
+        with collection_paused():  # imports torch
+            translate.settings(self.args, translate.plan(self.args, 1))  # to report mistakes early
         self._callbacks = Callbacks(callbacks or [], self.args, self.state)
+
+    def _check_names(self) -> None:
+        """Report a wrong model or column before torch is imported."""
+        for name in ("train_dataset", "eval_dataset"):
+            for row in first_given_rows(getattr(self, name), 1):
+                _check_columns(row, name)
+        if isinstance(self._given_model, str | Path):
+            check_model_name(str(self._given_model))
+        for function in self.reward_funcs:
+            if isinstance(function, str):
+                check_model_name(function, "reward_funcs")
 
     # -- TRL's methods
 
@@ -97,13 +115,14 @@ class GRPOTrainer:
         history = History(self.args, plan, list(self._functions), self._pending)
         history.begin(self.state)
         self._callbacks.fire("on_train_begin")
+        held_out = self._held_out()
         steps = paceline.steps(
             data=rows,
-            evaluation_data=self._held_out(),
+            evaluation_data=held_out,
             reward=self._reward(),
             fresh=not resumed and _has_run(self._output_dir),
             display=not self.args.disable_tqdm,
-            **self._settings(plan, rows),
+            **self._settings(plan, [*rows, *(held_out or ())]),
         )
         for step in steps:
             entry = history.add(self.state, step)
@@ -115,6 +134,8 @@ class GRPOTrainer:
             }
             self._log_evaluation(evaluated, plan)
             if entry is not None:
+                if self.args.log_completions:
+                    self._print_completions(step.groups)
                 self._callbacks.fire("on_log", logs=dict(entry))
             if self._callbacks.stop_requested:
                 steps.stop()
@@ -166,6 +187,15 @@ class GRPOTrainer:
     def log_metrics(self, split: str, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             print(printable(f"  {split} {name} = {value}"))
+
+    def _print_completions(self, groups: Sequence[Group]) -> None:
+        limit = self.args.num_completions_to_print
+        if limit is not None and limit <= 0:
+            return
+        most = 1 if self.args.log_unique_prompts else None  # of a prompt
+        found = ((group, each) for group in groups for each in group.trajectories[:most])
+        shown = islice(found, limit)
+        print_completions(f"Step {self.state.global_step}", shown, list(self._functions))
 
     # -- TRL's attributes
 
@@ -278,6 +308,10 @@ class GRPOTrainer:
         return rows, translate.plan(self.args, len(rows))
 
     def _settings(self, plan: translate.Plan, rows: Sequence[Row]) -> dict[str, Any]:
+        with collection_paused():  # imports transformers
+            return self._collect_settings(plan, rows)
+
+    def _collect_settings(self, plan: translate.Plan, rows: Sequence[Row]) -> dict[str, Any]:
         directory = self._directory()
         found = translate.settings(self.args, plan) | self._lora | self._reward_settings
         found |= {"model": directory, "data.chat": not isinstance(rows[0]["prompt"], str)}
@@ -308,15 +342,26 @@ class GRPOTrainer:
 
 
 def dataset_rows(dataset: Iterable[Row], limit: int | None = None) -> list[dict[str, Any]]:
+    if isinstance(dataset, Mapping):
+        names = ", ".join(map(repr, dataset))
+        raise ConfigError(f"the dataset has the splits {names}; pass one of them")
     rows = [dict(row) for row in islice(dataset, limit)]
     if not rows:
         raise ConfigError("the dataset has no rows")
-    columns = rows[0].keys()
-    if "prompt" not in columns:
-        raise ConfigError(f"the dataset has no column 'prompt', but {', '.join(columns)}")
-    if columns & {"image", "images"}:
-        raise ConfigError("the dataset has images; only text models can be trained")
+    _check_columns(rows[0], "the dataset")
     return rows
+
+
+def _check_columns(row: Row, dataset: str) -> None:
+    columns = [*map(str, row)]
+    if "prompt" not in columns:
+        likely = likely_column("prompt", columns, LIKELY_PROMPT_KEYS)
+        raise ConfigError(
+            f"{dataset} has no column 'prompt', but {', '.join(columns)}. Rename the column with "
+            f"the prompt, for example rename_column({likely!r}, 'prompt')"
+        )
+    if {"image", "images"} & {*columns}:
+        raise ConfigError(f"{dataset} has images; only text models can be trained")
 
 
 def _has_run(directory: Path) -> bool:

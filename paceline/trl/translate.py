@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.trl.config import GRPOConfig, rejected
+from paceline.workers.hardware import has_fast_bfloat16
 
 # TRL waits without a limit for slow models and slow reward functions. These limits are only for
 # what hangs.
@@ -213,8 +214,7 @@ def _off_policy(args: GRPOConfig) -> dict[str, Any]:
 def _evaluation(args: GRPOConfig, plan: Plan) -> dict[str, Any]:
     if _one_of(args, "eval_strategy", ("no", "steps")) == "no":
         return {}
-    every = args.eval_steps or args.logging_steps
-    every = math.ceil(every * plan.max_steps) if every < 1 else every
+    every = interval(args.eval_steps or args.logging_steps, plan.max_steps)
     return {
         "evaluation.every": max(1, math.ceil(every / plan.updates)),
         "evaluation.samples": args.num_generations_eval or args.num_generations,
@@ -247,13 +247,13 @@ def _optimizer(args: GRPOConfig, plan: Plan) -> dict[str, Any]:
 
 
 def _dtype(args: GRPOConfig) -> str:
-    """Return TRL's default, bfloat16, on a GPU; on most CPUs it is slower than float32."""
+    """Return TRL's default, bfloat16, except on CPUs that compute it more slowly than float32."""
     if args.bf16 is not None:
         return "bfloat16" if args.bf16 else "float32"
     import torch
 
     on_gpu = torch.cuda.is_available() and not args.use_cpu
-    return "bfloat16" if on_gpu else "float32"
+    return "bfloat16" if on_gpu or has_fast_bfloat16() else "float32"
 
 
 SCHEDULES = {

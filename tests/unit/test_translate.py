@@ -11,9 +11,11 @@ from paceline.cli import app
 from paceline.config import RunConfig, load_config
 from paceline.errors import ConfigError
 from paceline.translate.hydra import read_overrides, read_script
+from paceline.translate.toml import recipe_text
 from paceline.translate.verl import translate
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+OVERLONG = {"enable": True, "len": 64}
 # All settings that the guides to verl's asynchronous training name.
 GUIDE = {
     "data.train_batch_size": 4,
@@ -183,6 +185,10 @@ def test_yaml_recipe_has_own_settings_without_translation(tmp_path: Path) -> Non
             {"algorithm.overlong": "penalty", "algorithm.overlong_buffer": 64},
         ),
         (
+            {f"reward.reward_kwargs.overlong_buffer_cfg.{n}": v for n, v in OVERLONG.items()},
+            {"algorithm.overlong": "penalty", "algorithm.overlong_buffer": 64},
+        ),
+        (
             {"custom_reward_function.path": "r.py", "custom_reward_function.name": "f"},
             {"reward.function": "r.py:f"},
         ),
@@ -311,6 +317,14 @@ def test_empty_sections_and_defaults_of_yaml_are_ignored(tmp_path: Path) -> None
     assert load_config(recipe).steps == 5
 
 
+def test_typo_in_section_that_both_have_is_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"'reward\.functoin'; did you mean 'reward\.function'"):
+        load_config("hybrid", ["reward.functoin=score.py:f"])
+    with pytest.raises(ConfigError, match=r"unknown setting 'reward\.timeout'"):
+        load_config("hybrid", ["reward.timeout=5"])
+    load_config("hybrid", ["reward.reward_manager.source=register"])  # of verl
+
+
 def test_ignored_setting_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     load_config("hybrid", ["trainer.test_freq=5"])
     assert "trainer.test_freq" in caplog.text
@@ -361,9 +375,23 @@ def test_translate_command_lists_what_has_no_counterpart() -> None:
         assert "data.foo = 3: unknown" in text
 
 
+def test_translate_command_fails_when_file_cannot_be_written(tmp_path: Path) -> None:
+    output = str(tmp_path / "no" / "out.toml")
+    result = CliRunner().invoke(app, ["translate", "data.train_batch_size=64", "-o", output])
+    assert result.exit_code == 2 and "cannot be written" in result.stderr
+
+
+def test_translate_command_fails_when_script_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_bytes(b"\xeb\x00")
+    result = CliRunner().invoke(app, ["translate", str(tmp_path / "run.sh")])
+    assert result.exit_code == 2 and "cannot be read" in result.stderr
+
+
 def test_translate_command_fails_when_nothing_is_given() -> None:
     result = CliRunner().invoke(app, ["translate", "nowhere"])
     assert result.exit_code == 2 and "has no settings of verl" in result.stderr
+    result = CliRunner().invoke(app, ["translate", "nowhere.sh"])
+    assert result.exit_code == 2 and "there is no file 'nowhere.sh'" in result.stderr
 
 
 def test_validation_becomes_evaluation_during_training() -> None:
@@ -374,3 +402,54 @@ def test_validation_becomes_evaluation_during_training() -> None:
     assert (found.evaluation.every, found.evaluation.samples) == (5, 4)
     assert found.evaluation.temperature == 0.6
     assert not load_config("hybrid", ["data.val_files=a.parquet"]).evaluation.has_data
+
+
+def test_script_may_have_empty_default() -> None:
+    text = "python -m verl.trainer.main_ppo trainer.experiment_name=run${NO_SUFFIX:-}"
+    assert read_script(text)["trainer.experiment_name"] == "run"
+
+
+def test_script_may_assign_or_require_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LR", "1e-5")
+    text = f"verl.trainer.main_ppo {ROLLOUT}n=${{N:=4}} {ACTOR}optim.lr=${{LR:?unset}}"
+    found = translate(read_script(text), {}).settings
+    assert (found["group_size"], found["train.learning_rate"]) == (4, 1e-5)
+
+
+@pytest.mark.parametrize("line", [": ${M:=Qwen/Q}", ': "${M:=Qwen/Q}"', ": ${M=${ORG}/Q}"])
+def test_script_keeps_default_that_it_assigns(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORG", "Qwen")
+    text = f"{line}\nverl.trainer.main_ppo actor_rollout_ref.model.path=$M"
+    assert read_script(text)["actor_rollout_ref.model.path"] == "Qwen/Q"
+
+
+@pytest.mark.parametrize("value", ["${M:?set the model}", "${NONE:-${M:-a b}}", "${NONE:-Qwen Q}"])
+def test_script_may_have_spaces_in_braces(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("M", "Qwen Q")
+    text = f"MODEL={value}\nverl.trainer.main_ppo a.b=$MODEL actor_rollout_ref.model.path={value}"
+    found = read_script(text)
+    assert found["a.b"] == found["actor_rollout_ref.model.path"] == "Qwen Q"
+
+
+def test_value_that_cannot_be_resolved_has_remark() -> None:
+    values = read_overrides([f"{ROLLOUT}n=${{group.size}}", f"{ACTOR}shuffle=${{data.x}}"])
+    notes = translate(values, {}, complete=True).notes
+    assert notes == {f"{ROLLOUT}n": "refers to a value that is not given; the default applies"}
+
+
+def test_no_verifier_is_chosen_for_data_of_several_kinds() -> None:
+    values = {"data.train_files": ["d/gsm8k/train.parquet", "d/math/train.parquet"]}
+    found = translate(values, {})
+    assert "reward.function" not in found.settings
+    assert found.notes["data.train_files"].startswith("set reward.function")
+
+
+def test_rollout_frequency_evaluates_when_that_of_trainer_is_off() -> None:
+    given = ["data.val_files=a.parquet", "trainer.test_freq=-1", "rollout.test_freq=7"]
+    assert load_config("hybrid", given).evaluation.every == 7
+
+
+def test_recipe_has_remark_when_value_is_a_date() -> None:
+    values = read_overrides(["trainer.comment=2026-11-18"])
+    text = recipe_text(translate(values, {}), values, "a script")
+    assert '#   trainer.comment = "2026-11-18": Paceline has no use for it' in text

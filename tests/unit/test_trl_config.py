@@ -26,6 +26,12 @@ def test_config_rejects_unknown_field_with_the_nearest_name() -> None:
         GRPOConfig("out", num_generation=4)
 
 
+@pytest.mark.parametrize("name", ["max_steps", "learning_rate"])
+def test_config_rejects_text_when_field_is_number(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} = '2' is text; expected a number"):
+        GRPOConfig("out", **{name: "2"})
+
+
 @pytest.mark.parametrize("name", REJECTED)
 def test_rejected_field_is_named_when_its_value_is_not_the_default(name: str) -> None:
     with pytest.raises(ConfigError, match=f"GRPOConfig: {name} = 'other' cannot be honored"):

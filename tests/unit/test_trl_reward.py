@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import ConfigError, RewardError
+from paceline.trl.history import Pending
 from paceline.trl.reward import ColumnReward, name_functions, weights_of
 from paceline.trl.rewards import (
     accuracy_reward,
@@ -179,12 +180,31 @@ def test_function_that_hangs_is_a_reward_error() -> None:
         score(stuck, timeout_s=0.05)
 
 
+def test_metric_is_kept_when_step_ends_while_it_is_logged() -> None:
+    pending = Pending()
+
+    class Slow(float):
+        """A number whose value arrives after the step has ended, as that of a tensor may."""
+
+        def __float__(self) -> float:
+            assert pending.take() == {}
+            return 2.0
+
+    pending.log_metric("length", Slow())
+    assert pending.take() == {"length": 2.0}
+
+
 def test_functions_of_one_name_keep_separate_metrics() -> None:
     def reward(completions: list[str], **kwargs: Any) -> list[float]:
         return [1.0, 1.0]
 
     names = list(name_functions([reward, functools.partial(len), reward, len]))
     assert names == ["reward_0", "len", "reward_2", "len_3"]
+
+    def len_2(completions: list[str], **kwargs: Any) -> list[float]:
+        return [1.0, 1.0]
+
+    assert list(name_functions([len_2, len, len])) == ["len_2", "len", "len_2_2"]
 
 
 def test_weights_are_rejected_when_their_number_is_wrong() -> None:

@@ -7,6 +7,8 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.trl import GRPOConfig, GRPOTrainer
+from paceline.trl.callbacks import Callbacks
+from paceline.trl.history import TrainerState
 from tests.models import random_model, random_reward_model
 
 ROWS = [{"prompt": f"Count to {n}:", "answer": n} for n in range(6)]
@@ -42,6 +44,35 @@ def test_log_has_the_names_of_trl(tmp_path: Path, model: str) -> None:
     names |= {"rewards/variety/mean", "rewards/variety/std"}
     names |= {f"completions/{name}_length" for name in ("mean", "min", "max", "mean_terminated")}
     assert names <= trainer.state.log_history[0].keys()
+
+
+@pytest.mark.parametrize(
+    ("limits", "rows"),
+    [({}, 8), ({"num_completions_to_print": 3}, 3), ({"log_unique_prompts": 1}, 1)],
+)
+def test_log_completions_prints_them_with_rewards(
+    limits: dict[str, Any],
+    rows: int,
+    tmp_path: Path,
+    model: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    trainer = make_trainer(tmp_path, model, max_steps=1, log_completions=True, **limits)
+    trainer.train()
+    printed = capsys.readouterr().out
+    assert "Step 1" in printed and "variety" in printed
+    assert printed.count("Count to") == rows
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_log_completions_prints_nothing_when_limit_is_not_positive(
+    limit: int, tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = {"log_completions": True, "num_completions_to_print": limit}
+    assert make_trainer(tmp_path, model, max_steps=1, **fields).train().global_step == 1
+    assert "Step 1" not in capsys.readouterr().out
 
 
 def test_step_counts_optimizer_updates(tmp_path: Path, model: str) -> None:
@@ -80,8 +111,9 @@ def test_train_starts_over_unless_it_resumes(tmp_path: Path, model: str) -> None
     again.train(resume_from_checkpoint=True)
     assert [entry["step"] for entry in again.state.log_history] == [3, 3]
     fresh = make_trainer(tmp_path, model)
-    fresh.train()
-    assert [entry["step"] for entry in fresh.state.log_history] == [1, 2, 2]
+    for _ in range(2):
+        fresh.train()
+        assert [entry["step"] for entry in fresh.state.log_history] == [1, 2, 2]
 
 
 def test_resume_is_rejected_when_there_is_no_checkpoint(tmp_path: Path, model: str) -> None:
@@ -103,6 +135,29 @@ def test_callback_stops_the_run(tmp_path: Path, model: str) -> None:
     trainer = make_trainer(tmp_path, model, max_steps=500, callbacks=[Stop()])
     assert trainer.train().global_step < 500
     assert events[:2] == ["begin", "log 1"]
+
+
+def test_flag_without_effect_is_reported_once_per_callback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Saves:
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_save = True
+
+    class Evaluates:
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            assert not control.should_save
+            control.should_evaluate = True
+
+    callbacks = Callbacks([Saves(), Evaluates()], GRPOConfig(str(tmp_path)), TrainerState())
+    for _ in range(2):
+        callbacks.fire("on_step_end")
+    assert [record.getMessage() for record in caplog.records] == [
+        "callback Saves set control.should_save, which has no effect; set save_steps",
+        "callback Evaluates set control.should_evaluate, which has no effect; "
+        "set eval_strategy and eval_steps",
+    ]
+    assert not callbacks.stop_requested
 
 
 def test_callback_is_rejected_when_its_event_never_comes(tmp_path: Path, model: str) -> None:
@@ -178,11 +233,17 @@ def test_argument_without_counterpart_is_rejected_by_name(argument: str, value: 
 
 @pytest.mark.parametrize(
     ("rows", "problem"),
-    [([], "no rows"), ([{"question": "?"}], "no column 'prompt', but question")],
+    [
+        ([], "no rows"),
+        ([{"question": "?"}], "no column 'prompt', but question"),
+        ({"train": [{"prompt": "?"}]}, "has the splits 'train'; pass one of them"),
+    ],
 )
-def test_dataset_without_prompts_is_rejected(tmp_path: Path, rows: Any, problem: str) -> None:
+def test_dataset_without_prompts_is_rejected(
+    tmp_path: Path, model: str, rows: Any, problem: str
+) -> None:
     with pytest.raises(ConfigError, match=problem):
-        make_trainer(tmp_path, "model", train_dataset=rows).train()
+        make_trainer(tmp_path, model, train_dataset=rows).train()
 
 
 def test_several_processes_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,6 +260,24 @@ def test_eval_strategy_evaluates_during_training(tmp_path: Path, model: str) -> 
     entries = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
     assert [entry["step"] for entry in entries] == list(range(trainer.state.global_step + 1))
     assert all(entry["eval_rewards/variety/mean"] > 0 for entry in entries)
+
+
+def test_prompts_of_evaluation_may_be_longer_than_those_of_training(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Started(Exception):
+        """The run has begun with the settings."""
+
+    def steps(evaluation_data: list[dict[str, Any]], **settings: Any) -> None:
+        longest = len(trainer.processing_class(evaluation_data[0]["prompt"])["input_ids"])
+        assert settings["data.max_prompt_length"] == longest
+        raise Started
+
+    monkeypatch.setattr("paceline.steps", steps)
+    rows = [{"prompt": ROWS[0]["prompt"] * 9}]
+    trainer = make_trainer(tmp_path, model, eval_dataset=rows, eval_strategy="steps")
+    with pytest.raises(Started):
+        trainer.train()
 
 
 def test_eval_strategy_needs_dataset(tmp_path: Path, model: str) -> None:

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 
 from paceline.config import RunConfig, load_config
 from paceline.errors import ConfigError
@@ -132,10 +131,20 @@ def test_schedule_is_counted_in_train_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bf16", "dtype"),
-    [(None, "bfloat16" if torch.cuda.is_available() else "float32"), (False, "float32")],
+    ("bf16", "gpu", "fast", "dtype"),
+    [
+        (None, True, False, "bfloat16"),
+        (None, False, True, "bfloat16"),
+        (None, False, False, "float32"),
+        (False, True, True, "float32"),
+        (True, False, False, "bfloat16"),
+    ],
 )
-def test_bf16_selects_dtype(bf16: bool | None, dtype: str) -> None:
+def test_bf16_selects_dtype(
+    bf16: bool | None, gpu: bool, fast: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    monkeypatch.setattr("paceline.trl.translate.has_fast_bfloat16", lambda: fast)
     assert translated(bf16=bf16).train.dtype == dtype
 
 
