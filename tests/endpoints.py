@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from functools import cache
 from typing import Any
 
+import aiohttp
 import numpy as np
 from aiohttp import web
 
@@ -16,6 +17,8 @@ from paceline.types import Completion, Finish, Prompt, Sampling, Trajectory, Tur
 from tests.chat_templates import END, chat_tokenizer
 
 LIMITS = Limits(max_turns=64, max_length=20_000, timeout_s=30.0)
+PROMPT = Prompt("q", (1,), "", {"prompt": "What is it?"})
+USER = {"role": "user", "content": "What is it?"}
 tokenizer_of = cache(chat_tokenizer)
 
 
@@ -86,11 +89,29 @@ def episode(play: Callable[..., Any], engine: Engine, **options: Any) -> Traject
     async def run() -> Trajectory:
         agent = program(play, engine, **options)
         try:
-            return await agent.run(Prompt("q", (1,), "", {"prompt": "What is it?"}), engine)
+            return await agent.run(PROMPT, engine)
         finally:
             await agent.close()
 
     return asyncio.run(run())
+
+
+async def ask(client: Any, messages: list[Any], **options: Any) -> Any:
+    """Ask for a chat completion with the client of `openai`."""
+    return await client.chat.completions.create(model="policy", messages=messages, **options)
+
+
+async def post(
+    env: dict[str, str], body: bytes, path: str = "/chat/completions"
+) -> tuple[int, Any]:
+    """Send a body as a plain client does; return the status and the JSON of the reply."""
+    headers = {"Authorization": f"Bearer {env['OPENAI_API_KEY']}"}
+    url = env["OPENAI_BASE_URL"] + path
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.post(url, data=body) as reply,
+    ):
+        return reply.status, await reply.json()
 
 
 def rows_of(trajectory: Trajectory) -> list[list[Turn]]:

@@ -26,6 +26,7 @@ from paceline.environment.conversation import Limits
 from paceline.environment.protocol import Generate
 from paceline.environment.token_stream import Tokens
 from paceline.environment.tools import in_thread
+from paceline.environment.user_code import is_failure
 from paceline.errors import ConfigError, PacelineError, RolloutError
 from paceline.plugins import Plugin, PluginError, accepted
 from paceline.reward.function import RewardFunctionError, as_optional_reward
@@ -98,7 +99,9 @@ class AgentProgram:
             returned = await self._call(server, key, prompt)
         except PacelineError:
             raise
-        except Exception as error:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             # A program may raise because of a limit: that ends the episode and is not its failure.
             if session.failure is None and session.end is None:
                 raise self._raised(prompt, error) from error
@@ -149,7 +152,7 @@ class AgentProgram:
         reward = named.pop("reward")
         return reward, {name: float(value) for name, value in named.items() if value is not None}
 
-    def _raised(self, prompt: Prompt, error: Exception) -> RolloutError:
+    def _raised(self, prompt: Prompt, error: BaseException) -> RolloutError:
         frames = traceback.extract_tb(error.__traceback__)
         code = getattr(inspect.unwrap(self._play), "__code__", None)
         own = [frame for frame in frames if code and frame.filename == code.co_filename]
@@ -201,5 +204,6 @@ def _make_client(url: str, is_async: bool) -> Any:
 
 def _variables(url: str, key: str) -> dict[str, str]:
     """Return the variables by which OpenAI clients of other processes find the endpoint."""
-    direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), HOST)))
-    return {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "NO_PROXY": direct}
+    names = ("NO_PROXY", "no_proxy")  # clients read one or the other
+    direct = ",".join(filter(None, (*map(os.environ.get, names), HOST)))
+    return {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, **dict.fromkeys(names, direct)}

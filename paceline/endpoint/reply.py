@@ -92,6 +92,6 @@ class Reply:
 
 
 def event(data: dict[str, Any] | str) -> bytes:
-    """Return a server-sent event."""
-    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+    """Return a server-sent event. JSON is ASCII: a name may contain a lone surrogate."""
+    text = data if isinstance(data, str) else json.dumps(data)
     return f"data: {text}\n\n".encode()

@@ -168,13 +168,21 @@ class ChatRequest(Bookkeeping):
 
 def read_request(body: bytes) -> ChatRequest:
     """Parse and check a request. Raises RequestError that names the field."""
+    return read_chat(read_object(body))
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """Return the JSON object of a body, without fields that are null: they have no value.
+
+    Raises RequestError.
+    """
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise RequestError(400, f"the body is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise RequestError(400, "the body is not a JSON object")
-    return read_chat(fields)
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def read_chat(fields: Mapping[str, Any]) -> ChatRequest:

@@ -4,7 +4,6 @@ A client sends the whole input again. The items of a response become one assista
 request that returns them continues the conversation with exact tokens, as in chat completions.
 """
 
-import json
 import secrets
 import time
 from typing import Annotated, Any, Literal
@@ -18,6 +17,7 @@ from paceline.endpoint.request import (
     RequestError,
     first_problem,
     read_chat,
+    read_object,
 )
 from paceline.endpoint.session import Choice
 
@@ -44,11 +44,9 @@ class ResponsesRequest(Bookkeeping):
 def read_responses_request(body: bytes) -> ChatRequest:
     """Return a request of the Responses API as one for a chat completion. Raises RequestError."""
     try:
-        asked = ResponsesRequest.model_validate(json.loads(body))
+        asked = ResponsesRequest.model_validate(read_object(body))
     except ValidationError as failed:
         raise first_problem(failed) from None
-    except (ValueError, RecursionError) as error:
-        raise RequestError(400, f"the body is not JSON: {error}") from None
     fields = {
         "model": asked.model,
         "messages": _messages(asked),

@@ -67,7 +67,7 @@ class EndpointServer:
 
     async def close(self) -> None:
         self._listener.close()
-        for session in self._sessions.values():
+        for session in list(self._sessions.values()):  # an episode may end meanwhile
             await session.close()
         for timer in self._strangers.values():
             timer.cancel()

@@ -84,11 +84,14 @@ class Session:
         self._left, self._keep = max_completions, keep
         self._branches = Branches()
         self._running: set[asyncio.Task[Any]] = set()
+        self._closed = False
         self.failure: PacelineError | None = None
         self.end: End | None = None  # the limit that a request exceeded
 
     async def complete(self, request: ChatRequest) -> tuple[Start, list[Choice]]:
         """Generate the completions of a request. Raises RequestError."""
+        if self._closed:  # while the body of the request arrived
+            raise _ended()
         self._model.check(request)
         start = self._start(request)
         self._take_turns(request)
@@ -109,7 +112,8 @@ class Session:
         return Trajectory(turns, self._branches.text, reward, details, self.end or End.DONE)
 
     async def close(self) -> None:
-        """Abort the requests that are still in progress."""
+        """Abort the requests that are still in progress, and reject later ones."""
+        self._closed = True
         for task in list(self._running):
             task.cancel()
         if self._running:
@@ -151,7 +155,7 @@ class Session:
         finally:
             task.cancel()
         if task.cancelled():
-            raise RequestError(401, "the episode has ended", code="invalid_api_key")
+            raise _ended()
         return task.result()
 
     async def _generate(self, start: Start, request: ChatRequest) -> list[Completion]:
@@ -207,6 +211,10 @@ class Session:
         else:
             branch = Branch(start, completion, text, b"")
         return Choice(message, "tool_calls" if calls else reason, completion, branch)
+
+
+def _ended() -> RequestError:
+    return RequestError(401, "the episode has ended", code="invalid_api_key")
 
 
 def _before_stop(text: str, stops: tuple[str, ...]) -> str:

@@ -1,7 +1,6 @@
 """Runs in which a program with an OpenAI client is the environment."""
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,9 @@ from paceline.errors import ConfigError, RewardError
 from paceline.run import train
 from tests.audits import assert_consistent
 from tests.endpoints import said, served
-from tests.small_runs import SEPARATE, SMALL
+from tests.small_runs import SEPARATE, SMALL, steps_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agent_openai.py"
-
-
-def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +28,7 @@ def test_run_trains_on_episodes_of_openai_client(
     chosen += [f"rollout.agent={EXAMPLE}:play", "data.max_prompt_length=64"]
     asyncio.run(train(load_config(None, chosen)))
     assert_consistent(tmp_path)
-    for row in metrics(tmp_path):
+    for row in steps_of(tmp_path):
         assert row["episode/end_done"] == 1 and row["episode/turns_mean"] > 1
         assert row["reward/mean"] <= 1, "reward.function was used although there are rewards"
 
@@ -42,7 +37,7 @@ def test_run_trains_on_episodes_of_openai_client(
 def test_model_learns_from_rewards_of_agent_program(tmp_path: Path) -> None:
     chosen = [f"run_dir={tmp_path}", f"rollout.agent={EXAMPLE}:play", "steps=30"]
     asyncio.run(train(load_config("hybrid", chosen)))
-    rewards = [row["reward/mean"] for row in metrics(tmp_path)]
+    rewards = [row["reward/mean"] for row in steps_of(tmp_path)]
     assert sum(rewards[:3]) / 3 < 0.5 and sum(rewards[-5:]) / 5 > 0.7
 
 
@@ -86,7 +81,7 @@ def test_run_trains_on_scores_of_judge(model: str, tmp_path: Path) -> None:
 
     asyncio.run(run())
     assert_consistent(tmp_path)
-    assert all(0 <= row["reward/mean"] <= 1 for row in metrics(tmp_path))
+    assert all(0 <= row["reward/mean"] <= 1 for row in steps_of(tmp_path))
     assert (tmp_path / "judge.jsonl").read_text().count("number") > 1
 
 

@@ -3,30 +3,31 @@
 import asyncio
 import json
 import random
-import subprocess
-import sys
 from typing import Any
 
-import aiohttp
 import openai
 import pytest
 
 from paceline.endpoint import server
-from paceline.endpoint.agent import AgentProgram
-from paceline.environment.conversation import Limits
-from paceline.errors import RolloutError
-from paceline.types import End, Prompt, Sampling
+from paceline.endpoint.agent import AgentProgram, RunModel
+from paceline.endpoint.request import RequestError, read_chat
+from paceline.endpoint.session import Chat, Session
+from paceline.types import End, Sampling
 from tests.chat_templates import TEMPLATES
-from tests.endpoints import LIMITS, Engine, assert_exact, episode, program, rows_of
+from tests.endpoints import (
+    LIMITS,
+    PROMPT,
+    USER,
+    Engine,
+    ask,
+    assert_exact,
+    episode,
+    post,
+    rows_of,
+)
 
-PROMPT = Prompt("q", (1,), "", {"prompt": "What is it?"})
-USER = {"role": "user", "content": "What is it?"}
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-
-
-async def ask(client: Any, messages: list[Any], **options: Any) -> Any:
-    return await client.chat.completions.create(model="policy", messages=messages, **options)
 
 
 def test_conversation_is_one_row_of_exact_tokens() -> None:
@@ -153,6 +154,15 @@ def test_unreadable_call_is_text_and_choice_none_reads_no_calls() -> None:
     episode(play, Engine("<tool_call>{oops</tool_call>", CALL, template="chatml with tools"))
 
 
+def test_stream_is_complete_when_name_is_not_valid_text() -> None:
+    async def play(client: Any) -> None:
+        message = await streamed(client, [USER], tools=[ADD])
+        assert message["tool_calls"][0]["function"]["arguments"] == "{}"
+
+    engine = Engine(r'<tool_call>{"name": "\ud800"}</tool_call>', template="chatml with tools")
+    assert len(episode(play, engine).turns) == 1
+
+
 def test_options_of_request_shape_the_reply() -> None:
     async def play(client: Any) -> None:
         reply = await ask(client, [USER], stop=["END"], logprobs=True)
@@ -170,6 +180,14 @@ def test_options_of_request_shape_the_reply() -> None:
     assert_exact(trajectory, engine)
     assert len(rows_of(trajectory)) == 4
     assert engine.asked[0]["stop"] == ("END",) and engine.asked[1]["max_new_tokens"] == 3
+
+
+def test_field_without_value_is_accepted() -> None:
+    async def play(client: Any) -> None:
+        await ask(client, [USER], audio=None, reasoning_effort=None, temperature=None)
+        await client.responses.create(model="policy", input="?", reasoning=None, text=None)
+
+    assert len(episode(play, Engine()).turns) == 2
 
 
 @pytest.mark.parametrize(
@@ -214,18 +232,6 @@ def test_bad_request_is_rejected_with_name_of_field(field: str, options: dict[st
     episode(play, Engine())
 
 
-async def post(
-    env: dict[str, str], body: bytes, path: str = "/chat/completions", key: str | None = None
-) -> tuple[int, Any]:
-    headers = {"Authorization": f"Bearer {key or env['OPENAI_API_KEY']}"}
-    url = env["OPENAI_BASE_URL"] + path
-    async with (
-        aiohttp.ClientSession(headers=headers) as session,
-        session.post(url, data=body) as reply,
-    ):
-        return reply.status, await reply.json()
-
-
 def test_wrong_key_body_and_path_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_BODY", 2000)
 
@@ -239,8 +245,9 @@ def test_wrong_key_body_and_path_are_rejected(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(openai.NotFoundError, match="POST /v1/chat/completions"):
             await client.embeddings.create(model="policy", input="hello")
         for body, problem in ((b"{", "is not JSON"), (b"[]", "is not a JSON object")):
-            status, reply = await post(env, body)
-            assert status == 400 and problem in reply["error"]["message"]
+            for path in ("/chat/completions", "/responses"):
+                status, reply = await post(env, body, path)
+                assert status == 400 and problem in reply["error"]["message"]
         await ask(client, [USER])
 
     episode(play, Engine())
@@ -297,170 +304,50 @@ def test_bad_responses_request_is_rejected_with_name_of_field(
     episode(play, Engine())
 
 
-def test_key_ends_with_its_episode() -> None:
-    kept: list[dict[str, str]] = []
-
-    async def play(client: Any, env: dict[str, str]) -> None:
-        kept.append(env)
-        await ask(client, [USER])
-        if len(kept) == 2:
-            status, reply = await post(kept[0], json.dumps({"messages": [USER]}).encode())
-            assert (status, reply["error"]["code"]) == (401, "invalid_api_key")
+def test_request_is_rejected_when_episode_ends_while_its_body_arrives() -> None:
+    engine = Engine()
+    model = RunModel(engine, Sampling(8), LIMITS.max_length)
+    request = read_chat({"model": "policy", "messages": [USER]})
 
     async def run() -> None:
-        engine = Engine()
-        agent = program(play, engine)
-        for _ in range(2):
-            await agent.run(PROMPT, engine)
-        await agent.close()
+        session = Session(Chat(engine.tokenizer), model)
+        await session.close()
+        with pytest.raises(RequestError, match="the episode has ended"):
+            await session.complete(request)
 
     asyncio.run(run())
+    assert not engine.asked
 
 
-def test_completion_is_aborted_and_not_trained_when_client_disconnects() -> None:
+def test_server_closes_when_episode_ends_meanwhile() -> None:
     engine = Engine()
-
-    async def play(client: Any) -> None:
-        engine.hold = asyncio.Event()
-        request = asyncio.create_task(ask(client, [USER], stream=True))
-        await engine.holding.wait()
-        request.cancel()
-        while not engine.cancelled:
-            await asyncio.sleep(0.01)
-        engine.hold = None
-        await ask(client, [USER])
-
-    trajectory = episode(play, engine)
-    assert len(trajectory.turns) == 1
-    assert_exact(trajectory, engine)
-
-
-def test_requests_in_progress_are_aborted_when_program_returns() -> None:
-    engine = Engine()
-    late: list[Any] = []
-
-    async def play(client: Any) -> None:
-        await ask(client, [USER])
-        engine.hold = asyncio.Event()
-        late.append(asyncio.create_task(ask(client, [USER])))
-        await engine.holding.wait()
+    model = RunModel(engine, Sampling(8), LIMITS.max_length)
 
     async def run() -> None:
-        agent = program(play, engine)
-        trajectory = await agent.run(PROMPT, engine)
-        assert engine.cancelled == 1 and len(trajectory.turns) == 1
-        with pytest.raises(openai.AuthenticationError, match="episode has ended"):
-            await late[0]
-        await agent.close()
+        served = server.EndpointServer("policy")
+        await served.start()
+
+        class Ending(Session):
+            async def close(self) -> None:
+                await served.end(other)
+
+        served.open(Ending(Chat(engine.tokenizer), model))
+        other = served.open(Session(Chat(engine.tokenizer), model))
+        await served.close()
 
     asyncio.run(run())
-
-
-def test_engine_failure_fails_episode_even_if_program_hides_it() -> None:
-    class Broken(Engine):
-        async def __call__(self, context: Any, **limits: Any) -> Any:
-            raise RolloutError("the engine is gone")
-
-    async def play(client: Any) -> float:
-        with pytest.raises(openai.InternalServerError, match="the engine is gone"):
-            await ask(client, [USER])
-        return 1.0
-
-    with pytest.raises(RolloutError, match=r"^the engine is gone"):
-        episode(play, Broken())
-
-
-@pytest.mark.parametrize(
-    ("limits", "end", "code"),
-    [
-        (Limits(2, 20_000, 30.0), End.TURNS, "max_turns"),
-        (Limits(64, 60, 30.0), End.CONTEXT, "context_length_exceeded"),
-    ],
-)
-def test_limit_ends_episode_with_its_reason(limits: Limits, end: End, code: str) -> None:
-    codes = []
-
-    async def play(client: Any) -> float:
-        messages: list[Any] = [USER]
-        while True:
-            try:
-                reply = await ask(client, messages)
-            except openai.BadRequestError as error:
-                codes.append(error.code)
-                raise
-            messages += [reply.choices[0].message, {"role": "user", "content": "again, please"}]
-
-    engine = Engine()
-    trajectory = episode(play, engine, limits=limits)
-    assert (trajectory.end, trajectory.reward, codes) == (end, None, [code])
-    assert_exact(trajectory, engine)
-
-
-def test_greedy_run_accepts_every_temperature() -> None:
-    async def play(client: Any) -> None:
-        await ask(client, [USER], temperature=0.3, top_p=0.5)
-
-    episode(play, Engine(), sampling=Sampling(64, temperature=0.0))
-
-
-def test_plain_function_runs_in_thread_with_plain_client() -> None:
-    def play(client: openai.OpenAI, row: dict[str, Any]) -> dict[str, float]:
-        reply = client.chat.completions.create(model="policy", messages=[USER])
-        assert isinstance(client, openai.OpenAI)
-        return {"reward": 1, "length": len(reply.choices[0].message.content or "")}
-
-    trajectory = episode(play, Engine("four"))
-    assert (trajectory.reward, trajectory.details) == (1.0, {"length": 4.0})
-
-
-def test_separate_program_finds_endpoint_by_environment_variables() -> None:
-    code = (
-        "from openai import OpenAI\n"
-        "message = {'role': 'user', 'content': 'hello'}\n"
-        "reply = OpenAI().chat.completions.create(model='policy', messages=[message])\n"
-        "print(reply.choices[0].message.content)\n"
-    )
-
-    def play(env: dict[str, str]) -> None:
-        result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True)
-        assert result.stdout == b"from the engine\n", result.stderr
-
-    assert episode(play, Engine("from the engine")).text == "from the engine"
-
-
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [("good", "returned 'good'"), (float("nan"), "returned nan"), (ValueError("no"), "no")],
-)
-def test_program_fails_its_trajectory_when_it_raises_or_returns_no_number(
-    result: Any, message: str
-) -> None:
-    async def play(client: Any) -> Any:
-        await ask(client, [USER])
-        if isinstance(result, Exception):
-            raise result
-        return result
-
-    with pytest.raises(RolloutError, match=f"prompt 'q'.*{message}") as failed:
-        episode(play, Engine())
-    assert not isinstance(result, Exception) or "test_endpoint.py:" in str(failed.value)
-
-
-def test_program_without_completion_fails_its_trajectory() -> None:
-    with pytest.raises(RolloutError, match="ended without a completion"):
-        episode(lambda row: 1.0, Engine())
 
 
 def test_connection_without_key_ends_and_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 3)
-    monkeypatch.setattr(server, "STRANGER_TIMEOUT_S", 30.0)
+    monkeypatch.setattr(server, "STRANGER_TIMEOUT_S", 300.0)
 
     async def run() -> None:
         engine = Engine()
         endpoint = server.EndpointServer("policy")
         await endpoint.start()
         silent = [await asyncio.open_connection(server.HOST, endpoint.port) for _ in range(4)]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert await silent[0][0].read() == b"", "the oldest connection did not give way"
         agent = AgentProgram("agent", play, engine.tokenizer, Sampling(64), LIMITS)
         agent._server = endpoint
@@ -468,7 +355,7 @@ def test_connection_without_key_ends_and_gives_way(monkeypatch: pytest.MonkeyPat
         await agent.run(PROMPT, engine)
         monkeypatch.setattr(server, "STRANGER_TIMEOUT_S", 0.05)
         late = await asyncio.open_connection(server.HOST, endpoint.port)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert await late[0].read() == b"", "a silent connection stays"
         for _, writer in [*silent, late]:
             writer.close()
