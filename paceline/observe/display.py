@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from shlex import quote
 from typing import Any
 
 from rich.console import Console
@@ -25,6 +26,7 @@ from rich.text import Text
 
 from paceline.loop import Metrics
 from paceline.observe.device_time import describe, describe_metrics
+from paceline.observe.rollout_busy import RolloutBusy
 from paceline.printable import printable
 from paceline.rollout.engine import EngineStats
 from paceline.types import Group
@@ -51,10 +53,10 @@ class Display:
         self._sample = ""
         self._queue_utilization = 0.0
         self._generated = 0  # tokens, by all engines
-        # Busy seconds of train, and tokens trained on, since the start. Later also the busy seconds
-        # of the engines ("rollout") and their age at that time ("age"), as last reported.
+        # Busy seconds of train, and tokens trained on, since the start.
         self._totals = {"train": 0.0, "tokens": 0.0}
         self._started = self._last_line = time.perf_counter()
+        self._rollout_busy = RolloutBusy(self._started, synchronous=max_staleness == 0)
         self._window = deque([(self._started, dict(self._totals))])  # totals at the ends of steps
         self._rates: dict[str, float] = {}
         self._progress = Progress(
@@ -90,7 +92,8 @@ class Display:
         self._progress.update(self._bar, completed=step)
         self._totals["train"] += metrics.get("train/busy_s", metrics["time/train_s"])
         self._totals["tokens"] += metrics["rollout/tokens"]
-        self._update_rates()
+        generating_s = metrics.get("time/wait_s", 0.0) + metrics.get("time/evaluate_s", 0.0)
+        self._update_rates(generating_s)
         prompt, completion = groups[0].prompt, groups[0].trajectories[0]
         text = prompt.row.get("prompt", prompt.text)
         self._sample = f"{text!r} → {completion.text.strip()!r}  reward {completion.total_reward:g}"
@@ -105,8 +108,8 @@ class Display:
             self._print(
                 f"step {step:4d}  reward {metrics['reward/mean']:.3f}{self._teacher_kl('  KL ')}"
                 f"  staleness {metrics['staleness/mean']:.1f} (max {metrics['staleness/max']:.0f})"
-                f"  queue {self._queue_utilization:.0%}  rollout busy {self._busy('rollout')}"
-                f"  train busy {self._busy('train')}  {self._tokens_per_s} tokens/s"
+                f"  queue {self._queue_utilization:.0%}{self._busy('rollout', '  rollout busy {}')}"
+                f"{self._busy('train', '  train busy {}')}  {self._tokens_per_s} tokens/s"
                 f"  remaining {timedelta(seconds=remaining)}{self._truncation_warning('  ')}"
             )
 
@@ -122,14 +125,11 @@ class Display:
         self._queue_utilization = queue_utilization
         self._generated = sum(e.tokens for e in engines)
         if engines:
-            report = {
-                "rollout": sum(e.busy_s for e in engines) / len(engines),
-                "age": sum(e.age_s for e in engines) / len(engines),
-            }
-            if "age" not in self._totals:
-                for _, totals in self._window:  # there is no earlier report to compare with
-                    totals.update(report)
-            self._totals |= report
+            self._rollout_busy.add_report(
+                sum(e.busy_s for e in engines) / len(engines),
+                sum(e.age_s for e in engines) / len(engines),
+                time.perf_counter(),
+            )
         if not self._live and time.perf_counter() - self._last_line > STATUS_INTERVAL_S:
             self._print(
                 f"still running: {self._generated:,} tokens generated, "
@@ -140,27 +140,21 @@ class Display:
         self._last_line = time.perf_counter()
         self._console.print(line, highlight=False, soft_wrap=True)
 
-    def _update_rates(self) -> None:
+    def _update_rates(self, generating_s: float) -> None:
         """Compute rates over whole steps, because alternating phases look idle or busy in shorter
         windows."""
         now = time.perf_counter()
         while len(self._window) > 1 and now - self._window[1][0] >= RATE_WINDOW_S:
             self._window.popleft()
         start, before = self._window[0]
-        # The last report of the engines may be older than this step, and so may be the one before
-        # the window: the rate is that between the two.
-        age_s = self._totals.get("age", 0.0) - before.get("age", 0.0)
-        seconds = {"train": now - start, "tokens": now - start, "rollout": age_s}
-        if len(self._window) == 1 and not self._max_staleness:
-            # The first report was before the step, and with max_staleness = 0 the engines have been
-            # idle since the last one.
-            seconds["rollout"] = now - start
-        # The busy time of a new engine starts at 0, so a difference can be negative.
-        self._rates = {
-            name: max(0.0, self._totals[name] - before[name]) / time_s
-            for name, time_s in seconds.items()
-            if name in self._totals and name in before and time_s > 0
-        }
+        self._rollout_busy.add_step(generating_s, now)
+        self._rates = {}
+        if now > start:
+            self._rates = {
+                name: (total - before[name]) / (now - start) for name, total in self._totals.items()
+            }
+        if (rollout := self._rollout_busy.fraction(start, now)) is not None:
+            self._rates["rollout"] = rollout
         self._window.append((now, dict(self._totals)))
 
     def _teacher_kl(self, prefix: str) -> str:
@@ -175,8 +169,9 @@ class Display:
             return ""
         return f"{prefix}{fraction:.0%} of completions truncated at rollout.max_response_length"
 
-    def _busy(self, name: str) -> str:
-        return f"{min(1.0, self._rates[name]):.0%}" if name in self._rates else "unknown"
+    def _busy(self, name: str, template: str) -> str:
+        """Return the text with the busy fraction in it; nothing if it is not known."""
+        return template.format(f"{min(1.0, self._rates[name]):.0%}") if name in self._rates else ""
 
     @property
     def _tokens_per_s(self) -> str:
@@ -201,11 +196,11 @@ class Display:
             "queue": _gauge(self._queue_utilization, f"{self._queue_utilization:.0%} full"),
             "rollout": _gauge(
                 self._rates.get("rollout", 0.0),
-                f"{self._busy('rollout')} busy   {self._tokens_per_s} tokens/s trained",
+                f"{self._busy('rollout', '{} busy   ')}{self._tokens_per_s} tokens/s trained",
             ),
             "train": _gauge(
                 self._rates.get("train", 0.0),
-                f"{self._busy('train')} busy   lr {m.get('train/lr', 0):.1e}",
+                f"{self._busy('train', '{} busy   ')}lr {m.get('train/lr', 0):.1e}",
             ),
         }
         if devices := describe_metrics(m):
@@ -266,7 +261,7 @@ def print_summary(console: Console, summary: dict[str, Any], run_dir: str) -> No
     }
     if replaced := summary.get("fleet", {}).get("replaced"):
         rows["rollout workers replaced"] = str(replaced)
-    rows |= {"run directory": run_dir, "samples": f"paceline samples {run_dir}"}
+    rows |= {"run directory": run_dir, "samples": f"paceline samples {quote(str(run_dir))}"}
     for name, value in rows.items():
         table.add_row(name, value)
     console.print(table)

@@ -5,6 +5,7 @@ A train step counts a forward and a backward pass over all tokens, once per epoc
 activations and other models' forward passes do not count. A CPU has no entry in the table.
 """
 
+import re
 from collections.abc import Sequence
 
 from paceline.model.shape import ModelShape
@@ -36,7 +37,9 @@ def peak_flops(gpu_name: str, dtype: str) -> float | None:
     """Return the operations per second of a GPU, or None if they are not known."""
     if dtype not in ("bfloat16", "float16"):
         return None
-    return next((peak for name, peak in PEAKS.items() if name in gpu_name), None)
+    # Whole words: an RTX A1000 is not an A100.
+    found = (peak for name, peak in PEAKS.items() if re.search(rf"\b{name}\b", gpu_name))
+    return next(found, None)
 
 
 def train_flops(shape: ModelShape, lengths: Sequence[int]) -> float:

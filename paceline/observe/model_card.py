@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ from paceline import __version__
 from paceline.config import RunConfig
 from paceline.data.prompts import RowSettings
 from paceline.printable import redacted
+from paceline.settings import Settings, open_settings
 from paceline.training.settings import TrainSettings
 
 MODEL_CARD = "README.md"
@@ -28,8 +29,6 @@ class CardConfig(Protocol):
     @property
     def train(self) -> TrainSettings: ...
 
-    def model_dump(self, *, mode: str = ..., exclude_defaults: bool = ...) -> dict[str, Any]: ...
-
 
 def write_model_card(folder: Path, card: str) -> None:
     (folder / MODEL_CARD).write_text(card, encoding="utf-8")
@@ -40,10 +39,12 @@ def model_card(
     step: int,
     reward: float | None,
     evaluation: Mapping[str, Any] | None = None,
+    given: Settings | None = None,
 ) -> str:
     """Return the card of the model after `step` train steps, the last of which got `reward`.
 
-    `evaluation`: the last one on held-out prompts.
+    `evaluation`: the last one on held-out prompts. `given`: the settings without those that
+    Paceline chose for the machine. Default: `config`.
     """
     algorithm = config.algorithm.name
     facts = {
@@ -60,13 +61,13 @@ def model_card(
     if teacher := config.algorithm.teacher:
         facts["Teacher"] = Path(teacher).name if Path(teacher).expanduser().exists() else teacher
     tags = ("reinforcement-learning", algorithm)
-    return card_text(config, "reinforcement learning", facts, tags)
+    return card_text(config, given or config, "reinforcement learning", facts, tags)
 
 
 def card_text(
-    config: CardConfig, method: str, facts: Mapping[str, str], tags: Sequence[str]
+    config: CardConfig, given: Settings, method: str, facts: Mapping[str, str], tags: Sequence[str]
 ) -> str:
-    """Return the card of a model that was trained with this method."""
+    """Return the card of a model that was trained with this method and these given settings."""
     model, lora = config.model, config.train.lora
     is_public = model.count("/") == 1 and not Path(model).expanduser().exists()
     base = model if is_public else Path(model).name
@@ -93,10 +94,12 @@ def card_text(
             "",
             "## Recipe",
             "",
-            "All settings that differ from their defaults:",
+            "All given settings that differ from their defaults:",
             "",
             "```",
-            *_settings(config.model_dump(mode="json", exclude_defaults=True)),
+            *_settings(
+                given.model_dump(mode="json", exclude_defaults=True), {*open_settings(given)}
+            ),
             "```",
             "",
         ]
@@ -111,12 +114,12 @@ def _evaluation_text(evaluation: Mapping[str, Any] | None) -> str:
     )
 
 
-def _settings(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def _settings(values: Mapping[str, Any], unset: Set[str], prefix: str = "") -> Iterator[str]:
     """Yield a line per setting. Directories of this machine are left out of paths."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from _settings(value, f"{prefix}{name}.")
-        elif prefix + name != "run_dir":
+            yield from _settings(value, unset, f"{prefix}{name}.")
+        elif prefix + name != "run_dir" and prefix + name not in unset:
             yield redacted(f"{prefix}{name}={_without_directory(value)}")
 
 

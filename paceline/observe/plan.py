@@ -45,7 +45,7 @@ async def _checked(config: RunConfig) -> Layout:
     agent = open_agent(config, inputs)
     layout = await plan_that_fits(config, inputs.model_path)
     async with AsyncExitStack() as stack:
-        await start_agent(stack, agent)
+        await start_agent(stack, layout.config, agent)
         await open_scorer(stack, layout.config, inputs, agent=agent)
     return layout
 

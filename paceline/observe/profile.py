@@ -39,7 +39,12 @@ class StepProfile:
         """Stop if the run ends early, and wait for the files."""
         self._stop()
         if not self._written:
-            log.warning("profile_steps: this run did not train steps %s", self._span)
+            log.warning(
+                "profile_steps: this run did not train step %d, the first of steps %s, so it "
+                "recorded none of them",
+                self._steps.start,
+                self._span,
+            )
             return
         done, late = await asyncio.wait(self._written, timeout=TIMEOUT_S)
         failed = [reply for reply in done if reply.cancelled() or reply.exception()]

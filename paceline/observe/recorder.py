@@ -8,6 +8,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -153,12 +154,12 @@ class Recorder:
         self._sinks.log_summary(summary)
 
     def close(self) -> None:
-        self._file.close()
-        self._samples.close()
-        self._distributions.close()
-        self._sinks.close()
-        if self._trace:
-            self._trace.close()
+        """Close every part, also if a full disk lets one of them fail."""
+        with ExitStack() as stack:  # it starts with the last one
+            if self._trace:
+                stack.callback(self._trace.close)
+            for part in (self._sinks, self._distributions, self._samples, self._file):
+                stack.callback(part.close)
 
     def summary(
         self, *, sync_s: Sequence[float], ledger: dict[str, Any], memory_peak_bytes: int

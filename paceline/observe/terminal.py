@@ -39,15 +39,17 @@ class DeviceLines(logging.Handler):
     def __init__(self, console: Console) -> None:
         super().__init__(logging.INFO)
         self._console = console
-        self._loggers = [logging.getLogger(part.__name__) for part in (hardware, gguf_cache)]
+        loggers = [logging.getLogger(part.__name__) for part in (hardware, gguf_cache)]
+        self._levels = {logger: logger.level for logger in loggers}  # before
 
     def __enter__(self) -> None:
-        for logger in self._loggers:
+        for logger in self._levels:
             logger.setLevel(logging.INFO)
             logger.addHandler(self)
 
     def __exit__(self, *_: object) -> None:
-        for logger in self._loggers:
+        for logger, level in self._levels.items():
+            logger.setLevel(level)
             logger.removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -99,17 +99,24 @@ class RunReader:
     def description(self) -> Row:
         """Return what is small: name, state, settings, summary, workers and warnings."""
         workers, running = self._workers()
-        summary = read_json(self.run_dir / "summary.json")
+        summary = {} if running else self._summary()
         state = "running" if running else "finished" if summary else "stopped"
         return {
             "name": self.run_dir.resolve().name,
             "path": str(self.run_dir),
             "state": state,
             "config": flat(read_json(self.run_dir / "config.json")),
-            "summary": {} if running else flat(summary),
+            "summary": flat(summary),
             "workers": workers,
             "warnings": warnings(self.run_dir / "logs" / "main.log"),
         }
+
+    def _summary(self) -> Row:
+        """Return the summary, unless it is that of an earlier part of the run."""
+        summary = read_json(self.run_dir / "summary.json")
+        with self._lock:
+            last = self._columns["step"][-1:]
+        return summary if not last or last == [summary.get("steps")] else {}
 
     def group(self, number: int) -> Row | None:
         """Return the saved group of an entry of the index."""

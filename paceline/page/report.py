@@ -29,7 +29,7 @@ MAX_READ = 20  # times the limit of samples that may be read to find small enoug
 def write_report(run_dirs: Sequence[Path], target: Path) -> None:
     """Write the report of one or more runs, side by side."""
     html = document({"runs": [_run(run_dir, len(run_dirs)) for run_dir in run_dirs]})
-    temporary = target.with_suffix(".tmp")
+    temporary = target.parent / f".{target.name}.tmp"  # no name that a user would choose
     try:
         temporary.write_text(html, encoding="utf-8")
         temporary.replace(target)
@@ -72,7 +72,7 @@ def _run(run_dir: Path, runs: int) -> Row:
 
 
 def _metrics(columns: dict[str, list[Any]], limit: int) -> tuple[dict[str, list[Any]], int]:
-    """Return the columns, as means of so many steps that they fit, and that number of steps."""
+    """Return the columns, as means of enough steps to fit the limit, and that number of steps."""
     every = _size(columns) // limit + 1
     if every == 1:
         return columns, 1
@@ -91,7 +91,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _merged(rows: Sequence[Row], limit: int) -> list[Row]:
-    """Return the distributions, of so many steps together that they fit."""
+    """Return the distributions, with enough steps summed to fit the limit."""
     every = _size(rows) // limit + 1
     return [_sum(rows[at : at + every]) for at in range(0, len(rows), every)]
 

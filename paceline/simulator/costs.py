@@ -26,6 +26,8 @@ class CostModel(Settings):
     """Seconds of a train step, independent of the batch: optimizer, communication, messages."""
     train_token_s: float = Field(6.6e-6, ge=0)
     """Seconds per token of prompts and completions on one training device. Devices divide them."""
+    train_context_s: float = Field(0.0, ge=0)
+    """Seconds that a token adds per token before it in its row: attention of long rows."""
     critic_factor: float = Field(1.0, ge=0)
     """Cost of training the critic relative to the actor, if there is one."""
     publish_s: float = Field(0.0, ge=0)
@@ -39,6 +41,11 @@ class CostModel(Settings):
     overlap_train = 2: no gain over alternating."""
     overlap_train: float = Field(2.0, ge=1)
     """Slowdown of training while the same device generates."""
+    pool_decode: float = Field(1.0, ge=1)
+    """Slowdown of generation while a separate pool of the same machine trains: pools share memory
+    bandwidth, and on CPUs the cores."""
+    pool_train: float = Field(1.0, ge=1)
+    """Slowdown of training while a separate pool of the same machine generates."""
     turns: int = Field(1, ge=1)
     """Generations per trajectory. The lengths are those of one generation."""
     environment_s: str = "fixed:0"
@@ -66,8 +73,12 @@ class CostModel(Settings):
         root = math.sqrt(linear * linear + 2 * growth * seconds)
         return math.ceil(2 * seconds / (linear + root))
 
-    def train_s(self, tokens: int, devices: int, factor: float = 1.0) -> float:
-        return factor * (self.train_step_s + self.train_token_s * tokens / devices)
+    def train_s(
+        self, tokens: float, devices: int, factor: float = 1.0, context: float = 0.0
+    ) -> float:
+        """Return the seconds of a train step. `context`: the tokens before each token, summed."""
+        all_s = self.train_token_s * tokens + self.train_context_s * context
+        return factor * (self.train_step_s + all_s / devices)
 
     def _step_s(self, sequences: int, context: int) -> float:
         return (
@@ -79,7 +90,7 @@ class CostModel(Settings):
 
 def read_costs(path: Path) -> CostModel:
     try:
-        return CostModel.model_validate_json(path.read_text(encoding="utf-8"))
+        return CostModel.model_validate_json(path.read_bytes())
     except OSError as error:
         raise ConfigError(
             f"--costs {path} cannot be read: {error.strerror}; expected a JSON file, for example "

@@ -56,7 +56,14 @@ def fit_decode(points: Sequence[tuple[int, int, float]]) -> Fit:
     return fit_line([(1, n, context) for n, context, _ in points], [s for *_, s in points])
 
 
-def fit_tokens(points: Sequence[tuple[int, float]], constant: bool = True) -> Fit:
+def fit_tokens(points: Sequence[tuple[int, float]]) -> Fit:
     """Fit a constant and a cost per token to points (tokens, seconds)."""
-    rows = [(1, tokens) if constant else (tokens,) for tokens, _ in points]
-    return fit_line(rows, [seconds for _, seconds in points])
+    return fit_line([(1, tokens) for tokens, _ in points], [seconds for _, seconds in points])
+
+
+def fit_train(points: Sequence[tuple[int, int, float]]) -> Fit:
+    """Fit train steps, measured as (tokens, tokens before each of them, seconds).
+
+    The coefficients are train_step_s, train_token_s and train_context_s.
+    """
+    return fit_line([(1, tokens, before) for tokens, before, _ in points], [s for *_, s in points])

@@ -10,12 +10,20 @@ def limit_steps_per_s(scenario: Scenario) -> float:
     """Return the steps per second of engines with full slots and a trainer that never wait."""
     costs, rows = scenario.costs, scenario.groups_per_step * scenario.group_size
     prefill_s = costs.prefill_token_s * scenario.groups_per_step * scenario.prompt_tokens
-    generate_s = (rows * costs.turns * _completion_s(scenario) + prefill_s) / scenario.engines
+    made = scenario.groups_per_step * scenario.generated * costs.turns
+    generate_s = (made * _completion_s(scenario) + prefill_s) / scenario.engines
     tokens = rows * (scenario.prompt_tokens + costs.turns * scenario.lengths.mean)
-    train_s = costs.train_s(round(tokens), scenario.train_devices)
+    lengths, prompt = scenario.lengths, scenario.prompt_tokens  # a row has one turn or several
+    squares = (
+        prompt**2
+        + 2 * prompt * costs.turns * lengths.mean
+        + costs.turns * (lengths.mean_square + (costs.turns - 1) * lengths.mean**2)
+    )
+    context = rows * squares / 2
+    train_s = costs.train_s(tokens, scenario.train_devices, context=context)
     if scenario.has_critic:
         devices = scenario.critic_devices or scenario.train_devices
-        critic_s = costs.train_s(round(tokens), devices, costs.critic_factor)
+        critic_s = costs.train_s(tokens, devices, costs.critic_factor, context)
         train_s = max(train_s, critic_s) if scenario.critic_devices else train_s + critic_s
     if scenario.shared:
         step_s = generate_s + train_s

@@ -161,7 +161,8 @@ def compare_modes(
         prompt_tokens=prompt_tokens or max(1, config.data.max_prompt_length // 2),
         steps=steps or config.steps,
         groups_per_step=config.groups_per_step,
-        group_size=config.group_size + config.algorithm.needs_greedy_baseline,
+        group_size=config.group_size,
+        greedy_baseline=config.algorithm.needs_greedy_baseline,
         engine_devices=size,
         has_critic=config.algorithm.needs_critic,
         max_queue_size=config.queue.max_queue_size,
@@ -254,7 +255,7 @@ def _settings(config: RunConfig, scenario: Scenario) -> tuple[str, ...]:
 
 def _with_slots(config: RunConfig, scenario: Scenario) -> Scenario:
     """Set the slots as a run on GPUs chooses them, unless the recipe sets them."""
-    in_flight = scenario.schedule.capacity(scenario.groups_per_step) * scenario.group_size
+    in_flight = scenario.schedule.capacity(scenario.groups_per_step) * scenario.generated
     uneven = UNEVEN if scenario.engines > 1 else 1.0
     slots = min(MOST_SLOTS, math.ceil(uneven * in_flight / scenario.engines / 8) * 8)
     if "slots" in config.rollout.model_fields_set:

@@ -31,6 +31,7 @@ UNPREDICTED = {
     "tokens that were not trained on": ("wasted",),
     "waiting for replacements of rollout workers": ("wait_restart",),
 }
+TRAINED = ("rollout/tokens", "rollout/trajectories")
 GENERATED = ("generation", "underfilled", "prefill", "evaluation", "wasted")
 
 
@@ -61,7 +62,7 @@ class Prediction(Settings):
 def read_prediction(path: Path) -> Prediction:
     advice = "`paceline plan RECIPE --probe` writes such a file; remove the setting to do without"
     try:
-        return Prediction.model_validate_json(path.read_text(encoding="utf-8"))
+        return Prediction.model_validate_json(path.read_bytes())
     except OSError as error:
         raise ConfigError(
             f"prediction = {str(path)!r} cannot be read: {error.strerror}; {advice}"
@@ -147,15 +148,15 @@ class PredictionCheck:
 
         if self._max_staleness != was.max_staleness:
             yield f"max_staleness is {self._max_staleness}, predicted {was.max_staleness}"
-        samples, tokens = sums["rollout/samples"], max(1.0, sums["rollout/tokens"])
-        if differs(samples / steps, was.completions):
-            yield f"a step has {samples / steps:.0f} completions, predicted {was.completions}"
-        length = tokens / max(1.0, samples)
+        completions, tokens = sums["rollout/trajectories"], max(1.0, sums["rollout/tokens"])
+        if differs(completions / steps, was.completions):
+            yield f"a step has {completions / steps:.0f} completions, predicted {was.completions}"
+        length = tokens / max(1.0, completions)
         if differs(length, was.completion_tokens):
             words = f"{length:.0f} tokens, predicted {was.completion_tokens:.0f}"
             yield f"completions are {'longer' if slower else 'shorter'}: {words}"
         generated = sum(sums[f"device/{name}_s"] for name in GENERATED)
-        trained = tokens + samples * was.prompt_tokens  # a trainer also reads the prompts
+        trained = tokens + completions * was.prompt_tokens  # a trainer also reads the prompts
         expected = was.completions * was.completion_tokens
         for what, seconds, predicted in (
             ("generating", generated / tokens, was.generate_s / expected),
@@ -179,4 +180,4 @@ class PredictionCheck:
 
 
 def _summed(name: str) -> bool:
-    return name.startswith(("device/", "time/")) or name in ("rollout/tokens", "rollout/samples")
+    return name.startswith(("device/", "time/")) or name in TRAINED

@@ -22,7 +22,7 @@ from paceline.model.loading import load_config
 from paceline.remote.worker import Worker
 from paceline.rollout.client import EngineClient
 from paceline.simulator.costs import CostModel
-from paceline.simulator.fit import Fit, fit_decode, fit_tokens
+from paceline.simulator.fit import Fit, fit_decode, fit_tokens, fit_train
 from paceline.training.assembly import assemble
 from paceline.types import Batch, Group, Prompt, Request, Role, Sampling, Trajectory, Turn
 from paceline.workers.engines import engine_workers
@@ -50,7 +50,7 @@ class Probe:
     prompt_tokens: int  # the mean of the recipe's prompts
     decode: tuple[tuple[int, int, float], ...]  # (sequences, context tokens, seconds of a step)
     prefill: tuple[tuple[int, float], ...]  # (tokens, seconds)
-    train: tuple[tuple[int, float], ...]  # (tokens, seconds)
+    train: tuple[tuple[int, int, float], ...]  # (tokens, tokens before each of them, seconds)
     errors: dict[str, Fit]
 
 
@@ -91,14 +91,14 @@ class _Measurement:
         publish_s, load_s = await self._sync()
         decode, prefill = await self._generation()
         train = await self._training()
-        overlap = await self._overlap() if self._config.placement.overlap else {}
+        slowdown = {} if self._config.takes_turns else await self._both()
         fits = {
             "decode": fit_decode(decode),
             "prefill": fit_tokens(prefill),
-            "train": fit_tokens(train),
+            "train": fit_train(train),
         }
         step_s, sequence_s, context_s = fits["decode"].coefficients
-        train_step_s, train_token_s = fits["train"].coefficients
+        train_step_s, train_token_s, train_context_s = fits["train"].coefficients
         costs = CostModel(
             decode_step_s=step_s,
             decode_sequence_s=sequence_s,
@@ -106,10 +106,11 @@ class _Measurement:
             prefill_token_s=fits["prefill"].coefficients[1],
             train_step_s=train_step_s,
             train_token_s=train_token_s * self._train_ranks,
+            train_context_s=train_context_s * self._train_ranks,
             publish_s=publish_s,
             load_s=load_s,
             fit_error=max(fit.error for fit in fits.values()),
-            **overlap,
+            **slowdown,
         )
         return Probe(
             self._config,
@@ -132,7 +133,11 @@ class _Measurement:
     async def _generation(
         self,
     ) -> tuple[list[tuple[int, int, float]], list[tuple[int, float]]]:
-        """Measure waves of sequences: all of them start and end together."""
+        """Measure waves of sequences: all of them start and end together.
+
+        Contexts of different lengths are measured in one wave, as a run has them: an engine may
+        read the KV cache of all sequences up to the longest one.
+        """
         decode: list[tuple[int, int, float]] = []
         prefill: list[tuple[int, float]] = []
         await self._generate(self._config.slots, self._prompt, 2)  # compiles and allocates
@@ -141,11 +146,14 @@ class _Measurement:
             if time.perf_counter() > end and len(decode) > 1:  # one point has no slope
                 break
             self._report(f"measuring {sequences} sequences with contexts of {prompt} tokens")
-            filled = await self._median(partial(self._generate, sequences, prompt, 1))
-            prefill.append((sequences * (prompt - 1), filled))
+            spread = prompt - self._prompt
+            filled = await self._median(partial(self._generate, sequences, prompt, 1, spread))
+            if not spread:  # else shorter prompts may be padded, which those of a run rarely are
+                prefill.append((sequences * (prompt - 1), filled))
             new, step_s = self._new, filled
             if new > 1:
-                whole = await self._median(partial(self._generate, sequences, prompt, new))
+                work = partial(self._generate, sequences, prompt, new, spread)
+                whole = await self._median(work)
                 step_s = max(1e-7, (whole - filled) / (new - 1))
             decode.append((sequences, sequences * (prompt + new // 2), step_s))
         return decode, prefill
@@ -158,12 +166,15 @@ class _Measurement:
         few = [(count, context) for context in contexts for count in counts[:2]]
         return few + [(count, context) for context in contexts for count in counts[2:]]
 
-    async def _generate(self, sequences: int, prompt: int, new: int) -> None:
+    async def _generate(self, sequences: int, prompt: int, new: int, spread: int = 0) -> None:
+        """Generate from prompts with the mean length `prompt`, of which the longest have `spread`
+        tokens more."""
         sampling = Sampling(max_new_tokens=new)
         requests = []
-        for _ in range(sequences):
+        for number in range(sequences):
             self._number += 1
-            tokens = tuple(map(int, self._random.integers(0, self._vocabulary, prompt)))
+            length = prompt + round(spread * ((2 * number + 1) / sequences - 1))
+            tokens = tuple(map(int, self._random.integers(0, self._vocabulary, length)))
             requests.append(Request(f"{self._number}.0.0", tokens, self._number, sampling))
         self._completions = await asyncio.gather(*map(self._engine.generate, requests))
 
@@ -177,37 +188,43 @@ class _Measurement:
 
     # --- training ---
 
-    async def _training(self) -> list[tuple[int, float]]:
+    async def _training(self) -> list[tuple[int, int, float]]:
         rows = self._config.groups_per_step * self._config.group_size
-        counts = sorted({max(1, rows // part) for part in (8, 4, 2, 1)})
-        await self._update(self._batch(counts[0]))  # compiles and allocates
-        points: list[tuple[int, float]] = []
-        end = time.perf_counter() + TRAINING_S
-        for count in counts:
-            batch = self._batch(count)
-            # A batch has twice the tokens of the one before.
-            if len(points) > 1 and time.perf_counter() + 2 * points[-1][1] > end:
-                break
+        longest = self._config.rollout.max_response_length // 2
+        shapes = [(max(1, rows // part), self._new) for part in (8, 2)]
+        shapes += [(max(1, rows // part), max(self._new, longest)) for part in (32, 8)]
+        shapes += [(rows, self._new)]
+        await self._update(self._batch(*shapes[0]))  # compiles and allocates
+        points: list[tuple[int, int, float]] = []
+        begun = time.perf_counter()
+        for count, new in dict.fromkeys(shapes):
+            batch = self._batch(count, new)
+            known = max((s / tokens for tokens, _, s in points), default=0.0)
+            if len(points) > 1:
+                expected = time.perf_counter() - begun + known * batch.num_tokens
+                if expected > TRAINING_S:
+                    continue
             self._report(f"measuring a train step of {batch.num_tokens:,} tokens")
-            points.append((batch.num_tokens, await self._median(partial(self._update, batch))))
+            before = int((batch.lengths.astype(np.int64) ** 2).sum() // 2)
+            seconds = await self._median(partial(self._update, batch))
+            points.append((batch.num_tokens, before, seconds))
         return points
 
     async def _update(self, batch: Batch) -> None:
         await self._workers[Role.ACTOR][0].call(Role.ACTOR, "update", batch, 0, 0.0)
 
-    def _batch(self, rows: int) -> Batch:
+    def _batch(self, rows: int, new: int) -> Batch:
         """Return a batch of random tokens whose advantages have both signs."""
         prompt = self._prompt
-        tokens = self._random.integers(0, self._vocabulary, (rows, prompt + self._new))
+        tokens = self._random.integers(0, self._vocabulary, (rows, prompt + new))
         completion = self._completions[0]
-        size = min(self._new, len(completion))
         groups = []
         for number, row in enumerate(tokens):
             made = replace(
                 completion,
-                tokens=row[prompt : prompt + size].astype(np.int32),
-                logprobs=completion.logprobs[:size],
-                versions=completion.versions[:size],
+                tokens=row[prompt:].astype(np.int32),
+                logprobs=np.resize(completion.logprobs, new),
+                versions=np.resize(completion.versions, new),
             )
             context = tuple(map(int, row[:prompt]))
             trajectory = Trajectory((Turn(context, made),), "", reward=0.0)
@@ -218,18 +235,18 @@ class _Measurement:
 
     # --- both at the same time ---
 
-    async def _overlap(self) -> dict[str, float]:
-        """Return how much engine and trainer slow each other down on the device they share."""
+    async def _both(self) -> dict[str, float]:
+        """Return how much engine and trainer slow each other down on one device or machine."""
         self._report("measuring generation and training at the same time")
         rows = self._config.groups_per_step * self._config.group_size
-        batch = self._batch(max(1, rows // 8))
+        batch = self._batch(max(1, rows // 2), self._new)
         works = {
             "decode": partial(self._generate, self._config.slots, self._prompt, self._new),
             "train": partial(self._update, batch),
         }
         alone = {name: await self._median(work) for name, work in works.items()}
         found = []
-        for _ in range(REPEATS):
+        for _ in range(2 * REPEATS):
             begun, ends = time.perf_counter(), dict[str, float]()
 
             async def run(name: str, begun: float = begun, ends: dict[str, float] = ends) -> None:
@@ -239,7 +256,8 @@ class _Measurement:
             await asyncio.gather(*map(run, works))
             found.append(slowdowns(alone["decode"], alone["train"], ends["decode"], ends["train"]))
         decode, train = (statistics.median(each) for each in zip(*found, strict=True))
-        return {"overlap_decode": decode, "overlap_train": train}
+        where = "overlap" if self._config.placement.overlap else "pool"
+        return {f"{where}_decode": decode, f"{where}_train": train}
 
     # --- weight sync ---
 
@@ -276,10 +294,9 @@ def slowdowns(
 def summary(found: Probe) -> Sequence[str]:
     """Describe the costs and how well they fit, a line each."""
     costs, errors = found.costs, found.errors
-    overlap = (
-        f"at the same time: generation takes {costs.overlap_decode:.2f}x as long, training "
-        + (f"{costs.overlap_train:.2f}x")
-    )
+    decode, train = costs.pool_decode, costs.pool_train
+    if found.config.placement.overlap:
+        decode, train = costs.overlap_decode, costs.overlap_train
     return (
         f"decode step: {costs.decode_step_s * 1e3:.3g} ms + {costs.decode_sequence_s * 1e6:.3g} µs "
         f"per sequence + {costs.decode_context_s * 1e9:.3g} ns per token in the KV cache "
@@ -287,8 +304,15 @@ def summary(found: Probe) -> Sequence[str]:
         f"prefill: {costs.prefill_token_s * 1e6:.3g} µs per token "
         f"(error {errors['prefill'].error:.0%})",
         f"train step: {costs.train_step_s * 1e3:.3g} ms + {costs.train_token_s * 1e6:.3g} µs per "
-        f"token (error {errors['train'].error:.0%})",
+        f"token + {costs.train_context_s * 1e9:.3g} ns per token before it in its row "
+        f"(error {errors['train'].error:.0%})",
         f"weight sync: {costs.publish_s * 1e3:.3g} ms to publish, {costs.load_s * 1e3:.3g} ms to "
         "load",
-        *([overlap] if found.config.placement.overlap else []),
+        *(
+            []
+            if found.config.takes_turns
+            else [
+                f"at the same time: generation takes {decode:.2f}x as long, training {train:.2f}x"
+            ]
+        ),
     )

@@ -4,12 +4,15 @@ Only the engines, the trainer, the weight transport and the environment are simu
 """
 
 import asyncio
-import gc
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from paceline.collection import collection_paused
+from paceline.errors import ConfigError
 from paceline.loop import Loop, LoopSettings, Metrics
 from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger
@@ -43,6 +46,7 @@ class Scenario:
     steps: int = 20
     groups_per_step: int = 16
     group_size: int = 8
+    greedy_baseline: bool = False  # a completion more per group, which is not trained
     engines: int = 1
     engine_devices: int = 1  # of each engine
     train_devices: int = 1
@@ -59,6 +63,11 @@ class Scenario:
     def devices(self) -> int:
         generating = 0 if self.shared else self.engines * self.engine_devices
         return generating + self.train_devices + self.critic_devices
+
+    @property
+    def generated(self) -> int:
+        """Completions of a group."""
+        return self.group_size + self.greedy_baseline
 
     @property
     def takes_turns(self) -> bool:
@@ -87,14 +96,9 @@ class Outcome:
 
 def simulate(scenario: Scenario) -> Outcome:
     """Simulate a run. It needs no event loop and takes little real time."""
-    collects = gc.isenabled()
-    gc.disable()  # nothing in the loop makes cycles, and collections take a third of the time
-    try:
+    with collection_paused():  # it would take a third of the time
         outcome: Outcome = run_virtual(_Simulation(scenario).run(), NEVER_S)
         return outcome
-    finally:
-        if collects:
-            gc.enable()
 
 
 class _Simulation:
@@ -122,6 +126,7 @@ class _Simulation:
             NoReward(),
             Sampling(max_new_tokens=2**31),
             group_size=scenario.group_size,
+            greedy_baseline=scenario.greedy_baseline,
             seed=scenario.seed,
             on_sync=scenario.schedule.on_sync,
             generation_timeout=NEVER_S,
@@ -202,6 +207,11 @@ class _Simulation:
     def _outcome(self, recorder: "_Recorder", ledger: Ledger, fleet: Fleet) -> Outcome:
         scenario, rows = self._scenario, recorder.rows[self._warm_up :]
         wall = recorder.ends[-1] - recorder.warm_s
+        if wall <= 0:
+            raise ConfigError(
+                "--costs: the simulated steps take no time; expected a cost of generation or "
+                "training above 0"
+            )
         wait, train, sync = (
             sum(row[f"time/{name}_s"] for row in rows) for name in ("wait", "train", "sync")
         )
@@ -242,15 +252,23 @@ class _Trainer:
 
     async def step(self, batch: Batch, step: int) -> Metrics:
         scenario, costs, tokens = self._scenario, self._costs, int(batch.tokens.sum())
-        actor = costs.train_s(tokens, scenario.train_devices)
+        context = 0.0
+        if costs.train_context_s:
+            rows = np.add.reduceat(batch.tokens, batch.offsets[:-1], dtype=np.float64)
+            context = float((rows**2).sum() / 2)
+        actor = costs.train_s(tokens, scenario.train_devices, context=context)
         critic, critic_devices = 0.0, scenario.critic_devices or scenario.train_devices
         if scenario.has_critic:
-            critic = costs.train_s(tokens, critic_devices, costs.critic_factor)
+            critic = costs.train_s(tokens, critic_devices, costs.critic_factor, context)
         busy = actor * scenario.train_devices + critic * critic_devices
+        both = max(actor, critic) if scenario.critic_devices else actor + critic
         if scenario.overlap:
-            busy = await self._beside_engine(actor + critic)
+            busy = await self._beside_engine(both, costs.overlap_decode, costs.overlap_train)
+        elif self._slows_engine and both > 0:
+            begun = asyncio.get_running_loop().time()
+            await self._beside_engine(both, costs.pool_decode, costs.pool_train)
+            busy *= (asyncio.get_running_loop().time() - begun) / both
         else:
-            both = max(actor, critic) if scenario.critic_devices else actor + critic
             await asyncio.sleep(both + (2 * costs.switch_s if scenario.takes_turns else 0.0))
         return {
             "busy_s": busy,  # of all training devices
@@ -258,20 +276,26 @@ class _Trainer:
             "tokens": float(batch.tokens[batch.mask].sum()),
         }
 
-    async def _beside_engine(self, left: float) -> float:
-        """Train on the device of an engine: each slows the other down while both work.
+    @property
+    def _slows_engine(self) -> bool:
+        """Whether a separate pool and this one slow each other down. It has one engine then."""
+        scenario, costs = self._scenario, self._costs
+        slow = max(costs.pool_decode, costs.pool_train) > 1
+        return slow and not scenario.shared and scenario.engines == 1
 
-        Return the seconds in which the device only trained.
+    async def _beside_engine(self, left: float, decode: float, train: float) -> float:
+        """Train beside an engine: each slows the other down by its factor while both work.
+
+        Return the seconds in which only the trainer worked.
         """
-        (worker,), costs = self._workers, self._costs
-        engine, clock = worker.engine, asyncio.get_running_loop().time
+        engine, clock = self._workers[-1].engine, asyncio.get_running_loop().time
         started, generated = clock(), engine.busy.total
-        engine.set_slowdown(costs.overlap_decode)
+        engine.set_slowdown(decode)
         while left > 1e-9:
-            factor, begun = (costs.overlap_train if engine.generating else 1.0), clock()
+            factor, begun = (train if engine.generating else 1.0), clock()
             try:
                 async with asyncio.timeout(left * factor):
-                    while engine.generating == (factor != 1.0) or costs.overlap_train == 1:
+                    while engine.generating == (factor != 1.0) or train == 1:
                         await engine.changed.wait()
             except TimeoutError:
                 break

@@ -57,6 +57,24 @@ def open_report(browser: Browser, *run_dirs: Path) -> Path:
     return target
 
 
+def test_token_rate_is_known_after_two_steps(browser: Browser, tmp_path: Path) -> None:
+    open_report(browser, write_run(tmp_path / "run", 2))
+    assert browser.run("tokenRate(state.active.metrics).rate[1] > 0")
+
+
+def test_page_waits_between_polls_when_server_has_gone(browser: Browser, tmp_path: Path) -> None:
+    with serving(browser, write_run(tmp_path / "run", 2)) as url:
+        browser.open(url)
+        browser.wait("state.active.more === false")
+        polls = """(async () => {
+            let calls = 0;
+            window.fetch = async () => { calls++; state.active.more = true; throw Error("gone"); };
+            await pause(3 * POLL_MS);
+            return calls;
+        })()"""
+        assert 1 <= browser.run(polls) <= 4
+
+
 def test_report_shows_charts_with_data(browser: Browser, tmp_path: Path) -> None:
     open_report(browser, write_run(tmp_path / "run", 40))
     browser.wait(DRAWN)

@@ -75,5 +75,7 @@ def test_flops_are_six_per_weight_and_token_plus_attention() -> None:
 
 def test_peak_is_known_for_16_bit_on_listed_gpus() -> None:
     assert peak_flops("NVIDIA H200", "bfloat16") == 989e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "bfloat16") == 312e12
+    assert peak_flops("NVIDIA RTX A1000 Laptop GPU", "bfloat16") is None
     assert peak_flops("NVIDIA H200", "float32") is None
     assert peak_flops("", "bfloat16") is None

@@ -47,7 +47,7 @@ def stats(tokens: int, busy_s: float, age_s: float = 0.0) -> list[EngineStats]:
 
 def busy(line: str) -> str:
     """Return what a line says about the engines."""
-    return line.split("rollout busy ")[1].split("  ")[0]
+    return line.partition("rollout busy ")[2].partition("  ")[0]
 
 
 def make_display(
@@ -109,7 +109,58 @@ def test_line_has_rate_between_reports_when_last_one_is_older_than_step(clock: C
     clock.now += 4
     shown.step_done(10, METRICS, [GROUP])  # five seconds after the first steps
     said = [busy(line) for line in written.getvalue().splitlines()]
-    assert said == ["unknown", "unknown", "90%", "90%"]
+    assert said == ["", "", "90%", "90%"]
+
+
+def test_line_leaves_out_rollout_when_there_is_one_report_in_mid_step(clock: Clock) -> None:
+    shown, written = make_display(max_staleness=0)
+    clock.now += 1
+    for _ in range(3):  # the same report again is not a second one
+        shown.engines_polled(stats(0, 0.0, age_s=0.03), 0.0)
+    clock.now += 9
+    shown.step_done(1, METRICS | {"time/wait_s": 4.0}, [GROUP])
+    (line,) = written.getvalue().splitlines()
+    assert "  queue 0%  train busy 60%  50 tokens/s" in line and "rollout" not in line
+
+
+@pytest.mark.parametrize("reported_s", [1.5, 3.9, 4.5, 9.9])
+def test_line_counts_idle_phases_when_reports_are_in_any_phase(
+    reported_s: float, clock: Clock
+) -> None:
+    """A synchronous step generates for 4 seconds and trains for 6."""
+    shown, written = make_display(max_staleness=0)
+    started = clock.now
+    shown.engines_polled(stats(0, 0.0, age_s=0.01), 0.0)
+    for step in range(1, 4):
+        clock.now = started + 10 * (step - 1) + reported_s
+        generated = 4.0 * (step - 1) + min(4.0, reported_s)
+        shown.engines_polled(stats(0, generated, age_s=clock.now - started), 0.0)
+        clock.now = started + 10 * step
+        shown.step_done(step, METRICS | {"time/wait_s": 4.0}, [GROUP])
+    assert [busy(line) for line in written.getvalue().splitlines()] == ["40%"] * 3
+
+
+def test_line_counts_idle_phases_when_reports_are_rarer_than_steps(clock: Clock) -> None:
+    shown, written = make_display(max_staleness=0)
+    started = clock.now
+    for step in range(1, 41):  # 0.2 seconds of generation, 0.3 of training
+        clock.now = started + 0.5 * (step - 1) + 0.1
+        if step % 3 == 1:
+            age_s, generated = clock.now - started, 0.2 * (step - 1) + 0.1
+            shown.engines_polled(stats(0, generated, age_s=age_s), 0.0)
+        clock.now = started + 0.5 * step
+        shown.step_done(step, METRICS | {"time/wait_s": 0.2}, [GROUP])
+    said = [busy(line) for line in written.getvalue().splitlines()]
+    assert said == ["", "", "", "40%", "40%", "40%", "40%"]
+
+
+def test_line_leaves_out_rollout_until_new_engine_has_reported_twice(clock: Clock) -> None:
+    shown, written = make_display()
+    for step, (busy_s, age_s) in enumerate([(5.0, 10.0), (6.0, 12.0), (0.5, 1.0), (1.0, 2.0)], 7):
+        clock.now += 2
+        shown.engines_polled(stats(0, busy_s, age_s), 0.0)
+        shown.step_done(10 * step, METRICS, [GROUP])
+    assert [busy(line) for line in written.getvalue().splitlines()] == ["", "50%", "", "50%"]
 
 
 def test_line_warns_when_most_completions_are_truncated(clock: Clock) -> None:
@@ -149,17 +200,25 @@ def test_panel_fits_terminal_and_escapes_text_of_model(width: int, clock: Clock)
     assert "a [b] prompt" in written.getvalue() and "runs/[x]" in lines[0]
 
 
-def test_summary_shows_memory_of_each_rank_and_phase() -> None:
+def printed_summary(run_dir: str, **further: Any) -> str:
     ledger = {"issued": 2, "trained": 2, "outstanding": 0, "dropped": {}}
     rates = ("steps", "steps_per_s", "samples_per_s", "tokens_per_s", "staleness_mean")
     rates += ("mean_sample_age_s", "sync_latency_s", "rollout_busy_fraction", "reward_first")
     rates += ("train_busy_fraction", "reward_last", "staleness_max", "memory_peak_bytes")
+    written = io.StringIO()
+    summary = {**dict.fromkeys(rates, 1), "ledger": ledger, **further}
+    display.print_summary(RunConsole(file=written, width=100), summary, run_dir)
+    return written.getvalue()
+
+
+def test_summary_quotes_run_directory_in_command() -> None:
+    assert "paceline samples 'my runs/x'" in printed_summary("my runs/x")
+
+
+def test_summary_shows_memory_of_each_rank_and_phase() -> None:
     phases = {"generate": 3 << 30, "rank_0_generate": 3 << 30, "rank_1_generate": 1 << 30}
     phases["rank_1_train"] = 2 << 30
-    summary: dict[str, Any] = {**dict.fromkeys(rates, 1), "ledger": ledger, "memory_phases": phases}
-    summary["memory_planned"] = {"generate": (3 << 30, 3 << 30), "train": (1 << 30, 4 << 30)}
-    console = RunConsole(file=io.StringIO(), width=100)
-    display.print_summary(console, summary, "runs/x")
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    planned = {"generate": (3 << 30, 3 << 30), "train": (1 << 30, 4 << 30)}
+    text = printed_summary("runs/x", memory_phases=phases, memory_planned=planned)
     assert "memory of rank 0, GiB" in text and "generate 1.00, train 2.00" in text
     assert "memory planned, GiB" in text and "generate 3.00, train 1.00 to 4.00" in text

@@ -27,6 +27,7 @@ from paceline.page.reader import RunReader
 from paceline.page.report import MAX_BYTES, spread_groups, try_report, write_report
 from paceline.page.server import PageServer
 from paceline.types import Completion, Finish, Group, Prompt, Trajectory, Turn
+from tests.fault_report import Fault
 from tests.pages import append, group, metrics, write_run
 
 HOSTILE = (
@@ -131,6 +132,15 @@ def test_reader_hides_secrets_in_settings(tmp_path: Path, monkeypatch: pytest.Mo
     assert "hunter2" not in str(RunReader(run_dir).description())
 
 
+def test_resumed_run_that_died_has_stopped_and_no_summary(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", 2)
+    append(run_dir, "metrics", metrics(3))
+    reader = RunReader(run_dir)
+    reader.update()
+    found = reader.description()
+    assert (found["state"], found["summary"]) == ("stopped", {})
+
+
 def test_reader_lists_workers_of_running_job_only(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", 1)
     worker = {"name": "rollout-0", "state": "live", "tokens_per_s": 12.5}
@@ -157,7 +167,8 @@ def test_reader_fails_without_directory(tmp_path: Path) -> None:
         RunReader(tmp_path / "nothing")
 
 
-def test_text_cannot_leave_the_data_of_the_report(tmp_path: Path) -> None:
+@pytest.mark.fault("G6", "script in a prompt and a completion of the HTML report")
+def test_text_cannot_leave_the_data_of_the_report(tmp_path: Path, fault: Fault) -> None:
     run_dir = write_run(tmp_path / "run", 2)
     row = group(3, 0, 1)
     row["prompt"] = row["completions"][0]["text"] = HOSTILE
@@ -167,6 +178,7 @@ def test_text_cannot_leave_the_data_of_the_report(tmp_path: Path) -> None:
     assert html.count("<script") == 2 and html.count("</script>") == 2
     (run,) = data_of(html)["runs"]
     assert run["groups"][2]["completions"][0]["text"] == HOSTILE
+    fault.fired()
 
 
 def test_report_allows_no_network_and_no_other_script(tmp_path: Path) -> None:
@@ -218,9 +230,27 @@ def test_report_command_writes_one_file_for_all_runs(tmp_path: Path) -> None:
         assert result.exit_code == CheckpointError.exit_code
 
 
+@pytest.mark.parametrize("name", ["x.tmp", "x"])
+def test_report_leaves_other_files_alone(tmp_path: Path, name: str) -> None:
+    run_dir = write_run(tmp_path / "run", 1)
+    (tmp_path / "x.tmp").write_text("old")
+    write_report([run_dir], tmp_path / name)
+    assert (tmp_path / name).read_text().startswith("<!doctype html>")
+    assert name == "x.tmp" or (tmp_path / "x.tmp").read_text() == "old"
+
+
+def test_report_command_fails_when_output_is_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = write_run(tmp_path / "run", 1)
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["report", str(run_dir), "--output", "."])
+    assert result.exit_code == CheckpointError.exit_code
+
+
 def test_failed_report_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run_dir = write_run(tmp_path / "run", 1)
-    (run_dir / "report.tmp").mkdir()
+    (run_dir / ".report.html.tmp").mkdir()
     try_report(run_dir)
     assert "report.html was not written" in caplog.text and "paceline report" in caplog.text
 

@@ -1,6 +1,7 @@
 """The planner proposes the fastest mode that fits, with settings that a run accepts."""
 
 from collections.abc import Sequence
+from functools import cache
 
 import pytest
 
@@ -25,6 +26,7 @@ def configure(more: Sequence[str] = ()) -> RunConfig:
     return load_config(None, [*SMALL, "rollout.max_response_length=256", *more])
 
 
+@cache  # a comparison simulates every mode, which takes seconds
 def compared(costs: CostModel, devices: int) -> Comparison:
     return compare_modes(configure(), costs, devices=devices, staleness=STALENESS)
 

@@ -32,7 +32,8 @@ PREDICTED: dict[str, Any] = {
     "sync_s": 0.0,
 }
 AS_PREDICTED = {
-    "rollout/samples": 10.0,
+    "rollout/trajectories": 10.0,
+    "rollout/samples": 15.0,  # a trajectory may have several rows
     "rollout/tokens": 1000.0,
     "time/train_s": 0.4,
     "time/sync_s": 0.0,
@@ -71,7 +72,7 @@ def test_run_as_fast_as_predicted_is_not_off() -> None:
         ({"device/wait_reward_s": 0.4}, "waiting for rewards: 40% of the device time"),
         ({"time/sync_s": 0.5}, "a weight sync takes 0.5 s, predicted 0"),
         ({"device/wait_checkpoint_s": 0.3}, "checkpoints: 30% of the device time"),
-        ({"rollout/samples": 20.0, "rollout/tokens": 2000.0}, "a step has 20 completions"),
+        ({"rollout/trajectories": 20.0, "rollout/tokens": 2000.0}, "a step has 20 completions"),
     ],
 )
 def test_slow_run_names_the_part_that_differs(changed: dict[str, float], words: str) -> None:
@@ -114,11 +115,14 @@ def test_prediction_file_is_read_back(tmp_path: Path) -> None:
     assert read_prediction(tmp_path / "prediction.json") == Prediction(**PREDICTED)
 
 
-@pytest.mark.parametrize(("text", "words"), [(None, "cannot be read"), ("{}", "mode: ")])
-def test_wrong_prediction_file_is_rejected(tmp_path: Path, text: str | None, words: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [(None, "cannot be read"), (b"{}", "mode: "), (b"\xeb", "the file: Invalid JSON")],
+)
+def test_wrong_prediction_file_is_rejected(tmp_path: Path, text: bytes | None, words: str) -> None:
     path = tmp_path / "prediction.json"
     if text is not None:
-        path.write_text(text)
+        path.write_bytes(text)
     with pytest.raises(ConfigError, match=words) as error:
         read_prediction(path)
     assert "paceline plan RECIPE --probe" in str(error.value)

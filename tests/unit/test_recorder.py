@@ -1,5 +1,6 @@
 """Recorder: metrics as plain JSON lines, and a summary of all steps that does not keep them."""
 
+import errno
 import json
 import math
 import tracemalloc
@@ -10,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline.line_file import LineFile
 from paceline.observe.recorder import Recorder
 from paceline.observe.samples import Samples
+from paceline.observe.sinks import Sinks
 from paceline.rollout.engine import EngineStats
 
 
@@ -69,6 +72,28 @@ def test_summary_of_resumed_run_has_rewards_of_all_steps_and_rates_of_this_run(
     assert found["queue_utilization"] == 0.25
     assert found["rollout_busy_fraction"] == 1.0
     assert found["sync_latency_s"] == pytest.approx(0.2)
+
+
+def test_recorder_closes_its_sinks_when_metrics_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(file: LineFile) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    class Recorded(Sinks):
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    sinks = Recorded()
+    opened = Recorder(tmp_path, 0, Samples(tmp_path, 0, 0, str), sinks=sinks)
+    with monkeypatch.context() as patch:
+        patch.setattr(LineFile, "close", fail)
+        with pytest.raises(OSError, match="No space left"):
+            opened.close()
+    assert sinks.closed
+    opened.close()
 
 
 def test_summary_has_kl_to_teacher_of_all_steps_when_run_is_resumed(tmp_path: Path) -> None:

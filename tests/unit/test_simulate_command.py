@@ -56,6 +56,30 @@ def test_simulate_explains_wrong_options(options: list[str], words: str) -> None
     assert code == 2 and words in " ".join(output.split())
 
 
+def test_simulate_accepts_training_without_cost_beside_slow_generation(tmp_path: Path) -> None:
+    (tmp_path / "costs.json").write_text(
+        '{"train_step_s": 0, "train_token_s": 0, "pool_decode": 1.5}'
+    )
+    options = ["--devices", "2", "--costs", str(tmp_path / "costs.json")]
+    code, output = run("simulate", "recipes/hybrid.toml", *SMALL, *options)
+    assert code == 0 and "fastest" in output
+
+
+def test_simulate_rejects_costs_of_zero(tmp_path: Path) -> None:
+    names = ("decode_step", "decode_sequence", "decode_context", "prefill_token")
+    costs = {f"{name}_s": 0 for name in (*names, "train_step", "train_token", "load")}
+    (tmp_path / "costs.json").write_text(json.dumps(costs))
+    options = ["--costs", str(tmp_path / "costs.json")]
+    code, output = run("simulate", "recipes/hybrid.toml", *SMALL, *options)
+    assert code == 2 and "take no time" in " ".join(output.split())
+
+
+def test_simulate_rejects_costs_that_are_not_text(tmp_path: Path) -> None:
+    (tmp_path / "costs.json").write_bytes(b"\xeb")
+    code, output = run("simulate", "recipes/hybrid.toml", "--costs", str(tmp_path / "costs.json"))
+    assert code == 2 and "Invalid JSON" in output
+
+
 @pytest.mark.slow
 def test_plan_probe_proposes_a_run_that_compares_itself(tmp_path: Path) -> None:
     """Real engine and trainer of the tiny model, on a thread."""
@@ -75,6 +99,11 @@ def test_plan_probe_proposes_a_run_that_compares_itself(tmp_path: Path) -> None:
     assert costs.train_step_s + costs.train_token_s > 0
     assert costs.decode_step_s + costs.decode_sequence_s + costs.decode_context_s > 0
     assert costs.fit_error is not None
+
+
+def test_plan_rejects_lengths_without_probe() -> None:
+    code, output = run("plan", "recipes/hybrid.toml", "--lengths", "fixed:5")
+    assert code == 2 and "--lengths fixed:5 needs --probe" in " ".join(output.split())
 
 
 def test_plan_probe_rejects_another_shape() -> None:

@@ -11,8 +11,9 @@ from paceline.config import RunConfig, load_config
 from paceline.errors import ConfigError
 from paceline.schedule import ScheduleSettings
 from paceline.simulator.costs import CostModel, read_costs, write_costs
-from paceline.simulator.fit import fit_decode, fit_line, fit_tokens
+from paceline.simulator.fit import fit_decode, fit_line, fit_tokens, fit_train
 from paceline.simulator.lengths import read_distribution
+from paceline.simulator.limit import limit_steps_per_s
 from paceline.simulator.modes import HYBRID, Comparison, compare_modes
 from paceline.simulator.probe import slowdowns
 from paceline.simulator.simulation import Outcome, Scenario, simulate
@@ -114,6 +115,12 @@ def test_fit_is_at_least_as_good_as_random_coefficients() -> None:
 
 def test_fit_of_tokens_has_a_constant() -> None:
     assert fit_tokens([(100, 1.1), (1000, 2.0)]).coefficients == pytest.approx((1.0, 1e-3))
+
+
+def test_fit_of_training_has_a_cost_of_long_rows() -> None:
+    points = [(n, before, 0.1 + 1e-3 * n + 1e-6 * before) for n, before in ((9, 90), (70, 9000))]
+    points += [(70, 70, 0.1 + 1e-3 * 70 + 1e-6 * 70)]
+    assert fit_train(points).coefficients == pytest.approx((0.1, 1e-3, 1e-6))
 
 
 def test_fit_rejects_points_without_time() -> None:
@@ -230,6 +237,17 @@ def test_environment_latency_delays_a_synchronous_step() -> None:
     assert outcome.step_s == pytest.approx(2 * (5 + 3) + 2)
 
 
+def test_greedy_baseline_costs_generation_but_no_training() -> None:
+    costs = priced(decode_sequence_s=1e-3, train_token_s=1e-3)
+    plain = replace(SCENARIO, costs=costs, shared=True, prompt_tokens=10)
+    greedy = replace(plain, greedy_baseline=True)
+    was, found = simulate(plain), simulate(greedy)
+    assert found.train_s == pytest.approx(was.train_s)
+    assert found.completion_tokens == was.completion_tokens == 50
+    assert found.generate_s == pytest.approx(was.generate_s * 9 / 8)
+    assert limit_steps_per_s(greedy) < limit_steps_per_s(plain)
+
+
 def test_long_completions_leave_engines_idle_in_hybrid_mode() -> None:
     scenario = replace(SCENARIO, shared=True, engines=8, train_devices=8)
     assert simulate(scenario).engines_idle == pytest.approx(0, abs=1e-6)
@@ -249,6 +267,23 @@ def overlapped(slowdown: float) -> Scenario:
     costs = PLAIN.model_copy(update={"overlap_decode": slowdown, "overlap_train": slowdown})
     pool = replace(SCENARIO, costs=costs, shared=True, overlap=True, slots=128, steps=24)
     return replace(pool, schedule=AHEAD)
+
+
+def test_pools_of_one_machine_slow_each_other_down() -> None:
+    costs = priced(decode_step_s=0.1, train_step_s=4.0, pool_decode=1.5, pool_train=1.25)
+    found = simulate(replace(SCENARIO, costs=costs, schedule=AHEAD, slots=128))
+    # Without the other one, generation takes 5 s and training 4 s. In a step, training takes
+    # 4 x 1.25 = 5 s, in which the engine does 5 / 1.5 of its 5 s.
+    assert found.step_s == pytest.approx(5 + 5 - 5 / 1.5, rel=0.02)
+    alone = simulate(replace(SCENARIO, costs=costs, shared=True))
+    assert alone.step_s == pytest.approx(9.0)  # hybrid sync alternates
+
+
+def test_training_of_long_rows_costs_more() -> None:
+    costs, steps = priced(train_context_s=1e-6), read_distribution("list:10,190")
+    long = simulate(replace(SCENARIO, costs=costs, lengths=steps, prompt_tokens=10, shared=True))
+    assert long.train_s == pytest.approx(128 * (20**2 + 200**2) / 4 * 1e-6, rel=0.1)
+    assert long.train_s < 1.1 / limit_steps_per_s(replace(SCENARIO, costs=costs, lengths=steps))
 
 
 def test_split_placement_trains_actor_and_critic_at_the_same_time() -> None:
@@ -318,7 +353,7 @@ def test_too_few_devices_are_rejected() -> None:
         compare_modes(vllm, PLAIN, devices=2)
 
 
-def test_many_devices_take_little_time() -> None:
+def test_simulation_of_many_devices_trains_every_group() -> None:
     """A tenth of the benchmark's size: 100 devices, 10 steps."""
     scenario = replace(SCENARIO, costs=CostModel(), lengths=LONG_TAIL, schedule=AHEAD)
     outcome = simulate(replace(scenario, engines=60, train_devices=40, groups_per_step=32))

@@ -12,6 +12,7 @@ from paceline.config import RunConfig, load_config
 from paceline.errors import ConfigError
 from paceline.observe import sinks
 from paceline.observe.sinks import open_sinks
+from paceline.observe.trackers import Tracker
 from paceline.plugins import Plugin
 
 CONFIG = {"steps": 2}
@@ -120,3 +121,8 @@ def test_object_with_methods_for_them_gets_samples_and_summary(tmp_path: Path) -
     opened.log_summary({"steps": 1})
     opened.close()
     assert seen == [(1, [{"prompt": "2"}]), {"steps": 1}]
+
+
+def test_tracker_logs_no_table_when_no_samples_are_saved(tmp_path: Path) -> None:
+    Tracker("tensorboard", tmp_path, CONFIG).log_samples(1, [])
+    assert list(tmp_path.rglob("*")) == [tmp_path / "trackers"]

@@ -62,6 +62,11 @@ def test_unknown_steps_are_rejected(steps: str, tmp_path: Path) -> None:
         convert(traced(tmp_path), steps)
 
 
+def test_error_names_output_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--output .*no/trace\.json cannot be written"):
+        write_trace(traced(tmp_path), tmp_path / "no" / "trace.json")
+
+
 def test_error_says_how_to_trace(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="trace=true"):
         convert(tmp_path)

@@ -102,7 +102,7 @@ class Tracker:
 
     def log_samples(self, step: int, groups: Sequence[Mapping[str, Any]]) -> None:
         """Log completions of some steps; `groups` are lines of samples.jsonl."""
-        if step <= self._state.samples or (step > 1 and step % SAMPLES_EVERY):
+        if step <= self._state.samples or (step > 1 and step % SAMPLES_EVERY) or not groups:
             return
         rows = [row for group in groups for row in _sample_rows(group)]
         self._opened().log_samples(step, rows)

@@ -26,7 +26,7 @@ const SECTIONS = [
     { title: "Time per step", names: TIME_PARTS, stacked: true, format: seconds },
     { title: "Device time", derive: deviceShares, names: Object.keys(DEVICE_PARTS), stacked: true, format: percent },
     { title: "Speed of light", names: ["device/speed_of_light"], format: percent },
-    { title: "Generated tokens per second", derive: tokenRate, names: ["rate"] },
+    { title: "Trained tokens per second", derive: tokenRate, names: ["rate"] },
     { title: "Staleness", names: ["staleness/mean", "staleness/max"] },
     { title: "Queue utilization", names: ["queue/utilization"], format: percent },
     { title: "Weight sync", names: ["time/sync_s"], format: seconds },
@@ -53,7 +53,8 @@ function deviceShares(metrics) {
 function tokenRate(metrics) {
   const time = metrics["wall_time_s"], tokens = metrics["rollout/tokens"] || metrics["train/tokens"];
   if (!time || !tokens) return {};
-  const thinned = time.length > 1 ? (metrics.step.at(-2) - metrics.step[0]) / Math.max(1, metrics.step.length - 2) : 1;
+  const points = metrics.step.length;  // the last one may have fewer steps
+  const thinned = points > 2 ? (metrics.step.at(-2) - metrics.step[0]) / (points - 2) : 1;
   return { rate: tokens.map((count, at) => {
     const passed = at ? time[at] - time[at - 1] : 0;
     return count === null || passed <= 0 ? null : (count * thinned) / passed;

@@ -55,7 +55,8 @@ class LiveSource {
         if (grew || was !== `${run.state}${run.warnings.length}${JSON.stringify(run.workers)}`) changed();
       } catch (error) {
         $("problem").hidden = false;
-        $("problem").textContent = "paceline watch does not answer: the page shows what it had. Start it again and open its new address.";
+        $("problem").textContent = "paceline watch does not respond: the page shows the last data. Start it again and open its new address.";
+        run.more = false;  // wait before the next request
       }
       if (!run.more) await pause(document.hidden ? 10 * POLL_MS : POLL_MS);
     }

@@ -35,20 +35,19 @@ function percent(value) {
   return value === null || value === undefined ? "–" : `${(100 * value).toFixed(1).replace(/\.0$/, "")} %`;
 }
 
+/* Control characters. The group lets split() return them, at the odd positions. */
+const CONTROL = /([\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069])/;
+
 /* Text with a visible mark for each control character: escape sequences stay harmless. */
 function shown(text) {
   const parts = document.createDocumentFragment();
-  for (const piece of String(text).split(/([\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069])/)) {
-    if (!piece) continue;
+  String(text).split(CONTROL).forEach((piece, index) => {
+    if (!piece) return;
+    if (index % 2 === 0) return parts.append(piece);
     const code = piece.charCodeAt(0);
-    const control = piece.length === 1 && (code < 32 || (code >= 127 && code < 160) || code >= 0x200e) &&
-      /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/.test(piece);
-    if (!control) parts.append(piece);
-    else {
-      const mark = code < 32 ? String.fromCharCode(0x2400 + code) : `\\u${code.toString(16).padStart(4, "0")}`;
-      parts.append(element("span", { class: "control", title: `character ${code}` }, mark));
-    }
-  }
+    const mark = code < 32 ? String.fromCharCode(0x2400 + code) : `\\u${code.toString(16).padStart(4, "0")}`;
+    parts.append(element("span", { class: "control", title: `character ${code}` }, mark));
+  });
   return parts;
 }
 

@@ -59,7 +59,7 @@ function drawTiles() {
     metrics["reward/mean"] ? null : ["Loss", number(recent(metrics["train/loss"]), 3), "in the last steps"],
     ["Tokens/s", number(recent(rate), 3), "in the last steps"],
     ["Time per step", seconds(passed === null ? null : passed / Math.max(1, lastOf(metrics.step) - metrics.step[0])), passed === null ? "" : `${seconds(passed)} in all`],
-    metrics["staleness/mean"] ? ["Staleness", number(recent(metrics["staleness/mean"]), 3), `max ${number(Math.max(...metrics["staleness/max"]))}`] : null,
+    metrics["staleness/mean"] ? ["Staleness", number(recent(metrics["staleness/mean"]), 3), `max ${number(metrics["staleness/max"].reduce((a, b) => Math.max(a, b), 0))}`] : null,
     metrics["time/sync_s"] ? ["Weight sync", seconds(recent(metrics["time/sync_s"])), "per step"] : null,
     metrics["queue/dropped"] ? ["Dropped groups", number(dropped), "not trained"] : null,
     metrics["fleet/engines"] ? ["Engines", number(lastOf(metrics["fleet/engines"])), `${number(lastOf(metrics["fleet/replaced"]) || 0)} replaced`] : null,
