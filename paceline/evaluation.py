@@ -68,7 +68,7 @@ async def evaluate(
     roles = [Role.ROLLOUT, Role.REWARD] if model_scores else [Role.ROLLOUT]
     config = await choose_settings(config, inputs.model_path, roles)
     async with AsyncExitStack() as stack:
-        await start_agent(stack, agent)
+        await start_agent(stack, config, agent)
         scorer = await open_scorer(stack, config, inputs, reward, agent)
         logs = stack.enter_context(TemporaryFolder("paceline-logs-"))
         generation = await open_generation(stack, config, roles, inputs, agent, scorer, logs)

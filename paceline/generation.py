@@ -11,6 +11,7 @@ from paceline.config import RunConfig
 from paceline.data.chat import stop_token_ids
 from paceline.environment.conversation import Conversation
 from paceline.environment.pool import EnvironmentPool
+from paceline.environment.remote import Launch
 from paceline.errors import ConfigError
 from paceline.inputs import Inputs
 from paceline.queue.message_queue import MessageQueue
@@ -60,9 +61,10 @@ class Generation:
     environment_pool: EnvironmentPool | None = None
 
     def user_processes(self) -> Sequence[Child]:
-        """Return the processes that run the user's reward functions and environment."""
+        """Return the local processes that run the user's reward functions and environment."""
         environments = self.environment_pool.processes() if self.environment_pool else []
-        return [*reward_processes(self.scorer), *environments]
+        here = [process for process in environments if isinstance(process, Child)]
+        return [*reward_processes(self.scorer), *here]
 
     def living_workers(self) -> list[Worker]:
         """Return the workers that run now; replacements of engines included."""
@@ -79,7 +81,7 @@ class Generation:
     async def writing_in_flight(
         self, groups: dict[int, GroupInFlight], step: int, target: Path
     ) -> AsyncIterator[None]:
-        """Write groups beside the work of the context, with the tokens that the engines have.
+        """Write groups while the context runs, with the tokens that the engines have.
 
         Tokens of versions after `step` are left out: the weights of the checkpoint are older.
         """
@@ -133,6 +135,8 @@ async def open_generation(
     on which engines died.
     """
     cluster, plans, workers = await open_workers(stack, config, roles, inputs.model_path, logs)
+    if launch := cluster.launcher():
+        await _start_pool(stack, environment, launch)
     fleet = _fleet(config, cluster, plans, workers[Role.ROLLOUT])
     stack.push_async_callback(fleet.close)
     if scorer is None:
@@ -176,11 +180,21 @@ def open_agent(
     )
 
 
-async def start_agent(stack: AsyncExitStack, agent: AgentLoop) -> None:
-    """Start the workers of its environment, if it has any. The stack closes them."""
+async def start_agent(stack: AsyncExitStack, config: RunConfig, agent: AgentLoop) -> None:
+    """Start the workers of its environment, if it has any. The stack closes them.
+
+    On Ray, `open_generation` starts them.
+    """
+    if config.cluster == "local":
+        await _start_pool(stack, agent)
+
+
+async def _start_pool(
+    stack: AsyncExitStack, agent: AgentLoop, launch: Launch | None = None
+) -> None:
     if isinstance(agent, Conversation) and agent.pool:
         stack.push_async_callback(agent.pool.close)
-        await agent.pool.start()
+        await agent.pool.start(launch)
 
 
 async def open_scorer(

@@ -35,6 +35,7 @@ def measure(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
         "reward/uniform_group_fraction": sum(map(equal_rewards, groups)) / len(groups),
         **components,
         **episodes,
+        "rollout/trajectories": float(len(trajectories)),
         "rollout/samples": float(batch.num_rows),
         "rollout/tokens": float(tokens),
         "rollout/length_mean": tokens / len(trajectories),

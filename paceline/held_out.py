@@ -1,8 +1,8 @@
 """Evaluation during training: held-out prompts, scored with the weights that the engines have.
 
 An evaluation shares the engines with the groups of training. The loop syncs no weights while it
-runs, so that one version generates all completions; the trainer goes on with the groups that it may
-still train on.
+runs, so that one version generates all completions; the trainer continues with the groups that it
+may still train on.
 
 Waits for: the engines and the reward, for as many prompts at a time as fill the engines.
 """

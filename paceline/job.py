@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from paceline.background import Background
+from paceline.collection import collection_paused
 from paceline.config import RunConfig, check_trainable
-from paceline.early_checks import check_early
+from paceline.early_checks import check_early, check_given_rows
 from paceline.errors import ConfigError
 from paceline.line_file import intact_rows
 from paceline.loop import Metrics, Observer
@@ -121,8 +122,9 @@ class Job:
         """
         self._check_early(trains=False)
         quiet_libraries()
-        from paceline.evaluation import evaluate, for_evaluation
-        from paceline.inputs import prepare_model
+        with collection_paused():
+            from paceline.evaluation import evaluate, for_evaluation
+            from paceline.inputs import prepare_model
 
         prepare_model(self.config, preparing)
         config = for_evaluation(self.config, samples)
@@ -131,6 +133,12 @@ class Job:
     def _check_early(self, trains: bool) -> None:
         has_rows, has_reward = self.rows is not None, self.reward is not None
         check_early(self.config, trains=trains, has_rows=has_rows, has_reward=has_reward)
+        data = self.config.data
+        if self.rows is not None:
+            check_given_rows(data, self.rows, "data")
+        if self.held_out is not None:
+            held_out = self.config.evaluation.data(data)
+            check_given_rows(held_out, self.held_out, "evaluation_data")
 
 
 @dataclass
@@ -227,7 +235,8 @@ def starting(config: RunConfig, terminal: "StartTerminal | None") -> Iterator[Ex
     with ExitStack() as stack:
         if terminal:
             stack.enter_context(terminal)
-        yield closing
+        with collection_paused():
+            yield closing
         from paceline.inputs import prepare_model
 
         prepare_model(config, terminal.preparing if terminal else None)

@@ -216,7 +216,9 @@ class Loop:
         if self._rollouter.paused_by("user"):
             return None
         tokens = sum(stats.tokens for stats in self._fleet.stats())
-        return Progress((self.step, self._rollouter.finished, self._rollouter.paused), tokens)
+        # The end of a sync or checkpoint is progress: it may take longer than the wait for groups.
+        finished = self.step, self._rollouter.finished, self._rollouter.paused, self._train.taking
+        return Progress(finished, tokens)
 
     def _patience(self) -> tuple[Patience, Patience]:
         """Return the limits without a sign of life, and without a group while tokens are made."""

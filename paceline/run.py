@@ -94,11 +94,12 @@ async def train(
     agent = open_agent(config, inputs, environment)
     run_dir = Path(config.run_dir)
     layout = await plan_start(config, inputs.model_path, fresh, start_from)
-    config, inputs = layout.config, inputs.with_config(layout.config)
+    given, config = config, layout.config
+    inputs = inputs.with_config(config)
     _freeze_libraries()
     async with AsyncExitStack() as stack:
         stack.enter_context(explain_disk_errors(run_dir))
-        await start_agent(stack, agent)
+        await start_agent(stack, config, agent)
         scorer = await open_scorer(stack, config, inputs, reward, agent, run_dir)
         start = await open_run_dir(stack, config, inputs.identity, fresh, start_from)
         if start.step >= config.steps and (finished := finished_summary(run_dir, start.step)):
@@ -115,7 +116,7 @@ async def train(
             run_dir / "logs",
             run_dir / "quarantine.jsonl",
         )
-        run = _Run(config, inputs, generation, start, prediction)
+        run = _Run(config, given, inputs, generation, start, prediction)
         stack.enter_context(run.watchdog)
         await run.prepare()
         summary = await run.train(stack, control, make_display, stop)
@@ -141,12 +142,14 @@ class _Run:
     def __init__(
         self,
         config: RunConfig,
+        given: RunConfig,
         inputs: Inputs,
         generation: Generation,
         start: Start,
         prediction: PredictionCheck | None,
     ) -> None:
         self._config, self._inputs, self._start = config, inputs, start
+        self._given = given  # without automatic settings
         self._prediction = prediction
         self._generation = generation
         self._workers, self._fleet = generation.workers, generation.fleet
@@ -306,7 +309,7 @@ class _Run:
         """
         inputs, trainer = self._inputs, self._trainer
         evaluation = self._held_out.summary().get("last") if self._held_out else None
-        card = model_card(self._config, step, recorder.reward, evaluation)
+        card = model_card(self._config, step, recorder.reward, evaluation, self._given)
         in_flight = self._generation.in_flight(queue) if self._config.keeps_in_flight else {}
 
         async def write(target: Path) -> None:

@@ -110,7 +110,7 @@ async def serve(config: RunConfig, port: int, ready: Callable[[str, str], None])
             ) from None
         stack.push_async_callback(server.close)
         ready(server.url, server.open(Session(Chat(inputs.tokenizer), model, keep=False)))
-        # No engine is replaced here, so requests would wait for ever after a death.
+        # No engine is replaced here, so requests would wait forever after a death.
         deaths = [worker.died for worker in generation.living_workers()]
         dead, _ = await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
         dead.pop().result()

@@ -96,10 +96,10 @@ def print_summary(console: Console, summary: dict[str, Any], run_dir: str, check
     table = Table(title="Run summary", show_header=False, title_justify="left")
     table.add_column(overflow="fold")
     table.add_column(overflow="fold")
+    rows: dict[str, str | Text] = {}
     first, last = summary["loss_first"], summary["loss_last"]
-    rows: dict[str, str | Text] = {
-        "loss, first → last": Text.assemble(f"{first:.4f} → ", (f"{last:.4f}", "bold green"))
-    }
+    if first is not None:  # a run that is stopped before its first step has no loss
+        rows["loss, first → last"] = Text.assemble(f"{first:.4f} → ", (f"{last:.4f}", "bold green"))
     if "validation_loss" in summary:
         first, last = summary["validation_loss_first"], summary["validation_loss"]
         perplexity = summary["validation_perplexity"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from paceline.background import Background
 from paceline.data.examples import check_example_columns
 from paceline.data.files import find_files, first_rows
-from paceline.early_checks import check_code, check_early
+from paceline.early_checks import check_code, check_early, first_given_rows
 from paceline.errors import ConfigError
 from paceline.job import Rows, Run, Stopping, check_start, starting
 from paceline.supervised.config import SftConfig
@@ -76,12 +76,18 @@ class SftJob:
                 )
             if data.source is not None:
                 check_code("data.source", str(data.source))
+        files = data.model_copy(update={"task": None})  # a task has other columns
+        if data.on_bad_row == "fail":  # otherwise the first rows may be bad
+            for argument, given in (("data", self.rows), ("validation", self.validation)):
+                limit = data.limit if argument == "data" else None
+                first_ones = first_given_rows(given, limit)
+                check_example_columns(first_ones, f"the rows given as {argument}", files)
         for path in (data.path, self.config.validation.path):
             if path is not None:
                 first, *_ = find_files((path,) if isinstance(path, str) else path)
-                if data.on_bad_row == "fail":  # otherwise the first rows may be bad
+                if data.on_bad_row == "fail":
                     rows = [read.row for read in first_rows(first)]
-                    check_example_columns(rows, str(first), data)
+                    check_example_columns(rows, str(first), files)
 
 
 def _terminal(config: SftConfig) -> "SftTerminal":

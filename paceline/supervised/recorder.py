@@ -76,8 +76,11 @@ class LossRecorder:
         self._sinks.log_summary(summary)
 
     def close(self) -> None:
-        self._file.close()
-        self._sinks.close()
+        """Close both, also if a full disk lets the file fail."""
+        try:
+            self._file.close()
+        finally:
+            self._sinks.close()
 
     def summary(self, memory_peak_bytes: int) -> dict[str, Any]:
         """Return the results. If the run was resumed, rates cover only the steps since then."""

@@ -65,7 +65,7 @@ async def fine_tune(
     run_dir = Path(config.run_dir)
     workers = config.worker_config(inputs.steps)
     layout = await plan_start(workers, inputs.model_path, fresh, start_from, ROLES)
-    config = config.with_choices(layout.config)
+    given, config = config, config.with_choices(layout.config)
     inputs = inputs.with_config(config)
     async with AsyncExitStack() as stack:
         stack.enter_context(explain_disk_errors(run_dir))
@@ -79,7 +79,7 @@ async def fine_tune(
         _, _, started = await open_workers(
             stack, layout.config, ROLES, inputs.model_path, run_dir / "logs"
         )
-        run = _Run(config, inputs, started[Role.ACTOR][0], start)
+        run = _Run(config, given, inputs, started[Role.ACTOR][0], start)
         await run.restore()
         summary = await run.train(stack, make_display, stop)
         write_json(run_dir / "summary.json", summary)
@@ -94,8 +94,11 @@ def _concerns(config: SftConfig, name: str) -> bool:
 class _Run:
     """One supervised run, once its workers have started."""
 
-    def __init__(self, config: SftConfig, inputs: SftInputs, actor: Worker, start: Start) -> None:
+    def __init__(
+        self, config: SftConfig, given: SftConfig, inputs: SftInputs, actor: Worker, start: Start
+    ) -> None:
         self._config, self._inputs, self._actor, self._start = config, inputs, actor, start
+        self._given = given  # without automatic settings
         self._run_dir = Path(config.run_dir)
         self._validation_first: float | None = None
         self._health = Health()
@@ -206,9 +209,11 @@ class _Run:
     async def _call(self, method: str, *args: Any) -> Any:
         limit = self._config.step_timeout_s
         try:
-            async with asyncio.timeout(limit):
+            async with asyncio.timeout(limit) as deadline:
                 return await self._actor.call(Role.ACTOR, method, *args)
         except TimeoutError:
+            if not deadline.expired():  # an error of the worker
+                raise
             raise StalledError(
                 f"worker {self._actor.name!r} has not finished {method!r} within step_timeout_s = "
                 f"{limit:g} s"
@@ -219,7 +224,7 @@ class _Run:
     ) -> Coroutine[Any, Any, Path]:
         """Return what saves a checkpoint. With `copied`, call it when training may continue."""
         config, inputs = self._config, self._inputs
-        card = _model_card(config, step, recorder.loss)
+        card = _model_card(config, self._given, step, recorder.loss)
 
         async def write(target: Path) -> None:
             if copied is None:
@@ -249,7 +254,7 @@ def _perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-def _model_card(config: SftConfig, step: int, loss: float | None) -> str:
+def _model_card(config: SftConfig, given: SftConfig, step: int, loss: float | None) -> str:
     facts = {
         "Train steps": str(step),
         "Loss": "unknown" if loss is None else f"{loss:.4g}",
@@ -257,4 +262,4 @@ def _model_card(config: SftConfig, step: int, loss: float | None) -> str:
         "Rows per step": str(config.rows_per_step),
         "Learning rate": f"{config.train.learning_rate:g}",
     }
-    return card_text(config, "supervised fine-tuning", facts, ("sft",))
+    return card_text(config, given, "supervised fine-tuning", facts, ("sft",))

@@ -125,7 +125,6 @@ class TrainTask:
     async def _take(self) -> list[Group] | None:
         """Take the oldest groups in order of admission, which bounds staleness; None: stop."""
         count = self._settings.groups_per_step
-        self.taking = True
         while not self._stop_requested and not self._tasks.stopping:
             if self._sync_due and not self._evaluating:
                 await self._sync()
@@ -138,7 +137,6 @@ class TrainTask:
                     count, current_param_version=self.step, keys=wanted
                 )
             if groups is not None:
-                self.taking = False
                 self._admission.take(wanted)
                 for seq in wanted:
                     self._timeline.group("group", seq, "trained")
@@ -147,7 +145,11 @@ class TrainTask:
             self._waiting_for["train"] = (
                 f"groups {missing[:5]}{'…' if len(missing) > 5 else ''} to be generated and scored"
             )
-            await self._queue.changed.wait()
+            self.taking = True
+            try:
+                await self._queue.changed.wait()
+            finally:
+                self.taking = False
         return None
 
     async def _train(self, groups: Sequence[Group], begun: float, evaluated_s: float) -> bool:

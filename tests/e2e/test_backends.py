@@ -4,7 +4,6 @@ import asyncio
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from paceline.run import train
 from tests.fault_report import Fault
 from tests.hybrid import IN_FLIGHT, Run
 from tests.processes import children
-from tests.small_runs import SEPARATE, run
+from tests.small_runs import SEPARATE, run, steps_of
 
 TO_COMPARE = ["train.learning_rate=1e-4", "save_samples=100", "save_every=1", "keep_checkpoints=9"]
 FSDP = ["train.backend=fsdp", "placement.train_ranks=2"]
@@ -37,10 +36,6 @@ def texts(folder: Path) -> list[str]:
     """Return all completions that the run saved."""
     rows = map(json.loads, (folder / "samples.jsonl").read_text().splitlines())
     return [completion["text"] for row in rows for completion in row["completions"]]
-
-
-def steps_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -122,10 +117,10 @@ def test_actor_critic_and_reference_train_in_separate_pools(model: str, tmp_path
 def test_run_names_killed_rank_of_trainer_in_separate_pool(
     model: str, tmp_path: Path, fault: Fault
 ) -> None:
-    killed = Run(tmp_path, "train.1.log")
+    killed = Run(tmp_path, "train.1")
     with pytest.raises(WorkerDied, match=r"worker 'train rank 1' died .killed by signal 9"):
         killed.train(model, *IN_FLIGHT, *SEPARATE, *FSDP)
-    assert time.monotonic() - killed.killed_s < 10
+    assert time.monotonic() - killed.killed_s < 60
     fault.fired()
     assert not children()
 

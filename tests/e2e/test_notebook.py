@@ -38,7 +38,7 @@ def test_notebook_trains_with_every_function(tmp_path: Path) -> None:
     cells[0].source = cells[0].source.replace("MODEL", model)
     notebook = nbformat.v4.new_notebook(cells=cells)
     nbclient.NotebookClient(
-        notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}
+        notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}}
     ).execute()
     values = [
         output["data"]["text/plain"]

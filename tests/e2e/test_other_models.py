@@ -1,13 +1,12 @@
 """Complete runs of a model without a fast path, which generates through its Hugging Face module."""
 
-import json
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.models import random_other_model
-from tests.small_runs import SEPARATE, run, weights
+from tests.small_runs import SEPARATE, run, steps_of, weights
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +42,7 @@ def test_engine_and_trainer_agree_in_every_mode(
 def agree_and_learn(model: str, folder: Path, settings: list[str]) -> None:
     summary = run(model, folder, *settings, "save_every=4")
     assert summary["steps"] == 4
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = steps_of(folder)
     diffs = [step["train/logprob_diff_max"] for step in steps if "train/logprob_diff_max" in step]
     assert diffs and max(diffs) < 1e-4
     trained = AutoModelForCausalLM.from_pretrained(

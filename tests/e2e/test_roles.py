@@ -27,7 +27,7 @@ from paceline.workers.build import build_parts
 from paceline.workers.local import LocalCluster
 from paceline.workers.pools import close_workers, plan_workers, start_workers
 from tests.models import random_reward_model
-from tests.small_runs import SEPARATE, SMALL, config, run, weights
+from tests.small_runs import SEPARATE, SMALL, config, run, steps_of, weights
 
 LORA = ["train.lora.rank=4", "train.learning_rate=1e-2"]
 PROMPT = (5, 9, 13, 2, 7)
@@ -133,7 +133,7 @@ def test_lora_trains_adapted_layers_in_every_mode(
     settings: list[str], model: str, tmp_path: Path
 ) -> None:
     assert run(model, tmp_path, *LORA, *settings)["steps"] == 4
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = steps_of(tmp_path)
     assert max(row["train/logprob_diff_max"] for row in rows if row["staleness/max"] == 0) < 1e-4
     trained = AutoModelForCausalLM.from_pretrained(
         tmp_path / "checkpoints" / "step_00000004" / "actor"
@@ -189,12 +189,12 @@ def test_lora_reference_shares_actor_model_and_equals_frozen_copy(
 ) -> None:
     loaded: list[str] = []
 
-    def load(path: str) -> PreTrainedModel:
+    def load(path: str, *_: Any) -> PreTrainedModel:
         loaded.append(path)
         return load_model(path)
 
     monkeypatch.setattr("paceline.training.lora.load_model", load)
-    monkeypatch.setattr("paceline.training.single.load_model", load)
+    monkeypatch.setattr("paceline.training.single.load_onto", load)
 
     def parts(*settings: str, roles: tuple[Role, ...] = (Role.ACTOR, Role.REF)) -> Any:
         loaded.clear()

@@ -1,12 +1,12 @@
 """Complete runs with real models, processes and shared memory, in every mode."""
 
 import asyncio
+import hashlib
 import json
 import os
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
 from paceline.errors import WorkerDied
@@ -17,12 +17,13 @@ from paceline.workers.local import LocalCluster
 from tests.audits import assert_consistent
 from tests.device_times import assert_device_time_adds_up, assert_valid_trace
 from tests.fault_report import Fault
-from tests.processes import children
-from tests.small_runs import SEPARATE, config, run, weights
+from tests.processes import children, worker_pids
+from tests.small_runs import SEPARATE, config, run, steps_of, weights
 
 
+@pytest.mark.fault("E8", "asynchronous run with max_staleness = 0 beside a synchronous one")
 def test_staleness_0_equals_hybrid_sync_bit_for_bit_in_every_placement(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
     run(model, tmp_path / "hybrid", "steps=10")
     run(model, tmp_path / "separate", "steps=10", *SEPARATE)
@@ -36,6 +37,26 @@ def test_staleness_0_equals_hybrid_sync_bit_for_bit_in_every_placement(
     placements = ("hybrid", "separate", "overlap", "process", "overlap_process")
     assert len({weights(tmp_path / placement, 10) for placement in placements}) == 1
     assert weights(tmp_path / "hybrid", 10) != weights(tmp_path / "other_seed", 10)
+    fault.fired()
+
+
+@pytest.mark.fault("E7", "50 steps with a learning rate of 0")
+def test_weights_stay_the_same_when_learning_rate_is_0(
+    model: str, tmp_path: Path, fault: Fault
+) -> None:
+    settings = ["steps=50", "save_every=5", "train.learning_rate=0", "schedule.max_staleness=2"]
+    run(model, tmp_path, *settings, *SEPARATE, "schedule.on_sync=swap", "keep_checkpoints=20")
+    digests = {
+        hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in tmp_path.glob("checkpoints/step_*/actor/model.safetensors")
+    }
+    assert len(list(tmp_path.glob("checkpoints/step_*"))) == 10 and len(digests) == 1
+    rows = list(intact_rows(tmp_path / "metrics.jsonl"))
+    assert len(rows) == 50 and max(row["staleness/max"] for row in rows) > 0
+    fault.fired()
+    # It is measured where tokens have the version of the trainer.
+    name = "train/logprob_diff_max"
+    assert 0 <= max(row[name] for row in rows if name in row) < 1e-5
 
 
 MODES = {
@@ -97,7 +118,7 @@ def test_mode_trains_every_prompt_once_within_staleness_bound(
     events = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
     trained = [event["seq"] for event in events if event["event"] == "trained"]
     assert trained == list(range(16)), "prompts were lost, repeated or reordered"
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = steps_of(tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert max(row["train/logprob_diff_max"] for row in rows if row["staleness/max"] == 0) < 1e-4
     assert children() == before, "a child process is still running"
@@ -127,7 +148,7 @@ def test_run_fails_and_names_worker_when_worker_is_killed(
     class Killer:
         def step_done(self, step: int, *_: object) -> None:
             if step == 2:
-                os.kill(_worker_pids(tmp_path)[victim], signal.SIGKILL)
+                os.kill(worker_pids(tmp_path)[victim], signal.SIGKILL)
                 fault.fired()
 
         def engines_polled(self, *_: object) -> None:
@@ -141,17 +162,7 @@ def test_run_fails_and_names_worker_when_worker_is_killed(
     ]
     chosen = config(model, tmp_path, "steps=1000", "save_every=1", *settings)
     with pytest.raises(WorkerDied, match=f"worker '{victim}' died .killed by signal 9"):
-        asyncio.run(asyncio.wait_for(train(chosen, lambda _: Killer()), 60))
+        asyncio.run(asyncio.wait_for(train(chosen, lambda _: Killer()), 240))
     fault.detected()
     assert not children()
     fault.audited(tmp_path)
-
-
-def _worker_pids(folder: Path) -> dict[str, int]:
-    """Return the process ID of each worker, identified by the log file that it has open."""
-    found = {}
-    for process in psutil.Process().children():
-        for file in (folder / "logs").glob("*.log"):
-            if os.path.realpath(f"/proc/{process.pid}/fd/1") == str(file.resolve()):
-                found[file.stem] = process.pid
-    return found

@@ -24,7 +24,7 @@ from paceline.supervised.run import fine_tune
 from tests.audits import assert_consistent
 from tests.fault_report import Fault
 from tests.processes import children
-from tests.small_runs import weights
+from tests.small_runs import steps_of, weights
 
 SMALL = [
     "rows_per_step=8",
@@ -48,12 +48,8 @@ def run(model: str, folder: Path, *settings: str) -> dict[str, Any]:
     return asyncio.run(fine_tune(load_sft_config(None, overrides)))
 
 
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def losses(folder: Path) -> list[float]:
-    return [row["train/loss"] for row in metrics(folder)]
+    return [row["train/loss"] for row in steps_of(folder)]
 
 
 def actor(folder: Path, step: int) -> Path:
@@ -70,7 +66,7 @@ def single(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_run_reports_falling_loss_and_validation_loss(single: Path) -> None:
     summary = json.loads((single / "summary.json").read_text())
-    found = metrics(single)
+    found = steps_of(single)
     assert summary["steps"] == len(found) == 6
     assert summary["loss_last"] < summary["loss_first"] - 0.2
     assert summary["validation_loss"] < summary["validation_loss_first"] - 0.2
@@ -89,7 +85,7 @@ def test_epochs_contain_every_row_once(model: str, tmp_path: Path) -> None:
         None, [f"model={model}", f"run_dir={tmp_path}", "rows_per_step=4", "epochs=2"]
     )
     asyncio.run(fine_tune(config, rows=rows))
-    found = metrics(tmp_path)
+    found = steps_of(tmp_path)
     assert [row["data/rows"] for row in found] == [4, 4, 4, 4, 4]
     assert sum(row["train/tokens"] for row in found) == 2 * sum(n % 3 + 2 for n in range(10))
 

@@ -10,11 +10,10 @@ from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.training.skipped import MAX_DUMPS, read_dump
-from tests.e2e.test_extensions import run, steps_of
+from tests.e2e.test_extensions import run
 from tests.fault_report import Fault
-from tests.models import random_model
 from tests.processes import children
-from tests.small_runs import weights
+from tests.small_runs import steps_of, weights
 
 # The gradient of some batches overflows. Which ones depends only on their log-probs.
 LOSSES = """
@@ -26,11 +25,6 @@ def sometimes(logprobs, proximal, advantages):
 def always(logprobs):
     return logprobs * 1e30
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return random_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -17,10 +18,10 @@ from transformers import AutoModelForCausalLM
 ROOT = Path(__file__).parents[2]
 
 
-def build_wheel(target: Path) -> Path:
+def build_wheel(target: Path, source: Path = ROOT) -> Path:
     """Build with the installed hatchling: an isolated build would download it."""
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
-    output(*command, "--no-index", "--wheel-dir", target, ROOT, cwd=target.parent)
+    output(*command, "--no-index", "--wheel-dir", target, source, cwd=target.parent)
     (wheel,) = target.glob("*.whl")
     return wheel
 
@@ -68,7 +69,8 @@ def test_wheel_contains_package_type_marker_recipes_and_nothing_else(wheel: Path
     recipes = {f"paceline/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.toml")}
     static = (ROOT / "paceline" / "page" / "static").iterdir()
     page = {str(path.relative_to(ROOT)) for path in static}
-    expected = source | recipes | page | {"paceline/py.typed"}
+    commit = {"paceline/commit.txt"} if (ROOT / ".git").exists() else set()
+    expected = source | recipes | page | commit | {"paceline/py.typed"}
     assert expected == {name for name in names if ".dist-info/" not in name}
 
 
@@ -84,6 +86,35 @@ def test_installed_command_prints_version_and_settings(environment: Path, wheel:
     shown = output(command, "--version", cwd=environment)
     assert shown.startswith(f"paceline {version}\n") and f"torch {torch.__version__} (" in shown
     assert "schedule.max_staleness" in output(command, "settings", cwd=environment)
+
+
+@pytest.fixture
+def release(tmp_path: Path) -> Path:
+    """Create a separate repository with one tagged commit."""
+    folder = tmp_path / "repository"
+    for name in ("paceline", "recipes"):
+        cache = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / name, ignore=cache)
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    author = ("-c", "user.name=a", "-c", "user.email=a@example.com")
+    commands = (("init", "-q"), ("add", "."), (*author, "commit", "-qm", "one"), ("tag", "v9.8.7"))
+    for command in commands:
+        output("git", *command, cwd=folder)
+    return folder
+
+
+def test_wheel_of_sdist_tells_commit_when_built_at_tag(release: Path, tmp_path: Path) -> None:
+    """Between two tags the version has the commit; at a tag it does not."""
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "sdist"]
+    output(*command, "--directory", tmp_path, cwd=release)
+    wheel = build_wheel(tmp_path / "wheels", tmp_path / "paceline-9.8.7.tar.gz")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+    show = "from paceline.version import describe; print(*describe()[:2], sep='\\n')"
+    shown = output(sys.executable, "-c", show, cwd=tmp_path / "installed").splitlines()
+    head = output("git", "rev-parse", "HEAD", cwd=release)
+    commit = shown[1].removeprefix("commit ")
+    assert shown[0] == "paceline 9.8.7" and head.startswith(commit) and len(commit) >= 7
 
 
 def test_installed_command_finds_recipes_by_name(environment: Path, tmp_path: Path) -> None:
@@ -135,13 +166,24 @@ def trl_program() -> str:
     return program.replace('"Qwen/Qwen2-0.5B-Instruct"', f'"./model", {config}')
 
 
-def test_programs_of_readme_and_trl_guide_run_with_wheel(environment: Path, folder: Path) -> None:
-    """Both programs run in one process, because it takes seconds to start."""
-    names = ("trl.py", "readme.py")
-    for name, program in zip(names, (trl_program(), readme_program()), strict=True):
+def loss_program() -> str:
+    """Return a program that passes the custom loss as a function, to a trainer in a process."""
+    source = (ROOT / "examples" / "custom_loss.py").read_text()
+    settings = SMALL | {"run_dir": "runs/loss", "placement.actor": "train"}
+    train = "model='./model', data='prompts.jsonl', reward='exact', algorithm={'loss': clip}"
+    return f"{source}\nimport paceline\npaceline.train({train}, steps=1, **{settings})\n"
+
+
+def test_programs_of_documents_and_custom_loss_run_with_wheel(
+    environment: Path, folder: Path
+) -> None:
+    """All programs run in one process, because it takes seconds to start."""
+    programs = {"trl.py": trl_program(), "loss.py": loss_program(), "readme.py": readme_program()}
+    for name, program in programs.items():
         (folder / name).write_text(program)
     run = "import runpy, sys; [runpy.run_path(name, run_name='__main__') for name in sys.argv[1:]]"
-    shown = output(environment / "bin" / "python", "-c", run, *names, cwd=folder)
+    shown = output(environment / "bin" / "python", "-c", run, *programs, cwd=folder)
+    assert (folder / "runs" / "loss" / "metrics.jsonl").read_text().count("\n") == 1
     assert (folder / "my-model" / "model.safetensors").exists()
     assert shown.strip().endswith("runs/default/checkpoints/step_00000002/actor")
 

@@ -1,0 +1,37 @@
+"""Supervised runs: checks before the start, and the summary of a run that is stopped early."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from paceline.errors import DataError
+from paceline.observe.sinks import open_sinks
+from paceline.supervised.config import load_sft_config
+from paceline.supervised.display import print_summary
+from paceline.supervised.job import SftJob
+from paceline.supervised.recorder import LossRecorder
+
+
+def test_validation_file_of_task_has_columns_of_files(tmp_path: Path) -> None:
+    def check(**row: str) -> None:
+        path = tmp_path / "held_out.jsonl"
+        path.write_text(json.dumps(row) + "\n")
+        config = load_sft_config(None, ["data.task=copy:3", f"validation.path={path}"])
+        SftJob(config)._check_data()
+
+    check(prompt="copy 123=", completion="123")
+    with pytest.raises(DataError, match="no columns 'prompt' and 'completion'"):
+        check(prompt="copy 123=", answer="123")
+
+
+def test_summary_is_printed_when_run_stops_before_first_step(tmp_path: Path) -> None:
+    recorder = LossRecorder(tmp_path, 0, None, open_sinks((), tmp_path, {}))
+    summary = recorder.summary(memory_peak_bytes=0)
+    recorder.close()
+    console = Console(file=io.StringIO(), width=100)
+    print_summary(console, summary, "runs/x", "runs/x/checkpoints/step_00000000/actor")
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "steps" in text and "loss" not in text
