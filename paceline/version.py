@@ -1,12 +1,11 @@
 """Version, commit and backends of this installation, without importing any of them."""
 
-import json
-import re
 import subprocess
 from importlib import metadata
 from pathlib import Path
 
 PACKAGE = "paceline"
+COMMIT_FILE = "commit.txt"  # beside this file; hatch_build.py adds it to sdist and wheel
 # Packages that engines, train backends and clusters come from.
 BACKENDS = {
     "torch": "native engine; training on one device and with FSDP2",
@@ -31,19 +30,23 @@ __version__: str = installed(PACKAGE) or "0.0.0+unknown"
 
 
 def commit() -> str | None:
-    """Return the commit of a clone, or the one that was installed from a repository."""
-    return _commit_of_clone() or _commit_of_installation()
+    """Return the commit of a clone, or the one that the installed package was built from."""
+    return commit_of_clone() or _commit_of_build()
 
 
 def describe() -> list[str]:
     """Return the lines of `paceline --version`."""
-    lines = [f"paceline {__version__}", f"commit {commit() or 'unknown: not installed from git'}"]
+    lines = [
+        f"paceline {__version__}",
+        f"commit {commit() or 'unknown: not built from a git clone'}",
+    ]
     for package, purpose in BACKENDS.items():
         lines.append(f"{package} {installed(package) or 'not installed'} ({purpose})")
     return lines
 
 
-def _commit_of_clone() -> str | None:
+def commit_of_clone() -> str | None:
+    """Return the commit of the clone that this file is in, or None if it is in no clone."""
     root = Path(__file__).resolve().parents[1]
     if not (root / ".git").exists():  # a package in the directory of another project
         return None
@@ -55,13 +58,6 @@ def _commit_of_clone() -> str | None:
     return done.stdout.strip() or None
 
 
-def _commit_of_installation() -> str | None:
-    """Return the commit that pip recorded, or the one in a version between two tags."""
-    try:
-        origin = metadata.distribution(PACKAGE).read_text("direct_url.json")
-    except metadata.PackageNotFoundError:
-        return None
-    if origin and (recorded := json.loads(origin).get("vcs_info", {}).get("commit_id")):
-        return str(recorded)
-    found = re.search(r"\+g([0-9a-f]+)", __version__)
-    return found[1] if found else None
+def _commit_of_build() -> str | None:
+    path = Path(__file__).with_name(COMMIT_FILE)
+    return path.read_text().strip() if path.exists() else None

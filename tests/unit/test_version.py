@@ -40,7 +40,7 @@ def test_version_is_unknown_when_package_is_plain_copy(tmp_path: Path) -> None:
     show = "from paceline.version import describe; print(describe()[:2])"
     # -I -S: without the packages of this environment
     shown = run(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {show}", "-I", "-S")
-    assert shown == "['paceline 0.0.0+unknown', 'commit unknown: not installed from git']"
+    assert shown == "['paceline 0.0.0+unknown', 'commit unknown: not built from a git clone']"
 
 
 def test_commit_is_that_of_clone_when_package_is_in_one(tmp_path: Path) -> None:
