@@ -56,8 +56,18 @@ test-serial: $(READY)  ## tests with real deadlines or GPUs, one at a time
 coverage: $(READY)  ## like test-fast, with a coverage report: about five minutes
 	$(PYTEST) $(PARALLEL) $(FAST) --cov --cov-report=term
 
-faults: $(READY)  ## inject every fault of docs/faults_report.md and write the report again
-	$(PYTEST) -m fault --fault-report $(FAULT_REPORT) --ignore=tests/bench --ignore=tests/megatron tests
+# Each call of pytest adds its rows to the report. The vLLM tests need the environment of test-vllm.
+FAULT_ROWS := $(VENV)/fault_rows.json
+FAULTS := -m fault --fault-report $(FAULT_REPORT) --fault-rows $(FAULT_ROWS)
+faults: $(VENV)/.ray  ## inject every fault of docs/faults_report.md and write the report again
+	@rm -f $(FAULT_ROWS)
+	@failed=0; \
+	$(PYTEST) $(TOGETHER) $(FAULTS) $(RUNS) $(FAST) || failed=1; \
+	if [ -e .venv-vllm/.ready ]; then \
+		OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest $(ARGS) $(FAULTS) tests/vllm || failed=1; \
+		$(PYTEST) $(FAULTS) $(SERIAL) tests/ray || failed=1; \
+	else $(PYTEST) $(FAULTS) $(SERIAL) tests/vllm tests/ray || failed=1; fi; \
+	exit $$failed
 
 test-slow: $(READY)  ## presets learn with three seeds, guarantees in further settings: nine minutes
 	$(PYTEST) $(PARALLEL) -m slow
