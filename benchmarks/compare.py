@@ -11,6 +11,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "compare.md"
 BEGIN, END = "<!-- results: written by benchmarks/compare.py -->\n", "<!-- end of results -->\n"
+# Of a TRL script: the times that were measured, and the digits to show.
+PARTS = (("script_s", 1), ("train_s", 1), ("step_s", 3))
 
 
 def read(name: str) -> dict[str, Any]:
@@ -111,28 +113,54 @@ def modes() -> str:
     )
 
 
+def script() -> str:
+    found = read("trl_script")
+    rows = [
+        (name, *(f"{f[part]:.{digits}f}" for part, digits in PARTS), f"{f['reward_last']:.2f}")
+        for name, f in found["contenders"].items()
+    ]
+    ratios = ", ".join(f"{found['ratios'][part]:.1f}×" for part, _ in PARTS)
+    return (
+        f"### One GRPO script under both libraries\n\n{source('trl_script', found)}\n\n"
+        f"{found['work']}; {found['machine'].split(', load')[0]}. The script of "
+        "[From TRL](trl.md), with TRL's imports and with those of `paceline.trl`. Speedup: "
+        f"{ratios}.\n\n"
+        + table(
+            ("contender", "script, s", "`train()`, s", "update, s", "reward at the end"),
+            rows,
+        )
+    )
+
+
 def gpu() -> str:
-    found = read("gpu_loop")
+    found = read("gpu_real")
+    loads: dict[str, dict[str, dict[str, Any]]] = {}
+    for run in found["runs"]:
+        if run["settings"] == "auto":
+            loads.setdefault(run["load"], {})[run["mode"]] = run
     rows = [
         (
-            f"{run['mode']}, {run['load']}",
-            f"{run['step_s']:.2f}",
-            f"{run['tokens_per_s']:,.0f}",
-            f"{run['staleness_max']:.0f}",
+            load,
+            f"{modes['hybrid']['mean_s']:.3g}",
+            f"{modes['async']['mean_s']:.3g}",
+            f"{modes['hybrid']['mean_s'] / modes['async']['mean_s']:.2f}×",
         )
-        for run in found["runs"]
+        for load, modes in loads.items()
     ]
+    link = "[gpu_real.json](../benchmarks/results/gpu_real.json)"
     return (
-        f"### GRPO steps on one {found['gpu']}\n\n{source('gpu_loop', found)}\n\n"
-        f"{found['load']}. [gpu.md](../benchmarks/results/gpu.md) describes the limits.\n\n"
-        + table(("mode, new tokens", "seconds per step", "new tokens/s", "staleness at most"), rows)
+        f"### GRPO steps on one {found['gpu']}\n\n`python benchmarks/gpu_real.py`, measured "
+        f"{found['date']}, {link}.\n\n"
+        "Mean seconds per step, automatic settings, staleness at most 2 in async runs. "
+        "[gpu.md](../benchmarks/results/gpu.md#real-loads) describes the loads, the limits and the "
+        "options.\n\n" + table(("load", "hybrid sync", "fully async", "speedup"), rows)
     )
 
 
 def main() -> None:
     before, rest = PAGE.read_text().split(BEGIN)
     after = rest.split(END)[1]
-    results = "\n\n".join(part() for part in (steps, engines, modes, gpu))
+    results = "\n\n".join(part() for part in (steps, script, engines, modes, gpu))
     PAGE.write_text(f"{before}{BEGIN}\n{results}\n\n{END}{after}")
 
 

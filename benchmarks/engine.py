@@ -30,6 +30,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.idle import wait_idle  # noqa: E402
+from benchmarks.models import SHAPE  # noqa: E402
 from paceline.model.weights import DecoderWeights  # noqa: E402
 from paceline.rollout.native.engine import NativeEngine  # noqa: E402
 from paceline.types import Request, Sampling  # noqa: E402
@@ -45,11 +47,7 @@ Prompts = list[tuple[int, ...]]
 def make_model() -> Qwen2ForCausalLM:
     torch.manual_seed(0)
     config = Qwen2Config(
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **SHAPE,
         vocab_size=99,
         tie_word_embeddings=True,
         max_position_embeddings=PROMPT + LONGEST,
@@ -187,13 +185,6 @@ class Matmuls:
         return time.perf_counter() - began
 
 
-def wait_idle(limit_s: float = 5.0) -> None:
-    """Wait until the machine is idle, at most `limit_s`: other load would distort the result."""
-    ends = time.monotonic() + limit_s
-    while psutil.cpu_percent(0.3) > 15 and time.monotonic() < ends:
-        pass
-
-
 def steady_seconds(
     contender: Native | Generate | Vllm | Matmuls,
     prompts: Prompts,
@@ -227,7 +218,7 @@ def measure(
             prompts = make_prompts(len(lengths), number + 1)
             for name in names:
                 if number >= 0 or case != "long tail":
-                    wait_idle()
+                    wait_idle(5.0)
                     speed = sum(lengths) / steady_seconds(contenders[name], prompts, lengths, slots)
                     results[case][name] += [speed] if number >= 0 else []
     return results

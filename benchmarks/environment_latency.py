@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,12 @@ def main() -> None:
     load = [round(value, 1) for value in os.getloadavg()]
     sys.stdout.write(f"async / sync: {ratio} (load of {os.cpu_count()} cores: {load})\n")
     if not quick:
-        report = {"machine": platform.machine(), "python": platform.python_version()}
+        report = {
+            "command": "python benchmarks/environment_latency.py",
+            "date": date.today().isoformat(),
+            "machine": platform.machine(),
+            "python": platform.python_version(),
+        }
         report |= {"cores": os.cpu_count() or 0, "load": load, **rows, "ratio": ratio}
         RESULTS.write_text(json.dumps(report, indent=1) + "\n")
 

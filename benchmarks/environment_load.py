@@ -13,6 +13,7 @@ import json
 import platform
 import sys
 import time
+from datetime import date
 from pathlib import Path
 
 from paceline.schedule import ScheduleSettings
@@ -70,7 +71,13 @@ def main() -> None:
             sys.stdout.write(f"{name}: {json.dumps(row)}\n")
             sys.stdout.flush()
     if not quick:
-        report = {"machine": platform.machine(), "python": platform.python_version(), **results}
+        report = {
+            "command": "python benchmarks/environment_load.py",
+            "date": date.today().isoformat(),
+            "machine": platform.machine(),
+            "python": platform.python_version(),
+            **results,
+        }
         RESULTS.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -13,7 +13,6 @@ import asyncio
 import itertools
 import json
 import logging
-import math
 import platform
 import random
 import statistics
@@ -21,7 +20,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,15 +32,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import paceline.run  # noqa: E402
+from benchmarks.forced_lengths import forced_length, forcing_client  # noqa: E402
 from paceline import generation  # noqa: E402
 from paceline.config import load_config  # noqa: E402
 from paceline.data.tiny import make_tokenizer  # noqa: E402
 from paceline.reward import verify  # noqa: E402
 from paceline.rollout.client import EngineClient  # noqa: E402
-from paceline.types import Completion, Request  # noqa: E402
 
 PROMPT, NEW, LONGEST = 128, 512, 2048
-MEDIAN, SIGMA = 400, math.log(8) / 2.3263  # the 99th percentile is 8 times the median
+MEDIAN, P99 = 400, 3200
 SHAPE = {
     "hidden_size": 896,
     "intermediate_size": 4864,
@@ -108,22 +106,15 @@ def make_prompts(path: Path) -> str:
     return str(path)
 
 
-def forced_length(request_id: str) -> int:
-    seq, index, _ = request_id.split(".")
-    length = random.Random(f"{seq}.{index}").lognormvariate(math.log(MEDIAN), SIGMA)
-    return min(LONGEST, max(1, round(length)))
+def tail_length(request_id: str) -> int:
+    return forced_length(request_id, MEDIAN, P99, LONGEST)
 
 
-def forcing_client(long_tail: bool, longest: int) -> type[EngineClient]:
+def fixed_lengths(long_tail: bool, longest: int) -> type[EngineClient]:
     """Return an engine client whose completions have predetermined lengths."""
-
-    class ForcedLengths(EngineClient):
-        async def generate(self, request: Request) -> Completion:
-            length = min(longest, forced_length(request.id)) if long_tail else longest
-            sampling = replace(request.sampling, max_new_tokens=length, stop_token_ids=(), stop=())
-            return await super().generate(replace(request, sampling=sampling))
-
-    return ForcedLengths
+    return forcing_client(
+        lambda request_id: min(longest, tail_length(request_id)) if long_tail else longest
+    )
 
 
 def varied(completion: str, row: Mapping[str, Any]) -> float:
@@ -151,7 +142,7 @@ def measure(
         *extra,
     ]
     config = load_config(None, overrides)
-    client = forcing_client(load == "long tail", config.rollout.max_response_length)
+    client = fixed_lengths(load == "long tail", config.rollout.max_response_length)
     with mock.patch.object(generation, "EngineClient", client):
         asyncio.run(paceline.run.train(config))
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""Steps of real loads on one GPU: hybrid sync against fully async, with the limit beside each.
+"""Steps of real loads on one GPU: hybrid sync against fully async, and the limit of each.
 
     python benchmarks/gpu_real.py --smollm FOLDER --gsm8k train.jsonl [--steps 24] [--loads A,B]
 
@@ -179,7 +179,7 @@ def measure(load: Load, mode: str, by_hand: bool, given: list[str], limit: Limit
     config = load_config(None, [*settings, "save_every=0"])
     client = EngineClient
     if load.long_tail is not None:
-        client = gpu_loop.forcing_client(load.long_tail, config.rollout.max_response_length)
+        client = gpu_loop.fixed_lengths(load.long_tail, config.rollout.max_response_length)
     begun = time.time()
     with mock.patch.object(generation, "EngineClient", client):
         asyncio.run(paceline.run.train(config))

@@ -10,7 +10,8 @@ venv=.venv-trl
 pip() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
 
 pip "torch==2.13.0"
-echo "torch==2.13.0" > "$venv/constraints.txt"
+# transformers is pinned as well: newer versions add arguments that tests/bench does not know.
+printf 'torch==2.13.0\ntransformers==5.19.0\n' > "$venv/constraints.txt"
 pip -c "$venv/constraints.txt" "trl==1.16.*"
 "$venv/bin/python" - <<'PY'
 import torch

@@ -1,34 +1,49 @@
-"""What the device-time ledger and the trace cost: the ratio of train steps per second.
+"""What the device-time ledger and the trace cost: the fraction of train steps per second.
 
-    python benchmarks/instrumentation_cost.py [--steps 60] [--rounds 5] [--model tiny]
+    python benchmarks/instrumentation_cost.py [--rounds 120] [--model tiny]
 
 A small model is trained on a CPU (or one GPU) with short completions, where every decode step and
-message weighs most. Each round runs three variants in turn, so that other load on the machine meets
-all of them: "off" (the clocks of the workers, the timeline and the ledger do nothing), "ledger" (as
-by default) and "trace" (trace = true). The cost is 1 minus the median of the ratios of the rounds.
-The workers are threads of this process, so that "off" can be switched here; with a GPU, they are
+message weighs most. Each mode is one run, in which the instrumentation is switched every few steps:
+"off" (the clocks of the workers, the timeline and the ledger do nothing), "ledger" (as by default)
+or "trace" (ledger and trace). A round has a block of steps of each in random order, so that slow
+changes of the machine's speed cancel out. A variant's time is the mean of its steps without the
+fastest and the slowest tenth; its cost is 1 minus the ratio of "off" and that. The 95 % interval is
+that of a bootstrap of the rounds. The CPU time of the process is compared in the same way. Each
+worker has one thread: several would wait for each other whenever a core does something else.
+
+The workers are threads of this process, so that they can be switched here; with a GPU, they are
 made threads too. Exit code 1 if the ledger or the trace costs more than the limit of 2 %.
 """
 
 import argparse
 import asyncio
 import json
+import logging
 import os
 import platform
-import statistics
+import random
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from paceline.config import load_config
+from paceline.observe.recorder import Recorder
+from paceline.observe.recording import Recording
+from paceline.remote import device_clock
+from paceline.remote.device_clock import DeviceClock
 from paceline.run import train
+from paceline.timeline import Timeline
 from paceline.workers.local import LocalCluster
 
 RESULTS = Path(__file__).parent / "results" / "instrumentation_cost.json"
@@ -39,71 +54,181 @@ MODES = {
         "placement.overlap=true", "schedule.max_staleness=2", "schedule.on_sync=swap",
     ],
 }  # fmt: skip
-VARIANTS = ("off", "ledger", "trace")
+OFF, LEDGER, TRACE = VARIANTS = ("off", "ledger", "trace")
+BLOCK = 3  # steps
+WARM_UP = 6  # blocks
+TRIMMED = 0.1  # fraction of the fastest and of the slowest steps
+RESAMPLES = 1000  # of the bootstrap
+
+FloatArray = NDArray[np.float64]
+Times = dict[str, FloatArray]  # seconds of steps by variant, [round, step of the block]
 
 
-@contextmanager
-def switched_off() -> Iterator[None]:
-    """Make every part of the instrumentation do nothing."""
-    nothing = {"return_value": None}
-    with (
-        mock.patch("paceline.remote.host.use_clock", **nothing),
-        mock.patch("paceline.remote.device_clock.DeviceClock.report", lambda clock: None),
-        mock.patch("paceline.remote.device_clock.DeviceClock.due_report", lambda clock: None),
-        mock.patch("paceline.timeline.Timeline.enter", lambda *_: None),
-        mock.patch("paceline.timeline.Timeline.group", lambda *_: None),
-        mock.patch("paceline.observe.recording.metered_workers", lambda *_: []),
-    ):
-        yield
+class Switch:
+    """Switches the instrumentation of a run between its steps, and measures each block of steps."""
+
+    def __init__(self, rounds: int) -> None:
+        order = random.Random(0)
+        self.blocks = [*VARIANTS * (WARM_UP // len(VARIANTS))]
+        for _ in range(rounds):
+            self.blocks += order.sample(VARIANTS, len(VARIANTS))
+        self.variant = TRACE  # of the start
+        self.wall: list[float] = []  # at the end of each step
+        self.cpu: list[float] = []
+        self._clocks: list[DeviceClock] = []
+
+    @property
+    def steps(self) -> int:
+        return BLOCK * (len(self.blocks) + 1)  # the first block starts the run
+
+    def times(self, ends: list[float]) -> Times:
+        """Return the seconds of all steps after the warm-up, by variant."""
+        blocks = np.diff(ends[BLOCK - 1 :]).reshape(len(self.blocks), BLOCK)
+        kind = np.array(self.blocks)
+        return {name: blocks[WARM_UP:][kind[WARM_UP:] == name] for name in VARIANTS}
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """Make every part of the instrumentation look at this switch."""
+        with ExitStack() as stack:
+            for owner, name in (
+                *((DeviceClock, name) for name in ("report", "due_report")),
+                *((Timeline, name) for name in ("enter", "group")),
+            ):
+                stack.enter_context(mock.patch.object(owner, name, self._unless_off(owner, name)))
+            stack.enter_context(mock.patch.object(device_clock, "_here", self._clock_of_thread()))
+            for owner, wrap in (
+                (DeviceClock, self._keeping(DeviceClock.__init__)),
+                (Recording, self._recording(Recording.__init__)),
+            ):
+                stack.enter_context(mock.patch.object(owner, "__init__", wrap))
+            step_done = self._step_done(Recorder.step_done)
+            stack.enter_context(mock.patch.object(Recorder, "step_done", step_done))
+            yield
+
+    def _unless_off(self, owner: type, name: str) -> Callable[..., Any]:
+        original = getattr(owner, name)
+
+        def call(instance: Any, *args: Any) -> Any:
+            return original(instance, *args) if self.variant != OFF else None
+
+        return call
+
+    def _clock_of_thread(self) -> threading.local:
+        switch = self
+
+        class Here(threading.local):
+            """A thread's clock. An activity that began before a switch also ends on it."""
+
+            activity: Any = None
+            real: DeviceClock | None = None
+
+            @property
+            def clock(self) -> DeviceClock | None:
+                return self.real if switch.variant != OFF else None
+
+            @clock.setter
+            def clock(self, clock: DeviceClock | None) -> None:
+                self.real = clock
+
+        return Here()
+
+    def _keeping(self, original: Callable[..., None]) -> Callable[..., None]:
+        def init(clock: DeviceClock, *args: Any, **named: Any) -> None:
+            original(clock, *args, **named)
+            self._clocks.append(clock)
+
+        return init
+
+    def _recording(self, original: Callable[..., None]) -> Callable[..., None]:
+        def init(recording: Any, *args: Any) -> None:
+            original(recording, *args)
+            self._recording_now = recording
+
+        return init
+
+    def _step_done(self, original: Callable[..., None]) -> Callable[..., None]:
+        def step_done(recorder: Recorder, step: int, *args: Any) -> None:
+            original(recorder, step, *args)
+            self.wall.append(time.perf_counter())
+            self.cpu.append(time.process_time())
+            if step % BLOCK == 0 and step < self.steps:
+                self._set(self.blocks[step // BLOCK - 1])
+
+        return step_done
+
+    def _set(self, variant: str) -> None:
+        recording = cast(Any, self._recording_now)
+        recorder, timeline = recording.recorder, recording.timeline
+        traced = recording._trace if variant == TRACE else None
+        if self.variant == OFF:  # it does not know the groups that ended since
+            timeline._groups.clear()
+            timeline._stages.clear()
+        timeline._tracer = recorder._trace = traced
+        recorder._meter = recording._meter if variant != OFF else None
+        for clock in cast(list[Any], self._clocks):
+            clock._keep = variant == TRACE
+        self.variant = variant
 
 
-def steps_per_s(model: str, mode: str, variant: str, steps: int) -> float:
+def run(model: str, mode: str, rounds: int) -> Switch:
+    switch = Switch(rounds)
     settings = [
         *("data.task=copy:4", "algorithm.name=grpo", "groups_per_step=8", "group_size=8"),
-        *("rollout.max_response_length=32", f"model={model}", f"steps={steps}", "save_samples=0"),
-        *(f"trace={str(variant == 'trace').lower()}", *MODES[mode]),
+        *("rollout.max_response_length=32", f"model={model}", f"steps={switch.steps}"),
+        *("placement.threads=1", *MODES[mode]),
+        # The same policy in every block; no checkpoint in one of them.
+        *("train.learning_rate=0", "save_samples=0", "save_every=0", "trace=true"),
     ]
-    with tempfile.TemporaryDirectory() as folder:
-        config = load_config(None, [*settings, f"run_dir={folder}/run"])
-        if variant == "off":
-            with switched_off():
-                summary = asyncio.run(train(config))
-        else:
-            summary = asyncio.run(train(config))
-    return float(summary["steps_per_s"])
+    with tempfile.TemporaryDirectory() as folder, switch.patched():
+        asyncio.run(train(load_config(None, [*settings, f"run_dir={folder}/run"])))
+    return switch
 
 
-def measure(model: str, steps: int, rounds: int) -> dict[str, Any]:
+def cost(times: Times, variant: str) -> dict[str, float]:
+    """Return the cost of a variant relative to "off", with its 95 % interval."""
+    off, on = times[OFF], times[variant]
+    numbers = np.random.default_rng(0)
+    samples = []
+    for _ in range(RESAMPLES):
+        rounds = numbers.integers(0, len(on), len(on))
+        samples.append(1 - _mean(off[rounds]) / _mean(on[rounds]))
+    low, high = np.quantile(samples, (0.025, 0.975))
+    found = {"cost": 1 - _mean(off) / _mean(on), "low": float(low), "high": float(high)}
+    return {name: round(value, 4) for name, value in found.items()}
+
+
+def _mean(seconds: FloatArray) -> float:
+    """Return the mean without the fastest and the slowest values."""
+    values = np.sort(seconds, axis=None)
+    cut = round(TRIMMED * len(values))
+    return float(values[cut : len(values) - cut].mean())
+
+
+def measure(model: str, rounds: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for mode in MODES:
-        steps_per_s(model, mode, "ledger", 3)  # warm-up
-        rates: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
-        for number in range(rounds):
-            # Each variant is first in turn.
-            for variant in VARIANTS[number % 3 :] + VARIANTS[: number % 3]:
-                rates[variant].append(steps_per_s(model, mode, variant, steps))
+        switch = run(model, mode, rounds)
+        wall, cpu = switch.times(switch.wall), switch.times(switch.cpu)
         found[mode] = {
-            "steps_per_s": {name: round(statistics.median(r), 3) for name, r in rates.items()},
-            "cost": {name: round(_cost(rates[name], rates["off"]), 4) for name in VARIANTS[1:]},
+            "steps_per_s": {name: round(1 / _mean(wall[name]), 3) for name in VARIANTS},
+            "cost": {name: cost(wall, name) for name in (LEDGER, TRACE)},
+            "cpu_cost": {name: cost(cpu, name) for name in (LEDGER, TRACE)},
         }
         print(json.dumps({mode: found[mode]}), flush=True)
     return found
 
 
-def _cost(rates: list[float], without: list[float]) -> float:
-    return 1 - statistics.median(a / b for a, b in zip(rates, without, strict=True))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=120)
     parser.add_argument("--model", default="tiny")
     args = parser.parse_args()
+    logging.getLogger("paceline").setLevel(logging.ERROR)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    # Without GPUs of its own, the only worker is a thread of this process.
+    # Without dedicated GPUs, the only worker is a thread of this process.
     with mock.patch.object(LocalCluster, "gpus", lambda *_: []):
-        found = measure(args.model, args.steps, args.rounds)
+        found = measure(args.model, args.rounds)
     report = {
         "command": " ".join(["python", *sys.argv]),
         "date": date.today().isoformat(),
@@ -111,13 +236,13 @@ def main() -> None:
         "load_average": [round(load, 1) for load in os.getloadavg()],
         "versions": {"torch": torch.__version__},
         "model": args.model,
-        "steps": args.steps,
         "rounds": args.rounds,
+        "steps_of_a_block": BLOCK,
         "limit": LIMIT,
         "modes": found,
     }
     RESULTS.write_text(json.dumps(report, indent=1) + "\n")
-    worst = max(cost for mode in found.values() for cost in mode["cost"].values())
+    worst = max(cost["cost"] for mode in found.values() for cost in mode["cost"].values())
     print(f"highest cost {worst:.1%}, limit {LIMIT:.0%}; written to {RESULTS}")
     sys.exit(worst > LIMIT)
 

@@ -13,14 +13,12 @@ import argparse
 import asyncio
 import json
 import logging
-import math
 import platform
-import random
 import statistics
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,10 +31,9 @@ from rich.table import Table
 import paceline.run
 from paceline import generation
 from paceline.config import RunConfig, load_config
-from paceline.rollout.client import EngineClient
-from paceline.types import Completion, Request
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.forced_lengths import forced_length, forcing_client
 from benchmarks.models import bench_model
 
 RESULTS = Path(__file__).parent / "results" / "modes.json"
@@ -80,20 +77,9 @@ MODES = {
 }
 
 
-def forcing_client(lengths: Lengths) -> type[EngineClient]:
-    """Return an engine client that generates completions of predetermined lengths."""
-    median, p99 = lengths
-    sigma = math.log(p99 / median) / 2.326  # p99 of a lognormal is median * exp(2.326 sigma)
-
-    class ForcedLengths(EngineClient):
-        async def generate(self, request: Request) -> Completion:
-            seq, index, _ = request.id.split(".")
-            length = random.Random(f"{seq}.{index}").lognormvariate(math.log(median), sigma)
-            most = min(CAP, max(1, round(length)))
-            sampling = replace(request.sampling, max_new_tokens=most, stop_token_ids=(), stop=())
-            return await super().generate(replace(request, sampling=sampling))
-
-    return ForcedLengths
+def length_of(lengths: Lengths, request_id: str) -> int:
+    """Return the predetermined length of a completion."""
+    return forced_length(request_id, *lengths, CAP)
 
 
 def measure(config: RunConfig, warm_up: int) -> dict[str, float]:
@@ -144,7 +130,9 @@ def compare(
 ) -> dict[str, list[dict[str, float]]]:
     """Return the results of all modes, repeated in turn."""
     runs: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
-    client = mock.patch.object(generation, "EngineClient", forcing_client(lengths))
+    client = mock.patch.object(
+        generation, "EngineClient", forcing_client(partial(length_of, lengths))
+    )
     with tempfile.TemporaryDirectory() as scratch, client:
         model = bench_model(Path(scratch) / "model")
         for repeat in range(repeats):

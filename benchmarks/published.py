@@ -1,4 +1,4 @@
-"""Published speedups of asynchronous systems beside those that the simulator predicts.
+"""Published speedups of asynchronous systems, and those that the simulator predicts.
 
     python benchmarks/published.py
 
@@ -6,8 +6,9 @@ Every row has the model, GPUs, batch, cap of lengths and staleness bound that we
 rows share the rest, and nothing is tuned per row:
 
 - Costs of a 7B model on one GPU: a decode step takes 8 ms plus 0.125 ms per sequence, training
-  reaches 6,000 tokens/s, prefill takes 35 µs per token. All grow with the size of the model; GPUs
-  are not told apart. A weight sync stops an engine for 2 s, and a shared pool needs 20 s to switch.
+  reaches 6,000 tokens/s, prefill takes 35 µs per token. All grow with the size of the model and
+  are the same for all GPUs. A weight sync stops an engine for 2 s, and a shared pool needs 20 s to
+  switch.
 - ROLL Flash's batch of 256 is taken as prompts, with 16 completions each as elsewhere.
 - Lengths are lognormal up to the cap, with the median and sigma of the nearest entry of LENGTHS,
   and prompts have 300 tokens.

@@ -12,6 +12,7 @@ import json
 import platform
 import sys
 import time
+from datetime import date
 from pathlib import Path
 
 from paceline.schedule import ScheduleSettings
@@ -59,7 +60,13 @@ def main() -> None:
         sys.stdout.write(f"{mode}, {steps} steps: {json.dumps(results[mode])}\n")
         sys.stdout.flush()
     if steps == 100:
-        report = {"machine": platform.machine(), "python": platform.python_version(), **results}
+        report = {
+            "command": "python benchmarks/simulator.py",
+            "date": date.today().isoformat(),
+            "machine": platform.machine(),
+            "python": platform.python_version(),
+            **results,
+        }
         RESULTS.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -27,7 +27,8 @@ from transformers import AutoTokenizer, TrainerCallback
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import teach  # noqa: E402
+from benchmarks.teach import RESULTS  # noqa: E402
+from benchmarks.teach_tasks import TASKS, Rows, messages, read  # noqa: E402
 from paceline.reward.verify import last_number  # noqa: E402
 
 MICRO_BATCH = 16
@@ -39,14 +40,8 @@ def correct(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
     return [last_number(text, {"answer": a}) for text, a in zip(texts, answer, strict=True)]
 
 
-def messages(row: dict[str, Any], settings: dict[str, Any]) -> list[dict[str, str]]:
-    system = settings.get("data.system")
-    head = [{"role": "system", "content": system}] if system else []
-    return [*head, {"role": "user", "content": row[settings.get("data.prompt_key", "prompt")]}]
-
-
 @torch.no_grad()
-def accuracy(model: Any, tokenizer: Any, rows: teach.Rows, settings: dict[str, Any]) -> float:
+def accuracy(model: Any, tokenizer: Any, rows: Rows, settings: dict[str, Any]) -> float:
     """Return the share of rows that greedy completions solve."""
     scores, training = [], model.training
     model.eval()
@@ -101,8 +96,8 @@ class Clock(TrainerCallback):  # type: ignore[misc]
             self._excluded += time.perf_counter() - begun
 
 
-def run(options: argparse.Namespace, seed: int, data: tuple[teach.Rows, teach.Rows]) -> Any:
-    task = teach.TASKS[options.task]
+def run(options: argparse.Namespace, seed: int, data: tuple[Rows, Rows]) -> Any:
+    task = TASKS[options.task]
     settings, limit = task.settings, options.micro_batch
     batch = settings["groups_per_step"] * settings["group_size"]
     rows = [{"prompt": messages(row, settings), "answer": row["answer"]} for row in data[0]]
@@ -110,7 +105,7 @@ def run(options: argparse.Namespace, seed: int, data: tuple[teach.Rows, teach.Ro
     config = trl.GRPOConfig(
         output_dir=str(options.folder),
         learning_rate=settings["train.learning_rate"],
-        lr_scheduler_type="constant",
+        lr_scheduler_type=settings.get("train.lr_schedule", "constant"),
         adam_beta2=0.95,
         per_device_train_batch_size=limit,
         gradient_accumulation_steps=batch // limit,
@@ -177,7 +172,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/teach_trl"))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    data = teach.read(options)
+    data = read(TASKS[options.task], options.train, options.test, options.limit)
     gpu = torch.cuda.is_available()
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     versions["trl"] = trl.__version__
@@ -185,13 +180,13 @@ def main() -> None:
         import vllm
 
         versions["vllm"] = vllm.__version__
-    out = options.out or teach.RESULTS / f"teach_{options.task}_trl.json"
+    out = options.out or RESULTS / f"teach_{options.task}_trl.json"
     result: dict[str, Any] = {
         "command": "python " + " ".join(sys.argv),
         "date": time.strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name() if gpu else "CPU",
         "versions": versions,
-        "settings": teach.TASKS[options.task].settings,
+        "settings": TASKS[options.task].settings,
         "held_out": len(data[1]),
         "runs": [],
     }

@@ -7,51 +7,26 @@ RESULT.json. The metrics cover the steady state, which begins after the warm-up 
 import asyncio
 import json
 import logging
-import math
-import random
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import paceline.run
+from benchmarks.forced_lengths import forced_length, forcing_client
 from benchmarks.suite.watcher import Pause, Watcher
 from paceline import generation
 from paceline.config import RunConfig, load_config
 from paceline.errors import PacelineError, first_error
 from paceline.loop import Metrics
-from paceline.rollout.client import EngineClient
-from paceline.types import Completion, OnSync, Request
+from paceline.types import OnSync
 
 ROOT = Path(__file__).resolve().parents[2]
 PAUSE_POLLS = 2
-
-
-def forced_length(request_id: str, median: int, cap: int) -> int:
-    """Return a lognormal length (p99 = 8 x median) that depends only on the trajectory."""
-    seq, index, _ = request_id.split(".")
-    length = random.Random(f"{seq}.{index}").lognormvariate(math.log(median), math.log(8) / 2.326)
-    return min(cap, max(1, round(length)))
-
-
-def forced_lengths(median: int, cap: int) -> type[EngineClient]:
-    class ForcedLengths(EngineClient):
-        """Engine client that generates completions of predetermined length."""
-
-        async def generate(self, request: Request) -> Completion:
-            length = forced_length(request.id, median, cap)
-            return await super().generate(
-                replace(
-                    request,
-                    sampling=replace(request.sampling, max_new_tokens=length, stop_token_ids=()),
-                )
-            )
-
-    return ForcedLengths
 
 
 async def run(
@@ -141,7 +116,8 @@ def main() -> int:
     if not spec["recipe"]:
         # a model with random weights earns no reward, which the health checks would report
         logging.getLogger("paceline.observe.health").setLevel(logging.ERROR)
-        client = forced_lengths(spec["median"], spec["cap"])
+        median, cap = spec["median"], spec["cap"]
+        client = forcing_client(lambda request: forced_length(request, median, 8 * median, cap))
         mock.patch.object(generation, "EngineClient", client).start()
     watcher = Watcher()
     try:
