@@ -63,6 +63,7 @@ def check_command(words: list[str], block: Block) -> None:
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         missing = [word for word in arguments if "=" not in word and word not in targets]
         assert not missing, f"no such target: {missing}"
+        assert block.needs, "write how long it takes, for example <!-- needs: 5 minutes -->"
     elif program == "pip":
         check_extras(arguments)
     elif program == "python" and arguments[0] == "-m":
@@ -74,6 +75,7 @@ def check_command(words: list[str], block: Block) -> None:
         options = [word.partition("=")[0] for word in arguments if word.startswith("--")]
         unknown = [word for word in options if word not in _options_of(path, source)]
         assert not unknown, f"{path} has no option {unknown}"
+        assert block.needs, "write how long it takes, for example <!-- needs: 5 minutes -->"
     else:
         assert program in SHELL or block.needs, (
             f"{program} is not a program of Paceline; write what it needs in the line before the "

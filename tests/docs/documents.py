@@ -2,7 +2,7 @@
 
 A comment before a code block is invisible to readers and tells the tests what it needs:
 
-    <!-- needs: one GPU -->   checked, not run: it needs this hardware or software
+    <!-- needs: one GPU -->   checked, not run: it needs this hardware, software or time
     <!-- excerpt -->          a part of a program: it must be valid syntax, no more
 """
 
@@ -111,6 +111,18 @@ def sections_of(page: Path) -> dict[str, str]:
             anchor, number = f"{slug(heading_text)}-{number}", number + 1
         sections[anchor] = "\n".join(lines[start : next(later, len(lines))])
     return sections
+
+
+def parts_of(page: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and text of each section, without the sections below it."""
+    start, inside = 0, False
+    lines = page.read_text().splitlines()
+    for at, line in enumerate(lines):
+        inside ^= line.lstrip().startswith("```")
+        if not inside and re.match("#+ ", line):
+            yield start + 1, "\n".join(lines[start:at])
+            start = at
+    yield start + 1, "\n".join(lines[start:])
 
 
 def links_of(page: Path) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Every code block of the documents is run, or checked if a comment before it says what it needs.
+"""Every program of the documents is run, or checked if a comment before it says what it needs.
 
 Programs run as printed, with small random models instead of those of the hub and with few steps.
 """
@@ -47,18 +47,23 @@ def named(page: Path) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Enter a directory with the files of a reader, under the names that the documents use."""
-    row = {"prompt": "say 1", "answer": "1", "completion": "1"}
-    for name in ("prompts", "held_out", "examples"):
-        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
-    for name in ("recipe", "my_recipe", "qwen"):
-        shutil.copy(ROOT / "recipes" / "hybrid.toml", tmp_path / f"{name}.toml")
-    (tmp_path / "verl.yaml").write_text("data: {train_batch_size: 8}\n")
-    for block in all_blocks("toml"):
-        if first := re.match(r"# (\w+\.toml)\n", block.text):
-            (tmp_path / first[1]).write_text(block.text)
+    """Enter a directory with the files of a reader."""
+    write_files_of_reader(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def write_files_of_reader(folder: Path) -> None:
+    """Write files under the names that the documents use."""
+    row = {"prompt": "say 1", "answer": "1", "completion": "1"}
+    for name in ("prompts", "held_out", "examples"):
+        (folder / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+    for name in ("recipe", "my_recipe", "qwen"):
+        shutil.copy(ROOT / "recipes" / "hybrid.toml", folder / f"{name}.toml")
+    (folder / "verl.yaml").write_text("data: {train_batch_size: 8}\n")
+    for block in all_blocks("toml"):
+        if first := re.match(r"# (\w+\.toml)\n", block.text):
+            (folder / first[1]).write_text(block.text)
 
 
 def test_block_has_known_language() -> None:

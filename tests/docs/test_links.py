@@ -2,9 +2,18 @@
 
 import re
 
-from tests.docs.documents import ROOT, documents, links_of, sections_of
+from tests.docs.documents import ROOT, documents, links_of, parts_of, sections_of
 
 DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
+# What only a measurement tells: a rate, a duration, a comparison, or a machine.
+MEASURED = re.compile(
+    r"\d (?:tokens|samples|steps)/s|(?<!least )(?<!less than )\b\d+ ?% (?:faster|slower)"
+    r"|\btakes? (?:about )?[\d.]+ m?s\b|(?:reward|KL) (?:rises|falls) from"
+    r"|on (?:two|2) (?:CPU )?cores"
+    r"|^\|.*(?:tokens/s|steps/s|speedup|time on|\bms\b|, s\b).*\|$"
+)
+# How it is repeated: a command, a test, or results that name their command.
+REPEATED = re.compile(r"\b(?:python|paceline|make)\s[\w/]|\./run_|tests/\w+/|results/[\w.]+")
 
 
 def test_link_leads_to_existing_file_and_section() -> None:
@@ -19,6 +28,19 @@ def test_link_leads_to_existing_file_and_section() -> None:
                 near = ", ".join(sections_of(target))
                 broken.append(f"{where}: no such section; there are: {near}")
     assert not broken, "\n".join(broken)
+
+
+def test_measurement_in_section_has_command_and_date() -> None:
+    """A page may give one date for all its values: "on this page were measured ... on DATE"."""
+    problems = []
+    for page in documents():
+        if page.name == "CHANGELOG.md" or "on this page were measured" in page.read_text():
+            continue
+        for line, text in parts_of(page):
+            found = next(filter(None, map(MEASURED.search, text.splitlines())), None)
+            if found and not (DATE.search(text) and REPEATED.search(text)):
+                problems.append(f"{page.relative_to(ROOT)}:{line}: {found[0]}")
+    assert not problems, "no date or no command:\n" + "\n".join(problems)
 
 
 def test_measurement_in_readme_has_command_and_date() -> None:
