@@ -40,12 +40,15 @@ FAULT = pytest.StashKey[Fault]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "write a table of all faults that marked tests inject"
     parser.addoption("--fault-report", metavar="FILE", type=Path, help=text)
+    text = "join the table with those of earlier calls, whose rows this file has"
+    parser.addoption("--fault-rows", metavar="FILE", type=Path, help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     file = config.getoption("fault_report", None)
     if file and not hasattr(config, "workerinput"):  # the workers of xdist only send their rows
-        config.pluginmanager.register(FaultReport(file, config.rootpath))
+        rows = config.getoption("fault_rows")
+        config.pluginmanager.register(FaultReport(file, config.rootpath, rows))
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -1,11 +1,14 @@
 """Tests of faults: the fixture `fault` and the table that `--fault-report FILE` writes.
 
+With `--fault-rows FILE`, the table also has the rows of earlier calls of pytest with that file.
+
 The marker `fault("A2", "rollout worker killed during generation")` names a row of the fault matrix.
 A marked test says through the fixture when its fault has happened, when the run has noticed it and
 when it works again. It fails if it passes without its fault: then it proves nothing.
 """
 
 import ast
+import json
 import os
 import re
 import sys
@@ -118,9 +121,20 @@ def _row(name: str, what: str, test: str) -> Row:
 class FaultReport:
     """Collects the rows of all tests and writes them as a table."""
 
-    def __init__(self, file: Path, root: Path) -> None:
-        self._file, self._root = file, root
+    def __init__(self, file: Path, root: Path, rows_file: Path | None = None) -> None:
+        """`rows_file`: has the rows of earlier calls of pytest, and gets those of this one."""
+        self._file, self._root, self._rows_file = file, root, rows_file
         self._rows: dict[tuple[str, str], Row] = {}
+        self._begun = time.monotonic()
+        if rows_file and rows_file.exists():
+            earlier = json.loads(rows_file.read_text())
+            self._begun -= earlier["seconds"]
+            for row in earlier["rows"]:
+                self._add(row)
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self._begun
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: _place(item.path.parent.name))
@@ -161,12 +175,17 @@ class FaultReport:
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._file.write_text(self.text())
+        if self._rows_file:
+            found = {"seconds": self._seconds, "rows": list(self._rows.values())}
+            self._rows_file.write_text(json.dumps(found))
         terminalreporter.write_line(f"{self._count()}: {self._file}")
 
     def text(self) -> str:
         cores, load = os.cpu_count(), os.getloadavg()[2]
         machine = f"Python {sys.version.split()[0]}, {cores} cores, mean load {load:.1f}"
-        lines = [HEADER, f"{datetime.now(UTC):%Y-%m-%d}, {machine}. **{self._count()}.**", ""]
+        taken = f"{self._seconds / 60:.1f} minutes"
+        first = f"{datetime.now(UTC):%Y-%m-%d}, {machine}, {taken}. **{self._count()}.**"
+        lines = [HEADER, first, ""]
         lines.append("| " + " | ".join(COLUMNS) + " |")
         lines.append("|" + "---|" * len(COLUMNS))
         rows = sorted(self._rows.values(), key=lambda row: (row["id"][0], int(row["id"][1:])))

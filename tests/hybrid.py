@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from rich.console import Console
@@ -29,7 +28,7 @@ from paceline.observe.display import print_summary
 from paceline.run import train
 from paceline.types import Completion, Prompt, Trajectory
 from tests.megatron.cpu_workers import cpu_workers
-from tests.processes import children
+from tests.processes import children, worker_pids
 
 RANKS = 2
 SMALL = [
@@ -53,7 +52,7 @@ class Run:
     """A run that records what it generates, as its reward, and its metrics, as its observer."""
 
     folder: Path
-    kill_log: str | None = None  # of the rank to kill, see step_done
+    victim: str | None = None  # name of the rank to kill, see step_done
     wait_for_swap: bool = False  # kill only after a completion had tokens of two versions
     steps: list[Metrics] = field(default_factory=list)
     completions: dict[tuple[str, int, int], Completion] = field(default_factory=dict)
@@ -82,8 +81,8 @@ class Run:
     def step_done(self, step: int, metrics: Metrics, *_: object) -> None:
         self.steps.append(metrics)
         ready = step >= 3 and (not self.wait_for_swap or self.has_swapped())
-        if self.kill_log and ready and not self.killed_s:
-            kill_worker(self.folder / "logs" / self.kill_log)
+        if self.victim and ready and not self.killed_s:
+            os.kill(worker_pids(self.folder)[self.victim], signal.SIGKILL)
             self.killed_s = time.monotonic()
 
     def has_swapped(self) -> bool:
@@ -101,14 +100,6 @@ class Run:
         """Return the actor of the last checkpoint."""
         actor = sorted((self.folder / "checkpoints").iterdir())[-1] / "actor"
         return {k: v for file in actor.glob("*.safetensors") for k, v in load_file(file).items()}
-
-
-def kill_worker(log: Path) -> None:
-    """Kill the worker that writes to this log."""
-    for process in psutil.Process().children():
-        if os.path.realpath(f"/proc/{process.pid}/fd/1") == str(log.resolve()):
-            return os.kill(process.pid, signal.SIGKILL)
-    raise AssertionError(f"no process writes to {log}")
 
 
 def single_run(model: str, folder: Path) -> Run:
@@ -192,10 +183,10 @@ class KilledRanks:
     def test_completions_survive_switches_and_run_names_killed_rank(
         self, model: str, combination: list[str], rank: int, on_sync: str, tmp_path: Path
     ) -> None:
-        run = Run(tmp_path, f"main.{rank}.log", wait_for_swap=on_sync == "swap")
+        run = Run(tmp_path, f"main.{rank}", wait_for_swap=on_sync == "swap")
         with pytest.raises(WorkerDied, match=rf"'main rank {rank}' died .killed by signal 9"):
             run.train(model, *IN_FLIGHT, f"schedule.on_sync={on_sync}", *combination)
-        assert time.monotonic() - run.killed_s < 10
+        assert time.monotonic() - run.killed_s < 60
         assert not children()
         assert max(step["staleness/max"] for step in run.steps) == 1
         assert on_sync == "drain" or run.has_swapped(), "no completion was in flight"

@@ -150,7 +150,7 @@ class Ranks:
         self._loop.close()
 
     def _wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(120)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(250)
 
 
 class RemoteEngine:

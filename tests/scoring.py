@@ -92,11 +92,15 @@ FUNCTIONS = textwrap.dedent("""
         return 1.0
     def pid(completion, row): return os.getpid()
     def slow(completion, row): time.sleep(1.5); return 1.0
+    def hanging_once(completion, row):
+        if not os.path.exists(row["hangs"]):
+            open(row["hangs"], "w").close(); time.sleep(600)
+        return 1.0
     def writing(completion, row):
         global log
         log = open(row["log"], "a"); log.write("scored"); return 1.0
     def slow_to_exit(completion, row): return 1.0
-    if "slow_to_exit" in sys.argv[-1]: atexit.register(time.sleep, 0.5)
+    if "slow_to_exit" in sys.argv[-1]: atexit.register(time.sleep, 0.8)
     def changing_row(completion, row):
         row["bonus"] += 1
         return row["bonus"] - 1
@@ -163,7 +167,7 @@ def alive(pid: int) -> bool:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.02)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,11 @@ def config(model: str, folder: Path, *settings: str) -> RunConfig:
 
 def run(model: str, folder: Path, *settings: str) -> dict[str, Any]:
     return asyncio.run(train(config(model, folder, *settings)))
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the metrics of each step of a run."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def weights(folder: Path, step: int, role: str = "actor") -> str:

@@ -132,7 +132,7 @@ def with_rig(
         )
 
         async def limited(scenario: Scenario) -> None:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 await it.reset()
                 await scenario(it)
 
@@ -167,8 +167,9 @@ def reference(
     return logprobs[rows, ids[0, len(prompt) :]].numpy()
 
 
+@pytest.mark.fault("E6", "12 prompts decoded together beside a plain forward pass of each")
 def test_logprobs_equal_plain_forward_pass_at_sampling_temperature(
-    with_rig: Any,
+    with_rig: Any, fault: Fault
 ) -> None:
     async def scenario(it: Rig) -> None:
         for temperature in (1.0, 0.7):
@@ -180,6 +181,7 @@ def test_logprobs_equal_plain_forward_pass_at_sampling_temperature(
                 assert np.abs(completion.logprobs - expected).max() < 1e-4
 
     with_rig(scenario)
+    fault.fired()
 
 
 @pytest.mark.skipif("native" in ENGINES[0], reason="only vLLM takes given tokens")

@@ -207,12 +207,6 @@ def converse(
     return found
 
 
-@pytest.fixture
-def keeps_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.rollout.native.cuda.CudaBackend.keeps_contexts", True)
-
-
-@pytest.mark.usefixtures("keeps_contexts")
 @pytest.mark.parametrize("name", MODELS)
 def test_later_turns_prefill_only_new_tokens(name: str) -> None:
     expected = converse(engine_of(build(name), "cpu"), 6)
@@ -225,7 +219,6 @@ def test_later_turns_prefill_only_new_tokens(name: str) -> None:
     assert engine.tokens_reused > 5 * engine.tokens_prefilled
 
 
-@pytest.mark.usefixtures("keeps_contexts")
 def test_later_turns_are_right_when_kept_pages_are_needed() -> None:
     module = build()
     expected = converse(engine_of(module, slots=4), 6)
@@ -240,7 +233,6 @@ def test_later_turns_are_right_when_kept_pages_are_needed() -> None:
     assert pages.free == before
 
 
-@pytest.mark.usefixtures("keeps_contexts")
 def test_later_turn_does_not_reuse_context_of_old_weights() -> None:
     old, new = build(seed=0), build(seed=1)
     engine = engine_of(old)

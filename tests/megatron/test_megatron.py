@@ -11,12 +11,16 @@ import pytest
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from examples.custom_advantage import minus_median
+from examples.custom_correction import mean_one
 from examples.custom_loss import clip
+from paceline.algo.advantage import advantages
 from paceline.algo.loss import LossFn, PolicyLoss, ValueLoss
 from paceline.algo.settings import AlgorithmSettings
 from paceline.errors import CheckpointError, ConfigError, DataError, ModelError
 from paceline.model.packing import select_rows
 from paceline.model.tensor_file import TensorFiles
+from paceline.training.actor import Actor
 from paceline.training.engine import TrainEngine
 from paceline.training.fsdp import Fsdp
 from paceline.training.settings import TrainSettings
@@ -136,6 +140,31 @@ def test_custom_loss_gives_step_of_built_in_loss(pair: Ranks, layout: str, tmp_p
     expected = learn(single_device("qwen2"), random_batch(), GRPO)
     assert found[0] == pytest.approx(expected[0], abs=1e-5)
     assert found[1] == pytest.approx(expected[1], abs=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_custom_advantage_with_correction_gives_update_of_single_device(
+    pair: Ranks, layout: str
+) -> None:
+    custom = {"advantage": minus_median, "correction": mean_one, "epochs": 2}
+    algorithm = AlgorithmSettings.model_validate(custom)
+    batch = advantages(random_batch(), algorithm)
+    plain = Actor(single_device("qwen2"), AlgorithmSettings(epochs=2), SETTINGS, 10)
+    built_in = plain.update(random_batch(), 0)
+    found, expected = (
+        Actor(engine, algorithm, SETTINGS, 10).update(batch, 0)
+        for engine in (in_ranks(pair, "qwen2", LAYOUTS[layout]), single_device("qwen2"))
+    )
+    assert found == pytest.approx(expected, abs=1e-5, nan_ok=True)
+    assert found["loss"] != pytest.approx(built_in["loss"], abs=1e-3), "they must have an effect"
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2"])
+def test_wrong_custom_correction_is_config_error_that_names_it(pair: Ranks, layout: str) -> None:
+    wrong = AlgorithmSettings.model_validate({"correction": lambda log_weight: -log_weight.exp()})
+    actor = Actor(in_ranks(pair, "qwen2", LAYOUTS[layout]), wrong, SETTINGS, 10)
+    with pytest.raises(ConfigError, match="<lambda>' returned a negative weight"):
+        actor.update(random_batch(), 0)
 
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2"])

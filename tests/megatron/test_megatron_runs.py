@@ -1,7 +1,6 @@
 """Complete runs with Megatron ranks: fully async, hybrid, with all roles, resumed elsewhere."""
 
 import asyncio
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from paceline.errors import PacelineError
 from paceline.run import train
 from tests.megatron.cpu_workers import cpu_workers
 from tests.processes import children
+from tests.small_runs import steps_of
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -40,10 +40,6 @@ def run(model: str, folder: Path, *settings: str, recipe: str = "megatron_async"
     summary = asyncio.run(train(chosen))
     assert not children()
     return summary
-
-
-def steps_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_async_recipe_on_two_ranks_resumes_on_single_device(

@@ -1,5 +1,7 @@
 """The table of faults: what it says about tests that pass, fail, are skipped or prove nothing."""
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -56,7 +58,7 @@ def run(folder: Path, *options: str) -> str:
     env = {"PYTHONPATH": str(ROOT), "PATH": ""}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "7 faults" in done.stdout, done.stdout
+    assert " faults: " in done.stdout, done.stdout
     return (folder / "report.md").read_text()
 
 
@@ -100,3 +102,19 @@ def test_report_lists_faults_that_were_not_reached_when_interrupted(tmp_path: Pa
     report = run(tmp_path, "--exitfirst")
     assert "**7 faults: 2 passed, 1 failed, 4 not run.**" in report
     assert "not run: interrupted before" in line(report, "B2")
+
+
+def test_report_joins_rows_of_several_calls(tmp_path: Path) -> None:
+    rows = ("--fault-rows", "rows.json")
+    first = run(tmp_path, *rows, "-n", "1", "--deselect", "test_faults.py::test_two_faults")
+    assert "**5 faults: 2 passed, 1 failed, 2 not run.**" in first
+    joined = run(tmp_path, *rows, "-k", "two_faults")
+    assert "**7 faults: 2 passed, 3 failed, 2 not run.**" in joined
+    assert line(joined, "A10 | worker one killed") == line(first, "A10 | worker one killed")
+
+
+def test_report_says_how_long_all_calls_took(tmp_path: Path) -> None:
+    earlier = {"seconds": 1800.0, "rows": []}
+    (tmp_path / "rows.json").write_text(json.dumps(earlier))
+    found = re.search(r"([\d.]+) minutes", run(tmp_path, "--fault-rows", "rows.json"))
+    assert found and 30 <= float(found[1]) < 35

@@ -187,6 +187,7 @@ def test_metrics_count_trajectory_once() -> None:
     whole, split = groups(split=False), groups(split=True)
     one, many = measure(whole, assemble(whole)), measure(split, assemble(split))
     assert many["rollout/samples"] == 9 and one["rollout/samples"] == 5
+    assert many["rollout/trajectories"] == one["rollout/trajectories"] == 5
     assert many["episode/splits_mean"] == pytest.approx(4 / 5) and not one["episode/splits_mean"]
     changed = {"rollout/samples", "episode/splits_mean"}
     assert {n: v for n, v in one.items() if n not in changed} == {

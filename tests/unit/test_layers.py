@@ -25,9 +25,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "__init__",
         "types",
+        "checksum",
         "errors",
         "settings",
         "code_search",
+        "collection",
         "notifier",
         "suspend",
         "openmp",
@@ -81,7 +83,7 @@ LEAVES = {
         name: {f"environment.adapters.{name}"}
         for name in ("verifiers", "reasoning_gym", "gymnasium", "openenv")
     },
-    "rich": {"cli", "observe.display", "observe.plan", "observe.samples"}
+    "rich": {"cli", "observe.completions", "observe.display", "observe.plan", "observe.samples"}
     | {"observe.console", "observe.terminal", "supervised.display"},
     "typer": {"cli"},
     "aiohttp": {"endpoint.server", "reward.judge"},

@@ -33,7 +33,6 @@ class AheadBackend(SimpleBackend):
     ahead = 1
     prefill_tokens = 16
     admit_divisor = 4
-    keeps_contexts = True
     kept_in_slots = False
 
     def __init__(

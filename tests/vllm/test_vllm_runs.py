@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from paceline.config import RunConfig, load_config
@@ -20,7 +19,7 @@ from paceline.run import train
 from paceline.training.phases import MEASURED
 from tests.fault_report import Fault
 from tests.models import random_model
-from tests.processes import children
+from tests.processes import children, worker_pids
 from tests.vllm import faults
 
 SEPARATE = [
@@ -103,23 +102,17 @@ def test_hybrid_run_alternates_phases_and_reports_their_memory(
     assert all(row["train/weights_changed"] == 1 for row in rows(tmp_path))
 
 
-@pytest.mark.parametrize(("ranks", "log_name"), [(1, "rollout.log"), (2, "rollout.1.log")])
+@pytest.mark.parametrize(("ranks", "victim"), [(1, "rollout"), (2, "rollout.1")])
 @pytest.mark.fault("A2", "vLLM engine of {ranks} ranks killed")
 def test_run_replaces_killed_engine_or_fails_with_its_name(
-    ranks: int, log_name: str, model: str, tmp_path: Path, fault: Fault
+    ranks: int, victim: str, model: str, tmp_path: Path, fault: Fault
 ) -> None:
     killed: list[float] = []
 
     class Killer:
         def step_done(self, step: int, *_: object) -> None:
             if step == 2:
-                log = str((tmp_path / "logs" / log_name).resolve())
-                engine = next(
-                    p
-                    for p in psutil.Process().children()
-                    if os.path.realpath(f"/proc/{p.pid}/fd/1") == log
-                )
-                os.kill(engine.pid, signal.SIGKILL)
+                os.kill(worker_pids(tmp_path)[victim], signal.SIGKILL)
                 fault.fired()
                 killed.append(time.monotonic())
 
@@ -135,7 +128,7 @@ def test_run_replaces_killed_engine_or_fails_with_its_name(
             "after recovery, every prompt must be trained once"
         )
     except PacelineError as error:
-        assert killed and "rollout" in str(error) and time.monotonic() - killed[0] < 30, error
+        assert killed and "rollout" in str(error) and time.monotonic() - killed[0] < 120, error
     assert killed
 
 
