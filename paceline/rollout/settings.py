@@ -75,7 +75,7 @@ class RolloutSettings(Settings):
     environment_workers: int = Field(0, ge=0)
     """Number of processes that run the environment or the tools. A process that crashes or is
     blocked longer than environment_timeout_s is killed and replaced; its episodes fail. With
-    cluster=ray, Ray places them on its nodes. 0: they run in the controller, where a crash ends the
+    cluster=ray, they run on all its nodes. 0: they run in the controller, where a crash ends the
     run."""
     environment_pass_env: tuple[str, ...] = ()
     """Environment variables that environment workers get although they look like secrets. Names or
