@@ -287,7 +287,7 @@ class RayCluster:
     async def _launch(self, name: str, build: Build, args: tuple[Any, ...]) -> Worker:
         """Start a worker without a device on the node with the fewest per CPU slot.
 
-        Ray's strategy SPREAD may put all of them on one node. Nodes can join and leave.
+        Nodes can join and leave.
         """
         gpus = any(node.gpus for node in self._nodes)
         slots = await asyncio.to_thread(_cpu_slots)
@@ -298,9 +298,7 @@ class RayCluster:
         options = {
             # Without GPUs, CPU slots are the devices of the pools, which may have reserved them.
             "num_cpus": int(gpus),
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(
-                node, soft=True, _spill_on_unavailable=True
-            ),
+            **_preferred(node),
         }
         variables = {"TOKENIZERS_PARALLELISM": "false"}
         log_path = self._logs / f"{name}.log"
@@ -315,17 +313,23 @@ class RayCluster:
             group, indices = self._bundles[plan.name]
             node = plan.devices[rank].node
             share = group.bundle_specs[indices[rank]].get("GPU", 0)
-            strategy: Any = PlacementGroupSchedulingStrategy(group, indices[rank])
+            where: dict[str, Any] = {
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(group, indices[rank])
+            }
         else:
             node, share = self._emptiest(gpus), float(gpus)
-            strategy = NodeAffinitySchedulingStrategy(node, soft=not gpus)
+            where = (
+                {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+                if gpus
+                else _preferred(node)
+            )
         self._started[node] += 1
         environment = {
             name: str(plan.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
         } | {"TOKENIZERS_PARALLELISM": "false"}
         # The bundle reserves a CPU slot; the actor does not take it again, so that a replacement
         # does not wait for the old worker to end.
-        options = {"num_cpus": 0, "num_gpus": share, "scheduling_strategy": strategy}
+        options = {"num_cpus": 0, "num_gpus": share, **where}
         return RayWorker(
             name, node, self._addresses[node], options, environment, self._logs / log_name
         )
@@ -427,6 +431,17 @@ def _nodes() -> list[Node]:
     if not found:
         raise ConfigError("the Ray cluster has no living node")
     return found
+
+
+def _preferred(node: str) -> dict[str, Any]:
+    """Return options of an actor that starts on `node`, or elsewhere if it is gone.
+
+    Ray ignores SPREAD and soft affinity for an actor that takes no resources: any node gets it.
+    """
+    return {
+        "label_selector": {"ray.io/node-id": node},
+        "fallback_strategy": [{"label_selector": {}}],
+    }
 
 
 def _cpu_slots() -> dict[str, int]:
