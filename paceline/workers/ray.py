@@ -291,6 +291,8 @@ class RayCluster:
         """
         gpus = any(node.gpus for node in self._nodes)
         slots = await asyncio.to_thread(_cpu_slots)
+        if not slots:
+            raise WorkerDied(f"worker {name!r} cannot start: no node of the Ray cluster is alive")
         self._without_device.pop(name, None)  # a replacement takes the place of the lost one
         taken = Counter(self._without_device.values())
         node = min(slots, key=lambda node: taken[node] / max(1, slots[node]))

@@ -70,12 +70,14 @@ def test_workers_run_on_planned_nodes_and_reply_in_order(
             plans = [on(cluster, "one", 0), on(cluster, "two", 1)]
             await cluster.reserve(plans)
             workers = [await cluster.start(plan) for plan in plans]
-            later = await cluster.start(PlannedWorker("later", ()))  # without a reservation
-            await asyncio.gather(*(worker.ready() for worker in (*workers, later)))
-            (one, first_raylet), (two, second_raylet) = [
-                await worker.call("part", "where") for worker in workers
+            # Without a reservation: on the node with the fewest workers.
+            late = [await cluster.start(PlannedWorker(name, ())) for name in ("three", "four")]
+            await asyncio.gather(*(worker.ready() for worker in (*workers, *late)))
+            (one, first_raylet), (two, second_raylet), (_, third), (_, fourth) = [
+                await worker.call("part", "where") for worker in (*workers, *late)
             ]
             assert first_raylet != second_raylet, "both workers are on one node"
+            assert [third, fourth] == [first_raylet, second_raylet]
             # Other tests find worker processes by this name.
             assert "RayHost" in " ".join(psutil.Process(one).cmdline())
             replies = [workers[0].start_call("part", "record", number) for number in range(100)]
@@ -88,7 +90,7 @@ def test_workers_run_on_planned_nodes_and_reply_in_order(
             assert "hello" not in (tmp_path / "one.log").read_text()
             assert f"process {one} on " in (tmp_path / "one.log").read_text()
             assert await workers[0].peak_memory() > 50e6
-            await close(*workers, later)
+            await close(*workers, *late)
             return [one, two]
 
     pids = asyncio.run(check())
