@@ -290,7 +290,7 @@ class RayCluster:
         Nodes can join and leave.
         """
         gpus = any(node.gpus for node in self._nodes)
-        slots = await asyncio.to_thread(_cpu_slots)
+        slots = _cpu_slots()  # without a pause: others wait for the worker once it is listed
         if not slots:
             raise WorkerDied(f"worker {name!r} cannot start: no node of the Ray cluster is alive")
         self._without_device.pop(name, None)  # a replacement takes the place of the lost one

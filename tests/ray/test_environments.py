@@ -97,11 +97,12 @@ async def test_killed_worker_is_replaced_and_only_its_episodes_fail(
 ) -> None:
     async with opened(address, tmp_path, "Echo", workers=2) as agent:
         before = pids(agent)
-        lost = asyncio.Event()
+        lost, waiting = asyncio.Event(), []
 
         class Waits(Model):
             async def __call__(self, context: tuple[int, ...]) -> Completion:
                 if self.contexts:
+                    waiting.append(self)  # no call of its environment is in progress
                     await lost.wait()
                 return await super().__call__(context)
 
@@ -109,7 +110,8 @@ async def test_killed_worker_is_replaced_and_only_its_episodes_fail(
             asyncio.ensure_future(agent.run(prompt_of({}), Waits(said("a"), said("stop"))))
             for _ in range(4)
         ]
-        await until(lambda: sum(each.episodes for each in pool_of(agent).processes()) == 4)
+        await until(lambda: len(waiting) == 4)
+        assert sum(each.episodes for each in pool_of(agent).processes()) == 4
         os.kill(before[0] if killed == "process" else actor(before[0]).pid, signal.SIGKILL)
         fault.fired()
         await until(lambda: pool_of(agent).replaced == 1)
