@@ -18,7 +18,7 @@ from paceline.data.tiny_reward import resolve_reward_model
 from paceline.model.loading import load_config
 from paceline.model.shape import model_shape
 from paceline.placement import TRAINED_ROLES
-from paceline.rollout.vllm_memory import Split, weight_bytes
+from paceline.rollout.vllm_memory import Split, full_kv_bytes, weight_bytes
 from paceline.training.memory import (
     activation_bound,
     largest_parameter,
@@ -235,8 +235,12 @@ class WorkerMemory:
         # Without a GPU, the native engine rounds to FP8 but stores what it computes with.
         fp8 = self._gpu and config.rollout.kv_cache_dtype == "fp8"
         token = 2 * layers * heads * shape.head_dim * (1 if fp8 else self._item)
-        sequence = token * (config.data.max_prompt_length + config.rollout.max_response_length)
+        longest = config.data.max_prompt_length + config.rollout.max_response_length
+        sequence = token * longest
         full = sequence * config.slots
+        if config.rollout.engine == "vllm":  # in blocks
+            dtype = "float8_e4m3fn" if fp8 else config.train.dtype
+            full = full_kv_bytes(self._models.policy, dtype, config.slots, longest, self._split)
         if self._gpu and self._device_bytes:
             # The engine starts before the optimizer has state.
             idle = (

@@ -24,6 +24,7 @@ BF16 = "train.dtype=bfloat16"
 FSDP = ["train.backend=fsdp", BF16]
 ALTERNATING = ["train.gradient_checkpointing=true", "train.offload=true", "rollout.engine=vllm"]
 SEPARATE = ["placement.actor=train", "placement.rollout=rollout"]
+VLLM = [*SEPARATE, BF16, "rollout.engine=vllm"]
 
 
 @pytest.mark.parametrize(
@@ -115,18 +116,31 @@ def test_engine_that_shares_weights_adds_only_cache() -> None:
     assert found[Phase.TRAIN]["actor parameters"] == pytest.approx(6 * weights, rel=0.01)
 
 
+def test_cache_of_vllm_is_counted_in_blocks() -> None:
+    lengths = ["data.max_prompt_length=100", "rollout.max_response_length=29"]
+    cache = {
+        engine: phases(
+            load_config(None, [*SEPARATE, BF16, *lengths, f"rollout.engine={engine}"]),
+            0,
+            Role.ROLLOUT,
+        )[Phase.GENERATE]["KV cache"]
+        for engine in ("native", "vllm")
+    }
+    assert cache["vllm"] / cache["native"] == pytest.approx(256 / 129, rel=0.02)
+
+
 def test_engine_rank_holds_its_part_of_weights() -> None:
-    settings = [*SEPARATE, BF16, "rollout.engine=vllm", "rollout.tensor_parallel=2"]
-    whole = phases(load_config(None, [*SEPARATE, BF16]), 0, Role.ROLLOUT)[Phase.GENERATE]
+    whole = phases(load_config(None, VLLM), 0, Role.ROLLOUT)[Phase.GENERATE]
+    settings = [*VLLM, "rollout.tensor_parallel=2"]
     part = phases(load_config(None, settings), 2, Role.ROLLOUT)[Phase.GENERATE]
     assert part == {name: pytest.approx(size / 2) for name, size in whole.items()}
 
 
 def test_engine_stage_holds_its_layers_and_embedding() -> None:
-    settings = [*SEPARATE, BF16, "rollout.engine=vllm", "rollout.pipeline_parallel=2"]
+    settings = [*VLLM, "rollout.pipeline_parallel=2"]
     shape = known_shape("1.5b")
     embedding = shape.vocab_size * shape.hidden_size * 2 / GB
-    whole = phases(load_config(None, [*SEPARATE, BF16]), 0, Role.ROLLOUT)[Phase.GENERATE]
+    whole = phases(load_config(None, VLLM), 0, Role.ROLLOUT)[Phase.GENERATE]
     part = phases(load_config(None, settings), 2, Role.ROLLOUT)[Phase.GENERATE]
     layers = whole["engine weights"] - embedding  # the first and the last stage have the embedding
     assert part["engine weights"] == pytest.approx(layers / 2 + embedding, rel=1e-3)
