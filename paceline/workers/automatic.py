@@ -18,7 +18,7 @@ from paceline.settings import AUTO, open_settings, with_settings
 from paceline.training.memory import parameter_count
 from paceline.types import OnSync, Role
 from paceline.workers.cluster import Device, Node, PlannedWorker
-from paceline.workers.fit import CONTEXT, GB, PROCESS, memory_of
+from paceline.workers.fit import GB, memory_of, process_bytes
 from paceline.workers.phase_memory import MemoryNeed, Models, Phase
 from paceline.workers.pools import plan_workers
 
@@ -120,16 +120,14 @@ class _Memory:
     def _room(self, plan: PlannedWorker) -> float:
         """Return the memory of a rank: its part of the device, which ranks may share."""
         return min(
-            self._memory(device) / self._tenants[self._place(device)] - self._process(device)
+            self._memory(device) / self._tenants[self._place(device)]
+            - process_bytes(plan, self._by_name[device.node].gpus > 0)
             for device in plan.devices
         )
 
     def _memory(self, device: Device) -> float:
         node = self._by_name[device.node]
         return (GPU_PART * node.gpu_memory if node.gpus else HOST_PART * node.memory) or math.inf
-
-    def _process(self, device: Device) -> int:
-        return CONTEXT if self._by_name[device.node].gpus else PROCESS
 
     def _place(self, device: Device) -> Device:
         """Return the device, or one that stands for the memory that all CPU slots share."""

@@ -13,12 +13,20 @@ from paceline.workers.cluster import Device, Node, PlannedWorker
 from paceline.workers.phase_memory import MemoryNeed, Models, Needs, Phase, WorkerMemory
 
 PROCESS = 380 << 20  # host memory of an interpreter with torch and transformers
-CONTEXT = 1 << 30  # GPU memory of a process: CUDA context, libraries, communication buffers
+CONTEXT = 1 << 30  # GPU memory of a process: CUDA context, libraries
+COMMUNICATION = 400 << 20  # GPU memory of a rank of a group in addition
 GB = 1 << 30
 
 
 class DoesNotFit(ConfigError):
     """A layout that lacks memory."""
+
+
+def process_bytes(plan: PlannedWorker, on_gpu: bool) -> int:
+    """Return what a process of a planned worker holds before it has a model."""
+    if not on_gpu:
+        return PROCESS
+    return CONTEXT + (COMMUNICATION if plan.ranks else 0)
 
 
 def memory_of(
@@ -42,7 +50,7 @@ def phases_of(
     plan: PlannedWorker, nodes: Sequence[Node], config: RunConfig, models: Models
 ) -> dict[Phase, Needs]:
     """Return what a rank of a planned worker needs in each phase, with its process."""
-    process = CONTEXT if any(node.gpus for node in nodes) else PROCESS
+    process = process_bytes(plan, any(node.gpus for node in nodes))
     return {
         phase: {**needs, "process": MemoryNeed(process, process)}
         for phase, needs in memory_of(plan, nodes, config, models).phases().items()
@@ -73,7 +81,7 @@ def check_fit(
             on_gpu = by_name[device.node].gpus > 0
             # CPU slots share the node's memory.
             place = device if on_gpu else Device(device.node, -1)
-            process = CONTEXT if on_gpu else PROCESS
+            process = process_bytes(plan, on_gpu)
             used[place][plan.name] += need.fixed + process
             at_most[place] += need.at_most + process
             pools[place].add(plan.pool)
