@@ -99,7 +99,8 @@ class _Memory:
 
     def fits(self, config: RunConfig) -> bool:
         return all(
-            memory_of(plan, self._nodes, config, self._models).peak().at_most <= self._room(plan)
+            memory_of(plan, self._nodes, config, self._models).peak().at_most
+            <= self._room(plan, config)
             for plan in self._kinds
         )
 
@@ -117,11 +118,11 @@ class _Memory:
             found = memory_of(plan, self._nodes, config, self._models).phases()
             yield from found.get(phase, {}).items()
 
-    def _room(self, plan: PlannedWorker) -> float:
+    def _room(self, plan: PlannedWorker, config: RunConfig) -> float:
         """Return the memory of a rank: its part of the device, which ranks may share."""
         return min(
             self._memory(device) / self._tenants[self._place(device)]
-            - process_bytes(plan, self._by_name[device.node].gpus > 0)
+            - process_bytes(plan, config, self._by_name[device.node].gpus > 0)
             for device in plan.devices
         )
 

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 
 from paceline.config import RunConfig
 from paceline.errors import ConfigError
+from paceline.types import Role
 from paceline.workers.cluster import Device, Node, PlannedWorker
 from paceline.workers.phase_memory import MemoryNeed, Models, Needs, Phase, WorkerMemory
 
 PROCESS = 380 << 20  # host memory of an interpreter with torch and transformers
 CONTEXT = 1 << 30  # GPU memory of a process: CUDA context, libraries
-COMMUNICATION = 400 << 20  # GPU memory of a rank of a group in addition
+COMMUNICATION = 400 << 20  # GPU memory of a rank of a group, or of vLLM, in addition
 GB = 1 << 30
 
 
@@ -22,11 +23,12 @@ class DoesNotFit(ConfigError):
     """A layout that lacks memory."""
 
 
-def process_bytes(plan: PlannedWorker, on_gpu: bool) -> int:
+def process_bytes(plan: PlannedWorker, config: RunConfig, on_gpu: bool) -> int:
     """Return what a process of a planned worker holds before it has a model."""
     if not on_gpu:
         return PROCESS
-    return CONTEXT + (COMMUNICATION if plan.ranks else 0)
+    vllm = Role.ROLLOUT in plan.roles and config.rollout.engine == "vllm"
+    return CONTEXT + (COMMUNICATION if plan.ranks or vllm else 0)
 
 
 def memory_of(
@@ -50,7 +52,7 @@ def phases_of(
     plan: PlannedWorker, nodes: Sequence[Node], config: RunConfig, models: Models
 ) -> dict[Phase, Needs]:
     """Return what a rank of a planned worker needs in each phase, with its process."""
-    process = process_bytes(plan, any(node.gpus for node in nodes))
+    process = process_bytes(plan, config, any(node.gpus for node in nodes))
     return {
         phase: {**needs, "process": MemoryNeed(process, process)}
         for phase, needs in memory_of(plan, nodes, config, models).phases().items()
@@ -81,7 +83,7 @@ def check_fit(
             on_gpu = by_name[device.node].gpus > 0
             # CPU slots share the node's memory.
             place = device if on_gpu else Device(device.node, -1)
-            process = process_bytes(plan, on_gpu)
+            process = process_bytes(plan, config, on_gpu)
             used[place][plan.name] += need.fixed + process
             at_most[place] += need.at_most + process
             pools[place].add(plan.pool)
