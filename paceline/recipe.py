@@ -44,7 +44,7 @@ def find_recipe(name: str | Path) -> Path:
 def read_recipe(path: Path) -> dict[str, Any]:
     """Return the settings of a file as nested dicts. Raise ConfigError if it cannot be read."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # editors on Windows write a mark first
         if path.suffix not in YAML:
             return tomllib.loads(text)
     except (OSError, UnicodeDecodeError, RecursionError) as error:
