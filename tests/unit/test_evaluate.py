@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from paceline.cli.train import shown
 from paceline.held_out import score
 from paceline.types import Completion, Finish, Group, Prompt, Trajectory, Turn
 
@@ -33,3 +34,10 @@ def test_statistics_count_rewards_of_turns() -> None:
     assert found["reward"] == pytest.approx(1.0) and found["reward_max"] == pytest.approx(1.75)
     assert (found["prompts"], found["samples"], found["truncated_fraction"]) == (1, 2, 0.5)
     assert found["tokens_mean"] == 4.5 and found["reward_component/length"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(12500, "12500"), (12345.6, "12346"), (40, "40"), (1 / 3, "0.3333")]
+)
+def test_statistics_are_shown_without_exponent(value: float, text: str) -> None:
+    assert shown(value) == text
