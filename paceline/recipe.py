@@ -2,6 +2,7 @@
 
 import difflib
 import tomllib
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,11 @@ def find_recipe(name: str | Path) -> Path:
 
     Raise ConfigError if there is none.
     """
+    if not isinstance(name, str | PathLike):
+        raise ConfigError(
+            f"the recipe is {type(name).__name__}; expected the name or path of one. Pass settings "
+            "by their names: train(steps=10, rollout={...})"
+        )
     path, known = Path(name).expanduser(), built_in_recipes()
     if path.is_file():
         return path

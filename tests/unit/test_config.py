@@ -280,6 +280,11 @@ def test_setting_is_added_to_empty_section_of_yaml(tmp_path: Path) -> None:
     assert load_config(tmp_path / "a.yaml", ["train.learning_rate=0.5"]).train.learning_rate == 0.5
 
 
+def test_recipe_that_is_no_path_is_explained() -> None:
+    with pytest.raises(ConfigError, match="the recipe is dict; expected the name or path"):
+        load_config({"steps": 3})  # type: ignore[arg-type]
+
+
 def test_every_recipe_has_description() -> None:
     assert all(describe_recipe(path) for path in built_in_recipes().values())
 

@@ -3,11 +3,13 @@
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from paceline.errors import DataError
+import paceline
+from paceline.errors import ConfigError, DataError
 from paceline.observe.sinks import open_sinks
 from paceline.supervised.config import load_sft_config
 from paceline.supervised.display import print_summary
@@ -25,6 +27,12 @@ def test_validation_file_of_task_has_columns_of_files(tmp_path: Path) -> None:
     check(prompt="copy 123=", completion="123")
     with pytest.raises(DataError, match="no columns 'prompt' and 'completion'"):
         check(prompt="copy 123=", answer="123")
+
+
+@pytest.mark.parametrize("given", [list, "sort:3"])
+def test_validation_that_is_function_or_task_is_rejected(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"validation = .*expected a path, a hub dataset"):
+        paceline.sft(data="sort:3", validation=given)
 
 
 def test_summary_is_printed_when_run_stops_before_first_step(tmp_path: Path) -> None:
