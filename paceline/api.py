@@ -282,6 +282,11 @@ def _select_validation(validation: Data | None, values: dict[str, Any]) -> Rows 
         return None
     meant: dict[str, Any] = {}
     rows = _select_data(validation, meant)
+    if meant.get("data.source") or meant.get("data.task"):
+        raise ConfigError(
+            f"validation = {validation!r}: expected a path, a hub dataset, the rows, or settings "
+            "such as {'rows': 100}"
+        )
     values |= {f"validation{name.removeprefix('data')}": v for name, v in meant.items() if v}
     return rows
 

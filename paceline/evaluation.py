@@ -11,7 +11,7 @@ from typing import Any
 from paceline.algo.settings import AlgorithmSettings
 from paceline.config import RunConfig
 from paceline.data.held_out import EvaluationSettings
-from paceline.errors import first_error
+from paceline.errors import ConfigError, first_error
 from paceline.generation import open_agent, open_generation, open_scorer, start_agent
 from paceline.held_out import score
 from paceline.inputs import load_inputs
@@ -33,6 +33,8 @@ def for_evaluation(config: RunConfig, samples: int) -> RunConfig:
 
     One completion per prompt is greedy unless rollout.top_p or rollout.top_k asks for sampling.
     """
+    if not isinstance(samples, int) or samples < 1:
+        raise ConfigError(f"samples = {samples!r}; expected a whole number of at least 1")
     slots = GPU_SLOTS if "rollout.slots" in open_settings(config) else config.rollout.slots
     greedy = samples == 1 and config.rollout.top_p == 1 and config.rollout.top_k == 0
     temperature = 0.0 if greedy else config.rollout.temperature

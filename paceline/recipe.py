@@ -2,6 +2,7 @@
 
 import difflib
 import tomllib
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,11 @@ def find_recipe(name: str | Path) -> Path:
 
     Raise ConfigError if there is none.
     """
+    if not isinstance(name, str | PathLike):
+        raise ConfigError(
+            f"the recipe is {type(name).__name__}; expected the name or path of one. Pass settings "
+            "by their names: train(steps=10, rollout={...})"
+        )
     path, known = Path(name).expanduser(), built_in_recipes()
     if path.is_file():
         return path
@@ -44,7 +50,7 @@ def find_recipe(name: str | Path) -> Path:
 def read_recipe(path: Path) -> dict[str, Any]:
     """Return the settings of a file as nested dicts. Raise ConfigError if it cannot be read."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # editors on Windows write a mark first
         if path.suffix not in YAML:
             return tomllib.loads(text)
     except (OSError, UnicodeDecodeError, RecursionError) as error:

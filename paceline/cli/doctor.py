@@ -53,5 +53,9 @@ def doctor(
     if as_json:
         typer.echo(json.dumps(found, indent=1))
     else:
-        console.print(f"{counts['problem']} problems, {counts['warning']} warnings")
+        numbers = (
+            f"{counts[kind]} {kind}{'' if counts[kind] == 1 else 's'}"
+            for kind in ("problem", "warning")
+        )
+        console.print(", ".join(numbers), highlight=False)
     raise typer.Exit(1 if counts["problem"] else 0)

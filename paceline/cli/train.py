@@ -195,7 +195,12 @@ def evaluate(
         console.print_json(data=found)
     else:
         for name, value in found.items():
-            console.print(f"{name:20} {value:.4g}", highlight=False)
+            console.print(f"{name:20} {shown(value)}", highlight=False)
+
+
+def shown(value: float) -> str:
+    """Return a number with four digits, or with all digits before the point if it has more."""
+    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
 
 
 @dataclass(frozen=True)

@@ -98,12 +98,13 @@ def _read(given: list[str]) -> dict[str, Any]:
     words = []
     for word in given:
         path = Path(word)
-        if path.suffix in YAML:
+        is_override = ("=" in word or word.startswith("~")) and not path.is_file()
+        if is_override:  # its value may be the path of a YAML file
+            found |= read_overrides([word])
+        elif path.suffix in YAML:
             found |= dict(flatten(read_recipe(path)))
         elif path.is_file():
             found |= read_script(_read_text(path))
-        elif "=" in word or word.startswith("~"):
-            found |= read_overrides([word])
         else:
             words.append(word)
     program = read_script(" ".join(words))  # python3 -m verl.trainer.main_ppo

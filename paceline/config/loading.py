@@ -196,7 +196,9 @@ def _apply(values: dict[str, Any], key: str, value: Any, model: type[BaseModel])
     *sections, name = key.split(".")
     target = values
     for section in sections:
-        target = target.setdefault(section, {})
+        if target.get(section) is None:  # also an empty section of YAML
+            target[section] = {}
+        target = target[section]
         if not isinstance(target, dict):
             raise ConfigError(f"{key}={value}: {section!r} is a single setting, not a section")
     is_section = find_section(model, [*sections, name]) != find_section(model, sections)

@@ -46,7 +46,7 @@ def find_files(patterns: tuple[str, ...]) -> list[Path]:
                 matches = sorted(Path(p) for p in glob.glob(str(plain), recursive=True))
         except (OSError, ValueError, RuntimeError) as e:  # too long, a null byte, no such user
             raise DataError(f"data.path = {pattern!r} is not a path: {e}") from e
-        if not matches:
+        if not matches or not pattern:  # the empty path is that of this directory
             raise DataError(
                 f"no data file at {pattern!r} (relative paths start at {Path.cwd()}); "
                 + (_similar(plain) or "check data.path")

@@ -58,10 +58,10 @@ def _available() -> int:
 
 
 def check_shared(path: Path, free: int, weights: int) -> Finding:
-    text = f"{free / GIB:.2g} GiB free in {path}"
+    text = f"{free / GIB:.1f} GiB free in {path}"
     advice = f"docker run --shm-size=8g; without a container: mount -o remount,size=8G {path}"
     if weights > free:
-        need = f"the weights of the model take {weights / GIB:.2g} GiB"
+        need = f"the weights of the model take {weights / GIB:.1f} GiB"
         return problem("shared memory", f"{text}, but {need}", advice)
     if free < MIN_SHARED:
         return warning("shared memory", f"{text}; larger models need more", advice)

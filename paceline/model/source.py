@@ -43,7 +43,7 @@ class ModelFiles:
 def model_source(name: str, setting: str = "model") -> str:
     """Check a local directory or GGUF file, or accept a Hugging Face model ID as it is."""
     path = Path(os.path.expanduser(name))  # Path.expanduser fails if there is no such user
-    if path.exists():
+    if name and path.exists():  # the empty path is that of this directory
         return str(_checked(path, setting))
     is_path = name.startswith(("/", ".", "~", "runs/")) or name.endswith(("/", ".gguf"))
     if is_path or name.count("/") != 1:

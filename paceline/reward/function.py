@@ -90,7 +90,9 @@ def as_reward(value: Any) -> float | dict[str, float]:
     Raises RewardFunctionError.
     """
     if isinstance(value, Mapping):
-        named = {"reward" if name == "score" else str(name): item for name, item in value.items()}
+        named = {str(name): item for name, item in value.items()}
+        if "reward" not in named and "score" in named:
+            named["reward"] = named.pop("score")  # the name that verl has for it
         if "reward" not in named:
             raise RewardFunctionError(
                 f"returned {_short(value)}; a dict needs a 'reward' (other numbers are recorded)"

@@ -102,8 +102,9 @@ def print_summary(console: Console, summary: dict[str, Any], run_dir: str, check
         rows["loss, first → last"] = Text.assemble(f"{first:.4f} → ", (f"{last:.4f}", "bold green"))
     if "validation_loss" in summary:
         first, last = summary["validation_loss_first"], summary["validation_loss"]
+        before = "" if first is None else f"{first:.4f} → "  # None: validation began later
         perplexity = summary["validation_perplexity"]
-        rows["validation loss"] = f"{first:.4f} → {last:.4f}  (perplexity {perplexity:.3f})"
+        rows["validation loss"] = f"{before}{last:.4f}  (perplexity {perplexity:.3f})"
     rows |= {
         "steps": f"{summary['steps']}  ({summary['steps_per_s']:.2f} per second)",
         "tokens per second": f"{summary['tokens_per_s']:,.0f}, of which "

@@ -47,15 +47,15 @@ def algorithm(source: Source) -> dict[str, Any]:
         (f"{ACTOR}policy_loss.loss_mode", "algorithm.loss", LOSSES),
     ):
         value = source.get(name)
-        if value is not None and value not in known:
+        if value is not None and str(value) not in known:
             source.reject(name, f"expected one of {', '.join(known)}")
         elif value is not None:
-            found[setting] = known[value]
+            found[setting] = known[str(value)]
     preset = found.get("algorithm.name", source.base("algorithm.name", "grpo"))
     if source.get("algorithm.norm_adv_by_std_in_grpo") is False and preset == "grpo":
         found["algorithm.normalize"] = "none"
-    mode = source.get(f"{ACTOR}loss_agg_mode")
-    if mode is not None and mode not in AGGREGATIONS:
+    mode = str(source.get(f"{ACTOR}loss_agg_mode", default=""))
+    if mode and mode not in AGGREGATIONS:
         source.reject(f"{ACTOR}loss_agg_mode", f"expected one of {', '.join(AGGREGATIONS)}")
     found |= AGGREGATIONS.get(mode, {})
     scale = source.get(f"{ACTOR}loss_scale_factor")
@@ -117,9 +117,15 @@ def correction(source: Source) -> dict[str, Any]:
         found["algorithm.correction"] = "mask" if masks else "truncate"
         found["algorithm.correction_level"] = level
         low = source.number("algorithm.rollout_is_threshold_lower")
-        if isinstance(high, str) and "_" in high:
-            low, high = map(float, high.split("_"))
-            found["algorithm.correction"] = "icepop"
+        if isinstance(high, str):
+            try:
+                low, high = map(float, high.split("_"))
+                found["algorithm.correction"] = "icepop"
+            except ValueError:
+                high = None
+                source.reject(
+                    f"{CORRECTION}rollout_is_threshold", "expected a number, or two as 0.5_5.0"
+                )
         found["algorithm.correction_range"] = [low, 2.0 if high is None else high]
     elif level and not bypass:
         source.reject(f"{CORRECTION}rollout_is", "algorithm.correction_level: token or sequence")
@@ -146,7 +152,7 @@ def overlong(source: Source) -> dict[str, Any]:
 
 
 def critic(source: Source) -> dict[str, Any]:
-    estimator = ESTIMATORS.get(source.get("algorithm.adv_estimator"))
+    estimator = ESTIMATORS.get(str(source.get("algorithm.adv_estimator")))
     if (estimator or source.base("algorithm.name")) != "ppo":
         return {}
     rate = source.get("critic.optim.lr")

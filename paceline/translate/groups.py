@@ -21,7 +21,7 @@ def batch(source: Source) -> dict[str, Any]:
         return {"groups_per_step": int(mini) * count, "algorithm.mini_batches": count}
     found: dict[str, Any] = {"groups_per_step": int(groups)} if groups else {}
     if mini:
-        total = groups or source.base("groups_per_step", 16)
+        total = groups or source.base_number("groups_per_step", 16)
         found["algorithm.mini_batches"] = max(1, math.ceil(total / mini))
         if total % mini and total > mini:
             source.note(
@@ -131,7 +131,7 @@ def _fully_async(source: Source) -> dict[str, Any]:
     steps = int(source.number(f"async_training.{every}", default=0))
     if steps:
         found["schedule.sync_every"] = steps
-    steps = steps or source.base("schedule.sync_every", 1)
+    steps = steps or int(source.base_number("schedule.sync_every", 1))
     if source.get(threshold) is not None or "schedule.sync_every" in found:
         ahead = source.number(threshold)
         found["schedule.max_staleness"] = steps - 1 + math.ceil(ahead * steps)
@@ -156,7 +156,7 @@ def learning_rate(source: Source) -> dict[str, Any]:
         found["train.learning_rate"] = rate
     warmup = source.number(f"{optim}lr_warmup_steps", default=-1)
     ratio = source.number(f"{optim}lr_warmup_steps_ratio")
-    steps = source.get("trainer.total_training_steps", default=source.base("steps", 100))
+    steps = source.number("trainer.total_training_steps") or source.base_number("steps", 100)
     if warmup >= 0 or ratio:
         found["train.warmup_steps"] = int(warmup if warmup >= 0 else ratio * steps)
     if warmup < 0 and ratio:
@@ -166,7 +166,7 @@ def learning_rate(source: Source) -> dict[str, Any]:
     if kind in SCHEDULES:
         found["train.lr_schedule"] = kind
     elif kind is not None:
-        name = next(name for name in names if source.get(name) == kind)
+        name = next(name for name in names if source.get(name) is not None)
         source.reject(name, f"train.lr_schedule is one of {', '.join(SCHEDULES)}")
     return found
 

@@ -1,8 +1,9 @@
 """What a translation reads and what it returns."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 ACTOR = "actor_rollout_ref.actor."
 MODEL = "actor_rollout_ref.model."
@@ -35,11 +36,13 @@ class Source:
         return next(found, default)
 
     def number(self, *names: str, default: float = 0) -> float:
+        """Return the value of the first name that is set; reject it if it is not a number."""
         value = self.get(*names)
-        if isinstance(value, int | float):
+        if _is_number(value):
             return value
         if value is not None:
-            self.reject(next(n for n in names if n in self._values), "expected a number")
+            given = next(name for name in names if self._values.get(name) is not None)
+            self.reject(given, "expected a number")
         return default
 
     def any(self, prefix: str) -> bool:
@@ -49,6 +52,11 @@ class Source:
         """Return the value of one of Paceline's settings in the recipe."""
         return self._base.get(setting, default)
 
+    def base_number(self, setting: str, default: float) -> float:
+        """Return a number of the recipe; a wrong one is reported when all settings are checked."""
+        value = self._base.get(setting)
+        return value if _is_number(value) else default
+
     def note(self, name: str, text: str) -> None:
         """Say what differs in Paceline, if the setting is given."""
         if name in self._values:
@@ -56,3 +64,7 @@ class Source:
 
     def reject(self, name: str, reason: str) -> None:
         self._translation.missing[name] = reason
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and abs(value) < math.inf  # NaN is not below it

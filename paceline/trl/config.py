@@ -6,7 +6,9 @@ would have to change the run and cannot. Defaults are those of TRL.
 """
 
 import difflib
+import math
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 from paceline.errors import ConfigError
@@ -79,6 +81,7 @@ TRANSLATED: dict[str, Any] = {
     "warmup_ratio": None,
     "max_prompt_length": None,
 }
+OPTIONAL_NUMBERS = {"generation_batch_size", "steps_per_generation", "warmup_ratio"}
 # Not fields of TRL 1.16, but of earlier versions, so scripts still set them.
 EARLIER = {"warmup_ratio", "max_prompt_length", "overwrite_output_dir", "save_safetensors"}
 EARLIER |= {"logging_dir", "group_by_length"}
@@ -234,7 +237,8 @@ REJECTED: dict[str, tuple[Any, str]] = {
     ),
     "vllm_tensor_parallel_size": (
         1,
-        "an engine uses one device; add engines with paceline={'placement.rollout_workers': N}",
+        "Paceline starts its processes itself; use paceline={'rollout.tensor_parallel': N, "
+        "'train.backend': 'fsdp', 'placement.train_ranks': N}",
     ),
     "vllm_structured_outputs_regex": (None, _PART),
     "fp16": (False, "there is no float16 training; use bf16=True"),
@@ -307,9 +311,11 @@ class GRPOConfig:
         """Raise ConfigError if a field has a value that cannot be honored."""
         for name, default in TRANSLATED.items():
             value = getattr(self, name)
-            # YAML reads 1e-5 as text.
-            if type(default) in (int, float) and isinstance(value, str):
-                raise ConfigError(f"GRPOConfig: {name} = {value!r} is text; expected a number")
+            optional = name in OPTIONAL_NUMBERS
+            if (type(default) in (int, float) or (optional and value is not None)) and not (
+                isinstance(value, Real) and math.isfinite(value)  # YAML reads 1e-5 as text
+            ):
+                raise ConfigError(f"GRPOConfig: {name} = {value!r}; expected a number")
         for name, (default, reason) in REJECTED.items():
             value = getattr(self, name)
             # Empty values of any type mean "not set".

@@ -5,9 +5,11 @@ is one generation batch of TRL: the updates, and the completions in each, are th
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.config import TRACKERS
 from paceline.errors import ConfigError
 from paceline.trl.config import GRPOConfig, rejected
 from paceline.workers.hardware import has_fast_bfloat16
@@ -38,6 +40,9 @@ class Plan:
 
 def plan(args: GRPOConfig, rows: int) -> Plan:
     """Return the sizes of a run over `rows` prompts."""
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"{name} = {getattr(args, name)}; expected at least 1")
     accumulated, size = args.gradient_accumulation_steps, args.per_device_train_batch_size
     per_generation = _steps_per_generation(args)
     if args.num_generations < 2:
@@ -81,7 +86,7 @@ def _steps_per_generation(args: GRPOConfig) -> int:
         raise ConfigError(
             "generation_batch_size and steps_per_generation are both set; remove one of them"
         )
-    if batch % size:
+    if batch < size or batch % size:
         raise ConfigError(
             f"generation_batch_size = {batch} is not a multiple of "
             f"per_device_train_batch_size = {size}"
@@ -111,6 +116,8 @@ def settings(args: GRPOConfig, plan: Plan) -> dict[str, Any]:
         **_checkpoints(args, plan),
         **_evaluation(args, plan),
     }
+    if trackers := _trackers(args):
+        found["track"] = trackers
     if args.max_prompt_length is not None:
         found["data.max_prompt_length"] = args.max_prompt_length
     return found | args.paceline
@@ -118,17 +125,26 @@ def settings(args: GRPOConfig, plan: Plan) -> dict[str, Any]:
 
 def _check(args: GRPOConfig) -> None:
     """Raise ConfigError for values of translated fields that have no counterpart."""
-    trackers = args.report_to
-    trackers = [trackers] if isinstance(trackers, str) else list(trackers or [])
-    if any(name != "none" for name in trackers):
-        reason = "metrics are in metrics.jsonl of output_dir and in trainer.state.log_history"
-        raise rejected("report_to", args.report_to, f"{reason}; use report_to='none'")
     if args.router_aux_loss_coef:
         reason = "there is no auxiliary loss of experts; use 0.0"
         raise rejected("router_aux_loss_coef", args.router_aux_loss_coef, reason)
+    if not isinstance(args.model_init_kwargs or {}, Mapping):
+        raise rejected("model_init_kwargs", args.model_init_kwargs, "expected a dict")
     for name in (args.model_init_kwargs or {}).keys() - SAME_RESULT:
         reason = f"{name!r} would load another model; pass the directory of that model instead"
         raise rejected("model_init_kwargs", args.model_init_kwargs, reason)
+
+
+def _trackers(args: GRPOConfig) -> list[str]:
+    """Return the trackers of report_to, which get Paceline's metrics."""
+    given = args.report_to
+    names = list(given) if isinstance(given, list | tuple) else [given or "none"]
+    for name in names:
+        if name not in ("none", *TRACKERS):
+            known = " or ".join(map(repr, (*TRACKERS, "none")))
+            reason = f"use {known}; metrics are in metrics.jsonl of output_dir in any case"
+            raise rejected("report_to", given, reason)
+    return [name for name in names if name != "none"]
 
 
 def _objective(args: GRPOConfig) -> dict[str, Any]:
@@ -137,7 +153,8 @@ def _objective(args: GRPOConfig) -> dict[str, Any]:
     if level not in ("token", "sequence") or (level == "sequence" and loss != "clip"):
         reason = f"with loss_type = {kind!r} only 'token' is possible"
         raise rejected("importance_sampling_level", level, reason)
-    scale = {True: "group", False: "none"}.get(args.scale_rewards, args.scale_rewards)
+    scale = str(args.scale_rewards)
+    scale = {"True": "group", "False": "none"}.get(scale, scale)
     if scale not in ("group", "none"):
         reason = (
             "use 'group' or 'none'; paceline={'algorithm.normalize': 'batch'} divides by the "

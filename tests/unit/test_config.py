@@ -268,6 +268,23 @@ def test_unusable_yaml_is_explained(text: str, message: str, tmp_path: Path) -> 
         load_config(tmp_path / "a.yaml")
 
 
+@pytest.mark.parametrize("name", ["a.toml", "a.yaml"])
+def test_recipe_may_begin_with_byte_order_mark(name: str, tmp_path: Path) -> None:
+    text = "steps = 3\n" if name.endswith("toml") else "steps: 3\n"
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert load_config(tmp_path / name).steps == 3
+
+
+def test_setting_is_added_to_empty_section_of_yaml(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("steps: 3\ntrain:\n")
+    assert load_config(tmp_path / "a.yaml", ["train.learning_rate=0.5"]).train.learning_rate == 0.5
+
+
+def test_recipe_that_is_no_path_is_explained() -> None:
+    with pytest.raises(ConfigError, match="the recipe is dict; expected the name or path"):
+        load_config({"steps": 3})  # type: ignore[arg-type]
+
+
 def test_every_recipe_has_description() -> None:
     assert all(describe_recipe(path) for path in built_in_recipes().values())
 

@@ -71,6 +71,10 @@ def test_shared_memory_of_a_default_container_is_a_warning(tmp_path: Path) -> No
     assert check_shared(tmp_path, 8 * 2**30, 2**30).status is Status.OK
 
 
+def test_shared_memory_of_a_large_machine_is_written_without_exponent(tmp_path: Path) -> None:
+    assert check_shared(tmp_path, 128 * 2**30, 0).found == f"128.0 GiB free in {tmp_path}"
+
+
 def test_shared_memory_smaller_than_the_weights_is_a_problem(tmp_path: Path) -> None:
     found = check_shared(tmp_path, 2 * 2**30, 3 * 2**30)
     assert found.status is Status.PROBLEM and "--shm-size" in found.advice
@@ -179,6 +183,7 @@ def test_recipe_that_needs_something_missing_is_a_problem(tmp_path: Path) -> Non
     result = CliRunner().invoke(app, ["doctor", str(recipe)])
     assert result.exit_code == 1
     assert "none.jsonl" in result.output and "→ change" in result.output
+    assert "\n1 problem, " in result.output
 
 
 def test_good_recipe_is_ok(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

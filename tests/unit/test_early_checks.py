@@ -100,6 +100,7 @@ def test_check_accepts_what_exists(override: str) -> None:
     ("override", "error", "message"),
     [
         ("data.path=promts.jsonl", DataError, "no data file.*; did you mean 'prompts.jsonl'"),
+        ("data.path=", DataError, "no data file at ''"),
         ("data.path=nowhere/*.jsonl", DataError, "no data file.*; check data.path"),
         ("data.path=code.py", DataError, "cannot read .py"),
         ("data.prompt_key=qestion", DataError, "no column 'qestion' .*data.prompt_key=question"),
@@ -108,6 +109,7 @@ def test_check_accepts_what_exists(override: str) -> None:
         ("data.source=code.py:rows", ConfigError, "data.source = .*no 'rows' in code.py"),
         ("track=code.py:Snk", ConfigError, "track = .*no 'Snk' in code.py"),
         ("model=./models/god", ModelError, "no such file or directory.*did you mean 'models/good'"),
+        ("model=", ModelError, "model = '': no such file or directory"),
         ("model=runs/default", ModelError, "no such file or directory"),
         ("model=~no-such-user/model", ModelError, "no such file or directory"),
         ("model=my models/good", ModelError, "no such file .*not a valid Hugging Face model ID"),

@@ -1,10 +1,15 @@
 """Statistics of an evaluation."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from paceline.cli.train import shown
+from paceline.config import load_config
+from paceline.errors import ConfigError
+from paceline.evaluation import for_evaluation
 from paceline.held_out import score
 from paceline.types import Completion, Finish, Group, Prompt, Trajectory, Turn
 
@@ -33,3 +38,16 @@ def test_statistics_count_rewards_of_turns() -> None:
     assert found["reward"] == pytest.approx(1.0) and found["reward_max"] == pytest.approx(1.75)
     assert (found["prompts"], found["samples"], found["truncated_fraction"]) == (1, 2, 0.5)
     assert found["tokens_mean"] == 4.5 and found["reward_component/length"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(12500, "12500"), (12345.6, "12346"), (40, "40"), (1 / 3, "0.3333")]
+)
+def test_statistics_are_shown_without_exponent(value: float, text: str) -> None:
+    assert shown(value) == text
+
+
+@pytest.mark.parametrize("samples", [0, -1, "2", None, 1.5])
+def test_number_of_samples_is_checked(samples: Any) -> None:
+    with pytest.raises(ConfigError, match=r"samples = .*expected a whole number"):
+        for_evaluation(load_config("hybrid"), samples)

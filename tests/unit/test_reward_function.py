@@ -69,6 +69,11 @@ def test_as_reward_accepts_only_scalars_of_numpy_and_torch() -> None:
             as_reward(value)
 
 
+def test_as_reward_trains_on_reward_of_dict_that_also_has_score() -> None:
+    assert as_reward({"reward": 1, "score": 0.5}) == {"reward": 1.0, "score": 0.5}
+    assert as_reward({"score": 0.5, "reward": 1}) == {"reward": 1.0, "score": 0.5}
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

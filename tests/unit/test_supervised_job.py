@@ -3,11 +3,13 @@
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from paceline.errors import DataError
+import paceline
+from paceline.errors import ConfigError, DataError
 from paceline.observe.sinks import open_sinks
 from paceline.supervised.config import load_sft_config
 from paceline.supervised.display import print_summary
@@ -27,11 +29,28 @@ def test_validation_file_of_task_has_columns_of_files(tmp_path: Path) -> None:
         check(prompt="copy 123=", answer="123")
 
 
+@pytest.mark.parametrize("given", [list, "sort:3"])
+def test_validation_that_is_function_or_task_is_rejected(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"validation = .*expected a path, a hub dataset"):
+        paceline.sft(data="sort:3", validation=given)
+
+
 def test_summary_is_printed_when_run_stops_before_first_step(tmp_path: Path) -> None:
-    recorder = LossRecorder(tmp_path, 0, None, open_sinks((), tmp_path, {}))
+    text = printed_summary(tmp_path)
+    assert "steps" in text and "loss" not in text
+
+
+def test_summary_is_printed_when_validation_began_after_resume(tmp_path: Path) -> None:
+    text = printed_summary(tmp_path, {"train/loss": 1.0, "validation/loss": 0.5})
+    assert "validation loss" in text and "0.5000" in text
+
+
+def printed_summary(run_dir: Path, *steps: dict[str, float]) -> str:
+    recorder = LossRecorder(run_dir, 0, None, open_sinks((), run_dir, {}))
+    for number, metrics in enumerate(steps, 1):
+        recorder.step_done(number, metrics)
     summary = recorder.summary(memory_peak_bytes=0)
     recorder.close()
     console = Console(file=io.StringIO(), width=100)
     print_summary(console, summary, "runs/x", "runs/x/checkpoints/step_00000000/actor")
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "steps" in text and "loss" not in text
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]

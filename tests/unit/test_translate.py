@@ -15,6 +15,7 @@ from paceline.translate.toml import recipe_text
 from paceline.translate.verl import translate
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+CORRECTION, THRESHOLD = "algorithm.rollout_correction.", "rollout_is_threshold"
 OVERLONG = {"enable": True, "len": 64}
 # All settings that the guides to verl's asynchronous training name.
 GUIDE = {
@@ -293,12 +294,30 @@ def test_setting_without_effect_on_algorithm_is_dropped() -> None:
         ("trainer.total_trainig_steps=3", "did you mean 'trainer.total_training_steps'?"),
         ("algorithm.adv_estimator=grpo_passk", "expected one of gae, grpo"),
         (f"{ACTOR}policy_loss.loss_mode=kl_cov", "expected one of vanilla, gspo"),
+        ("algorithm.adv_estimator=[gae, grpo]", "expected one of gae, grpo"),
+        (f"{ACTOR}loss_agg_mode=[token-mean]", "expected one of token-mean"),
+        (f"{ACTOR}optim.lr_scheduler_type=.nan", "train.lr_schedule is one of constant"),
+        (f"{ACTOR}ppo_mini_batch_size=.inf", "expected a number"),
+        ("trainer.total_training_steps=many", "expected a number"),
     ],
 )
 def test_setting_without_counterpart_is_rejected(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match="paceline translate") as rejected:
         load_config("split", [override])
     assert override.partition("=")[0] in str(rejected.value) and message in str(rejected.value)
+
+
+def test_wrong_text_of_threshold_is_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"two as 0\.5_5\.0"):
+        load_config("hybrid", [f"{CORRECTION}rollout_is=token", f"{CORRECTION}{THRESHOLD}=a_b"])
+
+
+@pytest.mark.parametrize("name", ["steps", "groups_per_step", "schedule.sync_every"])
+def test_wrong_number_beside_settings_of_verl_is_explained(name: str) -> None:
+    verl = [f"{ACTOR}optim.lr_warmup_steps_ratio=0.1", f"{ACTOR}ppo_mini_batch_size=8"]
+    verl += ["async_training.staleness_threshold=1"]
+    with pytest.raises(ConfigError, match=f"{name} = 'many': input should be a valid integer"):
+        load_config("hybrid", [f"{name}=many", *verl])
 
 
 @pytest.mark.parametrize("value", ["False", "null", "''"])
@@ -373,6 +392,13 @@ def test_translate_command_lists_what_has_no_counterpart() -> None:
     for text in (result.stdout, result.stderr):
         assert "critic.optim.lr" in text and "1e-06 is also the critic's" in text
         assert "data.foo = 3: unknown" in text
+
+
+def test_translate_command_accepts_override_whose_value_is_yaml_file() -> None:
+    tools = f"{ROLLOUT}multi_turn.tool_config_path=config/tools.yaml"
+    result = CliRunner().invoke(app, ["translate", "data.train_batch_size=64", tools])
+    assert result.exit_code == 0, result.output
+    assert tomllib.loads(result.stdout)["groups_per_step"] == 64
 
 
 def test_translate_command_fails_when_file_cannot_be_written(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def test_config_rejects_unknown_field_with_the_nearest_name() -> None:
 
 @pytest.mark.parametrize("name", ["max_steps", "learning_rate"])
 def test_config_rejects_text_when_field_is_number(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} = '2' is text; expected a number"):
+    with pytest.raises(ConfigError, match=f"{name} = '2'; expected a number"):
         GRPOConfig("out", **{name: "2"})
 
 

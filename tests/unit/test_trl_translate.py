@@ -70,8 +70,18 @@ def test_epochs_count_whole_generation_batches() -> None:
         ({"lr_scheduler_type": "polynomial"}, "lr_scheduler_type = 'polynomial'"),
         ({"optim": "paged_adamw_8bit"}, "optim = 'paged_adamw_8bit'"),
         ({"save_strategy": "best"}, "save_strategy = 'best'"),
-        ({"report_to": ["wandb"]}, "report_to = \\['wandb'\\]"),
+        (
+            {"report_to": ["comet_ml"]},
+            "report_to = \\['comet_ml'\\] cannot be honored: use 't",
+        ),
         ({"model_init_kwargs": {"revision": "x"}}, "model_init_kwargs"),
+        ({"model_init_kwargs": "revision"}, "expected a dict"),
+        ({"max_steps": None}, "max_steps = None; expected a number"),
+        ({"generation_batch_size": "8"}, "generation_batch_size = '8'; expected a number"),
+        ({"generation_batch_size": 0}, "not a multiple of per_device_train_batch_size = 8"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps = 0; expected at least"),
+        ({"warmup_steps": float("nan")}, "warmup_steps = nan; expected a number"),
+        ({"scale_rewards": ["group"]}, "scale_rewards = "),
     ],
 )
 def test_value_without_counterpart_is_rejected_by_name(
@@ -79,6 +89,14 @@ def test_value_without_counterpart_is_rejected_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         translated(**fields)
+
+
+@pytest.mark.parametrize(
+    ("given", "trackers"),
+    [("none", ()), (None, ()), ([], ()), ("wandb", ("wandb",)), (["mlflow", "none"], ("mlflow",))],
+)
+def test_report_to_names_trackers(given: Any, trackers: tuple[str, ...]) -> None:
+    assert tuple(map(str, translated(report_to=given).track)) == trackers
 
 
 @pytest.mark.parametrize(
