@@ -291,7 +291,7 @@ class _Run:
             self._run_dir,
             first_step=self._start.step,
             last_step=config.steps,
-            slots=config.slots * len(self._workers[Role.ROLLOUT]),
+            slots=config.slots * len(list(self._fleet)),
             report=recorder.evaluation_done,
         )
 

@@ -47,6 +47,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": 6},
     "mixtral": EXPERTS,
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 16},
+    "phimoe": EXPERTS,
     "qwen3_moe": EXPERTS | {"head_dim": 8},
     "olmoe": EXPERTS,
     "smollm3": {"no_rope_layers": [1, 0]},

@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from paceline.errors import ModelError
 from paceline.model.packing import RowLayout, Varlen
 
 PACKED = "paceline_packed"
@@ -31,7 +32,6 @@ def packed_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     row_layout: RowLayout | None = None,
@@ -39,6 +39,11 @@ def packed_attention(
 ) -> tuple[Tensor, Tensor | None]:
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     special = softcap is not None or s_aux is not None
+    if kwargs.get("indices") is not None:
+        raise ModelError(
+            f"{type(module).__name__} attends to selected tokens only (sparse attention), which "
+            "Paceline does not support; use a model with full or sliding attention"
+        )
     if row_layout is None and special:
         return _step_by_step(query, key, value, attention_mask, scale, softcap, s_aux).transpose(
             1, 2
@@ -52,15 +57,11 @@ def packed_attention(
             attention_mask,
             dropout=dropout,
             scaling=scaling,
-            sliding_window=sliding_window,
             **kwargs,
         )
         return result
-    window = (
-        sliding_window
-        if sliding_window is not None and sliding_window < row_layout.longest
-        else None
-    )
+    window = kwargs["sliding_window"] if "sliding_window" in kwargs else _masked_window(module)
+    window = window if window and window < row_layout.longest else None
     if (
         row_layout.varlen is not None
         and window is None
@@ -86,6 +87,15 @@ def packed_attention(
     else:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     return out.transpose(1, 2).flatten(0, 1).index_select(0, row_layout.slots)[None], None
+
+
+def _masked_window(module: Any) -> int | None:
+    """Return how far a layer attends if its model tells that to the mask alone, which is unused."""
+    config = getattr(module, "config", None)
+    has_kinds = getattr(config, "layer_types", None) is not None  # then a layer has its own window
+    of_model = None if has_kinds else getattr(config, "sliding_window", None)
+    window: int | None = getattr(module, "sliding_window", of_model)
+    return window
 
 
 def _fits_flash(query: Tensor, value: Tensor) -> bool:

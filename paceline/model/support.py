@@ -3,10 +3,11 @@
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from paceline.errors import ModelError
-from paceline.model.shape import sliding_window
+from paceline.model.shape import head_dim, sliding_window
 
 FAST = ("llama", "mistral", "qwen2", "qwen3")
 ALTERNATIVE = "rollout.engine = 'vllm' may support it"
+HEAD_DIMS = (16, 32, 64, 128, 256)  # of the explicit passes of training
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 CHANGING_ROPE = ("dynamic", "longrope")  # depends on the longest sequence of a forward pass
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
@@ -31,6 +32,11 @@ def is_fast(config: PretrainedConfig, max_length: int) -> bool:
         return False
     window = sliding_window(config)
     return window is None or max_length <= window
+
+
+def trains_fast(config: PretrainedConfig) -> bool:
+    """Return whether the explicit passes of training support the architecture, on a GPU."""
+    return is_fast(config, 0) and sliding_window(config) is None and head_dim(config) in HEAD_DIMS
 
 
 def can_recompute(config: PretrainedConfig) -> bool:

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from paceline.errors import RewardError, RolloutError, first_error
 from paceline.reward.reward import Reward
+from paceline.rollout.deadlines import Deadlines
 from paceline.rollout.environment import AgentLoop, Generate
 from paceline.rollout.fleet import Fleet
 from paceline.rollout.in_flight import GroupInFlight
@@ -86,8 +87,7 @@ class Rollouter:
         self._stages: dict[int, tuple[str, float]] = {}
         self._in_flight: dict[int, GroupInFlight] = {}
         self._saved: dict[int, GroupInFlight] = {}  # by the run that this one continues
-        # Deadlines of generations and episodes, with the seconds that were left when paused.
-        self._deadlines: dict[asyncio.Timeout, float] = {}
+        self._deadlines = Deadlines()
 
     def variant(self, temperature: float, group_size: int) -> "Rollouter":
         """Return a rollouter of the same engines and reward that samples in another way.
@@ -238,13 +238,8 @@ class Rollouter:
         """
         self._holds.add(who)
         await self._fleet.pause(self._on_sync)
-        if not self.paused:
-            return True  # it was resumed before the last generation ended
-        now = asyncio.get_running_loop().time()
-        for deadline in self._deadlines:  # time spent paused does not count
-            if (when := deadline.when()) is not None and not deadline.expired():
-                self._deadlines[deadline] = max(0.0, when - now)
-                deadline.reschedule(None)
+        if self.paused:  # otherwise it was resumed before the last generation ended
+            self._deadlines.pause()
         return True
 
     async def resume_rollout(self, who: str = "user") -> bool:
@@ -257,10 +252,7 @@ class Rollouter:
         await self._fleet.resume()
         if self._holds:
             return True  # it was paused again meanwhile
-        now = asyncio.get_running_loop().time()
-        for deadline, seconds in self._deadlines.items():
-            if deadline.when() is None:
-                deadline.reschedule(now + seconds)
+        self._deadlines.resume()
         self.changed.notify_all()
         self._recheck()
         return True
@@ -316,13 +308,9 @@ class Rollouter:
         self, episode: Awaitable[Trajectory | tuple[Trajectory, ...]], index: int, prompt: Prompt
     ) -> tuple[Trajectory, ...]:
         try:
-            async with asyncio.timeout(self._episode_s) as deadline:
-                self._deadlines[deadline] = self._episode_s
-                try:
-                    made = await episode
-                    return made if isinstance(made, tuple) else (made,)
-                finally:
-                    del self._deadlines[deadline]
+            async with self._deadlines.within(self._episode_s):
+                made = await episode
+                return made if isinstance(made, tuple) else (made,)
         except TimeoutError:
             raise RolloutError(
                 f"trajectory {index} of prompt {prompt.uid} took longer than "
@@ -379,7 +367,9 @@ class Rollouter:
                     )
                     call.request_id = request.id
                     try:
-                        completion, left = await self._timed(assignment, request, left)
+                        async with self._deadlines.within(left) as seconds_left:
+                            completion = await assignment.generate(request)
+                            left = seconds_left()
                     except TimeoutError:
                         raise RolloutError(
                             f"trajectory {index} of prompt {prompt.uid} took longer than "
@@ -401,24 +391,6 @@ class Rollouter:
             return completion
 
         return generate
-
-    async def _timed(
-        self, assignment: EngineAssignment, request: Request, left: float
-    ) -> tuple[Completion, float]:
-        """Generate within the `left` seconds; return the completion and the seconds left then."""
-        async with asyncio.timeout(left) as deadline:
-            self._deadlines[deadline] = left
-            try:
-                completion = await assignment.generate(request)
-                when = deadline.when()
-                left = (
-                    self._deadlines[deadline]
-                    if when is None
-                    else when - asyncio.get_running_loop().time()
-                )
-                return completion, max(0.0, left)
-            finally:
-                del self._deadlines[deadline]
 
 
 def _seed(*parts: int) -> int:

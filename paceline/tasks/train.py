@@ -175,8 +175,7 @@ class TrainTask:
         trained, self._trained = clock(), groups
         last = self.step == self._settings.steps
         self._sync_due |= last or self.step % self._settings.sync_every == 0
-        if last:
-            await self._evaluated()
+        waited_s = await self._evaluated() if last else 0.0
         await self._sync_or_resume()
         synced = clock()
         measured = {
@@ -187,9 +186,9 @@ class TrainTask:
         }
         times = {
             "time/wait_s": taken - begun - evaluated_s,
-            "time/evaluate_s": evaluated_s,
+            "time/evaluate_s": evaluated_s + waited_s,
             "time/train_s": trained - taken,
-            "time/sync_s": synced - trained,
+            "time/sync_s": synced - trained - waited_s,
         }
         metrics = measured | metrics | times | self.saver.metrics()
         self._observer.step_done(self.step, metrics, groups)

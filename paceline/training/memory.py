@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig
 
 from paceline.model.attention import SHORT_ROW
 from paceline.model.shape import model_shape
-from paceline.model.support import is_fast
+from paceline.model.support import trains_fast
 from paceline.training.head import CHUNK_LOGITS
 from paceline.training.settings import TrainSettings
 
@@ -46,19 +46,19 @@ def memory_estimate(
     tensor, pipeline = settings.tensor_parallel, settings.pipeline_parallel
     replicas = ranks // (tensor * pipeline)
     gathered, narrow = 0, settings.dtype == "bfloat16"
+    fused = gpu and not critic and _is_fused(config, settings)
     if settings.backend == "single":
         held = state = sum(map(_numel, shapes.values()))
     elif settings.backend == "fsdp":
         split = {name: _split(name, shape, tensor) for name, shape in shapes.items()}
         held = state = sum(-(-shape[0] // replicas) * _numel(shape[1:]) for shape in split.values())
-        fused = narrow and gpu and tensor == 1 and not critic
         gathered = _gathered(split, replicas, 2 if narrow else FLOAT, 2 if fused else FLOAT)
     else:
         held = _fullest_stage(shapes, tensor, pipeline)
         state = -(-held // replicas)
         gathered = held * 2 * narrow  # autocast keeps a bfloat16 copy from forward to backward
-    # See fused.py: training on one GPU in bfloat16 keeps a bfloat16 copy of the weights.
-    copied = settings.backend == "single" and narrow and gpu and not critic
+    # See fused.py: the explicit passes on one GPU keep a bfloat16 copy of the weights.
+    copied = settings.backend == "single" and fused
     return {
         "parameters": held * (FLOAT + 2 * copied),
         "gradients": held * FLOAT,
@@ -120,7 +120,7 @@ def _is_fused(config: PretrainedConfig, settings: TrainSettings) -> bool:
     """Return whether the explicit passes of decoder.py train this model on a GPU."""
     plain = settings.lora is None and settings.tensor_parallel == 1
     narrow = settings.dtype == "bfloat16" and settings.backend != "megatron"
-    return plain and narrow and is_fast(config, 0)
+    return plain and narrow and trains_fast(config)
 
 
 def parameter_shapes(

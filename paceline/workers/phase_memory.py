@@ -26,6 +26,7 @@ from paceline.training.memory import (
     parameter_count,
     parameter_shapes,
 )
+from paceline.training.settings import TrainSettings
 from paceline.types import Role
 from paceline.workers.cluster import PlannedWorker
 
@@ -154,10 +155,20 @@ class WorkerMemory:
 
     # -- parts
 
+    def _has_adapters(self, role: Role) -> bool:
+        """Return whether it is the actor with adapters, or the actor without them as reference."""
+        is_reference = role is Role.REF and not self._models.teacher
+        is_actor = role is Role.ACTOR or (is_reference and Role.ACTOR in self._plan.roles)
+        return is_actor and self._config.train.lora is not None
+
+    def _settings(self, role: Role) -> TrainSettings:
+        train = self._config.train
+        return train if self._has_adapters(role) else train.model_copy(update={"lora": None})
+
     def _estimate(self, role: Role) -> dict[str, int]:
         return memory_estimate(
             self._models.of_role(role),
-            self._config.train,
+            self._settings(role),
             self._plan.processes,
             gpu=self._gpu,
             critic=role is Role.CRITIC,
@@ -168,11 +179,8 @@ class WorkerMemory:
         needs: Needs = {}
         for role in roles:
             estimate = self._estimates[role]
-            frozen = role is Role.REF or (
-                role is Role.ACTOR and self._config.train.lora is not None
-            )
-            without_adapters = self._config.train.lora and not self._models.teacher
-            if role is Role.REF and without_adapters and Role.ACTOR in roles:
+            frozen = role is Role.REF or self._has_adapters(role)
+            if role is Role.REF and self._has_adapters(role) and Role.ACTOR in roles:
                 continue  # it is the actor without its adapters
             parts = ["parameters"] if frozen else ["parameters", "optimizer"]
             if self._config.train.backend == "megatron" and not frozen:
@@ -183,7 +191,7 @@ class WorkerMemory:
     def _working(self, role: Role) -> Needs:
         """Return what a role holds during its call in addition."""
         estimate, train = self._estimates[role], role is not Role.REF
-        frozen = not train or (role is Role.ACTOR and self._config.train.lora is not None)
+        frozen = not train or self._has_adapters(role)
         gathered = estimate["gathered"] if train else estimate["gathered"] // 2  # no gradients
         needs = _exact({f"{role} gathered layers": gathered})
         if not frozen:
@@ -192,7 +200,7 @@ class WorkerMemory:
             estimate["activations"]
             if train
             else activation_bound(
-                self._models.of_role(role), self._config.train, gpu=self._gpu, train=False
+                self._models.of_role(role), self._settings(role), gpu=self._gpu, train=False
             )
         )
         return needs | {f"{role} activations": MemoryNeed(0, activations)}

@@ -7,6 +7,7 @@ import pytest
 
 import paceline
 from paceline.errors import ConfigError
+from paceline.held_out import HeldOut
 from paceline.line_file import intact_rows
 from tests.audits import assert_consistent
 
@@ -119,3 +120,19 @@ def test_settings_without_prompts_are_refused(model: str, tmp_path: Path) -> Non
         paceline.train(
             model=model, data=ROWS, reward=letters, run_dir=str(tmp_path), evaluation={"every": 5}
         )
+
+
+def test_evaluation_has_prompts_for_engine_of_every_rank(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+
+    class Noted(HeldOut):
+        def __init__(self, *args: Any, slots: int, **more: Any) -> None:
+            found.append(slots)
+            super().__init__(*args, slots=slots, **more)
+
+    monkeypatch.setattr("paceline.run.HeldOut", Noted)
+    ranks = {"train.backend": "fsdp", "placement.train_ranks": 2, "rollout.slots": 4}
+    train(model, tmp_path, steps=1, **ranks)
+    assert found == [2 * 4]

@@ -105,6 +105,14 @@ def test_async_trainer_continues_during_evaluation(tmp_path: Path) -> None:
     assert max(held_out.steps_meanwhile) >= 2
 
 
+def test_last_sync_time_excludes_wait_for_evaluation(tmp_path: Path) -> None:
+    world = World(schedule=MODES["async swap"], steps=1, engine_s=1.0, train_s=0.01)
+    watched(world, tmp_path, every=1, keep_best=False)
+    run_virtual(world.loop.run())
+    (times,) = world.observer.rows
+    assert times["time/sync_s"] < 1 < times["time/evaluate_s"]
+
+
 def test_run_ends_when_target_is_reached_or_nothing_improves(tmp_path: Path) -> None:
     for settings in ({"target": -1.0}, {"patience": 1}):
         folder = tmp_path / next(iter(settings))

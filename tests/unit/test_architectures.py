@@ -9,13 +9,15 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from paceline.algo.loss import LossTerms, TokenData, TokenOutputs
+from paceline.errors import ModelError
+from paceline.model.attention import packed_attention
 from paceline.model.engine_weights import ModuleWeights, engine_weights
 from paceline.model.loading import model_body
 from paceline.rollout.native.engine import NativeEngine
 from paceline.training.lora import LoraDevice
 from paceline.training.settings import LoraSettings, TrainSettings
 from paceline.training.single import SingleDevice
-from paceline.types import Batch, Completion, Request, Sampling
+from paceline.types import Batch, Completion, Finish, Request, Sampling
 from tests.architectures import ARCHITECTURES, tiny_architecture
 
 LONGEST = 32
@@ -147,6 +149,33 @@ def test_trainer_matches_transformers_and_updates_shared_engine(name: str, tmp_p
             tmp_path / "actor", attn_implementation="eager", dtype=torch.float32
         )
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("mistral", {}), ("phimoe", {}), ("qwen2_moe", {"use_sliding_window": True})],
+)
+def test_trainer_keeps_window_that_is_longer_than_rows_of_its_first_check(
+    name: str, more: dict[str, bool]
+) -> None:
+    model = tiny_architecture(name, sliding_window=9, **more)
+    tokens = np.random.default_rng(0).integers(3, 64, (3, 20))
+    made = [
+        Completion(row.astype(np.int32), np.zeros(20), np.zeros(20), Finish.LENGTH)
+        for row in tokens
+    ]
+    rows = batch(PROMPTS[:3], made)
+    found = SingleDevice(copy.deepcopy(model), TrainSettings()).logprobs(rows)
+    for start, stop in zip(rows.offsets[:-1], rows.offsets[1:], strict=True):
+        expected = plain_logprobs(model, rows.tokens[start:stop].tolist())
+        trained = rows.mask[start + 1 : stop]
+        assert np.abs(found[start + 1 : stop] - expected)[trained].max() < 1e-4
+
+
+def test_packed_attention_rejects_sparse_attention() -> None:
+    states, indices = torch.zeros(1, 2, 3, 4), torch.zeros(1, 3, 2, dtype=torch.int32)
+    with pytest.raises(ModelError, match="sparse attention"):
+        packed_attention(torch.nn.Identity(), states, states, states, None, indices=indices)
 
 
 def plain_gradients(model: PreTrainedModel, rows: Batch) -> dict[str, torch.Tensor | None]:

@@ -5,11 +5,11 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, MistralConfig, PretrainedConfig, PreTrainedModel
 
 from paceline.model.known_shapes import known_shape
-from paceline.training.memory import memory_estimate
-from paceline.training.settings import TrainSettings
+from paceline.training.memory import memory_estimate, parameter_count
+from paceline.training.settings import LoraSettings, TrainSettings
 from paceline.training.single import SingleDevice
 from tests.contract.test_train_engine import LOSS, random_batch, tiny
 from tests.ranks import held_bytes
@@ -60,6 +60,29 @@ def test_estimate_on_gpu_is_close_to_measured_peak(
     )
     estimate = sum(memory_estimate(known_shape(shape), settings, gpu=True).values()) / 2**30
     assert peak < estimate < 1.25 * peak
+
+
+SHAPE = {"hidden_size": 320, "num_hidden_layers": 2, "num_key_value_heads": 2, "vocab_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("config", "lora"),
+    [
+        (MistralConfig(sliding_window=4096, num_attention_heads=5, **SHAPE), None),
+        (LlamaConfig(num_attention_heads=4, **SHAPE), None),  # heads of 80
+        (LlamaConfig(num_attention_heads=5, **SHAPE), LoraSettings()),
+    ],
+    ids=["window", "heads", "adapters"],
+)
+def test_gpu_estimate_is_that_of_module_when_module_trains(
+    config: PretrainedConfig, lora: LoraSettings | None
+) -> None:
+    module = memory_estimate(config, TrainSettings(dtype="bfloat16", lora=lora), gpu=True)
+    fused = memory_estimate(
+        LlamaConfig(num_attention_heads=5, **SHAPE), TrainSettings(dtype="bfloat16"), gpu=True
+    )
+    assert module["parameters"] == 4 * parameter_count(config)  # no bfloat16 copy
+    assert module["activations"] > fused["activations"]
 
 
 def _saved_bytes(model: PreTrainedModel, work: Callable[[], object]) -> int:
