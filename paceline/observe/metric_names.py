@@ -65,7 +65,7 @@ METRICS = _rows(
     ("time/sync_s", "s", "weight sync"),
     ("time/evaluate_s", "s", "waiting for an evaluation"),
     ("time/validation_s", "s", "validation of a supervised run"),
-    ("time/save_s", "s", "waiting for the copy of a checkpoint"),
+    ("time/save_s", "s", "waiting for a checkpoint: its copy, and time/save_wait_s"),
     ("time/save_wait_s", "s", "waiting until the previous checkpoint is written"),
     ("train/loss", "loss", "loss, mean over the updates of the step"),
     ("train/grad_norm", "norm", "gradient norm before clipping, mean over the updates"),

@@ -1,6 +1,6 @@
 /* Line charts over steps: one color per run, one dash pattern per metric. */
 
-const TIME_PARTS = ["time/wait_s", "time/train_s", "time/sync_s", "time/evaluate_s", "time/save_wait_s"];
+const TIME_PARTS = ["time/wait_s", "time/train_s", "time/sync_s", "time/evaluate_s", "time/validation_s", "time/save_s"];
 /* Parts of the device-time ledger in the chart, with the metrics that each adds up. */
 const DEVICE_PARTS = {
   generation: ["generation"], underfilled: ["underfilled"], prefill: ["prefill"], training: ["training"],
@@ -76,7 +76,7 @@ class Chart {
     this.spec = spec;
     this.values = element("span", { class: "values" });
     this.plot = element("div", { class: "plot" });
-    this.root = element("figure", { class: "chart", "data-title": spec.title },
+    this.root = element("figure", { class: spec.stacked ? "chart stacked" : "chart", "data-title": spec.title },
       element("figcaption", {}, spec.title, this.values), this.plot);
     this.lines = [];
     new ResizeObserver(() => this._resize()).observe(this.plot);
