@@ -121,7 +121,8 @@ def script() -> str:
     ]
     ratios = ", ".join(f"{found['ratios'][part]:.1f}×" for part, _ in PARTS)
     return (
-        f"### One GRPO script under both libraries\n\n{source('trl_script', found)}\n\n"
+        f"### One GRPO script under both libraries\n\n{source('trl_script', found)} "
+        "Run `benchmarks/install_trl.sh` first.\n\n"
         f"{found['work']}; {found['machine'].split(', load')[0]}. The script of "
         "[From TRL](trl.md), with TRL's imports and with those of `paceline.trl`. Speedup: "
         f"{ratios}.\n\n"
