@@ -168,7 +168,7 @@ def send_command(
 
 
 def _connect(connection: socket.socket, path: str, timeout_s: float) -> None:
-    """Connect; wait while the queue of a job that accepts no client is full. Raises TimeoutError."""
+    """Connect; wait while the queue of a suspended job is full. Raises TimeoutError."""
     ends = time.monotonic() + timeout_s
     while True:
         try:

@@ -123,7 +123,7 @@ def test_time_per_step_contains_waiting_for_checkpoint(browser: Browser, tmp_pat
     assert top - below == pytest.approx(0.7)
 
 
-def test_every_part_of_device_time_is_named(browser: Browser, tmp_path: Path) -> None:
+def test_every_part_of_device_time_is_named_in_its_color(browser: Browser, tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", 1)
     names = ("generation", "underfilled", "prefill", "training", "sync", "reward", "evaluation")
     names += ("wasted", "wait_groups", "wait_tickets", "wait_other")
@@ -131,6 +131,22 @@ def test_every_part_of_device_time_is_named(browser: Browser, tmp_path: Path) ->
     append(run_dir, "metrics", metrics(2) | parts)
     open_report(browser, run_dir)
     browser.wait(DRAWN)
+    chart = "parts.charts.sections[1].charts.find((c) => c.spec.title === 'Device time')"
+    painted = f"""(() => {{ const {{ chart, lines }} = {chart}, last = chart.data[0].length - 1;
+        const {{ width, height }} = chart.ctx.canvas, key = document.createElement('canvas');
+        const pen = key.getContext('2d', {{ willReadFrequently: true }});
+        const image = chart.ctx.getImageData(0, 0, width, height).data;
+        return lines.filter((line, n) => {{
+            pen.clearRect(0, 0, 1, 1);
+            pen.fillStyle = line.stroke;
+            pen.fillRect(0, 0, 1, 1);
+            const below = n + 2 < chart.data.length ? chart.data[n + 2][last] : 0;
+            const y = chart.valToPos((chart.data[n + 1][last] + below) / 2, 'y', true);
+            const x = chart.valToPos(chart.data[0][last], 'x', true) - 2;
+            const at = 4 * (Math.floor(y) * width + Math.floor(x));
+            return [0, 1, 2].every((c) => image[at + c] === pen.getImageData(0, 0, 1, 1).data[c]);
+        }}).length; }})()"""
+    assert browser.run(painted) == len(names), "a color in the chart is not that of its name"
     for width in (1280, 390):
         browser.resize(width, 900)
         hidden = """[...document.querySelectorAll('[data-title="Device time"] .values i')].filter(
