@@ -158,11 +158,16 @@ def gpu() -> str:
     )
 
 
-def main() -> None:
-    before, rest = PAGE.read_text().split(BEGIN)
+def updated(page: str) -> str:
+    """Return the page with the committed results."""
+    before, rest = page.split(BEGIN)
     after = rest.split(END)[1]
     results = "\n\n".join(part() for part in (steps, script, engines, modes, gpu))
-    PAGE.write_text(f"{before}{BEGIN}\n{results}\n\n{END}{after}")
+    return f"{before}{BEGIN}\n{results}\n\n{END}{after}"
+
+
+def main() -> None:
+    PAGE.write_text(updated(PAGE.read_text()))
 
 
 if __name__ == "__main__":
