@@ -121,7 +121,8 @@ def script() -> str:
     ]
     ratios = ", ".join(f"{found['ratios'][part]:.1f}×" for part, _ in PARTS)
     return (
-        f"### One GRPO script under both libraries\n\n{source('trl_script', found)}\n\n"
+        f"### One GRPO script under both libraries\n\n{source('trl_script', found)} "
+        "Run `benchmarks/install_trl.sh` first.\n\n"
         f"{found['work']}; {found['machine'].split(', load')[0]}. The script of "
         "[From TRL](trl.md), with TRL's imports and with those of `paceline.trl`. Speedup: "
         f"{ratios}.\n\n"
@@ -157,11 +158,16 @@ def gpu() -> str:
     )
 
 
-def main() -> None:
-    before, rest = PAGE.read_text().split(BEGIN)
+def updated(page: str) -> str:
+    """Return the page with the committed results."""
+    before, rest = page.split(BEGIN)
     after = rest.split(END)[1]
     results = "\n\n".join(part() for part in (steps, script, engines, modes, gpu))
-    PAGE.write_text(f"{before}{BEGIN}\n{results}\n\n{END}{after}")
+    return f"{before}{BEGIN}\n{results}\n\n{END}{after}"
+
+
+def main() -> None:
+    PAGE.write_text(updated(PAGE.read_text()))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -224,6 +223,28 @@ def measure(
     return results
 
 
+def medians(
+    rounds: dict[str, dict[str, list[float]]],
+) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
+    """Return the median speeds, and the speedups of the native engine.
+
+    The contenders of a round run one after the other, so ratios are computed per round.
+    """
+    speeds = {
+        case: {name: statistics.median(values) for name, values in row.items()}
+        for case, row in rounds.items()
+    }
+    ratios = {
+        case: {
+            name: statistics.median(a / b for a, b in zip(row["native"], values, strict=True))
+            for name, values in row.items()
+            if name != "native"
+        }
+        for case, row in rounds.items()
+    }
+    return speeds, ratios
+
+
 def measure_memory(model: Qwen2ForCausalLM, sequences: int) -> dict[str, float]:
     """Return resident memory after the first tenth of the sequences and after all of them."""
     engine = NativeEngine(
@@ -297,14 +318,13 @@ def main() -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="two rounds instead of five, memory over 2,000 sequences",
+        help="two rounds instead of five, memory over 2,000 sequences, nothing written",
     )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--vllm-python", type=Path, default=ROOT / ".venv-vllm" / "bin" / "python")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     transformers.utils.logging.disable_progress_bar()
-    RESULTS.parent.mkdir(exist_ok=True)
     model = make_model()
     memory = measure_memory(model, 2_000 if options.quick else 10_000)
     contenders: dict[str, Native | Generate | Vllm | Matmuls] = {
@@ -326,20 +346,10 @@ def main() -> None:
     rounds = measure(contenders, 2 if options.quick else 5)
     if vllm is not None:
         vllm.close()
-    median: Callable[[list[float]], float] = statistics.median
-    speeds = {
-        case: {name: median(values) for name, values in row.items()} for case, row in rounds.items()
-    }
-    # the contenders of a round run one after the other, so ratios are computed per round
-    ratios = {
-        case: {
-            name: median([a / b for a, b in zip(row["native"], values, strict=True)])
-            for name, values in row.items()
-            if name != "native"
-        }
-        for case, row in rounds.items()
-    }
+    speeds, ratios = medians(rounds)
     show(speeds, ratios, memory, options.threads)
+    if options.quick:
+        return
     report = {
         "command": " ".join(["python", *sys.argv]),
         "date": time.strftime("%Y-%m-%d"),

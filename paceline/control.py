@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import tempfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ SOCKET = "control.sock"
 MAX_CLIENTS = 512  # connections at the same time
 REQUEST_TIMEOUT_S = 10.0  # for a client to send its command
 MAX_PATH = 100  # bytes of a socket's path that every system accepts
+RETRY_S = 0.05  # to connect to a job whose queue is full
 REPLY_TIMEOUT_S = 600.0  # `add` replies when the new worker has loaded its model
 
 Command = Callable[..., Awaitable[Any]]
@@ -136,7 +138,12 @@ def send_command(
         connection.settimeout(reply_timeout_s)
         try:
             with _short_path(run_dir) as path:
-                connection.connect(path)
+                _connect(connection, path, reply_timeout_s)
+            connection.sendall(
+                json.dumps({"command": command, "arguments": arguments}).encode() + b"\n"
+            )
+            with connection.makefile("rb") as stream:
+                line = stream.readline()
         except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError):
             raise ConfigError(
                 f"no job is running in {run_dir}; expected the run directory of a running job"
@@ -145,12 +152,6 @@ def send_command(
             raise ConfigError(
                 f"the job in {run_dir} belongs to another user; only its owner can send commands"
             ) from None
-        try:
-            connection.sendall(
-                json.dumps({"command": command, "arguments": arguments}).encode() + b"\n"
-            )
-            with connection.makefile("rb") as stream:
-                line = stream.readline()
         except TimeoutError:
             raise ConfigError(
                 f"the job in {run_dir} did not reply within {reply_timeout_s:g} s; "
@@ -164,6 +165,18 @@ def send_command(
     if "error" in reply:
         raise ConfigError(reply["error"])
     return reply["value"]
+
+
+def _connect(connection: socket.socket, path: str, timeout_s: float) -> None:
+    """Connect; wait while the queue of a suspended job is full. Raises TimeoutError."""
+    ends = time.monotonic() + timeout_s
+    while True:
+        try:
+            return connection.connect(path)
+        except BlockingIOError:  # at once, whatever the timeout of the socket
+            if time.monotonic() > ends:
+                raise TimeoutError from None
+            time.sleep(RETRY_S)
 
 
 @contextmanager

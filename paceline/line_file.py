@@ -1,4 +1,4 @@
-"""Files of JSON lines with a checksum per line: ledger, metrics, samples, evaluations and attempts.
+"""Files of JSON lines with a checksum per line: ledger, metrics, samples, distributions and others.
 
 The checksum is the last key of a line, `"crc": "1c291ca3"`, so every tool that reads JSON lines
 reads these files. It is the CRC-32 of the bytes before it. Lines without one, which earlier

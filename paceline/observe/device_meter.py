@@ -162,14 +162,14 @@ class DeviceMeter:
         return found
 
     def end(self) -> None:
-        """Count until now. What a worker has not reported yet, it was idle."""
+        """Count until now. What a worker has not reported yet, it was idle, unless it has left."""
         self._read()
         self._ended = asyncio.get_running_loop().time()
-        for name, reading in self._readings.items():
-            for total in self._totals.values():
-                if name in total.elapsed:
-                    total.elapsed[name] += max(0.0, self._ended - reading.until)
-            reading.until = max(reading.until, self._ended)
+        for each in self._workers():
+            if reading := self._readings.get(each.name):
+                idle = max(0.0, self._ended - reading.until)
+                self._total(each).elapsed[each.name] += idle
+                reading.until += idle
 
     def summary(self) -> dict[str, Any]:
         """Return the ledger of the run, with the saturated rate of the whole run."""

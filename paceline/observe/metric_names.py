@@ -4,26 +4,15 @@
 compares it with what real runs write.
 """
 
-import re
-from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class MetricName:
+class MetricName(NamedTuple):
     """A metric, or several whose names differ in the parts in braces."""
 
     name: str
     unit: str
     meaning: str
-
-    @cached_property
-    def _pattern(self) -> re.Pattern[str]:
-        parts = re.split(r"\{\w+\}", self.name)
-        return re.compile(".+".join(map(re.escape, parts)))
-
-    def matches(self, name: str) -> bool:
-        return self._pattern.fullmatch(name) is not None
 
 
 def _rows(*rows: tuple[str, str, str]) -> tuple[MetricName, ...]:
@@ -65,7 +54,7 @@ METRICS = _rows(
     ("time/sync_s", "s", "weight sync"),
     ("time/evaluate_s", "s", "waiting for an evaluation"),
     ("time/validation_s", "s", "validation of a supervised run"),
-    ("time/save_s", "s", "waiting for the copy of a checkpoint"),
+    ("time/save_s", "s", "waiting for a checkpoint: its copy, and time/save_wait_s"),
     ("time/save_wait_s", "s", "waiting until the previous checkpoint is written"),
     ("train/loss", "loss", "loss, mean over the updates of the step"),
     ("train/grad_norm", "norm", "gradient norm before clipping, mean over the updates"),
@@ -135,12 +124,6 @@ metric is left out where it has no value: without stale tokens there is no `trai
 
 `paceline metrics --markdown` writes this page from `paceline/observe/metric_names.py`.
 """
-
-
-def find_metric(name: str) -> MetricName | None:
-    """Return the entry of a metric: the one with this name, or the first that matches."""
-    exact = (metric for metric in METRICS if metric.name == name)
-    return next(exact, next((metric for metric in METRICS if metric.matches(name)), None))
 
 
 def markdown() -> str:

@@ -340,7 +340,7 @@ class _Environment:
         context = prompt.tokens
         for _ in range(self._turns):
             completion = await generate(context)
-            turns.append(Turn(context[len(turns) :] if not turns else (), completion))
+            turns.append(Turn(() if turns else context, completion))
             context += (sum(completion.tokens.tolist()),)  # few, so faster than numpy
             self._calls += 1
             if (seconds := self._seconds[self._calls]) > 0:

@@ -112,6 +112,49 @@ def test_device_time_is_stacked_up_to_all_of_it(browser: Browser, tmp_path: Path
     assert top == pytest.approx(1.0) and bottom == pytest.approx(0.2)
 
 
+def test_time_per_step_contains_waiting_for_checkpoint(browser: Browser, tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", 1)
+    saving = {"time/save_s": 0.7, "time/save_wait_s": 0.2}  # 0.5 s of it are the copy
+    append(run_dir, "metrics", metrics(2) | saving)
+    open_report(browser, run_dir)
+    browser.wait(DRAWN)
+    chart = "parts.charts.sections[1].charts.find((c) => c.spec.title === 'Time per step')"
+    top, below = (browser.run(f"{chart}.chart.data[{n}][1]") for n in (1, 2))
+    assert top - below == pytest.approx(0.7)
+
+
+def test_every_part_of_device_time_is_named_in_its_color(browser: Browser, tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", 1)
+    names = ("generation", "underfilled", "prefill", "training", "sync", "reward", "evaluation")
+    names += ("wasted", "wait_groups", "wait_tickets", "wait_other")
+    parts = {f"device/{name}_s": 1.0 for name in names} | {"device/total_s": float(len(names))}
+    append(run_dir, "metrics", metrics(2) | parts)
+    open_report(browser, run_dir)
+    browser.wait(DRAWN)
+    chart = "parts.charts.sections[1].charts.find((c) => c.spec.title === 'Device time')"
+    painted = f"""(() => {{ const {{ chart, lines }} = {chart}, last = chart.data[0].length - 1;
+        const {{ width, height }} = chart.ctx.canvas, key = document.createElement('canvas');
+        const pen = key.getContext('2d', {{ willReadFrequently: true }});
+        const image = chart.ctx.getImageData(0, 0, width, height).data;
+        return lines.filter((line, n) => {{
+            pen.clearRect(0, 0, 1, 1);
+            pen.fillStyle = line.stroke;
+            pen.fillRect(0, 0, 1, 1);
+            const below = n + 2 < chart.data.length ? chart.data[n + 2][last] : 0;
+            const y = chart.valToPos((chart.data[n + 1][last] + below) / 2, 'y', true);
+            const x = chart.valToPos(chart.data[0][last], 'x', true) - 2;
+            const at = 4 * (Math.floor(y) * width + Math.floor(x));
+            return [0, 1, 2].every((c) => image[at + c] === pen.getImageData(0, 0, 1, 1).data[c]);
+        }}).length; }})()"""
+    assert browser.run(painted) == len(names), "a color in the chart is not that of its name"
+    for width in (1280, 390):
+        browser.resize(width, 900)
+        hidden = """[...document.querySelectorAll('[data-title="Device time"] .values i')].filter(
+            (name) => name.getBoundingClientRect().bottom
+                > name.parentElement.getBoundingClientRect().bottom + 1).length"""
+        assert browser.run(hidden) == 0
+
+
 def test_tokens_have_the_advantages_of_the_trainer(browser: Browser, tmp_path: Path) -> None:
     open_report(browser, write_run(tmp_path / "run", 1))
     browser.press("2")
@@ -223,10 +266,12 @@ def test_page_shows_differences_of_runs(browser: Browser, tmp_path: Path) -> Non
 
 def test_page_fits_phone(browser: Browser, tmp_path: Path) -> None:
     open_report(browser, write_run(tmp_path / "run", 10))
+    browser.wait(DRAWN)
     browser.resize(360, 780)
     for view in ("samples", "settings", "overview"):
-        browser.run(f"show('{view}')")
-        assert browser.run("document.scrollingElement.scrollWidth") <= 360, view
+        # At once: a chart gets its new size only with the next frame.
+        width = browser.run(f"show('{view}'), document.scrollingElement.scrollWidth")
+        assert width <= 360, view
 
 
 def test_large_run_opens_in_time_and_stays_responsive(browser: Browser, tmp_path: Path) -> None:

@@ -1,13 +1,14 @@
 """The table of metrics: every name that a run writes is in it, and every name in it is written."""
 
 import asyncio
+import re
 from pathlib import Path
 
 import pytest
 
 from paceline.config import load_config
 from paceline.line_file import intact_rows
-from paceline.observe.metric_names import METRICS, find_metric, markdown
+from paceline.observe.metric_names import METRICS, MetricName, markdown
 from paceline.run import train
 from paceline.supervised.config import load_sft_config
 from paceline.supervised.run import fine_tune
@@ -68,6 +69,17 @@ def written(model: str, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     asyncio.run(fine_tune(load_sft_config(None, chosen)))
     files = folder.glob("*/metrics.jsonl")
     return {name for file in files for row in intact_rows(file) for name in row} - {"step"}
+
+
+def find_metric(name: str) -> MetricName | None:
+    """Return the entry of a metric: the one with this name, or the first that matches."""
+
+    def matches(metric: MetricName) -> bool:
+        parts = re.split(r"\{\w+\}", metric.name)
+        return re.fullmatch(".+".join(map(re.escape, parts)), name) is not None
+
+    exact = (metric for metric in METRICS if metric.name == name)
+    return next(exact, next(filter(matches, METRICS), None))
 
 
 def test_every_metric_of_a_run_is_in_the_table(written: set[str]) -> None:

@@ -128,3 +128,22 @@ def test_tokens_of_failed_groups_are_wasted() -> None:
     found, _, _ = run_virtual(measured(world, False))
     assert found["wasted_s"] > 0
     assert_device_time_adds_up(found, tolerance=1e-6)
+
+
+def test_worker_that_was_removed_is_not_idle() -> None:
+    async def run() -> dict[str, float]:
+        workers = [
+            Metered(name, name, "main", [Role.ROLLOUT], ClockedWorker(virtual_clock()))  # type: ignore[arg-type]
+            for name in ("rollout", "removed")
+        ]
+        meter = DeviceMeter(lambda: workers, Timeline())
+        meter.start()
+        await asyncio.sleep(1)
+        meter.step()
+        del workers[1]
+        await asyncio.sleep(9)
+        meter.step()
+        meter.end()
+        return meter.summary()
+
+    assert run_virtual(run())["total_s"] == pytest.approx(10 + 1)

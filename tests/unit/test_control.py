@@ -181,6 +181,20 @@ def test_send_command_times_out_when_job_is_suspended(
             send_command(tmp_path, "list")
 
 
+def test_send_command_times_out_when_queue_of_suspended_job_is_full(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        suspended = stack.enter_context(socket.socket(socket.AF_UNIX))
+        suspended.bind(str(tmp_path / SOCKET))
+        suspended.listen(1)
+        with suppress(BlockingIOError):
+            while True:  # earlier commands, for example those of paceline watch
+                waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
+                waiting.setblocking(False)
+                waiting.connect(str(tmp_path / SOCKET))
+        with pytest.raises(ConfigError, match="check whether it is suspended"):
+            send_command(tmp_path, "list", reply_timeout_s=0.1)
+
+
 @pytest.mark.fault("G4", "70 clients of a job send garbage")
 def test_job_serves_200_clients_when_others_send_garbage(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: Fault

@@ -1,6 +1,6 @@
 /* Line charts over steps: one color per run, one dash pattern per metric. */
 
-const TIME_PARTS = ["time/wait_s", "time/train_s", "time/sync_s", "time/evaluate_s", "time/save_wait_s"];
+const TIME_PARTS = ["time/wait_s", "time/train_s", "time/sync_s", "time/evaluate_s", "time/validation_s", "time/save_s"];
 /* Parts of the device-time ledger in the chart, with the metrics that each adds up. */
 const DEVICE_PARTS = {
   generation: ["generation"], underfilled: ["underfilled"], prefill: ["prefill"], training: ["training"],
@@ -61,6 +61,13 @@ function tokenRate(metrics) {
   }) };
 }
 
+/* A color halfway to the background: there are six colors. It is opaque, as areas of a stack overlap. */
+function faded(color) {
+  const parts = (hex) => (hex.length < 7 ? [...hex.slice(1)].map((digit) => digit + digit) : hex.slice(1).match(/../g)).map((pair) => parseInt(pair, 16));
+  const back = parts(style("--card"));
+  return `rgb(${parts(color).map((value, at) => Math.round((value + back[at]) / 2)).join(", ")})`;
+}
+
 function smoothed(values, weight) {
   let sum = 0, total = 0;
   return values.map((value) => {
@@ -76,7 +83,7 @@ class Chart {
     this.spec = spec;
     this.values = element("span", { class: "values" });
     this.plot = element("div", { class: "plot" });
-    this.root = element("figure", { class: "chart", "data-title": spec.title },
+    this.root = element("figure", { class: spec.stacked ? "chart stacked" : "chart", "data-title": spec.title },
       element("figcaption", {}, spec.title, this.values), this.plot);
     this.lines = [];
     new ResizeObserver(() => this._resize()).observe(this.plot);
@@ -123,10 +130,10 @@ class Chart {
     const run = state.runs[index], made = [];
     let below = null;
     for (const [at, [name, values]] of drawn.entries()) {
-      const shade = at < 6 ? "" : "80";  // there are six colors
-      const color = this.spec.stacked || (!several && drawn.length > 1) ? runColor(at) + shade : runColor(index);
+      const own = this.spec.stacked || (!several && drawn.length > 1);
+      const color = own ? (at >= 6 && this.spec.stacked ? faded(runColor(at)) : runColor(at)) : runColor(index);
       const text = [several && !this.spec.stacked ? run.name : "", drawn.length > 1 ? label(name) : ""].filter(Boolean).join(" ");
-      const line = { label: text, stroke: color, width: 1.6, raw: values, dash: several ? DASHES[at % DASHES.length] : [] };
+      const line = { label: text, stroke: color, width: 1.6, raw: values, dash: DASHES[(several ? at : Math.floor(at / 6)) % DASHES.length] };
       if (this.spec.stacked) {
         below = values.map((value, step) => (value || 0) + (below ? below[step] : 0));
         lines.unshift({ ...line, fill: color, width: 0, stacked: true });
