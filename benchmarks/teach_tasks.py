@@ -34,10 +34,10 @@ class Task:
 
 
 def sums(count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield sums of three numbers, all different."""
+    """Yield sums of two numbers, all different."""
     numbers, seen = random.Random(seed), set()
     while len(seen) < count:
-        terms = tuple(numbers.randint(2, 99) for _ in range(3))
+        terms = tuple(numbers.randint(2, 99) for _ in range(2))
         if terms not in seen:
             seen.add(terms)
             text = " + ".join(map(str, terms))
