@@ -1,5 +1,7 @@
 """The kernels for small batches: as accurate as the ordinary ones, and the same bits each time."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -28,10 +30,16 @@ pytestmark = [
 
 def bfloat16_engine(module: PreTrainedModel, small: bool = True, **options) -> NativeEngine:
     engine = engine_of(module.cuda().bfloat16(), **options)
-    forward = engine._backend.forward  # type: ignore[attr-defined]
-    assert forward.small_rows == 16
-    forward.small_rows *= small
+    backend: Any = engine._backend
+    assert backend.forward.small_rows == 16
+    if not small:
+        without_small_kernels(backend)
     return engine
+
+
+def without_small_kernels(backend: Any) -> None:
+    backend.forward.small_rows = 0
+    backend._graphs.clear()  # the constructor captures them with the kernels for small batches
 
 
 def long() -> list[Request]:
