@@ -41,6 +41,8 @@ def run_script(python: Path, library: str, model: str, threads: int, steps: int)
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
+        # An installed package has bytecode. Without it, a run would compile the sources first.
+        "PYTHONDONTWRITEBYTECODE": "",
     }
     with tempfile.TemporaryDirectory() as folder:
         begun = time.perf_counter()
