@@ -50,6 +50,10 @@ log = logging.getLogger(__name__)
 
 SILENCE_S = 30.0
 RETRY_S = 0.05  # after a call that Ray could not deliver
+# Ray's text if the machine of a worker replies that its process no longer listens. Ray itself
+# declares the workers of a killed node dead after more than 10 s.
+REFUSED = "Connection refused"
+NODE_TIMEOUT_S = 1.0  # for a node to accept a connection
 # Object store of a cluster that is started for the run: messages pass through it, weights do not.
 STORE_BYTES = 200 << 20
 RESERVE_TIMEOUT_S = 60.0
@@ -137,6 +141,8 @@ class RayWorker(Rank):
                 async with asyncio.timeout(PULL_S + SILENCE_S if not self.starting else None):
                     return await getattr(self._actor, method).remote(*args)
             except ActorUnavailableError as error:
+                if REFUSED in str(error):
+                    raise
                 log.info(
                     "worker %r: a lost call is sent again: %s",
                     self.name,
@@ -423,7 +429,7 @@ def _nodes() -> list[Node]:
     found = []
     for node in ray.nodes():
         resources = node["Resources"]
-        if node["Alive"]:
+        if node["Alive"] and _listens(node):
             gpus, memory = int(resources.get("GPU", 0)), int(resources.get("memory", 0))
             name, cpus = node["NodeID"], int(resources.get("CPU", 0))
             gpu_memory, capability = (
@@ -433,6 +439,18 @@ def _nodes() -> list[Node]:
     if not found:
         raise ConfigError("the Ray cluster has no living node")
     return found
+
+
+def _listens(node: dict[str, Any]) -> bool:
+    """Return whether a node may be alive: Ray lists one that was killed for more than 10 s."""
+    address = node["NodeManagerAddress"], node["NodeManagerPort"]
+    try:
+        socket.create_connection(address, timeout=NODE_TIMEOUT_S).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:  # Ray decides
+        return True
+    return True
 
 
 def _preferred(node: str) -> dict[str, Any]:
