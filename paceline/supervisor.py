@@ -29,7 +29,8 @@ from paceline.errors import (
 )
 from paceline.remote.parent import end_with_parent
 
-FIRST_DELAY_S = 1.0  # before the first restart; doubles with each one without a new checkpoint
+# Before a restart that follows a start without a new checkpoint; doubles with each one.
+FIRST_DELAY_S = 1.0
 MAX_DELAY_S = 60.0
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FORWARDED = signal.SIGUSR2
@@ -61,7 +62,7 @@ class Supervisor:
         saved, used, attempt, step = saved_step(self._run_dir), 0, 1, last_step(self._run_dir)
         code = await self._attempt(first)
         while self._may_help(code, attempt > 1 or last_step(self._run_dir) != step):
-            if (now := saved_step(self._run_dir)) != saved:
+            if progressed := (now := saved_step(self._run_dir)) != saved:
                 saved, used = now, 0
             if used >= self._restarts:
                 self._tell(
@@ -69,7 +70,7 @@ class Supervisor:
                 )
                 break
             used += 1
-            delay = min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** (used - 1))
+            delay = 0.0 if progressed else min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** (used - 1))
             self._report(code, attempt, used, delay, saved)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), delay)
@@ -108,9 +109,10 @@ class Supervisor:
 
     def _report(self, code: int, attempt: int, used: int, delay: float, saved: int) -> None:
         where = f"from the checkpoint of step {saved}" if saved else "from the start"
+        when = f"in {delay:g} s" if delay else "now"
         self._tell(
             f"{_describe(code)} after step {last_step(self._run_dir)}; restart {used} of "
-            f"{self._restarts} {where} in {delay:g} s"
+            f"{self._restarts} {where} {when}"
         )
         event = {"wall_time_s": time.time(), "attempt": attempt, "exit": code, "saved_step": saved}
         with suppress(OSError), (self._run_dir / "restarts.jsonl").open("a") as file:
