@@ -35,7 +35,7 @@ async def opened(
     address: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[RayCluster]:
     """Open a cluster whose workers have a test part instead of models."""
-    monkeypatch.setattr(place_ray, "build_parts", _build)
+    monkeypatch.setattr("paceline.workers.build.build_parts", _build)
     cluster = await RayCluster.open(
         load_config(None, ["cluster=ray", f"ray.address={address}"]), "no model", folder
     )
