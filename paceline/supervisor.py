@@ -29,11 +29,13 @@ from paceline.errors import (
 )
 from paceline.remote.parent import end_with_parent
 
-FIRST_DELAY_S = 1.0  # before the first restart; doubles with each one without a new checkpoint
+# Before a restart that follows a start without a new checkpoint; doubles with each one.
+FIRST_DELAY_S = 1.0
 MAX_DELAY_S = 60.0
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FORWARDED = signal.SIGUSR2
-SUPERVISOR = "PACELINE_SUPERVISOR"  # environment variable of the child: the parent's process ID
+# Environment variables of the child: the parent's process ID, and set if it was restarted.
+SUPERVISOR, RESTARTED = "PACELINE_SUPERVISOR", "PACELINE_RESTARTED"
 TAIL_BYTES = 1 << 16  # of metrics.jsonl that contain its last line
 # A restart repeats these errors.
 FINAL = {error.exit_code for error in (LedgerError, MismatchError, NonFiniteError)}
@@ -59,9 +61,9 @@ class Supervisor:
             loop.add_signal_handler(number, self._forward, number)
         loop.add_signal_handler(signal.SIGTSTP, self._suspend)
         saved, used, attempt, step = saved_step(self._run_dir), 0, 1, last_step(self._run_dir)
-        code = await self._attempt(first)
+        code = await self._attempt(first, {})
         while self._may_help(code, attempt > 1 or last_step(self._run_dir) != step):
-            if (now := saved_step(self._run_dir)) != saved:
+            if progressed := (now := saved_step(self._run_dir)) != saved:
                 saved, used = now, 0
             if used >= self._restarts:
                 self._tell(
@@ -69,23 +71,23 @@ class Supervisor:
                 )
                 break
             used += 1
-            delay = min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** (used - 1))
+            delay = 0.0 if progressed else min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** (used - 1))
             self._report(code, attempt, used, delay, saved)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), delay)
             if self._stopped_by is not None:
                 return 128 + self._stopped_by
             attempt += 1
-            code = await self._attempt(again)
+            code = await self._attempt(again, {RESTARTED: "1"})
         if self._stopped_by is not None and _signal(code) is not None:
             return 128 + self._stopped_by
         return 128 - code if code < 0 else code
 
-    async def _attempt(self, command: Sequence[str]) -> int:
+    async def _attempt(self, command: Sequence[str], variables: dict[str, str]) -> int:
         self._child = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.DEVNULL,
-            env=os.environ | {SUPERVISOR: str(os.getpid())},
+            env=os.environ | {SUPERVISOR: str(os.getpid())} | variables,
             process_group=0,
         )
         if self._stopped_by is not None:  # while it was being started
@@ -108,9 +110,10 @@ class Supervisor:
 
     def _report(self, code: int, attempt: int, used: int, delay: float, saved: int) -> None:
         where = f"from the checkpoint of step {saved}" if saved else "from the start"
+        when = f"in {delay:g} s" if delay else "now"
         self._tell(
             f"{_describe(code)} after step {last_step(self._run_dir)}; restart {used} of "
-            f"{self._restarts} {where} in {delay:g} s"
+            f"{self._restarts} {where} {when}"
         )
         event = {"wall_time_s": time.time(), "attempt": attempt, "exit": code, "saved_step": saved}
         with suppress(OSError), (self._run_dir / "restarts.jsonl").open("a") as file:
@@ -140,6 +143,11 @@ def end_with_supervisor() -> bool:
     if parent := os.environ.pop(SUPERVISOR, None):
         end_with_parent(int(parent))
     return parent is not None
+
+
+def is_restart() -> bool:
+    """Return whether a supervisor has restarted this run, whose settings were valid before."""
+    return os.environ.pop(RESTARTED, None) is not None
 
 
 def this_program() -> list[str]:

@@ -20,8 +20,11 @@ class Nodes:
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_USAGE_STATS_ENABLED": "0",
         }
+        from ray._common.utils import get_default_ray_temp_dir
         from ray.cluster_utils import Cluster
 
+        # Ray writes the address of the cluster there, and creates only the directory given below.
+        Path(get_default_ray_temp_dir()).mkdir(parents=True, exist_ok=True)
         head: dict[str, Any] = {"num_cpus": 2, "include_dashboard": False, **STORE}
         self._cluster = Cluster(
             initialize_head=True, head_node_args=head | {"temp_dir": str(temporary)}

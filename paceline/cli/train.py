@@ -15,7 +15,13 @@ import typer
 from paceline.cli.app import app, console, errors, fail, log_to_console
 from paceline.cli.completion import complete_recipe, complete_setting, complete_sft_setting
 from paceline.errors import PacelineError
-from paceline.supervisor import FORWARDED, Supervisor, end_with_supervisor, this_program
+from paceline.supervisor import (
+    FORWARDED,
+    Supervisor,
+    end_with_supervisor,
+    is_restart,
+    this_program,
+)
 
 if TYPE_CHECKING:
     from paceline.background import Background
@@ -85,6 +91,10 @@ def train(
         return config
 
     def start(config: "RunConfig") -> "Background[Run]":
+        if is_restart() and config.cluster == "ray":
+            from paceline.early_start import start_early
+
+            start_early(config)
         from paceline.job import Job
         from paceline.observe.terminal import Terminal
 

@@ -4,6 +4,7 @@ A device is a GPU. On nodes without GPUs a CPU slot counts as a device, so that 
 be tried anywhere.
 """
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,6 +69,13 @@ def parse_nodes(text: str) -> list[Node]:
         )
     gpus, memory = int(found[2]), int(float(found[3]) * (1 << 30))
     return [Node(f"node{i}", 0, gpus, gpu_memory=memory) for i in range(int(found[1] or 1))]
+
+
+def available_cores() -> list[int]:
+    """Return the cores of this machine that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 class Cluster(Protocol):

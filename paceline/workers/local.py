@@ -12,7 +12,7 @@ from paceline.remote.process import ProcessWorker, process_group
 from paceline.remote.thread import ThreadWorker
 from paceline.remote.worker import Worker
 from paceline.workers.build import build_parts, first_rank_only
-from paceline.workers.cluster import Node, PlannedWorker
+from paceline.workers.cluster import Node, PlannedWorker, available_cores
 
 
 class LocalCluster:
@@ -85,12 +85,6 @@ def this_machine() -> Node:
     return Node(
         "local", len(cores), gpus, memory, gpu_memory, tuple(cores), _gpu_name(), _capability()
     )
-
-
-def available_cores() -> list[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
 
 
 def _gpu_name() -> str:

@@ -8,6 +8,7 @@ suspended processes.
 """
 
 import asyncio
+import atexit
 import contextlib
 import ctypes
 import logging
@@ -16,8 +17,10 @@ import pickle
 import secrets
 import signal
 import socket
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +30,7 @@ from paceline.errors import ConfigError, PacelineError, WorkerDied
 from paceline.remote.group import Rank, WorkerGroup, start_rank
 from paceline.remote.mailbox import PULL_S
 from paceline.remote.worker import Build, Worker
-from paceline.workers.build import build_parts, first_rank_only
-from paceline.workers.cluster import Node, PlannedWorker
-from paceline.workers.local import available_cores
+from paceline.workers.cluster import Node, PlannedWorker, available_cores
 from paceline.workers.ray_host import RayHost, oldest_gpu, smallest_gpu
 
 try:
@@ -50,6 +51,10 @@ log = logging.getLogger(__name__)
 
 SILENCE_S = 30.0
 RETRY_S = 0.05  # after a call that Ray could not deliver
+# Ray's text if the machine of a worker replies that its process no longer listens. Ray itself
+# declares the workers of a killed node dead after more than 10 s.
+REFUSED = "Connection refused"
+NODE_TIMEOUT_S = 1.0  # for a node to accept a connection
 # Object store of a cluster that is started for the run: messages pass through it, weights do not.
 STORE_BYTES = 200 << 20
 RESERVE_TIMEOUT_S = 60.0
@@ -65,17 +70,11 @@ class RayWorker(Rank):
         name: str,
         node: str,
         host: str,
-        options: dict[str, Any],
-        environment: dict[str, str],
+        actor: Any,
         log_path: Path,
     ) -> None:
         super().__init__(name, log_path)
-        self.node, self.host = node, host
-        self._actor = (
-            ray.remote(RayHost)
-            .options(max_restarts=0, max_task_retries=0, max_concurrency=8, **options)
-            .remote(environment)
-        )
+        self.node, self.host, self._actor = node, host, actor
         self._outbox: list[Any] = []
         self._sent = 0  # number of messages sent
         self._more = asyncio.Event()
@@ -137,6 +136,8 @@ class RayWorker(Rank):
                 async with asyncio.timeout(PULL_S + SILENCE_S if not self.starting else None):
                     return await getattr(self._actor, method).remote(*args)
             except ActorUnavailableError as error:
+                if REFUSED in str(error):
+                    raise
                 log.info(
                     "worker %r: a lost call is sent again: %s",
                     self.name,
@@ -195,6 +196,14 @@ class RayWorker(Rank):
             self.kill()
 
 
+def _start_actor(options: dict[str, Any], environment: dict[str, str]) -> Any:
+    return (
+        ray.remote(RayHost)
+        .options(max_restarts=0, max_task_retries=0, max_concurrency=8, **options)
+        .remote(environment)
+    )
+
+
 def _reply(reply: Any) -> str:
     """Return the result of a call of an actor, or nothing as long as there is none."""
     try:
@@ -206,15 +215,25 @@ def _reply(reply: Any) -> str:
 class RayCluster:
     """A Ray cluster and the devices that this run has reserved."""
 
-    def __init__(self, config: RunConfig, model_path: str, log_folder: Path) -> None:
-        self._config, self._model_path, self._logs = config, model_path, log_folder
-        log_folder.mkdir(parents=True, exist_ok=True)
-        self._groups: list[PlacementGroup] = []
+    _config: RunConfig  # set when it is opened, as the others
+    _model_path: str
+    _logs: Path
+
+    def __init__(self, address: str) -> None:
+        """Join the cluster at this address."""
+        self._groups: dict[str, PlacementGroup] = {}  # by pool
         self._bundles: dict[str, tuple[PlacementGroup, list[int]]] = {}  # by worker
         self._started: Counter[str] = Counter()  # by node
+        self._early: dict[tuple[str, int], Any] = {}  # actors by worker and rank
+        self._early_plans: list[PlannedWorker] = []
         self._without_device: dict[str, str] = {}  # node of each environment worker
-        self._nodes: list[Node] = []
-        self._addresses: dict[str, str] = {}  # by node
+        _join(address)
+        try:
+            self._nodes = _nodes()
+            self._addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        except BaseException:
+            ray.shutdown()
+            raise
 
     @classmethod
     async def open(cls, config: RunConfig, model_path: str, log_folder: Path) -> "RayCluster":
@@ -223,42 +242,67 @@ class RayCluster:
                 "placement.overlap = true contradicts cluster = 'ray': it is for one process of "
                 "this machine; set cluster = 'local', or give rollout a separate pool"
             )
-        cluster = cls(config, model_path, log_folder)
-        await _join(config.ray.address)
-        try:
-            cluster._nodes = await asyncio.to_thread(_nodes)
-        except BaseException:
-            await cluster.close()
-            raise
-        cluster._addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        early = await asyncio.to_thread(_take_early)
+        cluster = early if early else await asyncio.to_thread(cls, config.ray.address)
+        cluster._config, cluster._model_path, cluster._logs = config, model_path, log_folder
+        log_folder.mkdir(parents=True, exist_ok=True)
         return cluster
 
     def nodes(self) -> list[Node]:
         return self._nodes
 
+    def start_early(self, plans: Sequence[PlannedWorker]) -> None:
+        """Start the processes of workers, which import their libraries but load no model."""
+        self._reserve(plans)
+        self._early_plans = list(plans)
+        for plan in plans:
+            for rank in range(plan.processes):
+                actor = self._early[plan.name, rank] = self._start_rank(plan, rank)[1]
+                actor.load.remote("paceline.workers.build")
+
     async def reserve(self, plans: Sequence[PlannedWorker]) -> None:
         """Reserve a placement group per pool, or raise if its devices are not available."""
+        if self._early and list(plans) == self._early_plans:
+            log.info("%d worker processes have started early", len(self._early))
+        else:
+            self._discard_early()
+            self._reserve(plans)
+        for pool, group in self._groups.items():
+            if not await asyncio.to_thread(group.wait, RESERVE_TIMEOUT_S):
+                devices = [device for plan in plans if plan.pool == pool for device in plan.devices]
+                raise ConfigError(
+                    f"pool {pool!r} waited {RESERVE_TIMEOUT_S:g} s for "
+                    f"{', '.join(map(str, devices))}: they are in use; free now: {_free()}"
+                )
+
+    def _reserve(self, plans: Sequence[PlannedWorker]) -> None:
         shared = Counter(device for plan in plans for device in plan.devices)
         gpus = any(node.gpus for node in self._nodes)
         for pool in dict.fromkeys(plan.pool for plan in plans):
             members = [plan for plan in plans if plan.pool == pool]
             devices = [device for plan in members for device in plan.devices]
-            group = placement_group(
+            group = self._groups[pool] = placement_group(
                 [{"GPU" if gpus else "CPU": 1 / shared[device]} for device in devices],
                 strategy="PACK",
                 bundle_label_selector=[{"ray.io/node-id": device.node} for device in devices],
             )
-            self._groups.append(group)
-            if not await asyncio.to_thread(group.wait, RESERVE_TIMEOUT_S):
-                raise ConfigError(
-                    f"pool {pool!r} waited {RESERVE_TIMEOUT_S:g} s for "
-                    f"{', '.join(map(str, devices))}: they are in use; free now: {_free()}"
-                )
             indices = iter(range(len(devices)))
             for plan in members:
                 self._bundles[plan.name] = group, [next(indices) for _ in plan.devices]
 
+    def _discard_early(self) -> None:
+        if not self._early:
+            return
+        for actor in self._early.values():
+            ray.kill(actor)
+        for group in self._groups.values():
+            remove_placement_group(group)
+        for state in (self._early, self._early_plans, self._groups, self._bundles, self._started):
+            state.clear()
+
     async def start(self, plan: PlannedWorker) -> Worker:
+        from paceline.workers.build import build_parts, first_rank_only  # imports torch
+
         args = (plan.roles, self._config, self._model_path, plan.threads)
         if not plan.ranks:
             worker = self._worker(plan, 0, plan.name, f"{plan.name}.log")
@@ -304,12 +348,22 @@ class RayCluster:
         }
         variables = {"TOKENIZERS_PARALLELISM": "false"}
         log_path = self._logs / f"{name}.log"
-        worker = RayWorker(name, node, "127.0.0.1", options, variables, log_path)
+        worker = RayWorker(name, node, "127.0.0.1", _start_actor(options, variables), log_path)
         worker.begin(build, args)
         return worker
 
     def _worker(self, plan: PlannedWorker, rank: int, name: str, log_name: str) -> RayWorker:
-        """Start on the reserved device; a late worker on the node with the fewest workers."""
+        if actor := self._early.pop((plan.name, rank), None):
+            node = plan.devices[rank].node
+        else:
+            node, actor = self._start_rank(plan, rank)
+        return RayWorker(name, node, self._addresses[node], actor, self._logs / log_name)
+
+    def _start_rank(self, plan: PlannedWorker, rank: int) -> tuple[str, Any]:
+        """Start on the reserved device; a late worker on the node with the fewest workers.
+
+        Return the node and the actor.
+        """
         gpus = any(node.gpus for node in self._nodes)
         if plan.name in self._bundles:
             group, indices = self._bundles[plan.name]
@@ -332,9 +386,7 @@ class RayCluster:
         # The bundle reserves a CPU slot; the actor does not take it again, so that a replacement
         # does not wait for the old worker to end.
         options = {"num_cpus": 0, "num_gpus": share, **where}
-        return RayWorker(
-            name, node, self._addresses[node], options, environment, self._logs / log_name
-        )
+        return node, _start_actor(options, environment)
 
     def _emptiest(self, gpus: bool) -> str:
         free = _free()
@@ -346,22 +398,59 @@ class RayCluster:
         return min(able, key=lambda node: self._started[node.name] / max(1, len(node.devices))).name
 
     async def close(self) -> None:
-        for group in self._groups:
+        for group in self._groups.values():
             with contextlib.suppress(RayError):
                 remove_placement_group(group)
         await asyncio.to_thread(ray.shutdown)
 
 
+_early: "Future[RayCluster | None] | None" = None  # of this process, as Ray's connection
+
+
+def start_early(address: str, plan: Callable[[Sequence[Node]], Sequence[PlannedWorker]]) -> None:
+    """Join a cluster and start the processes of workers, on a thread while the caller continues.
+
+    The next cluster that this process opens has them, if they are those of its plan.
+    """
+    global _early
+    future = _early = Future()
+
+    def start() -> None:
+        cluster = None
+        try:
+            cluster = RayCluster(address)
+            cluster.start_early(plan(cluster.nodes()))
+            future.set_result(cluster)
+        except BaseException as error:  # the run tries it again, and reports what fails then
+            log.info("no worker starts early: %s", error)
+            if cluster:
+                ray.shutdown()
+            future.set_result(None)
+        # The kernel ends Ray's processes with the thread that started them.
+        threading.Event().wait()
+
+    atexit.register(future.result)  # a program that ends meanwhile waits
+    threading.Thread(target=start, name="early start", daemon=True).start()
+
+
+def _take_early() -> RayCluster | None:
+    global _early
+    early, _early = _early, None
+    return early.result() if early else None
+
+
 async def find_ray_nodes(address: str) -> list[Node]:
     """Return the nodes of a cluster without reserving anything."""
-    await _join(address)
+    if _early and (early := await asyncio.to_thread(_early.result)):
+        return early.nodes()
+    await asyncio.to_thread(_join, address)
     try:
         return await asyncio.to_thread(_nodes)
     finally:
         await asyncio.to_thread(ray.shutdown)
 
 
-async def _join(address: str) -> None:
+def _join(address: str) -> None:
     """Connect, and keep our SIGTERM handler: Ray's would end the run without cleanup.
 
     This thread need not be the main thread, so the handler is set by the C function.
@@ -371,7 +460,7 @@ async def _join(address: str) -> None:
     put.argtypes, put.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
     before = get(signal.SIGTERM)
     try:
-        await asyncio.to_thread(connect, address)
+        connect(address)
     finally:
         put(signal.SIGTERM, before)
 
@@ -423,7 +512,7 @@ def _nodes() -> list[Node]:
     found = []
     for node in ray.nodes():
         resources = node["Resources"]
-        if node["Alive"]:
+        if node["Alive"] and _listens(node):
             gpus, memory = int(resources.get("GPU", 0)), int(resources.get("memory", 0))
             name, cpus = node["NodeID"], int(resources.get("CPU", 0))
             gpu_memory, capability = (
@@ -433,6 +522,18 @@ def _nodes() -> list[Node]:
     if not found:
         raise ConfigError("the Ray cluster has no living node")
     return found
+
+
+def _listens(node: dict[str, Any]) -> bool:
+    """Return whether a node may be alive: Ray lists one that was killed for more than 10 s."""
+    address = node["NodeManagerAddress"], node["NodeManagerPort"]
+    try:
+        socket.create_connection(address, timeout=NODE_TIMEOUT_S).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:  # Ray decides
+        return True
+    return True
 
 
 def _preferred(node: str) -> dict[str, Any]:

@@ -4,6 +4,8 @@ It does not import Ray, and nothing heavy before its environment is set. Every m
 twice with the same arguments, because Ray can deliver a call twice or lose its reply.
 """
 
+import gc
+import importlib
 import logging
 import os
 import socket
@@ -29,6 +31,7 @@ class RayHost:
     """The actor. Ray calls its methods on its own threads."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
+        gc.disable()  # for imports, as in host.py; the host enables it
         os.environ.update(environment)
         self._text = _redirect_output()
         log_to_stderr()
@@ -45,6 +48,10 @@ class RayHost:
         with self._lock:
             self._listening = self._listening or socket.create_server((host, 0))
         return (*self._listening.getsockname()[:2], self._listening.fileno())
+
+    def load(self, module: str) -> None:
+        """Import a module that the first message needs, before that message is known."""
+        importlib.import_module(module)
 
     def push(self, first: int, messages: list[bytes]) -> None:
         self._mailbox.push(first, messages)

@@ -3,8 +3,12 @@
 import os
 import secrets
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from ray.cluster_utils import Cluster
 
 # Ray reads these when it is imported.
 os.environ |= {
@@ -15,18 +19,25 @@ os.environ |= {
 pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
 
 
+STORE = {"object_store_memory": 100 << 20}
+
+
 @pytest.fixture(scope="session")
-def address() -> Iterator[str]:
-    """Start a cluster with two nodes of two CPU slots each and yield its address."""
+def cluster() -> "Iterator[Cluster]":
+    """Start a cluster with two nodes of two CPU slots each."""
     from ray.cluster_utils import Cluster
 
-    store = {"object_store_memory": 100 << 20}
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False, **store}
+    found = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False, **STORE}
     )
-    cluster.add_node(num_cpus=2, **store)
-    cluster.wait_for_nodes()
+    found.add_node(num_cpus=2, **STORE)
+    found.wait_for_nodes()
     try:
-        yield cluster.address
+        yield found
     finally:
-        cluster.shutdown()
+        found.shutdown()
+
+
+@pytest.fixture(scope="session")
+def address(cluster: "Cluster") -> str:
+    return str(cluster.address)

@@ -18,6 +18,8 @@ def test_run_resumes_after_workers_and_driver_are_killed(tmp_path: Path, fault: 
     model = random_model(tmp_path / "model")
     pools = ("placement.actor=train", "placement.rollout=rollout")
     survive_kills(model, tmp_path / "run", "cluster=ray", *pools)
+    text = (tmp_path / "run" / "logs" / "main.log").read_text()
+    assert "2 worker processes have started early" in text
     fault.fired()
     fault.audited(tmp_path / "run")
 

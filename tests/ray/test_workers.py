@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from ray.cluster_utils import Cluster
 
 from paceline.config import load_config
 from paceline.errors import ConfigError, DataError, WorkerDied
@@ -25,6 +26,7 @@ from paceline.workers.cluster import Device, PlannedWorker
 from paceline.workers.pools import start_worker
 from paceline.workers.ray import RayCluster, RayWorker
 from tests.fault_report import Fault
+from tests.ray.conftest import STORE
 from tests.ray.parts import build
 
 
@@ -33,7 +35,7 @@ async def opened(
     address: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[RayCluster]:
     """Open a cluster whose workers have a test part instead of models."""
-    monkeypatch.setattr(place_ray, "build_parts", _build)
+    monkeypatch.setattr("paceline.workers.build.build_parts", _build)
     cluster = await RayCluster.open(
         load_config(None, ["cluster=ray", f"ray.address={address}"]), "no model", folder
     )
@@ -142,6 +144,38 @@ def test_worker_dies_at_once_when_killed(
             await close(worker)
 
     asyncio.run(check())
+
+
+@pytest.mark.fault("A10", "node of a Ray cluster killed")
+def test_worker_and_node_are_dead_at_once_when_node_is_killed(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
+) -> None:
+    extra = cluster.add_node(num_cpus=1, **STORE)
+    cluster.wait_for_nodes()
+
+    async def check() -> None:
+        async with opened(cluster.address, tmp_path, monkeypatch) as joined:
+            names = [node.name for node in joined.nodes()]
+            plan = on(joined, "killed", names.index(extra.node_id))
+            await joined.reserve([plan])
+            worker = await joined.start(plan)
+            await worker.ready()
+            pid, raylet = await worker.call("part", "where")
+            started = time.monotonic()
+            for process in (raylet, pid):
+                os.kill(process, signal.SIGKILL)
+            fault.fired()
+            with pytest.raises(WorkerDied, match="worker 'killed' died"):
+                await asyncio.shield(worker.died)
+            fault.detected()
+            assert time.monotonic() - started < 8  # Ray declares it dead after more than 10 s
+            assert extra.node_id not in [node.name for node in place_ray._nodes()]
+            await close(worker)
+
+    try:
+        asyncio.run(check())
+    finally:
+        cluster.remove_node(extra, allow_graceful=False)
 
 
 def test_worker_dies_with_reason_when_reply_cannot_be_unpickled(

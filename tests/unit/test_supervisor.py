@@ -106,6 +106,23 @@ def test_new_checkpoint_restores_budget(tmp_path: Path) -> None:
     assert [event["saved_step"] for event in events] == [1, 2, 2, 4, 4]
 
 
+def test_restart_waits_only_if_start_made_no_checkpoint(tmp_path: Path) -> None:
+    _, _, told = supervise(tmp_path, "-9,+-9,-9,+-9,0")
+    assert [text.rpartition(" step ")[2] for text in told[1:]] == ["2 now", "2 in 0.002 s", "4 now"]
+    assert told[0].endswith("from the start in 0.001 s")
+
+
+def test_only_restarted_run_is_told(tmp_path: Path) -> None:
+    program = (
+        "import pathlib, sys; from paceline.supervisor import is_restart\n"
+        "print(is_restart(), is_restart(), file=pathlib.Path(sys.argv[1], 'told').open('a'))\n"
+        "sys.exit(1)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    asyncio.run(Supervisor(tmp_path, 1, Told().append).run(command, command))
+    assert (tmp_path / "told").read_text() == "False False\nTrue False\n"
+
+
 def test_only_first_attempt_starts_over(tmp_path: Path) -> None:
     supervise(tmp_path, "-9,-9,0")
     assert [(tmp_path / f"attempt{n}").read_text() for n in range(3)] == ["--fresh", "", ""]

@@ -1,0 +1,79 @@
+"""Early start on Ray: worker processes that start before the run has loaded its libraries."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from paceline.errors import ConfigError
+from paceline.workers import ray as place_ray
+from paceline.workers.cluster import Device, Node, PlannedWorker
+from paceline.workers.ray import find_ray_nodes
+from tests.ray.test_workers import close, on, opened, wait_until
+
+
+def planned(nodes: Sequence[Node]) -> list[PlannedWorker]:
+    return [PlannedWorker("early", (), pool="early", devices=(Device(nodes[0].name, 0),))]
+
+
+def hosts() -> list[psutil.Process]:
+    below = psutil.Process().children(recursive=True)
+    return [process for process in below if "RayHost" in " ".join(process.cmdline())]
+
+
+def test_run_gives_work_to_processes_that_started_early(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def check() -> None:
+        place_ray.start_early(address, planned)
+        nodes = await find_ray_nodes(address)
+        assert ray.is_initialized(), "the nodes are known from the early start"
+        async with opened(address, tmp_path, monkeypatch) as cluster:
+            assert cluster.nodes() == nodes
+            await wait_until(hosts)
+            (process,) = hosts()
+            (plan,) = planned(cluster.nodes())
+            await cluster.reserve([plan])
+            worker = await cluster.start(plan)
+            await worker.ready()
+            assert (await worker.call("part", "where"))[0] == process.pid
+            replacement = await cluster.start(plan)  # a process that was used is not used again
+            await replacement.ready()
+            assert (await replacement.call("part", "where"))[0] != process.pid
+            await close(worker, replacement)
+
+    asyncio.run(check())
+
+
+def test_processes_that_started_early_end_when_plan_differs(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def check() -> None:
+        place_ray.start_early(address, planned)
+        async with opened(address, tmp_path, monkeypatch) as cluster:
+            await wait_until(hosts)
+            early = hosts()
+            plans = [on(cluster, "all", 0, 0, 1, 1, ranks=4)]  # all devices, so none stays reserved
+            await cluster.reserve(plans)
+            assert not psutil.wait_procs(early, timeout=20)[1]
+
+    asyncio.run(check())
+
+
+def test_run_starts_as_usual_when_early_start_fails(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Sequence[Node]) -> list[PlannedWorker]:
+        raise ConfigError("planted")
+
+    async def check() -> None:
+        place_ray.start_early(address, fail)
+        async with opened(address, tmp_path, monkeypatch) as cluster:
+            worker = await cluster.start(on(cluster, "usual", 0))
+            await worker.ready()
+            await close(worker)
+
+    asyncio.run(check())
