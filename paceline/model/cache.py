@@ -118,6 +118,6 @@ def sampled_bytes(file: Path) -> Iterator[bytes]:
     """Read a file of any size in milliseconds: its start, its middle and its end."""
     size = file.stat().st_size
     with file.open("rb") as data:
-        for start in (0, max(0, size // 2), max(0, size - SAMPLED)):
+        for start in (0, size // 2, max(0, size - SAMPLED)):
             data.seek(start)
             yield data.read(SAMPLED)

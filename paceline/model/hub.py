@@ -56,7 +56,7 @@ def download_model(name: str, folder: Path | None = None) -> Path:
     except Exception as error:  # the hub and its transports raise dozens of types
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ModelError(
-            f"cannot get model {name!r} from the Hugging Face hub: {reason}. Without network, use "
-            "a local directory or a GGUF file"
+            f"cannot get model {name!r} from the Hugging Face hub: {reason.rstrip('.')}. Without "
+            "network, use a local directory or a GGUF file"
         ) from error
     return Path(model_source(str(found)))

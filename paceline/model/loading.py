@@ -65,7 +65,7 @@ def load_model(
 
 def load_config(name: str) -> PretrainedConfig:
     """Load the configuration; a directory needs no weights for it."""
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))  # Path.expanduser fails if there is no such user
     has_config = (folder / "config.json").is_file()
     files = model_files(str(folder) if has_config else model_source(name))
     config = (
@@ -203,8 +203,8 @@ def _load(files: ModelFiles, load: Callable[[], Any]) -> Any:
                 f"cannot load the model in {where}: {reason}; check its files, or download it again"
             ) from e
         raise ModelError(
-            f"cannot get model {files.name!r} from the Hugging Face hub: {reason} "
-            "Without network, use a local directory."
+            f"cannot get model {files.name!r} from the Hugging Face hub: {reason.rstrip('.')}. "
+            "Without network, use a local directory or a GGUF file"
         ) from e
 
 

@@ -7,7 +7,7 @@ from paceline.model.shape import head_dim, sliding_window
 
 FAST = ("llama", "mistral", "qwen2", "qwen3")
 ALTERNATIVE = "rollout.engine = 'vllm' may support it"
-HEAD_DIMS = (16, 32, 64, 128, 256)  # of the explicit passes of training
+HEAD_DIMS = (16, 32, 64, 128, 256)  # that the kernels for GPUs support
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 CHANGING_ROPE = ("dynamic", "longrope")  # depends on the longest sequence of a forward pass
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")

@@ -30,6 +30,8 @@ from paceline.types import Batch, FloatArray
 log = logging.getLogger(__name__)
 
 Head = Literal["policy", "value"]
+# What models raise for inputs that they do not support.
+REJECTIONS = (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
 
 class PackedModel(nn.Module):
@@ -94,7 +96,7 @@ class PackedModel(nn.Module):
                 self.head = _policy_head(model, temperature)
             else:
                 self.head = ValueHead(states.shape[1])
-        except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
+        except REJECTIONS as error:
             raise ModelError(
                 f"{type(model).__name__} cannot be trained: it does not compute logits from tokens "
                 f"alone ({error}); use a causal language model"
@@ -177,7 +179,7 @@ class PackedModel(nn.Module):
                 float((self._packed_rows(micro) - plain[micro.flat]).abs().max())
                 for micro in micros
             )
-        except (TypeError, ValueError, RuntimeError, IndexError) as error:
+        except REJECTIONS as error:
             log.info(
                 "%s does not support packed rows (%s); padding them instead",
                 type(self.model).__name__,

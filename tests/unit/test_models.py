@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from transformers import (
+    AutoConfig,
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
@@ -23,7 +24,7 @@ from paceline.data.tiny import make_tokenizer
 from paceline.errors import ModelError
 from paceline.inputs import load_inputs
 from paceline.model.engine_weights import engine_weights
-from paceline.model.loading import load_generation_config
+from paceline.model.loading import load_config, load_generation_config
 from paceline.rollout.native.engine import NativeEngine
 from paceline.types import Request, Sampling
 from tests.models import random_model
@@ -144,3 +145,20 @@ def test_load_fails_when_model_has_no_tokenizer(tmp_path: Path) -> None:
     message = r"has no tokenizer; add the model's tokenizer files \(tokenizer\.json"
     with pytest.raises(ModelError, match=message):
         load_inputs(chosen(str(tmp_path)))
+
+
+def test_load_fails_when_path_names_unknown_user() -> None:
+    with pytest.raises(ModelError, match="no such file or directory"):
+        load_config("~no-such-user/model")
+
+
+@pytest.mark.parametrize("reason", ["no such model", "no connection."])
+def test_load_error_has_one_period_after_reason_of_hub(
+    reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(name: str) -> None:
+        raise OSError(reason)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", fail)
+    with pytest.raises(ModelError, match=f"{reason.strip('.')}\\. Without network"):
+        load_config("someone/model")

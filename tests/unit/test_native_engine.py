@@ -347,6 +347,9 @@ def test_completion_ends_at_max_length() -> None:
         (Request("r", (60,), 0, Sampling(1)), "outside 0..59"),
         (Request("r", (1,), 0, Sampling(1, stop=("x",))), "decode"),
         (Request("r", (1,), 0, Sampling(1, top_p=0.0)), "top_p"),
+        (Request("r", (1,), 0, Sampling(1, temperature=-1.0)), "temperature = -1.0; expected 0 or"),
+        (Request("r", (1,), 0, Sampling(1, temperature=1e-40)), "temperature = 1e-40"),
+        (Request("r", (1,), 0, Sampling(1, temperature=float("nan"))), "temperature = nan"),
         (Request("first", (1,), 0, Sampling(1)), "unique"),
     ],
 )

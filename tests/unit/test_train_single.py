@@ -7,7 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    XLMConfig,
+    XLMWithLMHeadModel,
+)
 from transformers.models.qwen2 import modeling_qwen2
 
 from paceline.algo.loss import LossTerms, PolicyLoss, TokenData, TokenOutputs
@@ -212,6 +218,12 @@ def test_engine_rejects_model_with_unknown_logit_transform() -> None:
 
     with pytest.raises(ModelError, match="Squared cannot be trained: its log-probs differ"):
         SingleDevice(Squared(tiny("qwen2").config), SETTINGS)
+
+
+def test_engine_rejects_model_that_sees_later_tokens() -> None:
+    config = XLMConfig(vocab_size=80, emb_dim=32, n_layers=1, n_heads=2, init_std=0.2)
+    with pytest.raises(ModelError, match="XLMWithLMHeadModel cannot be trained"):
+        SingleDevice(XLMWithLMHeadModel(config), SETTINGS)
 
 
 def test_engine_rejects_outputs_of_other_head() -> None:

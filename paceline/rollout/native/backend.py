@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 from paceline.errors import ModelError
 from paceline.model.engine_weights import ModuleWeights
 from paceline.model.shape import head_dim, sliding_window
+from paceline.model.support import HEAD_DIMS
 from paceline.model.weights import DecoderWeights, EngineWeights
 from paceline.rollout.native.model import Decoder
 from paceline.rollout.native.rows import Copy, Data, KeptRows, Place, copy_at_once
@@ -161,10 +162,9 @@ def choose_backend(
             f"max_length = {max_length}: longer than the sliding window of the model; "
             f"expected at most {window} tokens"
         )
-    dim = head_dim(config)
     if (
         weights.head.device.type == "cuda"
-        and dim in (16, 32, 64, 128, 256)
+        and head_dim(config) in HEAD_DIMS
         and importlib.util.find_spec("triton")
     ):
         from paceline.rollout.native.cuda import CudaBackend

@@ -160,11 +160,8 @@ class CudaBackend:
         # Each of these rows will soon need one more page.
         growing = int((self._held[: self._live] < self.forward.pages_each).sum())
         if self.pages.free < needed + growing:
-            if self._live or not (taken := self.pages.take(needed)):
-                return False
-        else:
-            taken = self.pages.take(needed) or []
-        sequence.pages = pages + taken
+            return False
+        sequence.pages = pages + (self.pages.take(needed) or [])
         return True
 
     def grow(self, slots: Slots, positions: NDArray[np.int64]) -> bool:

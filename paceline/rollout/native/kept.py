@@ -41,7 +41,7 @@ class KeptContexts:
         return len(self._kept)
 
     def oldest(self, count: int) -> list[Sequence]:
-        """Return the sequences that have been kept longest, without a request that used them."""
+        """Return the sequences that have been kept longest; a reused one is no longer kept."""
         return list(islice(self._kept, count))
 
     def find(self, sequence: Sequence) -> tuple[Sequence, int] | None:

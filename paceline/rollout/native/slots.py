@@ -16,6 +16,8 @@ from paceline.types import Completion, Finish, Request, empty_completion
 NO_TOKEN = -1
 # Tokens decoded beyond the length of a stop string, because a token may decode to nothing.
 TAIL = 8
+# Temperatures other than 0. Beyond them, scaled logits are not finite in float32.
+LOWEST, HIGHEST = 1e-20, 1e20
 
 
 @dataclass(slots=True, eq=False)
@@ -184,8 +186,13 @@ def check_request(
             f"its prompt contains token IDs outside 0..{vocabulary - 1}; "
             "use the tokenizer that belongs to the model"
         )
-    elif sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
-        problem = f"expected temperature >= 0, top_p in (0, 1] and top_k >= 0; got {sampling}"
+    elif sampling.temperature and not LOWEST <= sampling.temperature <= HIGHEST:
+        problem = (
+            f"temperature = {sampling.temperature}; expected 0 or a number from {LOWEST:g} to "
+            f"{HIGHEST:g}"
+        )
+    elif not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
+        problem = f"expected top_p in (0, 1] and top_k >= 0; got {sampling}"
     elif sampling.stop and not can_decode:
         problem = "it has stop strings, but the engine was created without a `decode` function"
     if problem:
