@@ -4,22 +4,23 @@ Its settings were valid before, so the processes need not wait for the checks of
 no model: the run gives them their work, or discards them if its plan has changed.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.config import RunConfig
-from paceline.run_dir import recorded_config
 from paceline.workers.cluster import Node, PlannedWorker
 from paceline.workers.pools import plan_workers, training_roles
 
 
 def start_early(config: RunConfig) -> None:
-    """Start the processes that the run had at its last checkpoint."""
+    """Start the processes that the run had at its last start."""
     from paceline.workers import ray
 
     def plan(nodes: Sequence[Node]) -> list[PlannedWorker]:
-        recorded = recorded_config(Path(config.run_dir))
-        before = RunConfig.model_validate(recorded) if recorded else config
+        # The last checkpoint has these settings too, but all of it would be read to verify it.
+        recorded = Path(config.run_dir, "config.json").read_text()
+        before = RunConfig.model_validate(json.loads(recorded))
         return plan_workers(before, nodes, training_roles(before))
 
     ray.start_early(config.ray.address, plan)

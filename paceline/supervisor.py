@@ -62,9 +62,11 @@ class Supervisor:
         loop.add_signal_handler(signal.SIGTSTP, self._suspend)
         saved, used, attempt, step = saved_step(self._run_dir), 0, 1, last_step(self._run_dir)
         code = await self._attempt(first, {})
-        while self._may_help(code, attempt > 1 or last_step(self._run_dir) != step):
-            if progressed := (now := saved_step(self._run_dir)) != saved:
-                saved, used = now, 0
+        # Step 0 is not a new one: --fresh has moved an earlier run aside.
+        while self._may_help(code, attempt > 1 or last_step(self._run_dir) not in (0, step)):
+            now = saved_step(self._run_dir)
+            progressed, saved = now not in (0, saved), now
+            used = 0 if progressed else used
             if used >= self._restarts:
                 self._tell(
                     f"{_describe(code)}; giving up after {used} restart(s) without a new checkpoint"

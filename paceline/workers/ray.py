@@ -242,10 +242,15 @@ class RayCluster:
                 "placement.overlap = true contradicts cluster = 'ray': it is for one process of "
                 "this machine; set cluster = 'local', or give rollout a separate pool"
             )
-        early = await asyncio.to_thread(_take_early)
-        cluster = early if early else await asyncio.to_thread(cls, config.ray.address)
-        cluster._config, cluster._model_path, cluster._logs = config, model_path, log_folder
         log_folder.mkdir(parents=True, exist_ok=True)
+        joining = asyncio.create_task(asyncio.to_thread(_take_early_or_join, config.ray.address))
+        try:
+            cluster = await asyncio.shield(joining)
+        except asyncio.CancelledError:  # the thread joins nevertheless
+            with contextlib.suppress(Exception):
+                await (await joining).close()
+            raise
+        cluster._config, cluster._model_path, cluster._logs = config, model_path, log_folder
         return cluster
 
     def nodes(self) -> list[Node]:
@@ -423,9 +428,11 @@ def start_early(address: str, plan: Callable[[Sequence[Node]], Sequence[PlannedW
             future.set_result(cluster)
         except BaseException as error:  # the run tries it again, and reports what fails then
             log.info("no worker starts early: %s", error)
-            if cluster:
-                ray.shutdown()
-            future.set_result(None)
+            try:
+                if cluster:
+                    ray.shutdown()
+            finally:
+                future.set_result(None)
         # The kernel ends Ray's processes with the thread that started them.
         threading.Event().wait()
 
@@ -433,21 +440,27 @@ def start_early(address: str, plan: Callable[[Sequence[Node]], Sequence[PlannedW
     threading.Thread(target=start, name="early start", daemon=True).start()
 
 
-def _take_early() -> RayCluster | None:
+def _take_early_or_join(address: str) -> RayCluster:
     global _early
     early, _early = _early, None
-    return early.result() if early else None
+    joined = early.result() if early else None
+    return joined or RayCluster(address)
 
 
 async def find_ray_nodes(address: str) -> list[Node]:
     """Return the nodes of a cluster without reserving anything."""
     if _early and (early := await asyncio.to_thread(_early.result)):
         return early.nodes()
-    await asyncio.to_thread(_join, address)
+    return await asyncio.to_thread(_join_and_leave, address)
+
+
+def _join_and_leave(address: str) -> list[Node]:
+    """Return the nodes. One call, so that a thread whose caller is cancelled leaves too."""
+    _join(address)
     try:
-        return await asyncio.to_thread(_nodes)
+        return _nodes()
     finally:
-        await asyncio.to_thread(ray.shutdown)
+        ray.shutdown()
 
 
 def _join(address: str) -> None:

@@ -8,7 +8,11 @@ import psutil
 import pytest
 import ray
 
+from paceline.config import load_config
+from paceline.early_start import start_early
 from paceline.errors import ConfigError
+from paceline.observe.recorder import write_json
+from paceline.settings import with_settings
 from paceline.workers import ray as place_ray
 from paceline.workers.cluster import Device, Node, PlannedWorker
 from paceline.workers.ray import find_ray_nodes
@@ -77,3 +81,18 @@ def test_run_starts_as_usual_when_early_start_fails(
             await close(worker)
 
     asyncio.run(check())
+
+
+def test_early_start_plans_with_settings_of_last_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[PlannedWorker] = []
+    monkeypatch.setattr(
+        place_ray, "start_early", lambda _, plan: found.extend(plan([Node("one", cpus=2)]))
+    )
+    config = load_config(None, ["cluster=ray", f"run_dir={tmp_path}", "placement.rollout=other"])
+    before = with_settings(config, {"placement.threads": 7})
+    write_json(tmp_path / "config.json", before.model_dump(mode="json"))
+    (tmp_path / "checkpoints" / "step_00000001").mkdir(parents=True)  # it is not read
+    start_early(config)
+    assert [plan.threads for plan in found] == [7, 7]

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -22,7 +23,7 @@ from paceline.errors import ConfigError, DataError, WorkerDied
 from paceline.remote.stacks import write_stacks
 from paceline.remote.worker import Worker
 from paceline.workers import ray as place_ray
-from paceline.workers.cluster import Device, PlannedWorker
+from paceline.workers.cluster import Device, Node, PlannedWorker
 from paceline.workers.pools import start_worker
 from paceline.workers.ray import RayCluster, RayWorker
 from tests.fault_report import Fault
@@ -100,6 +101,37 @@ def test_workers_run_on_planned_nodes_and_reply_in_order(
         [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10
     )
     assert not left
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_run_that_is_cancelled_while_it_joins_leaves_ray(
+    opens: bool, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined, cancelled, nodes = threading.Event(), threading.Event(), place_ray._nodes
+
+    def slow_nodes() -> list[Node]:
+        joined.set()
+        assert cancelled.wait(60)
+        return nodes()
+
+    async def check() -> None:
+        config = load_config(None, ["cluster=ray", f"ray.address={address}"])
+        joining: Any = (
+            RayCluster.open(config, "no model", tmp_path)
+            if opens
+            else place_ray.find_ray_nodes(address)
+        )
+        task = asyncio.create_task(joining)
+        assert await asyncio.to_thread(joined.wait, 60)
+        assert ray.is_initialized()
+        task.cancel()
+        cancelled.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await wait_until(lambda: not ray.is_initialized())
+
+    monkeypatch.setattr(place_ray, "_nodes", slow_nodes)
+    asyncio.run(check())
 
 
 def test_stacks_contain_blocked_call_of_worker(

@@ -88,6 +88,29 @@ def test_mistake_of_user_is_final_only_before_first_step(end: int, tmp_path: Pat
     assert (code, attempts) == (0, 2) and f"exit code {end}" in told[0]
 
 
+def test_mistake_in_fresh_run_is_final_when_earlier_run_made_steps(tmp_path: Path) -> None:
+    assert supervise_fresh(tmp_path, 2) == (2, [])
+
+
+def test_fresh_run_without_checkpoint_waits_when_earlier_run_had_one(tmp_path: Path) -> None:
+    code, told = supervise_fresh(tmp_path, 1)
+    assert code == 1 and told[0].endswith("restart 1 of 1 from the start in 0.001 s")
+
+
+def supervise_fresh(folder: Path, code: int) -> tuple[int, Told]:
+    """Supervise a run that moves an earlier one aside and ends before its first step."""
+    (folder / "checkpoints" / "step_00000012").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 12}\n')
+    program = (
+        "import pathlib, shutil, sys; folder = pathlib.Path(sys.argv[1])\n"
+        "(folder / 'metrics.jsonl').unlink(missing_ok=True)\n"
+        "shutil.rmtree(folder / 'checkpoints', ignore_errors=True)\n"
+        "sys.exit(int(sys.argv[2]))"
+    )
+    command, told = [sys.executable, "-c", program, str(folder), str(code)], Told()
+    return asyncio.run(Supervisor(folder, 1, told.append).run(command, command)), told
+
+
 @pytest.mark.fault("A11", "supervised run dies at every start")
 def test_supervisor_gives_up_when_restarts_make_no_checkpoint(tmp_path: Path, fault: Fault) -> None:
     code, attempts, told = supervise(tmp_path, "-9", restarts=3)
