@@ -58,6 +58,7 @@ def run(load: Load, name: str, given: list[str], scratch: Path) -> list[Row]:
         return load_config(None, [*load.settings, *given, *MODES[mode], place, "save_every=0"])
 
     found, rows = asyncio.run(probe(configure("overlap"))), []
+    points = {"decode": found.decode, "prefill": found.prefill, "train": found.train}
     lengths: Distribution | None = None
     for mode in MODES:
         config = configure(mode)
@@ -68,7 +69,8 @@ def run(load: Load, name: str, given: list[str], scratch: Path) -> list[Row]:
             measured = measure(config, WARM_UP)
         lengths = lengths or _lengths(load, config)
         predicted = predict(_planned(config), found, lengths)
-        rows.append(compare(name, mode, predicted, measured) | {"costs": found.costs.model_dump()})
+        row = compare(name, mode, predicted, measured)
+        rows.append(row | {"costs": found.costs.model_dump(), "points": points})
         print(json.dumps({key: rows[-1][key] for key in ("load", "mode", "error")}), flush=True)
     return rows
 

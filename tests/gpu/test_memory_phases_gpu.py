@@ -31,11 +31,21 @@ BACKENDS = {
 }
 
 
-@pytest.mark.parametrize("settings", BACKENDS.values(), ids=BACKENDS)
-def test_gpu_holds_planned_memory_in_each_phase(settings: list[str], tmp_path: Path) -> None:
+CASES = {
+    **{name: (settings, 40) for name, settings in BACKENDS.items()},
+    # What a phase holds besides the model is the same for a larger one.
+    "fsdp, offload, larger": (BACKENDS["fsdp, offload"], 90),
+    "vllm, offload, larger": (BACKENDS["vllm, offload"], 90),
+}
+
+
+@pytest.mark.parametrize(("settings", "layers"), CASES.values(), ids=CASES)
+def test_gpu_holds_planned_memory_in_each_phase(
+    settings: list[str], layers: int, tmp_path: Path
+) -> None:
     if "rollout.engine=vllm" in settings and not find_spec("vllm"):
         pytest.skip("needs vLLM")
-    model = random_model(tmp_path / "model", hidden=1024, layers=40)  # 1.5 GB in float32
+    model = random_model(tmp_path / "model", hidden=1024, layers=layers)  # 1.5 or 3.4 GB in float32
     reward = f"reward.function={Path(__file__).parents[1]}/rewards.py:letters"
     options = [f"model={model}", f"run_dir={tmp_path}/run", "steps=3", "data.task=copy:3", reward]
     config = load_config(None, [*options, *SHORT, *settings])
