@@ -2,6 +2,7 @@
 
 import json
 import math
+from bisect import bisect_left
 from pathlib import Path
 
 from pydantic import Field, ValidationError
@@ -18,6 +19,9 @@ class CostModel(Settings):
     """Seconds of a decode step, independent of the load."""
     decode_sequence_s: float = Field(1.7e-6, ge=0)
     """Seconds that each live sequence adds to a decode step."""
+    decode_points: tuple[tuple[int, float], ...] = ()
+    """Measured decode steps as (sequences, seconds) without a KV cache, in ascending order. Other
+    numbers of sequences are interpolated; decode_step_s and decode_sequence_s do not count then."""
     decode_context_s: float = Field(2.8e-9, ge=0)
     """Seconds that each token in the KV cache adds to a decode step."""
     prefill_token_s: float = Field(1.4e-6, ge=0)
@@ -25,7 +29,8 @@ class CostModel(Settings):
     train_step_s: float = Field(0.011, ge=0)
     """Seconds of a train step, independent of the batch: optimizer, communication, messages."""
     train_token_s: float = Field(6.6e-6, ge=0)
-    """Seconds per token of prompts and completions on one training device. Devices divide them."""
+    """Seconds per token on one training device. Devices divide them. The completions of a prompt
+    share its tokens."""
     train_context_s: float = Field(0.0, ge=0)
     """Seconds that a token adds per token before it in its row: attention of long rows."""
     critic_factor: float = Field(1.0, ge=0)
@@ -50,6 +55,9 @@ class CostModel(Settings):
     """Generations per trajectory. The lengths are those of one generation."""
     environment_s: str = "fixed:0"
     """Seconds of tools and reward after each generation, as a distribution (see --lengths)."""
+    host_completion_s: float = Field(0.0, ge=0)
+    """Seconds of the controller per completion: text, reward, queue and batch. It handles one
+    completion at a time, while devices work."""
     failures_per_hour: float = Field(0.0, ge=0)
     """Failures per hour of an engine in a separate pool."""
     restart_s: float = Field(60.0, ge=0)
@@ -81,11 +89,19 @@ class CostModel(Settings):
         return factor * (self.train_step_s + all_s / devices)
 
     def _step_s(self, sequences: int, context: int) -> float:
-        return (
-            self.decode_step_s
-            + self.decode_sequence_s * sequences
-            + self.decode_context_s * context
-        )
+        return self._decode_s(sequences) + self.decode_context_s * context
+
+    def _decode_s(self, sequences: int) -> float:
+        points = self.decode_points
+        if not points:
+            return self.decode_step_s + self.decode_sequence_s * sequences
+        right = bisect_left(points, (sequences, 0.0))
+        if right == len(points):
+            return points[-1][1]
+        if right == 0 or points[right][0] == sequences:
+            return points[right][1]
+        (low, low_s), (high, high_s) = points[right - 1 : right + 1]
+        return low_s + (high_s - low_s) * (sequences - low) / (high - low)
 
 
 def read_costs(path: Path) -> CostModel:

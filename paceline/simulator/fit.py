@@ -51,9 +51,12 @@ def _solve(inputs: NDArray[np.float64]) -> NDArray[np.float64]:
 def fit_decode(points: Sequence[tuple[int, int, float]]) -> Fit:
     """Fit decode steps, measured as (sequences, context tokens, seconds).
 
-    The coefficients are decode_step_s, decode_sequence_s and decode_context_s.
+    The coefficients are the seconds without context at each number of sequences, ascending, and
+    decode_context_s. A line would not do: GPUs have other kernels for few sequences.
     """
-    return fit_line([(1, n, context) for n, context, _ in points], [s for *_, s in points])
+    counts = sorted({n for n, *_ in points})
+    rows = [(*(float(n == count) for count in counts), context) for n, context, _ in points]
+    return fit_line(rows, [s for *_, s in points])
 
 
 def fit_tokens(points: Sequence[tuple[int, float]]) -> Fit:

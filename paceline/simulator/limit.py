@@ -12,14 +12,12 @@ def limit_steps_per_s(scenario: Scenario) -> float:
     prefill_s = costs.prefill_token_s * scenario.groups_per_step * scenario.prompt_tokens
     made = scenario.groups_per_step * scenario.generated * costs.turns
     generate_s = (made * _completion_s(scenario) + prefill_s) / scenario.engines
-    tokens = rows * (scenario.prompt_tokens + costs.turns * scenario.lengths.mean)
     lengths, prompt = scenario.lengths, scenario.prompt_tokens  # a row has one turn or several
-    squares = (
-        prompt**2
-        + 2 * prompt * costs.turns * lengths.mean
-        + costs.turns * (lengths.mean_square + (costs.turns - 1) * lengths.mean**2)
+    tokens = scenario.groups_per_step * prompt + rows * costs.turns * lengths.mean
+    squares = 2 * prompt * costs.turns * lengths.mean + costs.turns * (
+        lengths.mean_square + (costs.turns - 1) * lengths.mean**2
     )
-    context = rows * squares / 2
+    context = (scenario.groups_per_step * prompt**2 + rows * squares) / 2
     train_s = costs.train_s(tokens, scenario.train_devices, context=context)
     if scenario.has_critic:
         devices = scenario.critic_devices or scenario.train_devices

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import NormalDist
 
 import numpy as np
 from transformers import PretrainedConfig
@@ -23,6 +24,7 @@ from paceline.remote.worker import Worker
 from paceline.rollout.client import EngineClient
 from paceline.simulator.costs import CostModel
 from paceline.simulator.fit import Fit, fit_decode, fit_tokens, fit_train
+from paceline.simulator.host import host_completion_s
 from paceline.training.assembly import assemble
 from paceline.types import Batch, Group, Prompt, Request, Role, Sampling, Trajectory, Turn
 from paceline.workers.engines import engine_workers
@@ -34,6 +36,8 @@ REPEATS = 3  # of which the median counts; fewer if they take long
 ENOUGH_S = 0.5  # after which a measurement is not repeated
 NEW_TOKENS = 32  # generated per sequence, if the recipe allows it
 PROMPTS = 64  # that are read to find their mean length
+SIGMA = 0.8  # of the lengths of completions, as in a simulation without --lengths
+BETWEEN = (8, 16, 32, 64)  # sequences, at which GPUs may change kernels
 MOST_SLOWDOWN = 10.0  # of overlapping work; more is an error of the measurement
 GENERATION_S, TRAINING_S = 12.0, 8.0  # no further load is measured after them
 
@@ -67,7 +71,9 @@ async def probe(config: RunConfig, report: Report = lambda what: None) -> Probe:
         _, plans, workers = await open_workers(stack, config, roles, inputs.model_path, logs)
         engine = EngineClient(engine_workers(config, plans, workers[Role.ROLLOUT])[0])
         prompt = round(statistics.mean(lengths))
-        return await _Measurement(config, engine, workers, model, prompt, report).run()
+        found = await _Measurement(config, engine, workers, model, prompt, report).run()
+    host_s = await host_completion_s(config, inputs)
+    return replace(found, costs=found.costs.model_copy(update={"host_completion_s": host_s}))
 
 
 class _Measurement:
@@ -97,11 +103,11 @@ class _Measurement:
             "prefill": fit_tokens(prefill),
             "train": fit_train(train),
         }
-        step_s, sequence_s, context_s = fits["decode"].coefficients
+        counts = sorted({sequences for sequences, *_ in decode})
+        *steps, context_s = fits["decode"].coefficients
         train_step_s, train_token_s, train_context_s = fits["train"].coefficients
         costs = CostModel(
-            decode_step_s=step_s,
-            decode_sequence_s=sequence_s,
+            decode_points=tuple(zip(counts, steps, strict=True)),
             decode_context_s=context_s,
             prefill_token_s=fits["prefill"].coefficients[1],
             train_step_s=train_step_s,
@@ -164,7 +170,9 @@ class _Measurement:
         counts = list(dict.fromkeys(max(1, slots // part) for part in (1, 8, slots, 2)))
         contexts = sorted({self._prompt, self._prompt + room // 2})
         few = [(count, context) for context in contexts for count in counts[:2]]
-        return few + [(count, context) for context in contexts for count in counts[2:]]
+        more = [(count, context) for context in contexts for count in counts[2:]]
+        between = {*BETWEEN, slots // 4} - {*counts}
+        return few + more + [(n, self._prompt) for n in sorted(between) if 0 < n < slots]
 
     async def _generate(self, sequences: int, prompt: int, new: int, spread: int = 0) -> None:
         """Generate from prompts with the mean length `prompt`, of which the longest have `spread`
@@ -174,9 +182,12 @@ class _Measurement:
         for number in range(sequences):
             self._number += 1
             length = prompt + round(spread * ((2 * number + 1) / sequences - 1))
-            tokens = tuple(map(int, self._random.integers(0, self._vocabulary, length)))
-            requests.append(Request(f"{self._number}.0.0", tokens, self._number, sampling))
+            prompt_tokens = self._tokens(length)
+            requests.append(Request(f"{self._number}.0.0", prompt_tokens, self._number, sampling))
         self._completions = await asyncio.gather(*map(self._engine.generate, requests))
+
+    def _tokens(self, count: int) -> tuple[int, ...]:
+        return tuple(self._random.integers(0, self._vocabulary, count).tolist())
 
     async def _median(self, work: Callable[[], Awaitable[None]]) -> float:
         seconds: list[float] = []
@@ -194,41 +205,59 @@ class _Measurement:
         shapes = [(max(1, rows // part), self._new) for part in (8, 2)]
         shapes += [(max(1, rows // part), max(self._new, longest)) for part in (32, 8)]
         shapes += [(rows, self._new)]
-        await self._update(self._batch(*shapes[0]))  # compiles and allocates
+        await self._update(self._batch(self._lengths(*shapes[0])))  # compiles and allocates
         points: list[tuple[int, int, float]] = []
         begun = time.perf_counter()
         for count, new in dict.fromkeys(shapes):
-            batch = self._batch(count, new)
-            known = max((s / tokens for tokens, _, s in points), default=0.0)
+            lengths = self._lengths(count, new)
+            batch, (tokens, before) = self._batch(lengths), self._fed(lengths)
+            known = max((s / n for n, _, s in points), default=0.0)
             if len(points) > 1:
-                expected = time.perf_counter() - begun + known * batch.num_tokens
+                expected = time.perf_counter() - begun + known * tokens
                 if expected > TRAINING_S:
                     continue
-            self._report(f"measuring a train step of {batch.num_tokens:,} tokens")
-            before = int((batch.lengths.astype(np.int64) ** 2).sum() // 2)
+            self._report(f"measuring a train step of {tokens:,} tokens")
             seconds = await self._median(partial(self._update, batch))
-            points.append((batch.num_tokens, before, seconds))
+            points.append((tokens, before, seconds))
         return points
 
     async def _update(self, batch: Batch) -> None:
         await self._workers[Role.ACTOR][0].call(Role.ACTOR, "update", batch, 0, 0.0)
 
-    def _batch(self, rows: int, new: int) -> Batch:
+    def _lengths(self, rows: int, mean: int) -> list[int]:
+        """Return lengths that vary as those of a run: a trainer may pad rows to the longest."""
+        longest = self._config.rollout.max_response_length
+        quantiles = (np.arange(rows) + 0.5) / rows
+        spread = np.exp(SIGMA * np.array([NormalDist().inv_cdf(q) for q in quantiles]))
+        lengths = np.clip(np.rint(spread * mean / spread.mean()), 1, longest).astype(int)
+        return self._random.permutation(lengths).tolist()
+
+    def _fed(self, lengths: Sequence[int]) -> tuple[int, int]:
+        """Return the tokens of a batch, and the tokens before each of them.
+
+        The rows of a group share their prompt.
+        """
+        prompts, prompt = -(-len(lengths) // self._config.group_size), self._prompt
+        own = sum(2 * prompt * length + length**2 for length in lengths)
+        return prompts * prompt + sum(lengths), (prompts * prompt**2 + own) // 2
+
+    def _batch(self, lengths: Sequence[int]) -> Batch:
         """Return a batch of random tokens whose advantages have both signs."""
-        prompt = self._prompt
-        tokens = self._random.integers(0, self._vocabulary, (rows, prompt + new))
-        completion = self._completions[0]
+        completion, size = self._completions[0], self._config.group_size
         groups = []
-        for number, row in enumerate(tokens):
-            made = replace(
-                completion,
-                tokens=row[prompt:].astype(np.int32),
-                logprobs=np.resize(completion.logprobs, new),
-                versions=np.resize(completion.versions, new),
-            )
-            context = tuple(map(int, row[:prompt]))
-            trajectory = Trajectory((Turn(context, made),), "", reward=0.0)
-            groups.append(Group(number, Prompt(str(number), context, "", {}), (trajectory,), 0, 0))
+        for seq, first in enumerate(range(0, len(lengths), size)):
+            prompt = self._tokens(self._prompt)
+            made = [
+                replace(
+                    completion,
+                    tokens=np.array(self._tokens(new), np.int32),
+                    logprobs=np.resize(completion.logprobs, new),
+                    versions=np.resize(completion.versions, new),
+                )
+                for new in lengths[first : first + size]
+            ]
+            trajectories = tuple(Trajectory((Turn(prompt, each),), "", 0.0) for each in made)
+            groups.append(Group(seq, Prompt(str(seq), prompt, "", {}), trajectories, 0, 0))
         batch = assemble(groups)
         signs = self._random.standard_normal(batch.num_tokens).astype(np.float32)
         return replace(batch, advantages=np.where(batch.mask, signs, 0).astype(np.float32))
@@ -239,7 +268,7 @@ class _Measurement:
         """Return how much engine and trainer slow each other down on one device or machine."""
         self._report("measuring generation and training at the same time")
         rows = self._config.groups_per_step * self._config.group_size
-        batch = self._batch(max(1, rows // 2), self._new)
+        batch = self._batch(self._lengths(max(1, rows // 2), self._new))
         works = {
             "decode": partial(self._generate, self._config.slots, self._prompt, self._new),
             "train": partial(self._update, batch),
@@ -297,10 +326,10 @@ def summary(found: Probe) -> Sequence[str]:
     decode, train = costs.pool_decode, costs.pool_train
     if found.config.placement.overlap:
         decode, train = costs.overlap_decode, costs.overlap_train
+    steps = ", ".join(f"{n}: {seconds * 1e3:.3g} ms" for n, seconds in costs.decode_points)
     return (
-        f"decode step: {costs.decode_step_s * 1e3:.3g} ms + {costs.decode_sequence_s * 1e6:.3g} µs "
-        f"per sequence + {costs.decode_context_s * 1e9:.3g} ns per token in the KV cache "
-        f"(error {errors['decode'].error:.0%})",
+        f"decode step by sequences: {steps}; + {costs.decode_context_s * 1e9:.3g} ns per token in "
+        f"the KV cache (error {errors['decode'].error:.0%})",
         f"prefill: {costs.prefill_token_s * 1e6:.3g} µs per token "
         f"(error {errors['prefill'].error:.0%})",
         f"train step: {costs.train_step_s * 1e3:.3g} ms + {costs.train_token_s * 1e6:.3g} µs per "
@@ -308,6 +337,7 @@ def summary(found: Probe) -> Sequence[str]:
         f"(error {errors['train'].error:.0%})",
         f"weight sync: {costs.publish_s * 1e3:.3g} ms to publish, {costs.load_s * 1e3:.3g} ms to "
         "load",
+        f"controller: {costs.host_completion_s * 1e6:.3g} µs per completion",
         *(
             []
             if found.config.takes_turns

@@ -251,11 +251,13 @@ class _Trainer:
         self._scenario, self._costs, self._workers = scenario, costs, workers
 
     async def step(self, batch: Batch, step: int) -> Metrics:
-        scenario, costs, tokens = self._scenario, self._costs, int(batch.tokens.sum())
+        scenario, costs, prompt = self._scenario, self._costs, self._scenario.prompt_tokens
+        again = len(batch.offsets) - 1 - scenario.groups_per_step  # rows whose prompt is shared
+        tokens = int(batch.tokens.sum()) - again * prompt
         context = 0.0
         if costs.train_context_s:
             rows = np.add.reduceat(batch.tokens, batch.offsets[:-1], dtype=np.float64)
-            context = float((rows**2).sum() / 2)
+            context = float((rows**2).sum() - again * prompt**2) / 2
         actor = costs.train_s(tokens, scenario.train_devices, context=context)
         critic, critic_devices = 0.0, scenario.critic_devices or scenario.train_devices
         if scenario.has_critic:
@@ -328,10 +330,14 @@ class _Source:
 
 
 class _Environment:
-    """Agent loop with some generations, each followed by tools that take time."""
+    """Agent loop with some generations, each followed by tools that take time.
+
+    The controller then handles the completion; it handles one at a time.
+    """
 
     def __init__(self, costs: CostModel) -> None:
-        self._turns = costs.turns
+        self._turns, self._host_s = costs.turns, costs.host_completion_s
+        self._free_at = 0.0  # when the controller has handled all completions
         self._seconds = read_distribution(costs.environment_s, "environment_s")
         self._calls = 0
 
@@ -345,6 +351,10 @@ class _Environment:
             self._calls += 1
             if (seconds := self._seconds[self._calls]) > 0:
                 await asyncio.sleep(seconds)
+        if self._host_s:
+            now = asyncio.get_running_loop().time()
+            self._free_at = max(self._free_at, now) + self._host_s
+            await asyncio.sleep(self._free_at - now)
         return Trajectory(tuple(turns), "")
 
 

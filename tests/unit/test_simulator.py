@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ SCHEDULES = [
 LONG_TAIL = read_distribution("lognormal:50,1.0").tokens(2000)
 
 
-def priced(**costs: float) -> CostModel:
+def priced(**costs: Any) -> CostModel:
     return FREE.model_copy(update=costs)
 
 
@@ -62,6 +63,12 @@ def test_steps_within_inverts_burst(context_s: float) -> None:
     for steps in (1, 2, 17, 400):
         assert costs.steps_within(costs.burst_s(steps, 7, 900) * (1 - 1e-9), 7, 900) == steps
         assert costs.steps_within(costs.burst_s(steps, 7, 900) * (1 + 1e-9), 7, 900) == steps + 1
+
+
+def test_decode_step_is_interpolated_between_measured_points() -> None:
+    costs = priced(decode_points=((1, 0.5), (16, 0.8), (32, 1.2)), decode_context_s=0.001)
+    steps = [costs.burst_s(1, n, 100) for n in (1, 16, 24, 32, 64)]
+    assert steps == pytest.approx([0.6, 0.9, 1.1, 1.3, 1.3])
 
 
 def test_costs_are_equal_after_writing_and_reading(tmp_path: Path) -> None:
@@ -89,7 +96,8 @@ def test_fit_finds_the_costs_that_made_the_points() -> None:
     costs = CostModel(decode_step_s=2e-3, decode_sequence_s=3e-6, decode_context_s=4e-9)
     points = [(n, n * c, costs.burst_s(1, n, n * c)) for n in (1, 8, 64, 512) for c in (50, 900)]
     fit = fit_decode(points)
-    assert fit.coefficients == pytest.approx((2e-3, 3e-6, 4e-9))
+    expected = [2e-3 + 3e-6 * n for n in (1, 8, 64, 512)]
+    assert fit.coefficients == pytest.approx((*expected, 4e-9))
     assert fit.error_max < 1e-9
 
 
@@ -183,7 +191,7 @@ def test_hybrid_step_has_all_costs() -> None:
     )
     outcome = simulate(replace(SCENARIO, costs=costs, shared=True, train_devices=4))
     decode = costs.burst_s(50, 128, 128 * 100)
-    prefill, train = 16 * 100 * 1e-3, 1.0 + 128 * 150 * 1e-3 / 4
+    prefill, train = 16 * 100 * 1e-3, 1.0 + (16 * 100 + 128 * 50) * 1e-3 / 4
     assert outcome.step_s == pytest.approx(decode + prefill + train + 0.5 + 0.25 + 2 * 0.125)
 
 
@@ -237,6 +245,18 @@ def test_environment_latency_delays_a_synchronous_step() -> None:
     assert outcome.step_s == pytest.approx(2 * (5 + 3) + 2)
 
 
+def test_controller_delays_a_synchronous_step_by_all_of_its_completions() -> None:
+    busy = replace(SCENARIO, costs=PLAIN.model_copy(update={"host_completion_s": 0.01}), shared=True)
+    assert simulate(busy).step_s == pytest.approx(5 + 128 * 0.01 + 2)
+    ahead = replace(busy, schedule=AHEAD, shared=False)  # handles them while devices work
+    assert simulate(ahead).step_s == pytest.approx(2, rel=0.1)
+
+
+def test_prompt_is_trained_once_for_the_completions_of_its_group() -> None:
+    trained = replace(SCENARIO, costs=priced(train_token_s=1e-3), shared=True, prompt_tokens=70)
+    assert simulate(trained).train_s == pytest.approx((16 * 70 + 128 * 50) * 1e-3)
+
+
 def test_greedy_baseline_costs_generation_but_no_training() -> None:
     costs = priced(decode_sequence_s=1e-3, train_token_s=1e-3)
     plain = replace(SCENARIO, costs=costs, shared=True, prompt_tokens=10)
@@ -282,7 +302,8 @@ def test_pools_of_one_machine_slow_each_other_down() -> None:
 def test_training_of_long_rows_costs_more() -> None:
     costs, steps = priced(train_context_s=1e-6), read_distribution("list:10,190")
     long = simulate(replace(SCENARIO, costs=costs, lengths=steps, prompt_tokens=10, shared=True))
-    assert long.train_s == pytest.approx(128 * (20**2 + 200**2) / 4 * 1e-6, rel=0.1)
+    own = 128 * (10 * 10 + 10**2 / 2 + 10 * 190 + 190**2 / 2) / 2  # tokens before the own ones
+    assert long.train_s == pytest.approx((16 * 10**2 / 2 + own) * 1e-6, rel=0.1)
     assert long.train_s < 1.1 / limit_steps_per_s(replace(SCENARIO, costs=costs, lengths=steps))
 
 
