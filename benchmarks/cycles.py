@@ -7,8 +7,9 @@ workers and a reward process, trains, saves a checkpoint and ends. Cycles altern
 run and an overlapping asynchronous one, whose workers are threads. Every 50th has worker processes,
 with weights in shared memory or over TCP. Processes, threads, descriptors, listening sockets,
 shared memory and temporary files are counted after a warm-up and at the end. So are the bytes that
-the program has allocated and not freed: resident memory also has free gaps between them, which grow
-for some dozens of cycles without a leak.
+the C library has given out and not got back, without Python's small objects. Resident memory, which
+has no limit here, also has free gaps between them, which grow for some dozens of cycles without a
+leak.
 
 Exit code 1 if a limit is missed; results in benchmarks/results/cycles.json.
 """

@@ -222,6 +222,12 @@ def reliability() -> Figures:
     flat = {c["name"]: c["value"] for c in result("flat_memory")["checks"]}
     yield page, f"producers were {flat['producers faster than trainer, times']:.0f} times faster"
     yield page, f"grew by {flat['MB per minute: all processes']:.1f} MB per minute"
+    cycles = {c["name"]: c["value"] for c in result("cycles")["checks"]}
+    in_use, resident = (
+        cycles[f"growth of {name}, MB per 100 cycles"] * cycles["cycles"] / 100
+        for name in ("bytes in use", "resident memory")
+    )
+    yield page, f"{in_use:.2f} MB in use. Resident memory grew by {resident:.0f} MB"
 
 
 def others() -> Figures:
