@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.multiprocessing import spawn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1]))  # after PYTHONPATH, which may name a version
 from benchmarks.report import RESULTS, circumstances, command_line, write
 from paceline.algo.loss import PolicyLoss
 from paceline.algo.settings import AlgorithmSettings
