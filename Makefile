@@ -85,10 +85,10 @@ test-vllm: .venv-vllm/.others  ## vLLM on CPUs: contract suite and whole runs, a
 test-bench: .venv-trl/.ready  ## formulas, fields and one script against TRL: about three minutes
 	OMP_NUM_THREADS=1 .venv-trl/bin/python -m pytest $(ARGS) tests/bench
 
-test-track: .venv-track/.ready  ## trackers with their real packages, no network: half a minute
+test-track: .venv-track/.ready  ## trackers with their real packages, no network
 	.venv-track/bin/python -m pytest $(ARGS) tests/track
 
-test-environments: .venv-environments/.ready  ## adapters with the real libraries: two minutes
+test-environments: .venv-environments/.ready  ## adapters with the real libraries
 	.venv-environments/bin/python -m pytest $(ARGS) tests/environments
 
 test-browser: $(READY)  ## the page of a run in a headless Chromium: about 30 seconds

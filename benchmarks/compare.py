@@ -47,7 +47,9 @@ def steps() -> str:
         f"### GRPO step: Paceline and TRL {found['versions']['trl side']['trl']}\n\n"
         f"{source('vs_trl', found)} Run `benchmarks/install_trl.sh` first.\n\n"
         f"{found['work']}; {found['machine'].split(', load')[0]}. Both sides use the same weights, "
-        "prompts, reward and token limit. TRL runs tuned for speed and with its defaults.\n\n"
+        "prompts, reward and token limit. TRL runs tuned for speed and with its defaults. Paceline "
+        f"ran with transformers {found['versions']['paceline side']['transformers']}, TRL with "
+        f"{found['versions']['trl side']['transformers']}.\n\n"
         + table(("contender", "seconds per step", "vs. TRL tuned", "vs. TRL defaults"), rows)
     )
 
@@ -119,13 +121,13 @@ def script() -> str:
         (name, *(f"{f[part]:.{digits}f}" for part, digits in PARTS), f"{f['reward_last']:.2f}")
         for name, f in found["contenders"].items()
     ]
-    ratios = ", ".join(f"{found['ratios'][part]:.1f}×" for part, _ in PARTS)
+    whole, train, update = (f"{found['ratios'][part]:.1f}×" for part, _ in PARTS)
     return (
         f"### One GRPO script under both libraries\n\n{source('trl_script', found)} "
         "Run `benchmarks/install_trl.sh` first.\n\n"
         f"{found['work']}; {found['machine'].split(', load')[0]}. The script of "
         "[From TRL](trl.md), with TRL's imports and with those of `paceline.trl`. Speedup: "
-        f"{ratios}.\n\n"
+        f"script {whole}, `train()` {train}, update {update}.\n\n"
         + table(
             ("contender", "script, s", "`train()`, s", "update, s", "reward at the end"),
             rows,
@@ -142,8 +144,8 @@ def gpu() -> str:
     rows = [
         (
             load,
-            f"{modes['hybrid']['mean_s']:.3g}",
-            f"{modes['async']['mean_s']:.3g}",
+            f"{modes['hybrid']['mean_s']:#.3g}",
+            f"{modes['async']['mean_s']:#.3g}",
             f"{modes['hybrid']['mean_s'] / modes['async']['mean_s']:.2f}×",
         )
         for load, modes in loads.items()

@@ -7,13 +7,13 @@ workers and a reward process, trains, saves a checkpoint and ends. Cycles altern
 run and an overlapping asynchronous one, whose workers are threads. Every 50th has worker processes,
 with weights in shared memory or over TCP. Processes, threads, descriptors, listening sockets,
 shared memory and temporary files are counted after a warm-up and at the end. So are the bytes that
-the program has allocated and not freed: resident memory also has free gaps between them, which grow
-for some dozens of cycles without a leak.
+the C library has given out and not got back, without Python's small objects. Resident memory, which
+has no limit here, also has free gaps between them, which grow for some dozens of cycles without a
+leak.
 
 Exit code 1 if a limit is missed; results in benchmarks/results/cycles.json.
 """
 
-import argparse
 import ctypes
 import gc
 import os
@@ -32,8 +32,9 @@ import paceline
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.endurance import paced
-from benchmarks.endurance.checks import Check, as_json, circumstances, save, show
+from benchmarks.endurance.checks import Check, as_json, save, show
 from benchmarks.endurance.leftovers import Leftovers, descriptors, listening_sockets
+from benchmarks.report import circumstances, command_line
 
 WARM_UP = 4  # cycles: pools of threads and caches reach their size
 LEAK_MB = 1.0  # per 100 cycles
@@ -156,7 +157,7 @@ def _used_mb() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = command_line(__doc__)
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--processes-every", type=int, default=50, help="0: never")
     args = parser.parse_args()

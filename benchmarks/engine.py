@@ -7,7 +7,6 @@ contenders run interleaved in one program; results are medians of the rounds. Th
 is created by benchmarks/install_vllm.sh; without it, that column is left out.
 """
 
-import argparse
 import json
 import os
 import platform
@@ -31,11 +30,11 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.idle import wait_idle  # noqa: E402
 from benchmarks.models import SHAPE  # noqa: E402
+from benchmarks.report import RESULTS, command_line, origin, write  # noqa: E402
 from paceline.model.weights import DecoderWeights  # noqa: E402
 from paceline.rollout.native.engine import NativeEngine  # noqa: E402
 from paceline.types import Request, Sampling  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results" / "engine.json"
 SIZES = (16, 64, 256)
 PROMPT, NEW, LONGEST = 16, 64, 240
 TAIL_SLOTS, TAIL_SEQUENCES, TAIL_MEDIAN = 64, 512, 24
@@ -312,9 +311,7 @@ def show(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument(
         "--quick",
         action="store_true",
@@ -350,9 +347,7 @@ def main() -> None:
     show(speeds, ratios, memory, options.threads)
     if options.quick:
         return
-    report = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": time.strftime("%Y-%m-%d"),
+    report = origin() | {
         "cpu": processor(),
         "cores": os.cpu_count(),
         "threads": options.threads,
@@ -363,7 +358,7 @@ def main() -> None:
         "memory": memory,
         "rounds": rounds,
     }
-    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+    write(RESULTS / "engine.json", report)
 
 
 if __name__ == "__main__":

@@ -8,20 +8,17 @@ same batches; the environment runs in the controller, as by default. Nearly all 
 waiting, so the result depends little on the machine and its load, which the report states.
 """
 
-import argparse
 import asyncio
-import json
-import os
-import platform
 import random
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.report import RESULTS, circumstances, command_line, load_average, write
 from paceline.config import load_config
 from paceline.environment.protocol import Message, Reply
 from paceline.loop import Metrics
@@ -29,7 +26,6 @@ from paceline.rollout.engine import EngineStats
 from paceline.run import train
 from paceline.types import Group
 
-RESULTS = Path(__file__).parent / "results" / "environment_latency.json"
 MEAN_S, DEVIATION_S, TURNS = 1.0, 1.0, 3
 SHARED = ["groups_per_step=8", "group_size=4", "data.max_prompt_length=64", "save_samples=0"]
 STALENESS = 2  # of recipes/fully_async.toml
@@ -84,9 +80,7 @@ def measure(mode: str, steps: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--quick", action="store_true", help="few steps, no file written")
     quick = parser.parse_args().quick
     rows = {}
@@ -99,17 +93,9 @@ def main() -> None:
         )
         sys.stdout.flush()
     ratio = round(rows["async"]["steps_per_s"] / rows["sync"]["steps_per_s"], 2)
-    load = [round(value, 1) for value in os.getloadavg()]
-    sys.stdout.write(f"async / sync: {ratio} (load of {os.cpu_count()} cores: {load})\n")
+    sys.stdout.write(f"async / sync: {ratio} (load average {load_average()})\n")
     if not quick:
-        report = {
-            "command": "python benchmarks/environment_latency.py",
-            "date": date.today().isoformat(),
-            "machine": platform.machine(),
-            "python": platform.python_version(),
-        }
-        report |= {"cores": os.cpu_count() or 0, "load": load, **rows, "ratio": ratio}
-        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+        write(RESULTS / "environment_latency.json", circumstances() | rows | {"ratio": ratio})
 
 
 if __name__ == "__main__":

@@ -8,21 +8,19 @@ that find no engine with room wait. In "environment", each turn waits 60 s for i
 Compare the rows of a column: a constant cost per trajectory means that waiting is free.
 """
 
-import argparse
 import json
-import platform
 import sys
 import time
-from datetime import date
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.report import RESULTS, circumstances, command_line, write
 from paceline.schedule import ScheduleSettings
 from paceline.simulator.costs import CostModel
 from paceline.simulator.lengths import read_distribution
 from paceline.simulator.simulation import Scenario, simulate
 from paceline.types import OnSync
 
-RESULTS = Path(__file__).parent / "results" / "environment_load.json"
 GROUP_SIZE = 8
 WAITS = {"engine": "fixed:0", "environment": "fixed:60"}
 GROUPS = (32, 64, 128, 256, 512)  # in flight; the smallest have room on the engines
@@ -57,9 +55,7 @@ def measure(environment_s: str, groups: int, trajectories: int) -> dict[str, flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--quick", action="store_true", help="few trajectories, no file written")
     quick = parser.parse_args().quick
     results: dict[str, list[dict[str, float]]] = {}
@@ -71,14 +67,7 @@ def main() -> None:
             sys.stdout.write(f"{name}: {json.dumps(row)}\n")
             sys.stdout.flush()
     if not quick:
-        report = {
-            "command": "python benchmarks/environment_load.py",
-            "date": date.today().isoformat(),
-            "machine": platform.machine(),
-            "python": platform.python_version(),
-            **results,
-        }
-        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+        write(RESULTS / "environment_load.json", circumstances() | results)
 
 
 if __name__ == "__main__":

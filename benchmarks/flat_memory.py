@@ -12,7 +12,6 @@ time of the engine's process, which does not depend on other programs.
 Exit code 1 if a limit is missed; results in benchmarks/results/flat_memory.json.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -27,7 +26,8 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.endurance import paced
-from benchmarks.endurance.checks import Check, as_json, circumstances, save, show
+from benchmarks.endurance.checks import Check, as_json, save, show
+from benchmarks.report import circumstances, command_line
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 1.0  # MB per minute
@@ -139,7 +139,7 @@ def _lines(path: Path) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = command_line(__doc__)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--warm-up", type=float, default=1)
     args = parser.parse_args()

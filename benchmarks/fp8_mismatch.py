@@ -8,7 +8,6 @@ at temperature 1. A forward pass in float32 over the same tokens replaces the tr
 trainer / engine, which algorithm.correction bounds.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -21,6 +20,8 @@ from transformers import DynamicCache, PreTrainedModel
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.gpu_load import FP8_VARIANTS  # noqa: E402
+from benchmarks.report import command_line  # noqa: E402
 from paceline.algo.correction import OUTLIER_DIFF  # noqa: E402
 from paceline.model.fp8 import FP8, LARGEST, rounded  # noqa: E402
 from paceline.model.fp8_weights import fp8_weights  # noqa: E402
@@ -36,8 +37,6 @@ QUESTIONS = (
     "Explain why the sky is blue.",
     "Sort these numbers: 9, 2, 7, 5, 1.",
 )
-VARIANTS = {"auto": (False, False), "kv": (True, False), "weights": (False, True)}
-VARIANTS["kv and weights"] = (True, True)
 
 
 def sample(
@@ -118,7 +117,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("model")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
@@ -140,7 +139,7 @@ def main() -> None:
         compare_scales(model, requests)
         return
     results = {}
-    for name, (kv, quantized) in VARIANTS.items():
+    for name, (kv, quantized) in FP8_VARIANTS.items():
         results[name] = measure(model, requests, dtype, kv, quantized)
         print(f"{options.dtype}, FP8 {name}: {results[name]}", flush=True)
     if options.out:

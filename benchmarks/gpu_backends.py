@@ -7,11 +7,9 @@ weights in the shape of Qwen2.5-0.5B. Also measures offloading to host memory. M
 if megatron-core is not installed.
 """
 
-import argparse
 import copy
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -22,13 +20,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu_load import make_model  # noqa: E402
-from benchmarks.gpu_train import COMPLETION, PROMPT, make_batch, update  # noqa: E402
+from benchmarks.gpu_load import PROMPT, make_model  # noqa: E402
+from benchmarks.gpu_train import COMPLETION, make_batch, update  # noqa: E402
+from benchmarks.report import RESULTS, command_line, gpu_circumstances, write  # noqa: E402
 from paceline.training.engine import TrainEngine  # noqa: E402
 from paceline.training.fsdp import Fsdp  # noqa: E402
 from paceline.training.settings import TrainSettings  # noqa: E402
@@ -90,10 +88,8 @@ def offload(engine: TrainEngine) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_backends.json"
-    )
+    parser = command_line(__doc__)
+    parser.add_argument("--out", type=Path, default=RESULTS / "gpu_backends.json")
     options = parser.parse_args()
     torch.cuda.set_device(0)
     store = os.path.join(tempfile.mkdtemp(), "store")
@@ -103,14 +99,7 @@ def main() -> None:
     started = time.perf_counter()
     engines = make_engines()
     print(f"{', '.join(engines)}: built in {time.perf_counter() - started:.1f} s", flush=True)
-    results: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(),
-        "command": "python benchmarks/gpu_backends.py",
-        "date": time.strftime("%Y-%m-%d"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "transformers": transformers.__version__,
+    results = gpu_circumstances() | {
         "load": f"0.5B; {PROMPT}-token prompts, {COMPLETION}-token completions; bfloat16 matmuls, "
         f"float32 weights and AdamW; interleaved updates, medians of {ROUNDS}; "
         f"micro-batches of {SETTINGS.micro_batch_tokens} tokens",
@@ -119,10 +108,10 @@ def main() -> None:
     for name, rows in LOADS.items():
         results[name] = {"rows": rows, **measure(engines, rows)}
         print(name, json.dumps(results[name]), flush=True)
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
+        write(options.out, results)
     results["offload"] = {name: offload(engine) for name, engine in engines.items()}
     print("offload", json.dumps(results["offload"]), flush=True)
-    options.out.write_text(json.dumps(results, indent=1) + "\n")
+    write(options.out, results)
     dist.destroy_process_group()
 
 

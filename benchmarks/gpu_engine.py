@@ -7,9 +7,7 @@ Random weights in the shapes of Qwen2.5-0.5B and 1.5B, 128-token prompts, 512 ne
 on. The limits are those of memory bandwidth and the matmul rate.
 """
 
-import argparse
 import json
-import platform
 import statistics
 import sys
 import time
@@ -19,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 import triton
 from transformers import Qwen2ForCausalLM
 
@@ -27,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_load import (  # noqa: E402
+    FP8_VARIANTS,
     PROMPT,
     bandwidth,
     generate,
@@ -35,6 +33,7 @@ from benchmarks.gpu_load import (  # noqa: E402
     make_requests,
     matmul_rate,
 )
+from benchmarks.report import RESULTS, command_line, gpu_circumstances, write  # noqa: E402
 from paceline.model.fp8 import FP8  # noqa: E402
 from paceline.model.fp8_weights import fp8_weights  # noqa: E402
 from paceline.model.weights import DecoderWeights  # noqa: E402
@@ -45,13 +44,6 @@ SIGMA = np.log(8) / 2.3263  # lognormal whose 99th percentile is 8 times its med
 TAIL_MEDIAN, TAIL_SLOTS, TAIL_PROMPTS = 400, 256, 512
 # tokens/s of vLLM 0.24 with log-probs on, same GPU and load, measured 2026-11-15
 VLLM = {"0.5B": {64: 11e3, 256: 20e3, 512: 24e3}, "1.5B": {256: 22e3}}
-# FP8 of the KV cache and of the weights
-FP8_VARIANTS = {
-    "auto": (False, False),
-    "kv": (True, False),
-    "weights": (False, True),
-    "kv and weights": (True, True),
-}
 TARGETS = {"0.5B": {64: 35e3, 256: 100e3, 512: 150e3}, "1.5B": {256: 55e3}}
 
 
@@ -360,27 +352,18 @@ def profile(shape: str, n: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds, only the 0.5B shape")
     parser.add_argument("--profile", action="store_true", help="only profile by kernel")
     parser.add_argument("--fp8", action="store_true", help="only compare FP8 with bfloat16")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     name = "gpu_engine_fp8.json" if options.fp8 else "gpu_engine.json"
-    options.out = options.out or ROOT / "benchmarks" / "results" / name
+    options.out = options.out or RESULTS / name
     ceilings = bandwidth(), matmul_rate()
     torch.cuda.empty_cache()
-    results: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(),
-        "command": "python benchmarks/gpu_engine.py"
-        + " --fp8" * options.fp8
-        + " --quick" * options.quick,
-        "date": time.strftime("%Y-%m-%d"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
+    results = gpu_circumstances() | {
         "triton": triton.__version__,
-        "transformers": transformers.__version__,
         "bandwidth_TB_s": round(ceilings[0] / 1e12, 2),
         "matmul_TFLOP_s": round(ceilings[1] / 1e12),
         "load": f"{PROMPT}-token prompts, {NEW} new tokens, log-probs on, bfloat16, "
@@ -396,8 +379,7 @@ def main() -> None:
             flush=True,
         )
         torch.cuda.empty_cache()
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
+        write(options.out, results)
 
     if options.profile:
         record("profile", lambda: [profile("0.5B", 64), profile("0.5B", 512)])

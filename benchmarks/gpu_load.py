@@ -13,6 +13,14 @@ from paceline.rollout.native.engine import NativeEngine
 from paceline.types import Completion, Request, Sampling
 
 PROMPT = 128  # tokens
+VOCABULARY = 151936
+# FP8 of the KV cache and of the weights
+FP8_VARIANTS = {
+    "auto": (False, False),
+    "kv": (True, False),
+    "weights": (False, True),
+    "kv and weights": (True, True),
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "0.5B": {
         "hidden_size": 896,
@@ -37,7 +45,7 @@ def make_model(shape: str, dtype: torch.dtype = torch.bfloat16) -> Qwen2ForCausa
     with torch.device("cuda"):
         config = Qwen2Config(
             **SHAPES[shape],
-            vocab_size=151936,
+            vocab_size=VOCABULARY,
             tie_word_embeddings=True,
             max_position_embeddings=32768,
             bos_token_id=None,
@@ -50,7 +58,7 @@ def make_model(shape: str, dtype: torch.dtype = torch.bfloat16) -> Qwen2ForCausa
 
 
 def make_requests(lengths: list[int], round: int, **sampling: Any) -> list[Request]:
-    prompts = np.random.default_rng(round).integers(0, 151936, (len(lengths), PROMPT)).tolist()
+    prompts = np.random.default_rng(round).integers(0, VOCABULARY, (len(lengths), PROMPT)).tolist()
     return [
         Request(f"{round}-{i}", tuple(p), i, Sampling(n, **sampling))
         for i, (p, n) in enumerate(zip(prompts, lengths, strict=True))
@@ -100,6 +108,6 @@ def limit(shape: str, n: int, context: float, bytes_per_s: float, flops_per_s: f
     dim = s["hidden_size"] // s["num_attention_heads"]
     kv_width = s["num_key_value_heads"] * dim
     layer = s["hidden_size"] * (2 * s["hidden_size"] + 2 * kv_width + 3 * s["intermediate_size"])
-    weights = s["num_hidden_layers"] * layer + s["hidden_size"] * 151936
+    weights = s["num_hidden_layers"] * layer + s["hidden_size"] * VOCABULARY
     moved = 2 * weights + n * context * s["num_hidden_layers"] * 2 * kv_width * 2
     return n / max(moved / bytes_per_s, 2 * weights * n / flops_per_s)

@@ -8,24 +8,20 @@ Completions have 512 tokens each, or forced long-tailed lengths (lognormal, medi
 percentile 3200, at most 2048) that are the same in both modes.
 """
 
-import argparse
 import asyncio
 import itertools
 import json
 import logging
-import platform
 import random
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-import transformers
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,22 +29,17 @@ sys.path.insert(0, str(ROOT))
 
 import paceline.run  # noqa: E402
 from benchmarks.forced_lengths import forced_length, forcing_client  # noqa: E402
+from benchmarks.gpu_load import PROMPT, SHAPES, VOCABULARY  # noqa: E402
+from benchmarks.report import RESULTS, command_line, gpu_circumstances, read_metrics, write  # noqa: E402
 from paceline import generation  # noqa: E402
 from paceline.config import load_config  # noqa: E402
 from paceline.data.tiny import make_tokenizer  # noqa: E402
 from paceline.reward import verify  # noqa: E402
 from paceline.rollout.client import EngineClient  # noqa: E402
 
-PROMPT, NEW, LONGEST = 128, 512, 2048
+NEW, LONGEST = 512, 2048
 MEDIAN, P99 = 400, 3200
-SHAPE = {
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-}
+SHAPE = SHAPES["0.5B"] | {"vocab_size": VOCABULARY}
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -145,7 +136,7 @@ def measure(
     client = fixed_lengths(load == "long tail", config.rollout.max_response_length)
     with mock.patch.object(generation, "EngineClient", client):
         asyncio.run(paceline.run.train(config))
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(run_dir)
     warm_up = max(1, steps // 3)
     times = [
         after["wall_time_s"] - before["wall_time_s"] for before, after in itertools.pairwise(rows)
@@ -175,9 +166,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument(
         "--small", action="store_true", help="tiny model, to try the program on a CPU"
@@ -185,21 +174,13 @@ def main() -> None:
     parser.add_argument(
         "--set", action="append", default=[], help="additional setting of the runs, key=value"
     )
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_loop.json"
-    )
+    parser.add_argument("--out", type=Path, default=RESULTS / "gpu_loop.json")
     options = parser.parse_args()
     # a random model learns nothing, which the run would report as a warning
     logging.getLogger("paceline").setLevel(logging.ERROR)
     verify.IN_PROCESS["varied"] = varied
     paceline.run.save_checkpoint = no_checkpoint  # type: ignore[assignment]
-    results: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        "command": "python " + " ".join(sys.argv),
-        "date": time.strftime("%Y-%m-%d"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+    results: dict[str, Any] = gpu_circumstances() | {
         "load": "GRPO, 0.5B, 32 prompts x 8 completions, 128-token prompts, bfloat16 matmuls; "
         "mean of steady steps",
         "runs": [],
@@ -220,7 +201,7 @@ def main() -> None:
     }
     results["async_times_hybrid_target"] = {"long tail": 1.3}
     print(json.dumps(results["async_times_hybrid"]))
-    options.out.write_text(json.dumps(results, indent=1) + "\n")
+    write(options.out, results)
 
 
 if __name__ == "__main__":

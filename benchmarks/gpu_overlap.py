@@ -8,9 +8,7 @@ the GPU, then with the limit that overlap sets. The fractions are those of the s
 turns would reach a sum of 1.
 """
 
-import argparse
 import json
-import platform
 import sys
 import threading
 import time
@@ -25,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_load import PROMPT, make_model, make_requests  # noqa: E402
 from benchmarks.gpu_train import make_batch  # noqa: E402
+from benchmarks.report import RESULTS, command_line, gpu_circumstances, write  # noqa: E402
 from paceline.algo.loss import PolicyLoss  # noqa: E402
 from paceline.algo.settings import AlgorithmSettings  # noqa: E402
 from paceline.remote.host import SWITCH_S  # noqa: E402
@@ -91,11 +90,9 @@ def decode_rate(engine: NativeEngine, sequences: int, seconds: float, round: int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--seconds", type=float, default=1.2)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gpu_overlap.json")
+    parser.add_argument("--out", type=Path, default=RESULTS / "gpu_overlap.json")
     options = parser.parse_args()
     sys.setswitchinterval(SWITCH_S)  # as in a worker
     model = make_model("0.5B", torch.float32)
@@ -130,19 +127,14 @@ def main() -> None:
                 }
             )
             print(json.dumps(rows[-1]), flush=True)
-    result = {
-        "gpu": torch.cuda.get_device_name(),
-        "command": "python benchmarks/gpu_overlap.py",
-        "date": time.strftime("%Y-%m-%d"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
+    result = gpu_circumstances() | {
         "triton": triton.__version__,
         "load": "0.5B, updates of 50 x 640 tokens",
         "train_alone_tokens_per_s": round(train_alone),
         "decode_alone_tokens_per_s": {n: round(rate) for n, rate in alone.items()},
         "together": rows,
     }
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.out, result)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ lengths that the run of hybrid sync had. --small is a tiny model with few tokens
 on a CPU.
 """
 
-import argparse
 import asyncio
 import json
 import logging
@@ -28,7 +27,8 @@ sys.path.insert(0, str(ROOT))
 import paceline.run  # noqa: E402
 from benchmarks import gpu_loop  # noqa: E402
 from benchmarks.gpu_real import LOADS, Load, arithmetic  # noqa: E402
-from benchmarks.prediction import Row, compare, measure, predict, show, write  # noqa: E402
+from benchmarks.prediction import Row, add, compare, measure, predict, show  # noqa: E402
+from benchmarks.report import RESULTS, command_line  # noqa: E402
 from paceline import generation  # noqa: E402
 from paceline.config import RunConfig, load_config  # noqa: E402
 from paceline.inputs import load_inputs  # noqa: E402
@@ -39,7 +39,6 @@ from paceline.simulator.probe import probe  # noqa: E402
 from paceline.types import Role  # noqa: E402
 from paceline.workers.layout import plan_that_fits  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results" / "gpu_prediction.json"
 WARM_UP = 4  # steps, in which kernels are compiled and the pipeline fills
 AHEAD = ["schedule.max_staleness=2", "schedule.on_sync=swap"]
 MODES = {
@@ -92,15 +91,13 @@ def _lengths(load: Load, config: RunConfig) -> Distribution:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--loads", default="0.5b 512", help=f"of {', '.join(LOADS)}")
     parser.add_argument("--smollm", help="folder of SmolLM2-135M-Instruct")
     parser.add_argument("--gsm8k", type=Path, help="train.jsonl of GSM8K")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--small", action="store_true", help="tiny model, no file written")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=RESULTS / "gpu_prediction.json")
     options = parser.parse_args()
     logging.getLogger("paceline").setLevel(logging.ERROR)
     verify.IN_PROCESS["varied"] = gpu_loop.varied
@@ -120,7 +117,7 @@ def main() -> None:
             given += ["save_samples=8", *(SMALL if options.small else [])]
             rows += run(load, name, given, scratch)
             if not options.small:
-                write(options.out, rows, torch.cuda.get_device_name())
+                add(options.out, rows, torch.cuda.get_device_name())
     show(rows)
 
 

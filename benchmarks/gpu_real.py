@@ -14,13 +14,11 @@ for fully async. Every decode step reads all weights, and hybrid sync needs at l
 steps as the longest completion has tokens.
 """
 
-import argparse
 import asyncio
 import itertools
 import json
 import logging
 import math
-import platform
 import random
 import statistics
 import sys
@@ -32,7 +30,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,12 +38,12 @@ sys.path.insert(0, str(ROOT))
 import paceline.run  # noqa: E402
 from benchmarks import gpu_loop  # noqa: E402
 from benchmarks.gpu_load import bandwidth, matmul_rate  # noqa: E402
+from benchmarks.report import RESULTS, command_line, gpu_circumstances, read_metrics, write  # noqa: E402
 from paceline import generation  # noqa: E402
 from paceline.config import RunConfig, load_config  # noqa: E402
 from paceline.reward import verify  # noqa: E402
 from paceline.rollout.client import EngineClient  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results" / "gpu_real.json"
 WARM_UP = 3
 MOST_SLOTS = 1024
 MODES = {
@@ -183,8 +180,7 @@ def measure(load: Load, mode: str, by_hand: bool, given: list[str], limit: Limit
     begun = time.time()
     with mock.patch.object(generation, "EngineClient", client):
         asyncio.run(paceline.run.train(config))
-    lines = Path(config.run_dir, "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = read_metrics(config.run_dir)
     times = [b["wall_time_s"] - a["wall_time_s"] for a, b in itertools.pairwise(rows)]
     times, steady = times[WARM_UP - 1 :], rows[WARM_UP:]
     median = statistics.median(times)
@@ -231,9 +227,7 @@ def show(runs: list[Metrics]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--smollm", help="folder of SmolLM2-135M-Instruct")
     parser.add_argument("--gsm8k", type=Path, help="train.jsonl of GSM8K")
     parser.add_argument("--steps", type=int, default=24)
@@ -242,20 +236,13 @@ def main() -> None:
     parser.add_argument("--settings", default="auto,by hand")
     parser.add_argument("--small", action="store_true", help="tiny model, to try it on a CPU")
     parser.add_argument("--set", action="append", default=[], help="additional key=value")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=RESULTS / "gpu_real.json")
     options = parser.parse_args()
     logging.getLogger("paceline").setLevel(logging.ERROR)
     verify.IN_PROCESS["varied"] = gpu_loop.varied
     paceline.run.save_checkpoint = gpu_loop.no_checkpoint  # type: ignore[assignment]
-    gpu = torch.cuda.is_available()
-    rates = gpu_rates() if gpu else (1e10, 1e11)
-    results: Metrics = {
-        "gpu": torch.cuda.get_device_name() if gpu else "none",
-        "command": "python " + " ".join(sys.argv),
-        "date": time.strftime("%Y-%m-%d"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+    rates = gpu_rates() if torch.cuda.is_available() else (1e10, 1e11)
+    results: Metrics = gpu_circumstances() | {
         "bandwidth_TB_s": round(rates[0] / 1e12, 2),
         "matmul_TFLOP_s": round(rates[1] / 1e12),
         "runs": [],
@@ -291,7 +278,7 @@ def main() -> None:
                 )
                 results["runs"].append(run)
                 print(json.dumps(run), flush=True)
-                options.out.write_text(json.dumps(results, indent=1) + "\n")
+                write(options.out, results)
     show(results["runs"])
 
 

@@ -6,9 +6,7 @@ Measures updates (forward, backward, clipping, AdamW) over packed sequences of 1
 512-token completions, with random weights in the shapes of Qwen2.5-0.5B and 1.5B.
 """
 
-import argparse
 import json
-import platform
 import statistics
 import sys
 import time
@@ -18,13 +16,19 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 import triton
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu_load import bandwidth, make_model, matmul_rate  # noqa: E402
+from benchmarks.gpu_load import (  # noqa: E402
+    PROMPT,
+    VOCABULARY,
+    bandwidth,
+    make_model,
+    matmul_rate,
+)
+from benchmarks.report import RESULTS, command_line, gpu_circumstances, write  # noqa: E402
 from paceline.algo.loss import PolicyLoss  # noqa: E402
 from paceline.algo.settings import AlgorithmSettings  # noqa: E402
 from paceline.training.engine import TrainEngine  # noqa: E402
@@ -32,7 +36,7 @@ from paceline.training.settings import TrainSettings  # noqa: E402
 from paceline.training.single import SingleDevice  # noqa: E402
 from paceline.types import Batch  # noqa: E402
 
-PROMPT, COMPLETION, VOCABULARY = 128, 512, 151936
+COMPLETION = 512
 TARGET_FRACTION = 0.45
 
 
@@ -140,22 +144,13 @@ def profile(shape: str, micro: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--quick", action="store_true", help="only the 0.5B shape")
     parser.add_argument("--profile", action="store_true", help="only profile by kernel")
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_train.json"
-    )
+    parser.add_argument("--out", type=Path, default=RESULTS / "gpu_train.json")
     options = parser.parse_args()
-    results: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(),
-        "command": "python benchmarks/gpu_train.py" + " --quick" * options.quick,
-        "date": time.strftime("%Y-%m-%d"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
+    results = gpu_circumstances() | {
         "triton": triton.__version__,
-        "transformers": transformers.__version__,
         "bandwidth_TB_s": round(bandwidth() / 1e12, 2),
         "matmul_TFLOP_s": round((rate := matmul_rate()) / 1e12),
         "load": f"{PROMPT}-token prompts, {COMPLETION}-token completions, bfloat16 matmuls, "
@@ -168,8 +163,7 @@ def main() -> None:
         results[name] = work()
         print(name, json.dumps(results[name]), flush=True)
         torch.cuda.empty_cache()
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
+        write(options.out, results)
 
     if not options.profile:
         record("packed", lambda: measure("0.5B", rate, 256, 32768))

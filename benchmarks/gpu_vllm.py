@@ -3,15 +3,14 @@
     python benchmarks/gpu_vllm.py [--out benchmarks/results/gpu_vllm.json]
 
 Measures the weight transfer by CUDA IPC, the time to sleep and wake, the memory of each phase of a
-hybrid run, and the difference of the log-probs from a float32 forward pass. Random weights in the
-shape of Qwen2.5-0.5B.
+hybrid run, and the difference of the log-probs from a float32 forward pass. Times are medians.
+Random weights in the shape of Qwen2.5-0.5B.
 """
 
-import argparse
 import asyncio
 import json
 import logging
-import platform
+import statistics
 import sys
 import tempfile
 import time
@@ -26,7 +25,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import paceline.run  # noqa: E402
+from benchmarks.gpu_load import PROMPT  # noqa: E402
 from benchmarks.gpu_loop import make_model, make_prompts, no_checkpoint  # noqa: E402
+from benchmarks.report import RESULTS, command_line, gpu_circumstances, read_metrics, write  # noqa: E402
 from paceline.config import RunConfig, load_config  # noqa: E402
 from paceline.remote.process import ProcessWorker  # noqa: E402
 from paceline.rollout.client import EngineClient  # noqa: E402
@@ -36,7 +37,6 @@ from paceline.types import Completion, Request, Role, Sampling  # noqa: E402
 from paceline.workers.build import build_parts  # noqa: E402
 
 TARGETS = {"sync_s": 0.5, "sleep_and_wake_s": 2.0}
-PROMPT = 128
 STEPS = 5
 
 
@@ -140,7 +140,7 @@ async def sync(config: RunConfig, model: str, directory: Path) -> dict[str, Any]
         "start_s": round(ready_s, 1),
         "publish_s": [round(p, 4) for p, _ in times],
         "load_s": [round(loaded, 4) for _, loaded in times],
-        "sync_s": round(min(p + loaded for p, loaded in times[1:]), 4),
+        "sync_s": round(statistics.median(p + loaded for p, loaded in times[1:]), 4),
         "sync_max_s": round(max(p + loaded for p, loaded in times[1:]), 4),
         "versions": sorted(versions),
         "logprob_diff_to_float32_transformers": logprob_diff(reference, requests, completions),
@@ -155,10 +155,7 @@ def hybrid(config: RunConfig) -> dict[str, Any]:
     """
     paceline.run.save_checkpoint = no_checkpoint  # type: ignore[assignment]
     summary = asyncio.run(paceline.run.train(config))
-    rows = [
-        json.loads(line)
-        for line in (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()
-    ]
+    rows = read_metrics(config.run_dir)
     shown = (
         "time/wait_s",
         "time/train_s",
@@ -206,7 +203,7 @@ def sleep(config: RunConfig, model: str) -> dict[str, Any]:
     return {
         "sleep_s": [round(s, 4) for s, _, _ in times],
         "wake_s": [round(w, 4) for _, w, _ in times],
-        "sleep_and_wake_s": round(min(s + w for s, w, _ in times), 4),
+        "sleep_and_wake_s": round(statistics.median(s + w for s, w, _ in times), 4),
         "freed_GiB": round(times[-1][2] / 2**30, 2),
         "same_completions": same,
     }
@@ -231,24 +228,15 @@ def _used() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument(
         "--small", action="store_true", help="tiny model, to try the program on a CPU"
     )
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_vllm.json"
-    )
+    parser.add_argument("--out", type=Path, default=RESULTS / "gpu_vllm.json")
     options = parser.parse_args()
     # a random model learns nothing, which the run would report as a warning
     logging.getLogger("paceline").setLevel(logging.ERROR)
-    results: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        "command": "python " + " ".join(sys.argv),
-        "date": time.strftime("%Y-%m-%d"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
+    results = gpu_circumstances() | {
         "vllm": check_vllm(),
         "targets": TARGETS,
     }
@@ -269,8 +257,7 @@ def main() -> None:
             except Exception as error:  # the other parts are still measured
                 results[name] = {"failed": f"{type(error).__name__}: {error}"[:3000]}
             print(json.dumps({name: results[name]}, indent=1), flush=True)
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(results, indent=1) + "\n")
+            write(options.out, results)
 
 
 if __name__ == "__main__":

@@ -3,34 +3,31 @@
     python benchmarks/hybrid_ranks.py
 
 Two FSDP ranks train in both cases. In the second, one engine takes all requests, as before every
-rank had an engine. Runs alternate, medians are compared, and the result is a ratio of one run. Two
+rank had an engine. Runs alternate; the result is the ratio of the medians of three runs. Two
 models: 25M parameters with 128 completions of 32 tokens, and 0.8M with 128 completions of 128
 tokens, whose decode steps mostly consist of the cost of starting operations. Slots are automatic:
 at most 64 per engine for the larger model, and 256 for the smaller.
 """
 
-import argparse
 import asyncio
-import json
 import logging
 import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.models import bench_model
+from benchmarks.report import RESULTS, circumstances, command_line, read_metrics, write
 from paceline import generation
 from paceline.config import load_config
 from paceline.remote.worker import Worker
 from paceline.run import train
 from paceline.workers.engines import engine_workers
 
-RESULTS = Path(__file__).parent / "results" / "hybrid_ranks.json"
 SHAPE_25M = {
     "hidden_size": 512,
     "intermediate_size": 1536,
@@ -63,8 +60,7 @@ def measure(model: str, ranks: int, settings: list[str]) -> dict[str, float]:
         chosen = first_engine if ranks == 1 else engine_workers
         with mock.patch.object(generation, "engine_workers", chosen):
             asyncio.run(train(config))
-        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-        rows: list[dict[str, Any]] = [json.loads(line) for line in lines][1:]  # warm-up
+        rows = read_metrics(folder)[1:]  # after the warm-up
     seconds = sum(row["time/wait_s"] for row in rows)
     tokens = sum(row["rollout/tokens"] for row in rows)
     return {"tokens_per_s": tokens / seconds, "engines": rows[0]["fleet/engines"]}
@@ -95,14 +91,14 @@ def compare(load: str, repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     # a random model earns no reward, which the run would report as a warning
     logging.getLogger("paceline").setLevel(logging.ERROR)
     found = {load: compare(load, options.repeats) for load in LOADS}
-    result = {"date": date.today().isoformat(), "limit": "2.0 (two cores)", **found}
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    report = circumstances() | {"limit": "2.0 (two cores)"} | found
+    write(RESULTS / "hybrid_ranks.json", report)
     print("| model | one rank | two ranks | ratio | limit |\n|---|---|---|---|---|")
     for load, row in found.items():
         one, two = (statistics.median(row[f"{n}_tokens_per_s"]) for n in ("one_rank", "two_ranks"))

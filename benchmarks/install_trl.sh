@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs TRL in a separate virtual environment (.venv-trl) for benchmarks/vs_trl.py.
+# Installs TRL in a separate virtual environment (.venv-trl) for benchmarks/vs_trl.py,
+# benchmarks/trl_script_time.py and `make test-bench`.
 # torch is installed and pinned first, so that TRL's dependencies cannot change its version.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -15,12 +15,9 @@ The workers are threads of this process, so that they can be switched here; with
 made threads too. Exit code 1 if the ledger or the trace costs more than the limit of 2 %.
 """
 
-import argparse
 import asyncio
 import json
 import logging
-import os
-import platform
 import random
 import sys
 import tempfile
@@ -28,7 +25,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import date
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -37,6 +33,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.report import RESULTS, circumstances, command_line, device, machine, write
 from paceline.config import load_config
 from paceline.observe.recorder import Recorder
 from paceline.observe.recording import Recording
@@ -46,7 +44,6 @@ from paceline.run import train
 from paceline.timeline import Timeline
 from paceline.workers.local import LocalCluster
 
-RESULTS = Path(__file__).parent / "results" / "instrumentation_cost.json"
 LIMIT = 0.02
 MODES = {
     "hybrid sync": [],
@@ -220,20 +217,16 @@ def measure(model: str, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=120)
     parser.add_argument("--model", default="tiny")
     args = parser.parse_args()
     logging.getLogger("paceline").setLevel(logging.ERROR)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     # Without dedicated GPUs, the only worker is a thread of this process.
     with mock.patch.object(LocalCluster, "gpus", lambda *_: []):
         found = measure(args.model, args.rounds)
-    report = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": date.today().isoformat(),
-        "machine": f"{device}, {os.cpu_count()} cores, {platform.machine()}",
-        "load_average": [round(load, 1) for load in os.getloadavg()],
+    report = circumstances() | {
+        "machine": f"{device()}, {machine()}",
         "versions": {"torch": torch.__version__},
         "model": args.model,
         "rounds": args.rounds,
@@ -241,9 +234,9 @@ def main() -> None:
         "limit": LIMIT,
         "modes": found,
     }
-    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+    write(RESULTS / "instrumentation_cost.json", report)
     worst = max(cost["cost"] for mode in found.values() for cost in mode["cost"].values())
-    print(f"highest cost {worst:.1%}, limit {LIMIT:.0%}; written to {RESULTS}")
+    print(f"highest cost {worst:.1%}, limit {LIMIT:.0%}")
     sys.exit(worst > LIMIT)
 
 

@@ -10,15 +10,13 @@ Writes benchmarks/results/learning.json and the plot docs/images/learning.svg: r
 cost of staleness) and reward by wall time (the gain). Needs matplotlib (extra `bench`).
 """
 
-import argparse
 import asyncio
-import json
 import math
 import platform
 import random
 import statistics
+import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,14 +26,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import paceline.run
+from benchmarks.report import RESULTS, command_line, origin, read_metrics, write
 from paceline import generation
 from paceline.config import load_config
 from paceline.reward.reward import Reward, open_reward
 from paceline.types import Prompt, Trajectory
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "learning.json"
 PLOT = ROOT / "docs" / "images" / "learning.svg"
 
 COMMON = [
@@ -86,7 +85,7 @@ def learn(case: str, seed: int, steps: int, run_dir: Path) -> list[tuple[float, 
     """Return seconds since the begin of the first step and the mean reward, for every step."""
     settings = [*COMMON, *CASES[case], f"seed={seed}", f"steps={steps}", f"run_dir={run_dir}"]
     asyncio.run(paceline.run.train(load_config(None, settings)))
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(run_dir)
     begin = (
         rows[0]["wall_time_s"]
         - rows[0]["time/wait_s"]
@@ -97,9 +96,7 @@ def learn(case: str, seed: int, steps: int, run_dir: Path) -> list[tuple[float, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument(
         "--quick", action="store_true", help="one seed, few steps, no files written"
     )
@@ -115,7 +112,7 @@ def main() -> None:
     report = summarize(curves, steps)
     show(report)
     if not options.quick:
-        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+        write(RESULTS / "learning.json", report)
         plot(curves)
 
 
@@ -136,9 +133,7 @@ def summarize(curves: dict[str, list[list[tuple[float, float]]]], steps: int) ->
             "seconds": statistics.median(run[-1][0] for run in runs),
             "seconds_to_0.9": statistics.median(_reaches(run, 0.9) for run in runs),
         }
-    return {
-        "command": "python benchmarks/learning.py",
-        "date": time.strftime("%Y-%m-%d"),
+    return origin() | {
         "machine": f"{torch.get_num_threads()} cores, {platform.machine()}; "
         f"torch {torch.__version__}",
         "work": f"GRPO on reverse:5, 16 prompts x 8 completions per step, {steps} steps, "

@@ -9,15 +9,13 @@ depend little on what else the machine does. A label keeps the rows of other
 versions, which run the same script with another PYTHONPATH.
 """
 
-import argparse
 import asyncio
 import json
-import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +24,8 @@ import torch.distributed as dist
 from torch.multiprocessing import spawn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+sys.path.append(str(Path(__file__).parents[1]))  # after PYTHONPATH, which may name a version
+from benchmarks.report import RESULTS, circumstances, command_line, write
 from paceline.algo.loss import PolicyLoss
 from paceline.algo.settings import AlgorithmSettings
 from paceline.remote.peak import take_peak_memory
@@ -34,7 +34,6 @@ from paceline.training.fsdp import Fsdp
 from paceline.training.settings import TrainSettings
 from paceline.types import Batch
 
-RESULTS = Path(__file__).parent / "results" / "loading.json"
 RANKS = 2
 SHAPE = {
     "vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16,
@@ -98,7 +97,7 @@ def run_rank(rank: int, path: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--label", default="now", help="name of the row in the results")
     parser.add_argument("--folder", help="where to write the model and the checkpoint")
     options = parser.parse_args()
@@ -109,18 +108,16 @@ def main() -> None:
         del model
         spawn(run_rank, (folder,), nprocs=RANKS)
         ranks = [json.loads(Path(folder, f"rank{n}.txt").read_text()) for n in range(RANKS)]
-    old = json.loads(RESULTS.read_text()).get("rows", {}) if RESULTS.exists() else {}
-    result = {
-        "command": "python benchmarks/loading.py --folder /dev/shm",
-        "date": date.today().isoformat(),
-        "machine": f"{os.cpu_count()} cores, {os.uname().machine}",
+    path = RESULTS / "loading.json"
+    old = json.loads(path.read_text())["rows"] if path.exists() else {}
+    result = circumstances() | {
         "versions": {"torch": torch.__version__},
         "ranks": RANKS,
         "model_mb": sum(sizes) / 1e6,
         "largest_tensor_mb": max(sizes) / 1e6,
         "rows": old | {options.label: ranks},
     }
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    write(path, result)
     print(json.dumps(result, indent=1))
 
 

@@ -9,15 +9,12 @@ hybrid sync modes: in the long tail few sequences are left, and a second thread 
 up.
 """
 
-import argparse
 import asyncio
-import json
 import logging
 import platform
 import statistics
 import sys
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,8 +32,8 @@ from paceline.config import RunConfig, load_config
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.forced_lengths import forced_length, forcing_client
 from benchmarks.models import bench_model
+from benchmarks.report import RESULTS, command_line, origin, read_metrics, write
 
-RESULTS = Path(__file__).parent / "results" / "modes.json"
 CAP = 512
 Lengths = tuple[int, int]  # median and p99 of completions
 MAIN: Lengths = (40, 320)
@@ -84,10 +81,7 @@ def length_of(lengths: Lengths, request_id: str) -> int:
 
 def measure(config: RunConfig, warm_up: int) -> dict[str, float]:
     summary = asyncio.run(paceline.run.train(config))
-    rows = [
-        json.loads(line)
-        for line in (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()
-    ]
+    rows = read_metrics(config.run_dir)
     steady = rows[warm_up:]
     seconds = steady[-1]["wall_time_s"] - rows[warm_up - 1]["wall_time_s"]
     return {
@@ -102,9 +96,7 @@ def measure(config: RunConfig, warm_up: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument(
         "--quick", action="store_true", help="one short repetition, no file written"
     )
@@ -122,7 +114,7 @@ def main() -> None:
         other = summarize(lengths, compare(lengths, 1, steps, warm_up))
         show(other)
         report["other_lengths"].append({name: other[name] for name in ("work", "modes")})
-    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+    write(RESULTS / "modes.json", report)
 
 
 def compare(
@@ -156,9 +148,7 @@ def summarize(lengths: Lengths, runs: dict[str, list[dict[str, float]]]) -> dict
     )
     for metrics in modes.values():
         metrics["ratio"] = metrics["tokens_per_s"] / base
-    return {
-        "command": " ".join(["python", *sys.argv]),
-        "date": time.strftime("%Y-%m-%d"),
+    return origin() | {
         "machine": f"{torch.get_num_threads()} cores, {platform.machine()}",
         "versions": {
             "python": platform.python_version(),

@@ -12,19 +12,16 @@ other rows of the result. --quick has a few steps of one distribution and writes
 On a GPU, benchmarks/gpu_prediction.py does the same with other loads and modes.
 """
 
-import argparse
 import asyncio
 import json
 import logging
 import math
 import os
-import platform
 import random
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,8 +42,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.forced_lengths import forcing_client
 from benchmarks.models import bench_model
 from benchmarks.modes import COMMON, MAIN, MODES, OTHERS, Lengths, length_of
+from benchmarks.report import (
+    RESULTS,
+    command_line,
+    load_average,
+    machine,
+    origin,
+    read_metrics,
+    write,
+)
 
-RESULTS = Path(__file__).parent / "results" / "prediction.json"
 COMPARED = ("hybrid sync, one thread", "one step off", "fully async")
 AIM = 0.10  # largest relative error
 STEPS, WARM_UP = 24, 6
@@ -76,8 +81,7 @@ def predict(config: RunConfig, found: Probe, lengths: Distribution) -> Outcome:
 def measure(config: RunConfig, warm_up: int) -> Row:
     """Run the recipe; return its steps per second and the mean parts of a step."""
     asyncio.run(train(config))
-    lines = (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = read_metrics(config.run_dir)
     steady = rows[warm_up:]
     seconds = steady[-1]["wall_time_s"] - rows[warm_up - 1]["wall_time_s"]
     means = {part: statistics.mean(row[f"time/{part}_s"] for row in steady) for part in PARTS}
@@ -153,25 +157,21 @@ def fastest(rows: Sequence[Row], kind: str) -> str:
     return str(max(rows, key=lambda row: float(row[kind]["steps_per_s"]))["mode"])
 
 
-def write(path: Path, rows: Sequence[Row], machine: str) -> None:
-    """Write the rows, and keep those of other loads that are in the file."""
+def add(path: Path, rows: Sequence[Row], device: str) -> None:
+    """Add the rows to the file in place of earlier ones of the same loads."""
     loads = {row["load"] for row in rows}
     earlier = json.loads(path.read_text())["rows"] if path.exists() else []
-    report = {
-        "command": " ".join(["python", *sys.argv]),
-        "machine": machine,
-        "date": date.today().isoformat(),
-        "load_average": [round(load, 1) for load in os.getloadavg()],
+    report = origin() | {
+        "machine": device,
+        "load_average": load_average(),
         "torch": torch.__version__,
         "rows": [*(row for row in earlier if row["load"] not in loads), *rows],
     }
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    write(path, report)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--lengths", help="only this distribution: median,p99")
     parser.add_argument("--quick", action="store_true", help="few steps, no file written")
     options = parser.parse_args()
@@ -185,7 +185,7 @@ def main() -> None:
     for found in run(all_lengths, *((8, 3) if options.quick else (STEPS, WARM_UP))):
         rows += found
         if not options.quick:
-            write(RESULTS, found, f"{os.cpu_count()} cores, {platform.machine()}")
+            add(RESULTS / "prediction.json", found, machine())
     show(rows)
 
 

@@ -21,6 +21,8 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.gpu_load import SHAPES, VOCABULARY  # noqa: E402
+from benchmarks.report import command_line  # noqa: E402
 from paceline.model.engine_weights import engine_weights  # noqa: E402
 from paceline.model.loading import load_model  # noqa: E402
 from paceline.rollout.native.engine import NativeEngine  # noqa: E402
@@ -30,10 +32,7 @@ SMALL = {
     "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8,
     "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 4096,
 }  # fmt: skip
-QWEN_05B = {
-    "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-    "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151_936,
-}  # fmt: skip
+QWEN_05B = SHAPES["0.5B"] | {"vocab_size": VOCABULARY}
 
 
 def open_model(path: str | None, device: torch.device) -> PreTrainedModel:
@@ -77,9 +76,7 @@ def converse(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--model", help="directory or Hugging Face model ID")
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--conversations", type=int, default=8, help="at the same time")

@@ -21,23 +21,21 @@ rows share the rest, and nothing is tuned per row:
 - An eighth of the GPUs and of the batch is simulated: as many completions per GPU take as long.
 """
 
-import argparse
-import json
 import sys
 from dataclasses import asdict, dataclass, replace
-from datetime import date
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.report import RESULTS, command_line, origin, write
 from paceline.schedule import ScheduleSettings
 from paceline.simulator.costs import CostModel
 from paceline.simulator.lengths import read_distribution
 from paceline.simulator.simulation import Scenario, simulate
 from paceline.types import OnSync
 
-RESULTS = Path(__file__).parent / "results" / "published.json"
 SCALE = 8
 STEPS = 8  # measured, after those in which the pipeline fills
 GROUP_SIZE = 16
@@ -132,10 +130,7 @@ def predict(row: Row) -> dict[int, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.parse_args()
+    command_line(__doc__).parse_args()
     table = Table(box=None, padding=(0, 2, 0, 0))
     columns = ("system", "model", "GPUs", "completions", "cap", "stale ≤", "published")
     for column in (*columns, "predicted, published split", "predicted, best split"):
@@ -151,9 +146,7 @@ def main() -> None:
         ratios = (as_published, f"{found[best]:.2f} ({best}:{8 - best})")
         table.add_row(row.system, f"{row.billions:g}B", *map(str, numbers), *ratios)
     Console(width=110).print(table)
-    command = " ".join(["python", *sys.argv])
-    report = {"command": command, "date": date.today().isoformat(), "rows": results}
-    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+    write(RESULTS / "published.json", origin() | {"rows": results})
 
 
 if __name__ == "__main__":

@@ -7,21 +7,19 @@ max_staleness 2, lengths lognormal with a median of 500 and a p99 of 10 times th
 on 1,000 shared devices. The limit is 60 s each.
 """
 
-import argparse
 import json
-import platform
 import sys
 import time
-from datetime import date
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.report import RESULTS, circumstances, command_line, write
 from paceline.schedule import ScheduleSettings
 from paceline.simulator.costs import CostModel
 from paceline.simulator.lengths import read_distribution
 from paceline.simulator.simulation import Scenario, simulate
 from paceline.types import OnSync
 
-RESULTS = Path(__file__).parent / "results" / "simulator.json"
 MODES = {
     "hybrid sync": {"schedule": ScheduleSettings(), "shared": True, "engines": 1000},
     "fully async": {
@@ -32,9 +30,7 @@ MODES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--quick", action="store_true", help="5 steps, no file written")
     steps = 5 if parser.parse_args().quick else 100
     results = {}
@@ -60,14 +56,7 @@ def main() -> None:
         sys.stdout.write(f"{mode}, {steps} steps: {json.dumps(results[mode])}\n")
         sys.stdout.flush()
     if steps == 100:
-        report = {
-            "command": "python benchmarks/simulator.py",
-            "date": date.today().isoformat(),
-            "machine": platform.machine(),
-            "python": platform.python_version(),
-            **results,
-        }
-        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+        write(RESULTS / "simulator.json", circumstances() | results)
 
 
 if __name__ == "__main__":

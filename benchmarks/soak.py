@@ -16,7 +16,6 @@ completion, so that a step takes about a second as with a larger model.
 Exit code 1 if a limit is missed; results in benchmarks/results/soak_local.json or soak_ray.json.
 """
 
-import argparse
 import json
 import os
 import random
@@ -36,10 +35,11 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.endurance import paced
-from benchmarks.endurance.checks import Check, as_json, circumstances, save, show
+from benchmarks.endurance.checks import Check, as_json, save, show
 from benchmarks.endurance.faults import FAULTS, LOCAL, Fault, Victims
 from benchmarks.endurance.leftovers import Leftovers
 from benchmarks.endurance.nodes import Nodes, two_nodes
+from benchmarks.report import circumstances, command_line
 
 ROOT = Path(__file__).parents[1]
 REWARD_S = 0.007
@@ -283,7 +283,7 @@ def lost_and_twice(run_dir: Path) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = command_line(__doc__)
     parser.add_argument("--ray", action="store_true")
     parser.add_argument("--minutes", type=float, default=15)
     parser.add_argument("--every", type=float, nargs="+", default=[25, 60], metavar="SECONDS")

@@ -11,11 +11,11 @@ Each command updates its part of benchmarks/results/stability.json and the plot
 docs/images/stability.svg. Needs matplotlib (extra `bench`).
 """
 
-import argparse
 import asyncio
 import json
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -25,12 +25,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import paceline.run
+from benchmarks.report import RESULTS, command_line, origin, read_metrics
 from paceline.config import load_config
 from paceline.errors import PacelineError
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "stability.json"
+FILE = RESULTS / "stability.json"
 PLOT = ROOT / "docs" / "images" / "stability.svg"
 SEEDS = (0, 1, 2)
 WINDOW = 25  # steps of a mean: single batches of 16 prompts vary by 0.04
@@ -83,7 +85,7 @@ def learn(case: Case, seed: int, run_dir: Path) -> dict[str, Any]:
         asyncio.run(paceline.run.train(load_config(recipe, settings)))
     except PacelineError as found:
         error = str(found)
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(run_dir)
     log = (run_dir / "logs" / "main.log").read_text().splitlines()
     means = smooth([row["reward/mean"] for row in rows])
     best, fall = means[0], 0.0
@@ -115,8 +117,7 @@ def measure(cases: dict[str, Case], seeds: tuple[int, ...]) -> dict[str, Any]:
         for number, (name, case) in enumerate(cases.items()):
             runs[name] = [learn(case, seed, Path(scratch) / f"{number}-{seed}") for seed in seeds]
             print(name, *((run["end"], run["best"], run["fall"]) for run in runs[name]), flush=True)
-    return {
-        "date": time.strftime("%Y-%m-%d"),
+    return origin() | {
         "machine": f"{torch.get_num_threads()} cores, {platform.machine()}; "
         f"torch {torch.__version__}",
         "minutes": round((time.perf_counter() - begin) / 60, 1),
@@ -171,9 +172,7 @@ def plot(report: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--quick", action="store_true", help="one seed, 30 steps, no files")
     options = parser.parse_args()
@@ -183,11 +182,9 @@ def main() -> None:
     part = measure(cases, seeds)
     show(options.command, part["runs"])
     if not options.quick:
-        report = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        report |= {
-            options.command: {"command": f"python benchmarks/stability.py {options.command}"} | part
-        }
-        RESULTS.write_text(json.dumps(report) + "\n")
+        report = json.loads(FILE.read_text()) if FILE.exists() else {}
+        report[options.command] = part
+        FILE.write_text(json.dumps(report) + "\n")
         plot(report)
 
 

@@ -9,9 +9,7 @@ or one copy into and out of shared memory. Both run interleaved in the same proc
 medians.
 """
 
-import argparse
 import asyncio
-import json
 import os
 import platform
 import socket
@@ -29,6 +27,7 @@ from rich.table import Table
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.report import RESULTS, command_line, origin, write
 from paceline.remote.message import Deferred
 from paceline.remote.process import ProcessWorker
 from paceline.rollout.service import RolloutService
@@ -38,7 +37,6 @@ from paceline.sync.stream import Stream
 from paceline.sync.transport import SOURCE, TARGET, WeightSource
 from paceline.workers.local import available_cores
 
-RESULTS = Path(__file__).parent / "results" / "sync.json"
 TRANSPORTS: dict[str, Any] = {
     "shared memory": SharedMemory,
     "stream": Stream,
@@ -253,9 +251,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
             row["each_added_engine_s"] = (row["live_s"] - first["live_s"]) / (
                 row["engines"] - first["engines"]
             )
-    return {
-        "command": "python benchmarks/sync.py",
-        "date": time.strftime("%Y-%m-%d"),
+    return origin() | {
         "machine": f"{len(available_cores())} cores, {platform.machine()}",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "rows": rows,
@@ -297,9 +293,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--quick", action="store_true", help="100 MB only, no file written")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
@@ -316,7 +310,7 @@ def main() -> None:
     report = summarize(rows)
     show(report)
     if not options.quick:
-        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+        write(RESULTS / "sync.json", report)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ if matplotlib is installed, docs/images/teach_TASK.svg.
 import argparse
 import itertools
 import json
-import platform
 import shutil
 import statistics
 import sys
@@ -32,9 +31,9 @@ sys.path.insert(0, str(ROOT))
 import paceline  # noqa: E402
 import paceline.run  # noqa: E402
 from benchmarks.gpu_loop import no_checkpoint  # noqa: E402
+from benchmarks.report import RESULTS, command_line, device, origin, write  # noqa: E402
 from benchmarks.teach_tasks import TASKS, Rows, Task, examples, read  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
 MODES: dict[str, dict[str, Any]] = {
     "hybrid": {"schedule.max_staleness": 0},
@@ -162,9 +161,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("--model", required=True)
     parser.add_argument("--name", help="name of the model in the results; default: its folder")
@@ -186,12 +183,10 @@ def main() -> None:
 
     task = TASKS[options.task]
     data = read(task, options.train, options.test, options.limit)
-    gpu = torch.cuda.is_available()
     result: dict[str, Any] = {
         "name": f"{options.name or Path(options.model).name}, {options.task}",
-        "command": "python " + " ".join(sys.argv),
-        "date": time.strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name() if gpu else platform.machine(),
+        **origin(),
+        "device": device(),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "settings": task.settings | (task.cpu if options.cpu else {}),
         "held_out": len(data[1]),
@@ -210,7 +205,7 @@ def main() -> None:
         ):
             result["runs"].append(run(options, mode, seed, data))
             print(json.dumps(result["runs"][-1]), flush=True)
-            out.write_text(json.dumps(result, indent=1) + "\n")
+            write(out, result)
     show(result["runs"])
     plot(result, IMAGES / f"{out.stem}.svg" if out.parent == RESULTS else out.with_suffix(".svg"))
 

@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, TrainerCallback
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.teach import RESULTS  # noqa: E402
+from benchmarks.report import RESULTS, command_line, device, origin, write  # noqa: E402
 from benchmarks.teach_tasks import TASKS, Rows, messages, read  # noqa: E402
 from paceline.reward.verify import last_number  # noqa: E402
 
@@ -156,9 +156,7 @@ def run(options: argparse.Namespace, seed: int, data: tuple[Rows, Rows]) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("task", choices=["gsm8k", "sums"])
     parser.add_argument("--model", required=True)
     parser.add_argument("--train", type=Path)
@@ -173,7 +171,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     data = read(TASKS[options.task], options.train, options.test, options.limit)
-    gpu = torch.cuda.is_available()
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     versions["trl"] = trl.__version__
     if options.vllm:
@@ -181,10 +178,8 @@ def main() -> None:
 
         versions["vllm"] = vllm.__version__
     out = options.out or RESULTS / f"teach_{options.task}_trl.json"
-    result: dict[str, Any] = {
-        "command": "python " + " ".join(sys.argv),
-        "date": time.strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name() if gpu else "CPU",
+    result: dict[str, Any] = origin() | {
+        "device": device(),
         "versions": versions,
         "settings": TASKS[options.task].settings,
         "held_out": len(data[1]),
@@ -193,7 +188,7 @@ def main() -> None:
     for seed in map(int, options.seeds.split(",")):
         result["runs"].append(run(options, seed, data))
         print(json.dumps(result["runs"][-1]), flush=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
+        write(out, result)
 
 
 if __name__ == "__main__":

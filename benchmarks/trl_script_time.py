@@ -8,7 +8,6 @@ results are medians over the rounds: the seconds of the whole script, imports in
 in `trainer.train()`, which for Paceline include importing torch, and the seconds of an update.
 """
 
-import argparse
 import json
 import os
 import platform
@@ -24,8 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.models import bench_model  # noqa: E402
+from benchmarks.report import RESULTS, command_line, origin, write  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results" / "trl_script.json"
 SCRIPT = ROOT / "benchmarks" / "trl_script.py"
 NAMES = {"trl": "TRL GRPOTrainer", "paceline.trl": "paceline.trl"}
 TIMES = {"script_s": "script s", "train_s": "train s", "step_s": "update s"}
@@ -72,9 +71,7 @@ def summarize(runs: dict[str, list[Run]], threads: int, steps: int) -> dict[str,
         for library, done in runs.items()
     }
     trl, ours = (found[name] for name in NAMES.values())
-    return {
-        "command": " ".join(["python", *sys.argv]),
-        "date": time.strftime("%Y-%m-%d"),
+    return origin() | {
         "work": f"{steps} updates on 32 completions of up to 64 tokens; 0.8M-parameter Qwen2 shape",
         "machine": f"{os.cpu_count()} cores, {threads} threads, {platform.machine()}, "
         f"load at the end {os.getloadavg()[0]:.1f}",
@@ -93,9 +90,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--quick", action="store_true", help="one short round, nothing written")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--python", type=Path, default=ROOT / ".venv-trl" / "bin" / "python")
@@ -115,7 +110,7 @@ def main() -> None:
     report = summarize(runs, options.threads, steps)
     show(report)
     if not options.quick:
-        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+        write(RESULTS / "trl_script.json", report)
 
 
 if __name__ == "__main__":

@@ -40,13 +40,13 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.idle import wait_idle  # noqa: E402
 from benchmarks.models import bench_model  # noqa: E402
+from benchmarks.report import RESULTS, command_line, origin, read_metrics, write  # noqa: E402
 from paceline.config import load_config  # noqa: E402
 from paceline.loop import Metrics  # noqa: E402
 from paceline.rollout.engine import EngineStats  # noqa: E402
 from paceline.run import train  # noqa: E402
 from paceline.types import Group  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results" / "vs_trl.json"
 WORKER = ROOT / "benchmarks" / "trl_worker.py"
 GROUPS, GROUP_SIZE, NEW_TOKENS, WARM_UP = 8, 8, 64, 4
 SYNC, ASYNC = "Paceline, hybrid sync", "Paceline, fully async"
@@ -101,7 +101,7 @@ def run_paceline(directory: Path, name: str, settings: list[str], steps: int) ->
         "save_every=0",
     ]
     summary = asyncio.run(train(load_config(None, [*common, *settings]), lambda first_step: clock))
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(run_dir)
     steady = [[b - a for a, b in zip(*pair, strict=True)] for pair in pairwise(clock.ends)][
         WARM_UP:
     ]
@@ -165,7 +165,7 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, list[Run]
     return runs
 
 
-def summarize(runs: dict[str, list[Run]], command: str, threads: int) -> dict[str, Any]:
+def summarize(runs: dict[str, list[Run]], threads: int) -> dict[str, Any]:
     contenders = {
         name: {
             "step_s": statistics.median(statistics.median(run["seconds"]) for run in found),
@@ -195,9 +195,7 @@ def summarize(runs: dict[str, list[Run]], command: str, threads: int) -> dict[st
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    return {
-        "command": command,
-        "date": time.strftime("%Y-%m-%d"),
+    return origin() | {
         "work": f"{GROUPS} prompts x {GROUP_SIZE} completions of up to {NEW_TOKENS} tokens, "
         "one update; 0.8M-parameter Qwen2 shape",
         "machine": f"{os.cpu_count()} cores, {threads} threads, {platform.machine()}, "
@@ -236,9 +234,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--quick", action="store_true", help="one short round, nothing written")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--trl-python", type=Path, default=ROOT / ".venv-trl" / "bin" / "python")
@@ -255,11 +251,10 @@ def main() -> None:
         bench_model(directory / "model")
         write_prompts(directory / "prompts.jsonl")
         runs = measure(options, directory)
-    report = summarize(runs, " ".join(["python", *sys.argv]), options.threads)
+    report = summarize(runs, options.threads)
     show(report)
     if not options.quick:
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+        write(RESULTS / "vs_trl.json", report)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@
 #SBATCH --exclusive
 #SBATCH --time=24:00:00
 #SBATCH --output=%x-%j.log
-# The run saves its step before the time is over or the job is preempted, and starts again.
+# The run saves its step before the time is over or the job is preempted. Slurm requeues a preempted
+# job, which resumes; after the time limit, submit the job again.
 #SBATCH --signal=B:TERM@120
 #SBATCH --requeue
 set -euo pipefail
@@ -36,7 +37,8 @@ for node in "${nodes[@]:1}"; do
         bash -c "until ray start --address='$head:$port' --block; do sleep 2; done" &
 done
 
-srun --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" --overlap bash -c "
+# Without a limit, the job would wait for a lost node until its time is over.
+srun --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" --overlap timeout 600 bash -c "
     until python deploy/wait_for_nodes.py '$head:$port' '${#nodes[@]}'; do sleep 2; done"
 
 # srun forwards SIGTERM to the run, which finishes and saves its step.

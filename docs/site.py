@@ -28,6 +28,7 @@ TOP_PAGES = {
     "changelog.md": "CHANGELOG.md",
     "security.md": "SECURITY.md",
     "results.md": "benchmarks/results/gpu.md",
+    "benchmarks.md": "benchmarks/README.md",
     "files/code_of_conduct.md": "CODE_OF_CONDUCT.md",
 }
 SITE_PAGES = {repository: site for site, repository in TOP_PAGES.items()}

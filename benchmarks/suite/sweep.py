@@ -6,7 +6,6 @@ required criterion does not hold, 2 if an environment variable is invalid, and 0
 cases do not change the exit code; the summary counts them.
 """
 
-import argparse
 import json
 import os
 import platform
@@ -26,6 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.models import bench_model
+from benchmarks.report import command_line, machine, write
 from benchmarks.suite.cases import FULL, QUICK, Case, Work, all_cases, case_settings
 from benchmarks.suite.choice import Choice, choice_from_environment, read_target
 from benchmarks.suite.memory import Memory
@@ -143,9 +143,7 @@ def sweep(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument(
         "--quick",
         action="store_true",
@@ -174,14 +172,14 @@ def main() -> int:
         "command": "./run_benchmark.sh" + (" --quick" if options.quick else ""),
         "date": time.strftime("%Y-%m-%d"),
         "choice": str(choice),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {gpus}",
+        "machine": f"{machine()}, {gpus}",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "work": asdict(work),
         "minutes": (time.monotonic() - begun) / 60,
         "cases": outcomes,
         "rate": asdict(rate) if rate else None,
     }
-    (directory / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    write(directory / "results.json", results)
     from benchmarks.suite.plots import draw_plots
 
     plots = draw_plots(results, directory)

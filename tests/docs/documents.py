@@ -20,7 +20,8 @@ LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s]*)\)")
 def documents() -> list[Path]:
     """Return every page that people read, also those that a branch adds."""
     tops = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md")
-    return [*(ROOT / name for name in tops), *sorted((ROOT / "docs").rglob("*.md"))]
+    others = ("benchmarks/README.md", "benchmarks/results/gpu.md")
+    return [*(ROOT / name for name in (*tops, *others)), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @dataclass(frozen=True, slots=True)

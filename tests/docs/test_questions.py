@@ -62,6 +62,16 @@ QUESTIONS = (
         ("--devices", "--shape", "does not fit"),
     ),
     (
+        "How do I add engines to a running job?",
+        "docs/cluster.md#running-jobs",
+        ("paceline workers add", "separate pool"),
+    ),
+    (
+        "Which tasks are built in?",
+        "docs/customization.md#data",
+        ("data.task", "paceline tasks"),
+    ),
+    (
         "How do I add a rollout engine?",
         "CONTRIBUTING.md#add-a-part",
         ("SteppedEngine", "ENGINES"),
