@@ -73,7 +73,7 @@ class Supervisor:
                 )
                 break
             used += 1
-            delay = 0.0 if progressed else min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** (used - 1))
+            delay = 0.0 if progressed else delay_s(used)
             self._report(code, attempt, used, delay, saved)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), delay)
@@ -138,6 +138,12 @@ class Supervisor:
         if self._child is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._child.pid, number)
+
+
+def delay_s(restarts: int) -> float:
+    """Return the seconds before the last of so many restarts without a new checkpoint."""
+    doublings = min(restarts - 1, 16)  # a float holds 2 ** 1023, but not the next power of 2
+    return min(MAX_DELAY_S, FIRST_DELAY_S * 2**doublings)
 
 
 def end_with_supervisor() -> bool:

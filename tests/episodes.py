@@ -11,7 +11,7 @@ from paceline.data.prompts import DataSettings
 from paceline.environment.conversation import Limits
 from paceline.rollout.environment import open_environment
 from paceline.types import Completion, Finish, Prompt, Trajectory
-from tests.chat_templates import chat_tokenizer
+from tests.chat_templates import END, chat_tokenizer
 
 DATA = DataSettings(path="rows.jsonl")
 
@@ -22,14 +22,14 @@ class Model:
     def __init__(self, *texts: str, template: str = "chatml with tools") -> None:
         self.tokenizer: PreTrainedTokenizerFast = chat_tokenizer(template)
         self.contexts: list[tuple[int, ...]] = []
-        self._texts = texts
+        self._texts, self._end = texts, END.get(template, "<|im_end|>")
 
     @property
     def seen(self) -> list[str]:
         return [self.tokenizer.decode(context) for context in self.contexts]
 
     async def generate(self, context: tuple[int, ...]) -> Completion:
-        text = self._texts[len(self.contexts)] + "<|im_end|>"
+        text = self._texts[len(self.contexts)] + self._end
         self.contexts.append(context)
         tokens = np.array(self.tokenizer.encode(text), np.int32)
         zeros = np.zeros(len(tokens), np.float32)

@@ -1,10 +1,16 @@
 """Processes of a run: its workers, those that a test has left behind, and their addresses."""
 
+import asyncio
 import os
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
+
+from paceline.remote.process import ProcessWorker
+from paceline.remote.worker import Build
 
 SHARED: set[int] = set()  # PIDs of processes that several modules use
 
@@ -21,6 +27,20 @@ def children() -> set[int]:
         except psutil.NoSuchProcess:
             continue
     return found - SHARED
+
+
+@asynccontextmanager
+async def started(
+    build: Build, log_path: Path, *args: Any, name: str = "worker"
+) -> AsyncIterator[ProcessWorker]:
+    """Start a worker process, use it for at most two minutes, and close it."""
+    worker = ProcessWorker(name, build, args, cores=[], threads=1, log_path=log_path)
+    try:
+        async with asyncio.timeout(120):
+            await worker.ready()
+            yield worker
+    finally:
+        await worker.close()
 
 
 def worker_pids(run_dir: Path) -> dict[str, int]:

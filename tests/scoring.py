@@ -1,7 +1,6 @@
 """Reward functions that misbehave, and short ways to open and call rewards in tests."""
 
 import asyncio
-import functools
 import os
 import subprocess
 import sys
@@ -14,19 +13,7 @@ from typing import Any
 from paceline.reward.pool import ProcessReward
 from paceline.reward.reward import Reward, RewardSettings, open_reward
 from paceline.types import Prompt, Trajectory
-
-Test = Callable[..., Coroutine[Any, Any, None]]
-
-
-def in_loop(test: Test) -> Callable[..., None]:
-    """Run an async test in a new event loop."""
-
-    @functools.wraps(test)
-    def run(**arguments: Any) -> None:
-        asyncio.run(test(**arguments))
-
-    return run
-
+from tests.event_loops import in_loop as in_loop
 
 HEADER = """
 import asyncio, sys, time
@@ -34,7 +21,7 @@ from paceline.reward.reward import RewardSettings, open_reward
 from paceline.types import Prompt, Trajectory
 """
 FUNCTIONS = textwrap.dedent("""
-    import asyncio, atexit, ctypes, math, os, signal, subprocess, sys, time
+    import asyncio, atexit, ctypes, math, os, pathlib, signal, subprocess, sys, time
 
     def good(completion, row): return len(completion) + row["bonus"]
     def true(completion, row): return True
@@ -91,7 +78,7 @@ FUNCTIONS = textwrap.dedent("""
         if completion == "hang": time.sleep(600)
         return 1.0
     def pid(completion, row): return os.getpid()
-    def slow(completion, row): time.sleep(1.5); return 1.0
+    def slow(completion, row): time.sleep(0.8); return 1.0
     def hanging_once(completion, row):
         if not os.path.exists(row["hangs"]):
             open(row["hangs"], "w").close(); time.sleep(600)
@@ -99,8 +86,13 @@ FUNCTIONS = textwrap.dedent("""
     def writing(completion, row):
         global log
         log = open(row["log"], "a"); log.write("scored"); return 1.0
-    def slow_to_exit(completion, row): return 1.0
-    if "slow_to_exit" in sys.argv[-1]: atexit.register(time.sleep, 0.8)
+    def meeting_at_exit(completion, row): return 1.0
+    def meet():  # return once two processes are in this function
+        here = pathlib.Path(__file__).parent
+        (here / f"exiting.{os.getpid()}").touch()
+        while len(list(here.glob("exiting.*"))) < 2: time.sleep(0.01)
+        (here / f"met.{os.getpid()}").touch()
+    if "meeting_at_exit" in sys.argv[-1]: atexit.register(meet)
     def changing_row(completion, row):
         row["bonus"] += 1
         return row["bonus"] - 1

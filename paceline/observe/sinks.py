@@ -20,7 +20,7 @@ from paceline.plugins import Plugin, PluginError, call_by_name
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0  # for all sinks together, at the end of a run
-MAX_BEHIND = 1000  # steps in a queue
+MAX_BEHIND = 1000  # calls in a queue; a step makes one, and one more if it saves samples
 
 
 class Sink:
@@ -52,7 +52,7 @@ class Sink:
         try:
             self._queue.put_nowait((function, args))
         except queue.Full:
-            self._disable(f"is {MAX_BEHIND} steps behind")
+            self._disable(f"is too slow: {MAX_BEHIND} calls wait for it")
 
     def end(self) -> None:
         """Let the thread end after the metrics that are in the queue."""

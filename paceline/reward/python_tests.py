@@ -41,10 +41,11 @@ def python_tests(completion: str, row: Mapping[str, Any]) -> dict[str, float]:
 
 def row_tests(row: Mapping[str, Any]) -> Sequence[Test]:
     """Return the tests of a row. Raises ValueError if it has none or one that cannot be run."""
-    found = row.get("tests", row.get("answer"))
+    filled = {name: value for name, value in row.items() if value is not None}
+    found = filled.get("tests", filled.get("answer"))
     if found is None:
         raise ValueError(
-            f"the row has no 'tests', but {', '.join(map(repr, row))}; "
+            f"the row has no 'tests', but {', '.join(map(repr, filled))}; "
             "set data.answer_key to the column with the tests"
         )
     tests = list(found) if isinstance(found, list | tuple) else [found]

@@ -25,7 +25,7 @@ class Proposal:
     comparison: Comparison
     result: ModeResult
     layout: Layout
-    rejected: tuple[str, ...]  # faster modes, and why they are not possible
+    rejected: tuple[str, ...]  # modes that are preferred, and why they are not possible
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -111,8 +111,8 @@ def propose(
         try:
             layout = plan_on(configure(result.settings), model, nodes)
         except ConfigError as error:
-            rejected.append(f"{result.mode} would be faster, but is not possible: {error}")
+            rejected.append(f"{result.mode} is not possible: {error}")
             continue
         result = result.with_slots(layout.config.slots)
         return Proposal(comparison, result, layout, tuple(rejected))
-    raise ConfigError("no mode is possible on these devices: " + "; ".join(rejected))
+    raise ConfigError("no mode fits these devices; " + "; ".join(rejected))

@@ -4,6 +4,8 @@ The backend is on the CPU but behaves like the one for GPUs: bursts of steps are
 late, prompts are prefilled in chunks, and pages run out. The completions must not change.
 """
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -17,8 +19,17 @@ from paceline.rollout.native.backend import CompletedBurst, PrefillChunk, Simple
 from paceline.rollout.native.engine import NativeEngine
 from paceline.rollout.native.pages import Pages
 from paceline.rollout.native.slots import Sequence, Slots
-from paceline.types import Completion, Finish, Request, Sampling
-from tests.unit.test_native_engine import build, check_logprobs, engine_of, requests, run, same
+from paceline.types import Request, Sampling
+from tests.unit.test_native_engine import (
+    Results,
+    build,
+    check_calls,
+    check_logprobs,
+    engine_of,
+    requests,
+    run,
+    same,
+)
 
 LENGTH = 128
 PAGE = 8
@@ -167,13 +178,18 @@ def mixed() -> list[Request]:
     return [*stopped, *group, *long, Request("one", (5,), 1, Sampling(1))]
 
 
+@cache
+def model_and_completions() -> tuple[PreTrainedModel, Results]:
+    return (module := build()), run(engine_of(module), mixed())
+
+
 @pytest.mark.parametrize("burst", [1, 3, 8])
 @pytest.mark.parametrize("slots", [1, 4, 30])
 def test_completions_equal_synchronous_engine_when_backend_runs_ahead(
     burst: int, slots: int
 ) -> None:
-    module = build()
-    expected, engine = run(engine_of(module), mixed()), ahead_of(module, slots, burst)
+    module, expected = model_and_completions()
+    engine = ahead_of(module, slots, burst)
     done = run(engine, mixed())
     assert set(done) == set(expected)
     for id, completion in done.items():
@@ -183,8 +199,8 @@ def test_completions_equal_synchronous_engine_when_backend_runs_ahead(
 
 @pytest.mark.parametrize("pages", [16, 20, 40])
 def test_completions_stay_the_same_when_pages_run_out(pages: int) -> None:
-    module = build()
-    expected, engine = run(engine_of(module), mixed()), ahead_of(module, slots=8, pages=pages)
+    module, expected = model_and_completions()
+    engine = ahead_of(module, slots=8, pages=pages)
     done = run(engine, mixed())
     assert set(done) == set(expected) and pages_held(engine) == 0
     for id, completion in done.items():
@@ -261,7 +277,7 @@ def test_wait_idle_reads_all_bursts_in_flight_without_losing_tokens() -> None:
 
 
 def test_sequences_continue_after_sleep_frees_memory() -> None:
-    module = build()
+    module, whole = model_and_completions()
     for engine in (ahead_of(module), engine_of(module, slots=4)):
         done = run(engine, mixed(), steps=4)
         engine.sleep()
@@ -269,12 +285,10 @@ def test_sequences_continue_after_sleep_frees_memory() -> None:
         if isinstance(engine._backend, AheadBackend):
             assert pages_held(engine) == 0
         done |= run(engine)
-        for id, completion in run(engine_of(module), mixed()).items():
+        for id, completion in whole.items():
             same(done[id], completion)
 
 
-MODULE = build()
-WHOLE = run(engine_of(MODULE), mixed())
 ACTION = st.tuples(
     st.sampled_from(["submit", "step", "abort", "interrupt", "sleep", "wait_idle"]),
     st.integers(0, 6),
@@ -282,42 +296,11 @@ ACTION = st.tuples(
 
 
 @given(st.lists(ACTION, max_size=25), st.integers(1, 6), st.integers(1, 4), st.integers(16, 60))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_each_request_returns_once_after_any_sequence_of_calls(
-    actions: list, slots: int, burst: int, pages: int
+    actions: list[tuple[str, int]], slots: int, burst: int, pages: int
 ) -> None:
-    engine = ahead_of(MODULE, slots, burst, pages)
-    coming = {request.id: request for request in mixed()}
-    inside: dict[str, Request] = {}
-    done: dict[str, Completion] = {}
-
-    def take(results: list[tuple[str, Completion]]) -> None:
-        for id, completion in results:
-            request = inside.pop(id)
-            if completion.finish is Finish.INTERRUPT:
-                coming[id] = Request(id, request.prompt, request.seed, request.sampling, completion)
-            else:
-                done[id] = completion
-
-    for kind, number in [*actions, ("submit", 99), ("step", 10_000)]:
-        if kind == "submit":
-            chosen = [coming.pop(id) for id in list(coming)[:number]]
-            inside |= {request.id: request for request in chosen}
-            engine.submit(chosen)
-        elif kind == "step":
-            while number and engine.has_work:
-                take(engine.step())
-                number -= 1
-        elif kind in ("sleep", "wait_idle"):
-            getattr(engine, kind)()
-        else:
-            take(
-                engine.interrupt()
-                if kind == "interrupt"
-                else engine.abort(list(inside)[number : number + 1])
-            )
-        assert engine.running + engine.waiting == len(inside) and engine.running <= slots
-    assert set(done) == set(WHOLE) and not inside and pages_held(engine) == 0
-    for id, completion in done.items():
-        assert completion.tokens.tolist() == WHOLE[id].tokens[: len(completion)].tolist()
-        assert completion.finish is Finish.ABORT or len(completion) == len(WHOLE[id])
+    module, whole = model_and_completions()
+    engine, wanted = ahead_of(module, slots, burst, pages), mixed()[::2]
+    check_calls(engine, wanted, whole, actions, slots)
+    assert pages_held(engine) == 0

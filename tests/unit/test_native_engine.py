@@ -1,6 +1,7 @@
 """The native engine against plain transformers: the same tokens and log-probs throughout."""
 
 from collections.abc import Iterable
+from functools import cache
 
 import numpy as np
 import pytest
@@ -144,14 +145,14 @@ def test_logprobs_equal_transformers(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_tokens_equal_transformers_generate(name: str) -> None:
     module = build(name)
-    wanted = requests(6, new=30, temperature=0.0)
+    wanted = requests(3, new=20, temperature=0.0)
     done = run(engine_of(module), wanted)
     for request in wanted:
         prompt = torch.tensor([request.prompt])
         out = module.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            max_new_tokens=30,
+            max_new_tokens=20,
             do_sample=False,
             eos_token_id=None,
         )
@@ -161,8 +162,8 @@ def test_greedy_tokens_equal_transformers_generate(name: str) -> None:
 
 def test_completion_does_not_depend_on_batch_composition() -> None:
     module = build()
-    wanted = requests(16)
-    together = run(engine_of(module, slots=16), wanted)
+    wanted = requests(8)
+    together = run(engine_of(module, slots=8), wanted)
     for slots in (1, 3):
         done = run(engine_of(module, slots=slots), wanted[::-1])
         for request in wanted:
@@ -375,23 +376,15 @@ def test_completion_arrays_own_their_memory() -> None:
     )
 
 
-MODULE = build()
-WHOLE = run(engine_of(MODULE), requests(12, new=9))
-ACTION = st.one_of(
-    st.tuples(st.just("submit"), st.integers(1, 5)),
-    st.tuples(st.just("step"), st.integers(1, 4)),
-    st.tuples(st.just("abort"), st.integers(0, 11)),
-    st.tuples(st.just("interrupt"), st.just(0)),
-)
-
-
-@given(st.lists(ACTION, max_size=25), st.integers(1, 6))
-@settings(max_examples=60, deadline=None)
-def test_each_request_returns_once_after_any_sequence_of_calls(
-    actions: list[tuple[str, int]], slots: int
+def check_calls(
+    engine: NativeEngine,
+    wanted: list[Request],
+    whole: Results,
+    actions: list[tuple[str, int]],
+    slots: int,
 ) -> None:
-    engine = engine_of(MODULE, slots=slots, max_length=40)
-    coming = {request.id: request for request in requests(12, new=9)}
+    """Check that each request returns once, with the tokens of `whole`, after these calls."""
+    coming = {request.id: request for request in wanted}
     inside: dict[str, Request] = {}
     done: Results = {}
 
@@ -403,7 +396,7 @@ def test_each_request_returns_once_after_any_sequence_of_calls(
             else:
                 done[id] = completion
 
-    for kind, number in [*actions, ("submit", 12), ("step", 10_000)]:
+    for kind, number in [*actions, ("submit", len(wanted)), ("step", 10_000)]:
         if kind == "submit":
             chosen = [coming.pop(id) for id in list(coming)[:number]]
             inside |= {request.id: request for request in chosen}
@@ -412,10 +405,37 @@ def test_each_request_returns_once_after_any_sequence_of_calls(
             while number and engine.has_work:
                 take(engine.step())
                 number -= 1
+        elif kind == "abort":
+            take(engine.abort([*list(inside)[number : number + 1], "unknown"]))
+        elif kind == "interrupt":
+            take(engine.interrupt())
         else:
-            take(engine.interrupt() if kind == "interrupt" else engine.abort([f"r{number}"]))
+            getattr(engine, kind)()
         assert engine.running + engine.waiting == len(inside) and engine.running <= slots
-    assert set(done) == set(WHOLE) and not inside
+    assert set(done) == {request.id for request in wanted} and not inside
     for id, completion in done.items():
-        assert completion.tokens.tolist() == WHOLE[id].tokens[: len(completion)].tolist()
-        assert completion.finish is Finish.ABORT or len(completion) == 9
+        assert completion.tokens.tolist() == whole[id].tokens[: len(completion)].tolist()
+        assert completion.finish is Finish.ABORT or len(completion) == len(whole[id])
+
+
+@cache
+def model_and_completions() -> tuple[PreTrainedModel, Results]:
+    return (module := build()), run(engine_of(module), requests(12, new=9))
+
+
+ACTION = st.one_of(
+    st.tuples(st.just("submit"), st.integers(1, 5)),
+    st.tuples(st.just("step"), st.integers(1, 4)),
+    st.tuples(st.just("abort"), st.integers(0, 5)),
+    st.tuples(st.just("interrupt"), st.just(0)),
+)
+
+
+@given(st.lists(ACTION, max_size=25), st.integers(1, 6))
+@settings(max_examples=30)
+def test_each_request_returns_once_after_any_sequence_of_calls(
+    actions: list[tuple[str, int]], slots: int
+) -> None:
+    module, whole = model_and_completions()
+    engine = engine_of(module, slots=slots, max_length=40)
+    check_calls(engine, requests(12, new=9), whole, actions, slots)

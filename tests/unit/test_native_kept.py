@@ -264,7 +264,7 @@ ACTION = st.tuples(
 
 @pytest.mark.parametrize("name", ENGINES)
 @given(st.lists(ACTION, min_size=10, max_size=60), st.integers(1, 5), st.integers(16, 40))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8)
 def test_turns_equal_plain_forward_pass_after_any_sequence_of_calls(
     name: str, actions: list[tuple[str, int]], slots: int, pages: int
 ) -> None:

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from paceline.errors import ModelError, SyncError
@@ -30,11 +31,6 @@ def engine_of(
     )
 
 
-@pytest.fixture(autouse=True)
-def _use_module_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_tests, "engine_of", engine_of)
-
-
 @pytest.mark.parametrize(
     "test",
     [
@@ -52,20 +48,21 @@ def _use_module_backend(monkeypatch: pytest.MonkeyPatch) -> None:
         engine_tests.test_step_raises_when_weights_have_diverged,
     ],
 )
-def test_module_backend_passes_engine_tests(test: Callable[[], None]) -> None:
+def test_module_backend_passes_engine_tests(
+    test: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_tests, "engine_of", engine_of)
     test()
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_each_request_returns_once_after_any_sequence_of_calls(seed: int) -> None:
-    random = np.random.default_rng(seed)
-    kinds = random.choice(
-        ["submit", "step", "abort", "interrupt"], 25, p=[0.3, 0.5, 0.1, 0.1]
-    ).tolist()
-    actions = [(kind, int(random.integers(1, 6))) for kind in kinds]
-    engine_tests.test_each_request_returns_once_after_any_sequence_of_calls.hypothesis.inner_test(
-        actions, int(random.integers(1, 6))
-    )
+@given(st.lists(engine_tests.ACTION, max_size=25), st.integers(1, 6))
+@settings(max_examples=4)
+def test_each_request_returns_once_after_any_sequence_of_calls(
+    actions: list[tuple[str, int]], slots: int
+) -> None:
+    model, whole = engine_tests.model_and_completions()
+    engine = engine_of(model, slots=slots, max_length=40)
+    engine_tests.check_calls(engine, engine_tests.requests(12, new=9), whole, actions, slots)
 
 
 def test_long_prompts_are_prefilled_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

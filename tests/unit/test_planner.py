@@ -14,7 +14,7 @@ from paceline.simulator.costs import CostModel
 from paceline.simulator.limit import limit_steps_per_s
 from paceline.simulator.modes import HYBRID, Comparison, compare_modes
 from paceline.simulator.planner import STALENESS, Proposal, propose
-from paceline.workers.cluster import parse_nodes
+from paceline.workers.cluster import Node, parse_nodes
 
 SMALL = ["model=tiny", "data.task=reverse:5", "groups_per_step=8", "group_size=4", "steps=6"]
 FREE = {"decode_sequence_s": 0.0, "decode_context_s": 0.0, "prefill_token_s": 0.0, "load_s": 0.0}
@@ -74,11 +74,26 @@ def test_staleness_of_recipe_is_kept() -> None:
     assert bounds["fully async"] == 3
 
 
-def test_mode_that_does_not_fit_is_passed_over_and_explained() -> None:
-    """Two pools of one device each cannot train 7B; a shared pool of both cannot either."""
-    nodes = parse_nodes("2:24GB")
-    with pytest.raises(ConfigError, match="no mode is possible"):
-        propose(compared(GENERATES, 2), configure, known_shape("7b"), nodes)
+def test_preferred_mode_that_is_not_possible_is_passed_over_and_explained() -> None:
+    """An engine of two devices fits into a separate pool, but not into a pool of three ranks."""
+    engine = ["rollout.engine=vllm", "rollout.tensor_parallel=2", "placement.rollout=engines"]
+
+    def of_recipe(more: Sequence[str] = ()) -> RunConfig:
+        return configure([*engine, *more])
+
+    modes = compare_modes(of_recipe(), TRAINS, devices=3, staleness=STALENESS)
+    found = propose(modes, of_recipe, known_shape("0.5b"), parse_nodes("3:80GB"))
+    assert modes.preferred[0].mode == HYBRID and not found.result.shared
+    assert found.lines()[0].startswith(f"{HYBRID} is not possible: ")
+
+
+def test_error_names_what_each_mode_lacks_when_none_fits() -> None:
+    model = load_model_config(resolve_model("tiny", "reverse:5"))
+    modes, nodes = compared(GENERATES, 4), [Node("a", 8, gpus=4, memory=64 << 30, gpu_memory=1)]
+    with pytest.raises(ConfigError) as error:
+        propose(modes, configure, model, nodes)
+    for result in modes.results:
+        assert f"; {result.mode} is not possible: GPU a:0 has 0.0 GB" in str(error.value)
 
 
 @pytest.mark.parametrize("devices", [1, 4])

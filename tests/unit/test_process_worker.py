@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from paceline.errors import WorkerDied
-from paceline.remote.process import ProcessWorker, describe_exit
+from paceline.remote.process import describe_exit
+from tests.event_loops import in_loop
 from tests.fault_report import Fault
-from tests.processes import children
+from tests.processes import children, started
 
 
 def fail() -> None:
@@ -35,40 +36,24 @@ def build() -> Mapping[str, Any]:
     return {"part": Part()}
 
 
-def test_worker_dies_with_reason_when_reply_cannot_be_unpickled(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        worker = ProcessWorker("odd", build, (), cores=[], threads=1, log_path=tmp_path / "log")
-        try:
-            async with asyncio.timeout(120):
-                await worker.ready()
-                with pytest.raises(
-                    WorkerDied, match="worker 'odd' died: ValueError: cannot be unpickled"
-                ):
-                    await worker.call("part", "reply")
-        finally:
-            await worker.close()
-
-    asyncio.run(scenario())
+@in_loop
+async def test_worker_dies_with_reason_when_reply_cannot_be_unpickled(tmp_path: Path) -> None:
+    async with started(build, tmp_path / "log", name="odd") as worker:
+        with pytest.raises(WorkerDied, match="worker 'odd' died: ValueError: cannot be unpickled"):
+            await worker.call("part", "reply")
     assert not children()
 
 
-def test_worker_names_remedy_when_cpu_rejects_instruction(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        worker = ProcessWorker("odd", build, (), cores=[], threads=1, log_path=tmp_path / "log")
-        try:
-            async with asyncio.timeout(120):
-                await worker.ready()
-                worker.process.send_signal(signal.SIGILL)
-                with pytest.raises(
-                    WorkerDied,
-                    match=r"worker 'odd' died \(killed by signal 4, SIGILL: .*use float32, or set "
-                    r"the environment variable ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16\)",
-                ):
-                    await worker.died
-        finally:
-            await worker.close()
-
-    asyncio.run(scenario())
+@in_loop
+async def test_worker_names_remedy_when_cpu_rejects_instruction(tmp_path: Path) -> None:
+    async with started(build, tmp_path / "log", name="odd") as worker:
+        worker.process.send_signal(signal.SIGILL)
+        with pytest.raises(
+            WorkerDied,
+            match=r"worker 'odd' died \(killed by signal 4, SIGILL: .*use float32, or set "
+            r"the environment variable ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16\)",
+        ):
+            await worker.died
 
 
 @contextmanager
@@ -87,26 +72,18 @@ def no_file_descriptors() -> Iterator[None]:
             os.close(fd)
 
 
+@in_loop
 @pytest.mark.fault("F11", "worker killed while no file descriptors are left")
-def test_death_is_noticed_without_free_file_descriptors(tmp_path: Path, fault: Fault) -> None:
-    async def scenario() -> None:
-        worker = ProcessWorker("w", build, (), cores=[], threads=1, log_path=tmp_path / "log")
-        try:
-            async with asyncio.timeout(120):
-                await worker.ready()
-            with no_file_descriptors():
-                with pytest.raises(OSError, match="Too many open files"):
-                    os.open(os.devnull, os.O_RDONLY)
-                worker.process.kill()
-                fault.fired()
-                with pytest.raises(WorkerDied, match="SIGKILL"):
-                    async with asyncio.timeout(60):
-                        await asyncio.shield(worker.died)
-                fault.detected()
-        finally:
-            await worker.close()
-
-    asyncio.run(scenario())
+async def test_death_is_noticed_without_free_file_descriptors(tmp_path: Path, fault: Fault) -> None:
+    async with started(build, tmp_path / "log") as worker:
+        with no_file_descriptors():
+            with pytest.raises(OSError, match="Too many open files"):
+                os.open(os.devnull, os.O_RDONLY)
+            worker.process.kill()
+            fault.fired()
+            with pytest.raises(WorkerDied, match="SIGKILL"):
+                await asyncio.shield(worker.died)
+            fault.detected()
 
 
 def test_exit_is_described_for_codes_and_signals() -> None:

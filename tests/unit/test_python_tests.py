@@ -280,14 +280,16 @@ def test_code_is_last_block_or_whole_completion(completion: str, code: str) -> N
     assert code_of(completion) == code
 
 
-def test_tests_may_be_the_answer_column() -> None:
-    assert row_tests({"answer": ["assert f()"]}) == ["assert f()"]
+@pytest.mark.parametrize("row", [{}, {"tests": None}], ids=["no tests", "tests are null"])
+def test_tests_may_be_the_answer_column(row: dict[str, Any]) -> None:
+    assert row_tests(row | {"answer": ["assert f()"]}) == ["assert f()"]
 
 
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
         ({"prompt": "x", "code": "y"}, r"no 'tests', but 'prompt', 'code'; set data\.answer_key"),
+        ({"prompt": "x", "tests": None}, "no 'tests', but 'prompt'; set"),
         ({"tests": []}, "empty list of tests"),
         ({"tests": ["assert ="]}, "is not valid Python"),
         ({"tests": [f"assert f({'-' * 20000}1)"]}, "is not valid Python: too deeply nested"),

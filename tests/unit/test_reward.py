@@ -10,6 +10,7 @@ from paceline.config import load_config
 from paceline.errors import ConfigError, DataError, RewardError
 from paceline.reward.reward import BuiltinReward, RewardSettings, WeightedReward, open_reward
 from paceline.types import Prompt, Trajectory
+from tests.processes import children
 from tests.scoring import in_loop, opened, score, write_functions
 
 Row = Mapping[str, Any]
@@ -202,6 +203,7 @@ async def test_open_reward_closes_processes_when_another_function_fails(tmp_path
     file = write_functions(tmp_path)
     with pytest.raises(ConfigError, match="one_argument"):
         await open_reward(RewardSettings(function=(f"{file}:good", f"{file}:one_argument")), None)
+    assert not children()
 
 
 @in_loop

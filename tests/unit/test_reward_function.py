@@ -11,6 +11,7 @@ from paceline.errors import ConfigError, RewardError
 from paceline.reward.function import RewardFunctionError, as_reward, function_name
 from paceline.reward.reward import RewardSettings, open_reward
 from tests.fault_report import Fault
+from tests.processes import children
 from tests.scoring import in_loop, opened, score, write_functions
 
 
@@ -153,13 +154,17 @@ async def test_open_reward_raises_when_function_cannot_be_loaded(
     broken.write_text("import os\noops\n")
     wrong = functions.with_name("wrong.py")
     wrong.write_text("import os\ndef f(completion, row:\n")
+    spec = function.format(file=functions, broken=broken, wrong=wrong)
     with pytest.raises(ConfigError, match=rf"reward\.function = .*{message}"):
-        await open_reward(
-            RewardSettings(
-                function=function.format(file=functions, broken=broken, wrong=wrong), workers=2
-            ),
-            task=None,
-        )
+        await open_reward(RewardSettings(function=spec), task=None)
+
+
+@in_loop
+async def test_open_reward_raises_one_error_when_all_workers_fail_to_load(functions: Path) -> None:
+    settings = RewardSettings(function=f"{functions}:gud", workers=2)
+    with pytest.raises(ConfigError, match="no 'gud' in"):
+        await open_reward(settings, task=None)
+    assert not children()
 
 
 @in_loop

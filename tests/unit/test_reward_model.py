@@ -1,6 +1,7 @@
 """Reward models: input text, batching, scores, and rejected models and inputs."""
 
 import asyncio
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,19 @@ def message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
+@cache
+def plain_model(model_dir: str) -> tuple[Any, Any]:
+    return (
+        AutoModelForSequenceClassification.from_pretrained(model_dir),
+        AutoTokenizer.from_pretrained(model_dir),
+    )
+
+
 @torch.no_grad()
 def plain_score(model_dir: str, text: str, templated: bool = False) -> float:
     """Score one text alone with the forward pass of transformers."""
-    model = AutoModelForSequenceClassification.from_pretrained(model_dir)
-    ids = AutoTokenizer.from_pretrained(model_dir)(
-        text, add_special_tokens=not templated, return_tensors="pt"
-    )["input_ids"]
+    model, tokenizer = plain_model(model_dir)
+    ids = tokenizer(text, add_special_tokens=not templated, return_tensors="pt")["input_ids"]
     return float(model(ids).logits[0, 0])
 
 
@@ -131,9 +138,7 @@ def test_reward_model_raises_when_chat_template_rejects_conversation(chat_dir: s
         strict.score("x", MESSAGES, ["a"])
 
 
-def test_model_reward_sends_messages_of_row(
-    chat_dir: str,
-) -> None:
+def test_model_reward_sends_messages_of_row(chat_dir: str) -> None:
     texts = [Trajectory((), completion) for completion in COMPLETIONS]
     rows: list[tuple[Any, str | None, str]] = [
         ("hello", None, "user: hello\n"),

@@ -116,7 +116,9 @@ def test_weak_mode_says_what_it_lacks(
     assert "without a sandbox" in caplog.text and "can use the network" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["timeout_s", "cpu_s", "memory_mb", "processes", "output_kb"])
+@pytest.mark.parametrize(
+    "name", ["timeout_s", "cpu_s", "memory_mb", "processes", "output_kb", "disk_mb"]
+)
 def test_limit_of_zero_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name} = 0; expected more than 0"):
         run("pass", **{name: 0})

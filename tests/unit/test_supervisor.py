@@ -45,13 +45,9 @@ sys.exit(code)
 """
 
 
-class Told(list[str]):
-    """What the supervisor told."""
-
-
-def supervise(folder: Path, acts: str, restarts: int = 3) -> tuple[int, int, Told]:
-    """Return the exit code, the number of attempts and what was told."""
-    told = Told()
+def supervise(folder: Path, acts: str, restarts: int = 3) -> tuple[int, int, list[str]]:
+    """Return the exit code, the number of attempts and the messages of the supervisor."""
+    told: list[str] = []
     command = [sys.executable, "-c", PROGRAM, str(folder), acts]
 
     async def run() -> int:
@@ -97,7 +93,7 @@ def test_fresh_run_without_checkpoint_waits_when_earlier_run_had_one(tmp_path: P
     assert code == 1 and told[0].endswith("restart 1 of 1 from the start in 0.001 s")
 
 
-def supervise_fresh(folder: Path, code: int) -> tuple[int, Told]:
+def supervise_fresh(folder: Path, code: int) -> tuple[int, list[str]]:
     """Supervise a run that moves an earlier one aside and ends before its first step."""
     (folder / "checkpoints" / "step_00000012").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text('{"step": 12}\n')
@@ -107,7 +103,8 @@ def supervise_fresh(folder: Path, code: int) -> tuple[int, Told]:
         "shutil.rmtree(folder / 'checkpoints', ignore_errors=True)\n"
         "sys.exit(int(sys.argv[2]))"
     )
-    command, told = [sys.executable, "-c", program, str(folder), str(code)], Told()
+    command = [sys.executable, "-c", program, str(folder), str(code)]
+    told: list[str] = []
     return asyncio.run(Supervisor(folder, 1, told.append).run(command, command)), told
 
 
@@ -135,14 +132,24 @@ def test_restart_waits_only_if_start_made_no_checkpoint(tmp_path: Path) -> None:
     assert told[0].endswith("from the start in 0.001 s")
 
 
-def test_only_restarted_run_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("restarts", "seconds"), [(1, 1), (2, 2), (6, 32), (7, 60), (8, 60), (5000, 60)]
+)
+def test_delay_doubles_up_to_its_limit_after_any_number_of_restarts(
+    restarts: int, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_DELAY_S", 1.0)
+    assert supervisor.delay_s(restarts) == seconds
+
+
+def test_is_restart_is_true_once_in_restarted_run_only(tmp_path: Path) -> None:
     program = (
         "import pathlib, sys; from paceline.supervisor import is_restart\n"
         "print(is_restart(), is_restart(), file=pathlib.Path(sys.argv[1], 'told').open('a'))\n"
         "sys.exit(1)"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
-    asyncio.run(Supervisor(tmp_path, 1, Told().append).run(command, command))
+    asyncio.run(Supervisor(tmp_path, 1, print).run(command, command))
     assert (tmp_path / "told").read_text() == "False False\nTrue False\n"
 
 
@@ -151,16 +158,18 @@ def test_only_first_attempt_starts_over(tmp_path: Path) -> None:
     assert [(tmp_path / f"attempt{n}").read_text() for n in range(3)] == ["--fresh", "", ""]
 
 
-def start(folder: Path, acts: str) -> subprocess.Popen[str]:
+def start(folder: Path, acts: str, delay_s: float = 0.001) -> subprocess.Popen[str]:
     """Start a supervisor in a separate process."""
     program = (
-        "import asyncio, pathlib, sys; from paceline.supervisor import Supervisor\n"
-        "folder, *command = sys.argv[1:]\n"
-        "watch = Supervisor(pathlib.Path(folder), 3, lambda text: print(text, flush=True))\n"
+        "import asyncio, pathlib, sys; from paceline import supervisor\n"
+        "folder, delay_s, *command = sys.argv[1:]\n"
+        "supervisor.FIRST_DELAY_S = float(delay_s)\n"
+        "tell = lambda text: print(text, flush=True)\n"
+        "watch = supervisor.Supervisor(pathlib.Path(folder), 3, tell)\n"
         "sys.exit(asyncio.run(watch.run(command, command)))"
     )
     child = [sys.executable, "-c", PROGRAM, str(folder), acts]
-    command = [sys.executable, "-c", program, str(folder), *child]
+    command = [sys.executable, "-c", program, str(folder), str(delay_s), *child]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
@@ -189,9 +198,9 @@ def test_sigterm_is_forwarded_and_ends_supervision(tmp_path: Path, fault: Fault)
 
 
 def test_signal_during_delay_ends_supervision(tmp_path: Path) -> None:
-    process = start(tmp_path, "-9")
+    process = start(tmp_path, "-9", delay_s=60)
     assert process.stdout is not None
-    assert "in 1 s" in process.stdout.readline()
+    assert "in 60 s" in process.stdout.readline()
     process.send_signal(signal.SIGINT)
     assert process.wait(120) == 130
     assert len(list(tmp_path.glob("attempt*"))) == 1

@@ -1,9 +1,10 @@
-"""Workers on this machine. On a thread, roles alternate, except those with a second thread."""
+"""Workers on this machine. Their roles alternate, except those with a second thread."""
 
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,11 @@ from paceline.errors import WorkerDied
 from paceline.remote.parts import Parts
 from paceline.remote.process import ProcessWorker
 from paceline.remote.thread import ThreadWorker
+from paceline.remote.worker import Build, Worker
+from tests.event_loops import in_loop
+from tests.processes import started
+
+Start = Callable[[Build, Path], AbstractAsyncContextManager[Worker]]
 
 
 class Gate:
@@ -60,40 +66,43 @@ class Broken:
         return None
 
 
-def with_worker(
-    build: Callable[[], dict[str, Any]],
-    scenario: Callable[[ThreadWorker], Coroutine[Any, Any, None]],
-) -> None:
-    async def main() -> None:
-        worker = ThreadWorker("main", lambda: Parts(build(), {"rollout"}), ())
-        await worker.ready()
-        try:
-            await asyncio.wait_for(scenario(worker), 100)
-        finally:
-            await worker.close()
-
-    asyncio.run(main())
-
-
-def test_concurrent_role_works_while_other_role_waits() -> None:
+def build_gates() -> Parts:
     gate = Gate()
+    return Parts({"actor": gate, "rollout": gate}, {"rollout"})
 
-    async def scenario(worker: ThreadWorker) -> None:
+
+def build_broken() -> Parts:
+    return Parts({"actor": Gate(), "rollout": Broken()}, {"rollout"})
+
+
+@asynccontextmanager
+async def on_thread(build: Build, log_path: Path) -> AsyncIterator[ThreadWorker]:
+    worker = ThreadWorker("main", build, ())
+    try:
+        async with asyncio.timeout(120):
+            await worker.ready()
+            yield worker
+    finally:
+        await worker.close()
+
+
+@pytest.mark.parametrize("start", [on_thread, started], ids=["thread", "process"])
+@in_loop
+async def test_concurrent_role_works_while_other_role_waits(start: Start, tmp_path: Path) -> None:
+    async with start(build_gates, tmp_path / "log") as worker:
         waiting = worker.start_call("actor", "wait")
-        assert await worker.call("rollout", "open") == "main-second"
+        assert (await worker.call("rollout", "open")).endswith("second")
         assert await waiting == "opened"
-        assert await worker.call("actor", "open") == "main-first"
-
-    with_worker(lambda: {"actor": gate, "rollout": gate}, scenario)
+        assert not (await worker.call("actor", "open")).endswith("second")
 
 
-def test_worker_dies_when_concurrent_role_fails() -> None:
-    async def scenario(worker: ThreadWorker) -> None:
+@pytest.mark.parametrize("start", [on_thread, started], ids=["thread", "process"])
+@in_loop
+async def test_worker_dies_when_concurrent_role_fails(start: Start, tmp_path: Path) -> None:
+    async with start(build_broken, tmp_path / "log") as worker:
         await worker.call("rollout", "begin")
-        with pytest.raises(WorkerDied):
+        with pytest.raises(WorkerDied, match="a bug"):
             await worker.died
-
-    with_worker(lambda: {"actor": Gate(), "rollout": Broken()}, scenario)
 
 
 def test_close_does_not_wait_for_process_that_is_starting(tmp_path: Path) -> None:
@@ -110,64 +119,13 @@ def test_close_does_not_wait_for_process_that_is_starting(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_error_keeps_its_message_when_it_cannot_be_unpickled(works: bool, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        worker = ProcessWorker(
-            "one", build_library, (works,), cores=[], threads=1, log_path=tmp_path / "log"
-        )
-        try:
-            async with asyncio.timeout(120):
-                message = r"UnpicklableError: the disk is full \(code 7\)"
-                with pytest.raises(RuntimeError, match=message):
-                    await worker.ready()
-                    await worker.call("actor", "fail")
-        finally:
-            await worker.close()
-
-    asyncio.run(scenario())
-
-
-def build_gates() -> Parts:
-    gate = Gate()
-    return Parts({"actor": gate, "rollout": gate}, {"rollout"})
-
-
-def build_broken() -> Parts:
-    return Parts({"actor": Gate(), "rollout": Broken()}, {"rollout"})
-
-
-def test_concurrent_role_of_process_works_while_other_role_waits(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        worker = ProcessWorker(
-            "one", build_gates, (), cores=[], threads=1, log_path=tmp_path / "log"
-        )
-        try:
-            async with asyncio.timeout(120):
-                await worker.ready()
-                waiting = worker.start_call("actor", "wait")
-                assert (await worker.call("rollout", "open")).endswith("second")
-                assert await waiting == "opened"
-        finally:
-            await worker.close()
-
-    asyncio.run(scenario())
-
-
-def test_process_dies_when_concurrent_role_fails(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        worker = ProcessWorker(
-            "one", build_broken, (), cores=[], threads=1, log_path=tmp_path / "log"
-        )
-        try:
-            async with asyncio.timeout(120):
-                await worker.ready()
-                await worker.call("rollout", "begin")
-                with pytest.raises(WorkerDied, match="a bug"):
-                    await worker.died
-        finally:
-            await worker.close()
-
-    asyncio.run(scenario())
+@in_loop
+async def test_error_keeps_its_message_when_it_cannot_be_unpickled(
+    works: bool, tmp_path: Path
+) -> None:
+    with pytest.raises(RuntimeError, match=r"UnpicklableError: the disk is full \(code 7\)"):
+        async with started(build_library, tmp_path / "log", works) as worker:
+            await worker.call("actor", "fail")
 
 
 def test_pending_calls_are_described_from_another_thread_while_they_are_answered() -> None:

@@ -1,13 +1,13 @@
 """Tools: calls in three formats, results and errors for the model, exact tokens."""
 
 import asyncio
+import socket
 import threading
 from enum import Enum
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import pytest
 
 from paceline.data.chat import message_problem
@@ -19,8 +19,9 @@ from paceline.environment.tool_use import ToolUse
 from paceline.environment.tools import MAX_THREADS, OUTPUT_LENGTH, Toolbox, calculator
 from paceline.errors import ConfigError
 from paceline.rollout.environment import open_environment
-from paceline.types import Completion, End, Finish, Prompt
+from paceline.types import End, Prompt, Trajectory
 from tests.chat_templates import chat_tokenizer
+from tests.episodes import Model
 from tests.sandboxes import needs_bubblewrap
 
 tokenizer_of = cache(chat_tokenizer)
@@ -334,8 +335,9 @@ def test_long_result_is_shortened() -> None:
 def test_python_tool_runs_in_sandbox() -> None:
     toolbox = Toolbox(["python"])
     assert asyncio.run(toolbox.call("python", {"code": "print(6 * 7)"})) == "42\n"
-    network = "import socket; socket.create_connection(('127.0.0.1', 22))"
-    assert "Error" in asyncio.run(toolbox.call("python", {"code": network}))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        network = f"import socket; socket.create_connection({server.getsockname()!r})"
+        assert "Error" in asyncio.run(toolbox.call("python", {"code": network}))
 
 
 def test_function_without_description_is_rejected() -> None:
@@ -350,24 +352,22 @@ def test_function_without_description_is_rejected() -> None:
         Toolbox(["calculater"])
 
 
-def test_model_calls_tools_until_message_has_no_call(tmp_path: Path) -> None:
-    tokenizer = tokenizer_of("chatml with tools")
+def play(model: Model, tool: Any) -> Trajectory:
+    loop = open_environment(None, model.tokenizer, DATA, LIMITS, [tool])
+    trajectory = asyncio.run(loop.run(Prompt("q", (), "", ROW), model.generate))
+    assert isinstance(trajectory, Trajectory)
+    return trajectory
+
+
+def test_model_calls_tools_until_message_has_no_call() -> None:
     call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6*7"}}\n</tool_call>'
-    texts = [call + "<|im_end|>", f"{call}\n{call}<|im_end|>", "It is 42.<|im_end|>"]
-    contexts: list[str] = []
-
-    async def generate(context: tuple[int, ...]) -> Completion:
-        contexts.append(tokenizer.decode(context))
-        tokens = np.array(tokenizer.encode(texts[len(contexts) - 1]), np.int32)
-        zeros = np.zeros(len(tokens), np.float32)
-        return Completion(tokens, zeros, zeros.astype(np.int32), Finish.STOP)
-
-    loop = open_environment(None, tokenizer, DATA, LIMITS, ["calculator"])
-    trajectory = asyncio.run(loop.run(Prompt("q", (), "", ROW), generate))
+    model = Model(call, f"{call}\n{call}", "It is 42.")
+    trajectory = play(model, "calculator")
     assert trajectory.end is End.DONE and trajectory.text == "It is 42."
-    assert '"name": "calculator"' in contexts[0], "the model does not see the tool"
-    assert contexts[1].count("<tool_response>\n42\n</tool_response>") == 1
-    assert contexts[2].count("<tool_response>\n42\n</tool_response>") == 3
+    first, second, third = model.seen
+    assert '"name": "calculator"' in first, "the model does not see the tool"
+    assert second.count("<tool_response>\n42\n</tool_response>") == 1
+    assert third.count("<tool_response>\n42\n</tool_response>") == 3
 
 
 def test_model_sees_no_output_when_tool_returns_blank_text() -> None:
@@ -386,10 +386,9 @@ def test_model_sees_no_output_when_tool_returns_blank_text() -> None:
 
 
 def test_call_marked_by_special_token_is_run() -> None:
-    tokenizer = chat_tokenizer("mistral")
-    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
-    texts = ['[TOOL_CALLS] [{"name": "echo", "arguments": {"text": "\\ud800"}}]</s>', "Done.</s>"]
-    contexts: list[str] = []
+    call = '[TOOL_CALLS] [{"name": "echo", "arguments": {"text": "\\ud800"}}]'
+    model = Model(call, "Done.", template="mistral")
+    model.tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
 
     def echo(text: str) -> str:
         """Return the text.
@@ -399,16 +398,9 @@ def test_call_marked_by_special_token_is_run() -> None:
         """
         return f"<{text}>"
 
-    async def generate(context: tuple[int, ...]) -> Completion:
-        contexts.append(tokenizer.decode(context))
-        tokens = np.array(tokenizer.encode(texts[len(contexts) - 1]), np.int32)
-        zeros = np.zeros(len(tokens), np.float32)
-        return Completion(tokens, zeros, zeros.astype(np.int32), Finish.STOP)
-
-    loop = open_environment(None, tokenizer, DATA, LIMITS, [echo])
-    trajectory = asyncio.run(loop.run(Prompt("q", (), "", ROW), generate))
+    trajectory = play(model, echo)
     assert trajectory.text == "Done." and len(trajectory.turns) == 2
-    assert "<?>" in contexts[1], "a lone surrogate reached the tokenizer"
+    assert "<?>" in model.seen[1], "a lone surrogate reached the tokenizer"
 
 
 def test_tools_and_environment_contradict_each_other() -> None:

@@ -23,6 +23,7 @@ from paceline.watchdog import Patience, Progress, StallMonitor, Watchdog
 from paceline.workers.cluster import Node, PlannedWorker
 from paceline.workers.pools import start_workers
 from tests.fault_report import Fault
+from tests.processes import started
 from tests.scoring import opened, score, write_functions
 
 QUIET, BUSY = Patience(10, "stall_timeout_s"), Patience(100, "rollout.episode_timeout_s")
@@ -137,11 +138,7 @@ def test_stage_of_start_fails_when_worker_is_suspended_or_killed(
     tmp_path: Path, number: signal.Signals, error: type[Exception], message: str, fault: Fault
 ) -> None:
     async def start() -> str:
-        worker = ProcessWorker(
-            "w", dict, ({"part": "a"},), cores=[], threads=1, log_path=tmp_path / "worker.log"
-        )
-        try:
-            await worker.ready()
+        async with started(dict, tmp_path / "worker.log", {"part": "a"}, name="w") as worker:
             watching = Watchdog(lambda: [worker], 100.0, tmp_path)
             limit = Patience(60.0, "start_timeout_s")
             assert await watching.within(limit, "x", worker.call("part", "upper")) == "A"
@@ -149,9 +146,10 @@ def test_stage_of_start_fails_when_worker_is_suspended_or_killed(
             os.kill(worker.pid, number)
             fault.fired()
             limit = Patience(1.0, "start_timeout_s")
-            return await watching.within(limit, "the start", worker.call("part", "upper"))
-        finally:
-            await worker.close()
+            try:
+                return await watching.within(limit, "the start", worker.call("part", "upper"))
+            finally:
+                worker.kill()  # to close a suspended worker takes seconds
 
     with pytest.raises(error, match=message):
         asyncio.run(start())
