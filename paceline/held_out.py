@@ -56,6 +56,7 @@ class HeldOut:
         self._last_step, self._slots, self._report = last_step, slots, report
         self._done = self._read(first_step)
         self._running: int | None = None  # step that is being evaluated
+        self._unlink_best_after(first_step)
         for line in self._done:
             self._link_best(line["step"])
 
@@ -138,6 +139,12 @@ class HeldOut:
             temporary.unlink(missing_ok=True)
             temporary.symlink_to(name)
             os.replace(temporary, self._checkpoints / "best")
+
+    def _unlink_best_after(self, step: int) -> None:
+        """Delete checkpoints/best if it names a later step, which a resumed run makes again."""
+        link = self._checkpoints / "best"
+        if self.saves and link.is_symlink() and os.readlink(link) > f"step_{step:08d}":
+            link.unlink()
 
     def _read(self, first_step: int) -> list[dict[str, Any]]:
         """Return the evaluations before a resumed run, and delete later ones from the file."""

@@ -1,8 +1,9 @@
-"""Settings of runs that take a second, and what tests compare of them."""
+"""Settings of runs that take a second, an observer, and what tests compare of them."""
 
 import asyncio
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,19 @@ def config(model: str, folder: Path, *settings: str) -> RunConfig:
 
 def run(model: str, folder: Path, *settings: str) -> dict[str, Any]:
     return asyncio.run(train(config(model, folder, *settings)))
+
+
+class OnStep:
+    """Observer that calls a function with the number of each step that is done."""
+
+    def __init__(self, act: Callable[[int], object]) -> None:
+        self._act = act
+
+    def step_done(self, step: int, *_: object) -> None:
+        self._act(step)
+
+    def engines_polled(self, *_: object) -> None:
+        return
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:

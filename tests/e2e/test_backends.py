@@ -13,7 +13,7 @@ from paceline.config import load_config
 from paceline.errors import ConfigError, WorkerDied
 from paceline.run import train
 from tests.fault_report import Fault
-from tests.hybrid import IN_FLIGHT, Run
+from tests.hybrid import IN_FLIGHT, Run, largest_difference
 from tests.processes import children
 from tests.small_runs import SEPARATE, run, steps_of
 
@@ -26,10 +26,6 @@ def actor_weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return AutoModelForCausalLM.from_pretrained(
         folder / "checkpoints" / f"step_{step:08d}" / "actor"
     ).state_dict()
-
-
-def max_diff(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
 def texts(folder: Path) -> list[str]:
@@ -57,7 +53,7 @@ def test_ranks_that_offload_train_like_one_device_and_resume_on_it(
     for name in ("reward/mean", "train/loss", "train/grad_norm"):
         assert [row[name] for row in two] == pytest.approx([row[name] for row in one[:3]], abs=1e-5)
     for step in (1, 2, 3):  # the first two were written beside training
-        assert max_diff(actor_weights(single, step), actor_weights(tmp_path, step)) < 1e-5
+        assert largest_difference(actor_weights(single, step), actor_weights(tmp_path, step)) < 1e-5
     assert texts(tmp_path) == texts(single)[: len(texts(tmp_path))]
     run(model, tmp_path, "steps=4", *TO_COMPARE)
     assert steps_of(tmp_path)[3]["train/loss"] == pytest.approx(one[3]["train/loss"], abs=1e-5)

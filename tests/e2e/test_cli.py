@@ -276,18 +276,19 @@ def test_train_names_path_when_model_or_data_is_missing(recipe: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "messages"),
+    ("function", "timeout_s", "messages"),
     [
-        ("raises", ["raises", "KeyError", "no such column"]),
-        ("nothing", ["nothing", "None"]),
-        ("nan", ["nan"]),
-        ("hangs", ["hangs", "0.5 s"]),
+        ("raises", 60, ["raises", "KeyError", "no such column"]),
+        ("nothing", 60, ["nothing", "None"]),
+        ("nan", 60, ["nan"]),
+        ("hangs", 0.5, ["hangs", "0.5 s"]),
     ],
 )
 def test_train_makes_no_step_when_reward_function_fails(
-    function: str, messages: list[str], recipe: Path, tmp_path: Path
+    function: str, timeout_s: float, messages: list[str], recipe: Path, tmp_path: Path
 ) -> None:
-    result = paceline(recipe, f"reward.function={REWARDS}:{function}", "reward.timeout_s=0.5")
+    reward = f"reward.function={REWARDS}:{function}"
+    result = paceline(recipe, reward, f"reward.timeout_s={timeout_s}")
     assert_error(result, 5, *messages, "rollout.max_failed_groups = 0")
     assert not (tmp_path / "run" / "checkpoints").exists()
     events = [

@@ -18,7 +18,8 @@ from tests.models import random_model
 from tests.small_runs import SEPARATE, config, run, weights
 
 ROWS = [{"prompt": f"copy {letter}="} for letter in "abcdefgh"]
-FULLY_ASYNC = [*SEPARATE, "schedule.max_staleness=2", "schedule.on_sync=swap"]
+# On threads; the slow tests have the teacher and the engine in other processes.
+FULLY_ASYNC = ["placement.overlap=true", "schedule.max_staleness=2", "schedule.on_sync=swap"]
 LEARNS: dict[str, Any] = {
     "steps": 15,
     "groups_per_step": 16,

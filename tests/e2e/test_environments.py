@@ -22,7 +22,10 @@ EXAMPLE = EXAMPLES / "tool_environment.py"
 HOSTED = Path(__file__).parents[1] / "unit" / "hosted_environments.py"
 
 
-@pytest.mark.parametrize("place", [[], [*SEPARATE, "schedule.max_staleness=1"]])
+@pytest.mark.parametrize(
+    "place",
+    [[], pytest.param([*SEPARATE, "schedule.max_staleness=1"], marks=pytest.mark.slow)],
+)
 def test_run_trains_on_all_turns_of_conversations(
     place: list[str], model: str, tmp_path: Path
 ) -> None:

@@ -20,8 +20,8 @@ from tests.small_runs import SEPARATE, SMALL, steps_of, weights
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FSDP = ["train.backend=fsdp", "placement.train_ranks=2"]
 PLACES = {"in the engine's process": [], "in a process": SEPARATE, "on two ranks": FSDP}
-OTHER_PLACES = ("in a process", pytest.param("on two ranks", marks=pytest.mark.slow))
-ALL_PLACES = ("in the engine's process", *OTHER_PLACES)
+OTHER_PLACES = [pytest.param(p, marks=pytest.mark.slow) for p in ("in a process", "on two ranks")]
+ALL_PLACES = ["in the engine's process", *OTHER_PLACES]
 
 
 def run(model: str, folder: Path, *settings: str, **values: Any) -> dict[str, Any]:
@@ -86,7 +86,6 @@ def test_entry_points_of_installed_package_train_together(
     assert saved["algorithm"]["loss"] == "my_loss" and saved["data"]["source"] == "my_source"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("place", OTHER_PLACES)
 def test_function_of_program_trains_like_built_in_loss(
     model: str, tmp_path: Path, place: str
@@ -103,7 +102,6 @@ def test_function_of_program_trains_like_built_in_loss(
     assert weights(tmp_path / "own", 2) == weights(tmp_path / "pg", 2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("place", OTHER_PLACES)
 def test_wrong_loss_ends_run_with_its_name(model: str, tmp_path: Path, place: str) -> None:
     with pytest.raises(PacelineError, match=r"algorithm\.loss = '.*<lambda>' returned NaN"):

@@ -16,7 +16,7 @@ def single(model: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 class TestFsdp(HybridRanks):
-    combination = table(FSDP)
+    combination = table(FSDP, slow=["tensor parallel"])
 
 
 class TestKilledFsdp(KilledRanks):

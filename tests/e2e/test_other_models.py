@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.models import random_other_model
-from tests.small_runs import SEPARATE, run, steps_of, weights
+from tests.small_runs import run, steps_of, weights
 
 
 @pytest.fixture(scope="module")
@@ -18,16 +18,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     "settings",
     {
         "hybrid": ["train.gradient_checkpointing=true", "algorithm.kl_coef=0.1"],
-        "fully async, with a critic": [
-            *SEPARATE,
-            "schedule.max_staleness=2",
-            "schedule.on_sync=swap",
-            "algorithm.name=ppo",
-        ],
-        "one device, overlapping": [
+        # tests/slow/test_other_models_sharded.py: in processes
+        "one device, overlapping, with a critic": [
             "placement.overlap=true",
             "schedule.max_staleness=2",
             "schedule.on_sync=swap",
+            "algorithm.name=ppo",
         ],
         "adapters": ["train.lora.rank=4", "algorithm.kl_coef=0.1"],
     }.values(),

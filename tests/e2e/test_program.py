@@ -62,16 +62,6 @@ def test_train_accepts_rows_of_program(small: dict[str, Any], rows: Any) -> None
     assert run.summary["ledger"]["trained"] == 4
 
 
-def test_train_accepts_weighted_rewards(small: dict[str, Any]) -> None:
-    def short(completion: str, row: dict[str, Any]) -> float:
-        return 1.0
-
-    run = paceline.train(data=ROWS, reward=[(score, 1.0), (short, 0.5)], steps=1, **small)
-    [row] = run.metrics
-    assert row["reward_component/short"] == 1.0
-    assert row["reward/mean"] == pytest.approx(row["reward_component/score"] + 0.5)
-
-
 def test_steps_are_watched_and_stopped(small: dict[str, Any]) -> None:
     steps = paceline.steps(data="copy:3", steps=10_000, **small)
     for step in steps:

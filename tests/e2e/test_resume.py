@@ -20,7 +20,7 @@ from tests.audits import assert_consistent
 from tests.e2e.test_runs import MODES
 from tests.fault_report import Fault
 from tests.models import random_model
-from tests.small_runs import SEPARATE, SMALL, config, run, steps_of, weights
+from tests.small_runs import SEPARATE, SMALL, OnStep, config, run, steps_of, weights
 
 
 @pytest.mark.parametrize(
@@ -67,16 +67,12 @@ def test_run_resumes_from_last_checkpoint_when_killed(
     class Stop(Exception):
         pass
 
-    class Killer:
-        def step_done(self, step: int, *_: object) -> None:
-            if step == 5:
-                raise Stop
-
-        def engines_polled(self, *_: object) -> None:
-            return
+    def kill(step: int) -> None:
+        if step == 5:
+            raise Stop
 
     with pytest.raises(Stop):
-        asyncio.run(train(config(model, killed, "steps=6", "save_every=2"), lambda _: Killer()))
+        asyncio.run(train(config(model, killed, "steps=6", "save_every=2"), lambda _: OnStep(kill)))
     fault.fired()
     assert len((killed / "metrics.jsonl").read_text().splitlines()) == 5
     assert_consistent(killed)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import paceline
+from paceline.line_file import intact_rows
 
 ROOT = Path(__file__).parents[2]
 SETTINGS: dict[str, Any] = {
@@ -77,8 +78,16 @@ def test_train_records_value_of_each_function(model: str, tmp_path: Path) -> Non
         **SETTINGS,
     )
     for row in run.metrics:
-        parts = [row[f"reward_component/{name}"] for name in ("length", "exact")]
-        assert row["reward/mean"] >= 0.5 * parts[0] + parts[1]
+        assert {"reward_component/length", "reward_component/exact"} <= row.keys()
+    samples = list(intact_rows(run.run_dir / "samples.jsonl"))
+    assert len(samples) == 2
+    for sample in samples:
+        known = {} if "1" in sample["prompt"] else {"sometimes": 1.0}
+        for each in sample["completions"]:
+            parts = each["details"]
+            assert parts == {"length": len(each["text"]), "exact": parts["exact"], **known}
+            expected = 0.5 * parts["length"] + parts["exact"] + 2 * known.get("sometimes", 0)
+            assert each["reward"] == pytest.approx(expected)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read through /proc")

@@ -19,7 +19,7 @@ from paceline.run_dir import lock_run_dir
 from paceline.training import checkpoint
 from paceline.training.checkpoint import verify_checkpoint
 from tests.fault_report import Fault
-from tests.small_runs import config, run
+from tests.small_runs import OnStep, config, run
 
 
 @pytest.mark.fault("C7", "second run in the same directory")
@@ -43,17 +43,13 @@ def test_run_fails_when_run_directory_is_a_file(model: str, tmp_path: Path, faul
 
 @pytest.mark.fault("C1", "disk full while metrics are written")
 def test_run_fails_with_cause_when_disk_is_full(model: str, tmp_path: Path, fault: Fault) -> None:
-    class Full:
-        def step_done(self, *_: object) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        def engines_polled(self, *_: object) -> None:
-            return
+    def fail(step: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(
         CheckpointError, match=r"run cannot be written: No space left on device; fix the cause"
     ):
-        asyncio.run(train(config(model, tmp_path / "run"), lambda _: Full()))
+        asyncio.run(train(config(model, tmp_path / "run"), lambda _: OnStep(fail)))
     fault.fired()
 
 
@@ -105,35 +101,31 @@ def test_run_fails_when_run_directory_is_moved_or_deleted(
 ) -> None:
     folder, other = tmp_path / "run", tmp_path / "other"
 
-    class Mover:
-        acted = 0
+    acted = 0
 
-        def step_done(self, step: int, *_: object) -> None:
-            done = [path.name for path in (folder / "checkpoints").glob("*step*")]
-            # Not while a checkpoint is being written: `rm` itself would fail.
-            if not self.acted and done and not any(name.endswith(".tmp") for name in done):
-                self.acted = step
-                folder.rename(other)
-                if act == "delete":
-                    shutil.rmtree(other)
-                elif act == "replace":
-                    shutil.copytree(other, folder, ignore=shutil.ignore_patterns("*.sock"))
+    def move(step: int) -> None:
+        nonlocal acted
+        done = [path.name for path in (folder / "checkpoints").glob("*step*")]
+        # Not while a checkpoint is being written: `rm` itself would fail.
+        if not acted and done and not any(name.endswith(".tmp") for name in done):
+            acted = step
+            folder.rename(other)
+            if act == "delete":
+                shutil.rmtree(other)
+            elif act == "replace":
+                shutil.copytree(other, folder, ignore=shutil.ignore_patterns("*.sock"))
 
-        def engines_polled(self, *_: object) -> None:
-            return
-
-    mover = Mover()
     what = "deleted" if act == "delete" else f"moved to {other}/ledger.jsonl"
     chosen = config(model, folder, "steps=99", "save_every=2")
     with pytest.raises(CheckpointError, match=f"run_dir = {folder}: ledger.jsonl was {what} while"):
-        asyncio.run(train(chosen, lambda _: mover))
+        asyncio.run(train(chosen, lambda _: OnStep(move)))
     fault.fired()
     if act == "replace":
         assert not (folder / "summary.json").exists()
     else:
         assert not folder.exists(), "the run created its directory again"
     if act == "rename":
-        steps = mover.acted + 1
+        steps = acted + 1
         assert run(model, other, f"steps={steps}", "save_every=2")["steps"] == steps
         fault.audited(other)
 

@@ -18,46 +18,7 @@ from tests.audits import assert_consistent
 from tests.device_times import assert_device_time_adds_up, assert_valid_trace
 from tests.fault_report import Fault
 from tests.processes import children, worker_pids
-from tests.small_runs import SEPARATE, config, run, steps_of, weights
-
-
-@pytest.mark.fault("E8", "asynchronous run with max_staleness = 0 beside a synchronous one")
-def test_staleness_0_equals_hybrid_sync_bit_for_bit_in_every_placement(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
-) -> None:
-    run(model, tmp_path / "hybrid", "steps=10")
-    run(model, tmp_path / "separate", "steps=10", *SEPARATE)
-    run(model, tmp_path / "overlap", "steps=10", "placement.overlap=true")
-    run(model, tmp_path / "other_seed", "steps=10", "seed=1")
-    # with a GPU, the worker of a single pool is a process
-    monkeypatch.setattr(LocalCluster, "gpus", lambda *_: [0])
-    run(model, tmp_path / "process", "steps=10")
-    run(model, tmp_path / "overlap_process", "steps=10", "placement.overlap=true")
-    assert (tmp_path / "process" / "logs" / "main.log").exists()
-    placements = ("hybrid", "separate", "overlap", "process", "overlap_process")
-    assert len({weights(tmp_path / placement, 10) for placement in placements}) == 1
-    assert weights(tmp_path / "hybrid", 10) != weights(tmp_path / "other_seed", 10)
-    fault.fired()
-
-
-@pytest.mark.fault("E7", "50 steps with a learning rate of 0")
-def test_weights_stay_the_same_when_learning_rate_is_0(
-    model: str, tmp_path: Path, fault: Fault
-) -> None:
-    settings = ["steps=50", "save_every=5", "train.learning_rate=0", "schedule.max_staleness=2"]
-    run(model, tmp_path, *settings, *SEPARATE, "schedule.on_sync=swap", "keep_checkpoints=20")
-    digests = {
-        hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in tmp_path.glob("checkpoints/step_*/actor/model.safetensors")
-    }
-    assert len(list(tmp_path.glob("checkpoints/step_*"))) == 10 and len(digests) == 1
-    rows = list(intact_rows(tmp_path / "metrics.jsonl"))
-    assert len(rows) == 50 and max(row["staleness/max"] for row in rows) > 0
-    fault.fired()
-    # It is measured where tokens have the version of the trainer.
-    name = "train/logprob_diff_max"
-    assert 0 <= max(row[name] for row in rows if name in row) < 1e-5
-
+from tests.small_runs import SEPARATE, OnStep, config, run, steps_of, weights
 
 MODES = {
     "hybrid": [],
@@ -89,6 +50,55 @@ MODES = {
         "schedule.on_sync=swap",
     ],
 }
+
+
+@pytest.mark.fault("E8", "asynchronous run with max_staleness = 0 beside a synchronous one")
+def test_staleness_0_equals_hybrid_sync_bit_for_bit_in_every_placement(
+    model: str, tmp_path: Path, fault: Fault
+) -> None:
+    run(model, tmp_path / "hybrid", "steps=10")
+    run(model, tmp_path / "separate", "steps=10", *SEPARATE)
+    run(model, tmp_path / "overlap", "steps=10", "placement.overlap=true")
+    run(model, tmp_path / "other_seed", "steps=10", "seed=1")
+    placements = ("hybrid", "separate", "overlap")
+    assert len({weights(tmp_path / placement, 10) for placement in placements}) == 1
+    assert weights(tmp_path / "hybrid", 10) != weights(tmp_path / "other_seed", 10)
+    fault.fired()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [[], ["placement.overlap=true"]], ids=["turns", "overlap"])
+def test_process_of_single_pool_gives_weights_of_thread(
+    settings: list[str], model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a GPU, the worker of a single pool is a process."""
+    workers: set[str] = set()
+    watch = OnStep(lambda _: workers.update(worker_pids(tmp_path / "process")))
+    run(model, tmp_path / "thread", *settings)
+    monkeypatch.setattr(LocalCluster, "gpus", lambda *_: [0])
+    asyncio.run(train(config(model, tmp_path / "process", *settings), lambda _: watch))
+    assert workers == {"main"}
+    assert weights(tmp_path / "process", 4) == weights(tmp_path / "thread", 4)
+
+
+@pytest.mark.fault("E7", "50 steps with a learning rate of 0")
+def test_weights_stay_the_same_when_learning_rate_is_0(
+    model: str, tmp_path: Path, fault: Fault
+) -> None:
+    settings = ["steps=50", "save_every=5", "train.learning_rate=0", "keep_checkpoints=20"]
+    run(model, tmp_path, *settings, *MODES["one device, overlapping"])
+    digests = {
+        hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in tmp_path.glob("checkpoints/step_*/actor/model.safetensors")
+    }
+    assert len(list(tmp_path.glob("checkpoints/step_*"))) == 10 and len(digests) == 1
+    rows = list(intact_rows(tmp_path / "metrics.jsonl"))
+    assert len(rows) == 50 and max(row["staleness/max"] for row in rows) > 0
+    fault.fired()
+    # It is measured where tokens have the version of the trainer.
+    name = "train/logprob_diff_max"
+    assert 0 <= max(row[name] for row in rows if name in row) < 1e-5
+
 
 # The torture tests run every schedule; here, real processes run one of each kind.
 SLOW = {"with a reference", "one step off", "two engines", "two steps per sync"}
@@ -145,14 +155,10 @@ def test_run_leaves_report_and_distributions_of_all_completions(model: str, tmp_
 def test_run_fails_and_names_worker_when_worker_is_killed(
     victim: str, model: str, tmp_path: Path, fault: Fault
 ) -> None:
-    class Killer:
-        def step_done(self, step: int, *_: object) -> None:
-            if step == 2:
-                os.kill(worker_pids(tmp_path)[victim], signal.SIGKILL)
-                fault.fired()
-
-        def engines_polled(self, *_: object) -> None:
-            return
+    def kill(step: int) -> None:
+        if step == 2:
+            os.kill(worker_pids(tmp_path)[victim], signal.SIGKILL)
+            fault.fired()
 
     settings = [
         *SEPARATE,
@@ -162,7 +168,7 @@ def test_run_fails_and_names_worker_when_worker_is_killed(
     ]
     chosen = config(model, tmp_path, "steps=1000", "save_every=1", *settings)
     with pytest.raises(WorkerDied, match=f"worker '{victim}' died .killed by signal 9"):
-        asyncio.run(asyncio.wait_for(train(chosen, lambda _: Killer()), 240))
+        asyncio.run(asyncio.wait_for(train(chosen, lambda _: OnStep(kill)), 240))
     fault.detected()
     assert not children()
     fault.audited(tmp_path)

@@ -206,6 +206,7 @@ def server() -> Iterator[str]:
     deadline = time.monotonic() + 60
     while not running.started and time.monotonic() < deadline:
         time.sleep(0.05)
+    assert running.started, "the server did not start"
     yield f"http://127.0.0.1:{port}"
     running.should_exit = True
     thread.join(30)

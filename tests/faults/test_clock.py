@@ -8,7 +8,7 @@ import pytest
 
 from paceline.run import train
 from tests.fault_report import Fault
-from tests.small_runs import config
+from tests.small_runs import OnStep, config
 
 
 @pytest.mark.parametrize("hours", [1, -1])
@@ -18,17 +18,13 @@ def test_run_ignores_jump_of_clock(
 ) -> None:
     clock = time.time
 
-    class Jump:
-        def step_done(self, step: int, *_: object) -> None:
-            if step == 2:
-                monkeypatch.setattr(time, "time", lambda: clock() + 3600 * hours)
-                fault.fired()
-
-        def engines_polled(self, *_: object) -> None:
-            return
+    def jump(step: int) -> None:
+        if step == 2:
+            monkeypatch.setattr(time, "time", lambda: clock() + 3600 * hours)
+            fault.fired()
 
     chosen = config(model, tmp_path, "steps=5", "stall_timeout_s=600", "save_every=1")
-    summary = asyncio.run(train(chosen, lambda _: Jump()))
+    summary = asyncio.run(train(chosen, lambda _: OnStep(jump)))
     assert abs(time.time() - clock()) > 3000, "the clock was not set"
     assert summary["steps"] == 5 and not summary["ledger"]["dropped"]
     fault.audited(tmp_path)

@@ -82,7 +82,8 @@ def test_run_ends_with_stacks_when_environment_blocks_event_loop(
 def test_sigterm_ends_run_whose_event_loop_is_blocked(
     model: str, tmp_path: Path, fault: Fault
 ) -> None:
-    program = Program(model, tmp_path)
+    # On a thread: the test above has blocked loops with processes, which are slow to start.
+    program = Program(model, tmp_path, "placement.rollout=train")
     program.until_blocked()
     program.process.terminate()
     fault.fired()

@@ -20,7 +20,7 @@ from paceline.remote.worker import Worker
 from paceline.run import train
 from tests.audits import assert_consistent
 from tests.fault_report import Fault
-from tests.small_runs import SEPARATE, SMALL, config, run, weights
+from tests.small_runs import SEPARATE, SMALL, OnStep, config, run, weights
 
 FAULTS = 5  # percent of Ray's calls
 SPLIT = [
@@ -130,13 +130,11 @@ def test_every_prompt_is_trained_once_when_worker_is_killed_or_suspended(
     async def send_signal() -> None:
         os.kill(await started["rollout"].call("host", "pid"), how)
 
-    class Saboteur:
-        def step_done(self, step: int, *_: object) -> None:
-            if step == 3:
-                self.task = asyncio.ensure_future(send_signal())
+    sent: list[asyncio.Future[None]] = []
 
-        def engines_polled(self, *_: object) -> None:
-            return
+    def sabotage(step: int) -> None:
+        if step == 3:
+            sent.append(asyncio.ensure_future(send_signal()))
 
     settings = [
         *SEPARATE,
@@ -149,7 +147,7 @@ def test_every_prompt_is_trained_once_when_worker_is_killed_or_suspended(
         "save_every=0",
     ]
     chosen = config(model, tmp_path, "cluster=ray", f"ray.address={address}", *settings)
-    asyncio.run(train(chosen, lambda _: Saboteur()))
+    asyncio.run(train(chosen, lambda _: OnStep(sabotage)))
     assert trained(tmp_path) == list(range(240)), "a prompt was lost or repeated"
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert min(row["fleet/engines"] for row in rows) == 1, "no engine was ever missing"
@@ -239,16 +237,12 @@ def test_stopped_run_releases_its_devices(model: str, address: str, tmp_path: Pa
     class Stop(Exception):
         pass
 
-    class Stopper:
-        def step_done(self, *_: object) -> None:
-            raise Stop
-
-        def engines_polled(self, *_: object) -> None:
-            return
+    def stop(step: int) -> None:
+        raise Stop
 
     chosen = config(model, tmp_path, "cluster=ray", f"ray.address={address}", *SEPARATE)
     with pytest.raises(Stop):
-        asyncio.run(train(chosen, lambda _: Stopper()))
+        asyncio.run(train(chosen, lambda _: OnStep(stop)))
     ranks = ["train.backend=fsdp", "placement.train_ranks=3"]
     assert on_ray(model, tmp_path, address, *SEPARATE, *ranks)["steps"] == 4
 

@@ -144,6 +144,20 @@ def test_resumed_run_forgets_later_evaluations_and_repeats_none(tmp_path: Path) 
     assert [line["step"] for line in held_out._done] == [0, 2, 4]
 
 
+def test_resumed_run_forgets_best_version_that_it_makes_again(tmp_path: Path) -> None:
+    """The newest checkpoint was damaged, so the run resumes from the one before it."""
+    world = World(steps=6)
+    watched(world, tmp_path, every=2)
+    run_virtual(world.loop.run())
+    link = tmp_path / "checkpoints" / "best"
+    (link.parent / "step_00000006").mkdir(parents=True)
+    for first_step, is_kept in ((6, True), (4, False)):
+        link.unlink(missing_ok=True)
+        link.symlink_to("step_00000006")
+        watched(World(steps=8), tmp_path, every=2, first_step=first_step)
+        assert link.is_symlink() == is_kept
+
+
 def test_sync_that_waited_for_evaluation_may_take_as_long_as_a_step(tmp_path: Path) -> None:
     world = random_world(2, MODES["async swap"])
     world.steps, world.stall_timeout_s, world.step_timeout_s = 4, 60, 400

@@ -20,6 +20,7 @@ from paceline.training.phases import MEASURED
 from tests.fault_report import Fault
 from tests.models import random_model
 from tests.processes import children, worker_pids
+from tests.small_runs import OnStep
 from tests.vllm import faults
 
 SEPARATE = [
@@ -109,21 +110,17 @@ def test_run_replaces_killed_engine_or_fails_with_its_name(
 ) -> None:
     killed: list[float] = []
 
-    class Killer:
-        def step_done(self, step: int, *_: object) -> None:
-            if step == 2:
-                os.kill(worker_pids(tmp_path)[victim], signal.SIGKILL)
-                fault.fired()
-                killed.append(time.monotonic())
-
-        def engines_polled(self, *_: object) -> None:
-            return
+    def kill(step: int) -> None:
+        if step == 2:
+            os.kill(worker_pids(tmp_path)[victim], signal.SIGKILL)
+            fault.fired()
+            killed.append(time.monotonic())
 
     try:
         # The collective transport must reach both the old and the new engine.
         settings = ["steps=6", "sync.transport=collective", f"rollout.tensor_parallel={ranks}"]
         chosen = config(model, tmp_path, *settings, *SEPARATE)
-        summary = asyncio.run(asyncio.wait_for(train(chosen, lambda _: Killer()), 300))
+        summary = asyncio.run(asyncio.wait_for(train(chosen, lambda _: OnStep(kill)), 300))
         assert summary["steps"] == 6 and summary["ledger"]["trained"] == 24, (
             "after recovery, every prompt must be trained once"
         )
