@@ -246,7 +246,8 @@ def test_environment_latency_delays_a_synchronous_step() -> None:
 
 
 def test_controller_delays_a_synchronous_step_by_all_of_its_completions() -> None:
-    busy = replace(SCENARIO, costs=PLAIN.model_copy(update={"host_completion_s": 0.01}), shared=True)
+    costs = PLAIN.model_copy(update={"host_completion_s": 0.01})
+    busy = replace(SCENARIO, costs=costs, shared=True)
     assert simulate(busy).step_s == pytest.approx(5 + 128 * 0.01 + 2)
     ahead = replace(busy, schedule=AHEAD, shared=False)  # handles them while devices work
     assert simulate(ahead).step_s == pytest.approx(2, rel=0.1)
