@@ -27,6 +27,7 @@ from tests.endpoints import (
 )
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+RAN = {"type": "function_call", "name": "add", "arguments": "{}", "call_id": "1"}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
@@ -285,6 +286,11 @@ def test_responses_api_continues_exact_tokens_with_tools() -> None:
         ("previous_response_id", {"previous_response_id": "resp_1"}),
         ("input.0.type", {"input": [{"type": "reasoning"}]}),
         ("input.0.role", {"input": [{"role": "robot", "content": "?"}]}),
+        ("input.0.role", {"instructions": "!", "input": [{"role": "robot", "content": "?"}]}),
+        ("input.0.content", {"instructions": "!", "input": [{"role": "user", "content": 5}]}),
+        ("input.2.arguments", {"instructions": "!", "input": [USER, RAN, RAN | {"arguments": 5}]}),
+        ("input.2.call_id", {"input": [USER, RAN, RAN | {"call_id": 5}]}),
+        ("input.2.output", {"input": [USER, RAN, {"type": "function_call_output", "output": 5}]}),
         ("max_output_tokens", {"max_output_tokens": 0}),
         ("temperature", {"temperature": 0.3}),
         ("tool_choice", {"tool_choice": "required"}),
