@@ -131,16 +131,16 @@ def test_slow_or_silent_stranger_is_dropped_at_its_deadline(
         fault.detected()
 
 
-@pytest.mark.fault("G4", "connections send random bytes for 5 s")
+@pytest.mark.fault("G4", "1000 connections send random bytes")
 def test_random_bytes_are_refused_without_an_error(server: Listener, fault: Fault) -> None:
-    generator, begun, sent = random.Random(0), time.monotonic(), 0
-    while time.monotonic() - begun < 5 and sent < 10_000:
-        with socket.create_connection((HOST, server.port), timeout=60) as connection:
-            with suppress(OSError):  # it was refused before it sent everything
-                connection.sendall(generator.randbytes(generator.randrange(1, 200)))
-            sent += 1
+    generator = random.Random(0)
+    for _ in range(1000):
+        with (
+            socket.create_connection((HOST, server.port), timeout=60) as connection,
+            suppress(OSError),  # it was refused before it sent everything
+        ):
+            connection.sendall(generator.randbytes(generator.randrange(1, 200)))
     fault.fired()
-    assert sent >= 100
     assert served(server)
 
 
