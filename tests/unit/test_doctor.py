@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.doctor import Finding, Status
-from paceline.doctor.devices import check_devices, torch_cuda
+from paceline.doctor.devices import check_devices
 from paceline.doctor.machine import check_clock, check_files, check_shared
 from paceline.doctor.versions import check_versions, supported
 
@@ -155,7 +155,10 @@ def test_all_gpus_are_reported_without_cuda_visible_devices(tmp_path: Path) -> N
 def test_cuda_version_is_read_without_importing_torch() -> None:
     import torch
 
-    assert torch_cuda() == torch.version.cuda
+    program = "import sys; from paceline.doctor.devices import torch_cuda; print(torch_cuda()); "
+    program += "assert 'torch' not in sys.modules"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (found.stdout, found.returncode) == (f"{torch.version.cuda}\n", 0), found.stderr
 
 
 def test_command_reports_planted_faults_and_fails(tmp_path: Path) -> None:

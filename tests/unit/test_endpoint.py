@@ -340,6 +340,8 @@ def test_server_closes_when_episode_ends_meanwhile() -> None:
         served.open(Ending(Chat(engine.tokenizer), model))
         other = served.open(Session(Chat(engine.tokenizer), model))
         await served.close()
+        with pytest.raises(OSError):
+            await asyncio.open_connection(server.HOST, served.port)
 
     asyncio.run(run())
 
