@@ -1,6 +1,7 @@
 """Random and damaged GGUF files, groups in flight, dumps and messages; see test_fuzz.py."""
 
 import asyncio
+import io
 import json
 import random
 import shutil
@@ -22,6 +23,7 @@ from paceline.rollout.in_flight_files import FOLDER, GROUPS, TOKENS, read_in_fli
 from paceline.sync.meeting import REQUEST, Meeting, MemberStore, meet
 from paceline.training.skipped import Dump, read_dump, write_dump
 from paceline.types import Batch, Completion, Finish, Prompt, Trajectory, Turn
+from tests.files import rewrite
 from tests.unit.test_fuzz import INPUTS, damaged_json, flipped, generator, inputs, refused
 
 __all__ = ["generator"]
@@ -43,7 +45,7 @@ def test_any_gguf_file_is_converted_or_a_model_error(
             damaged = damaged[: generator.randrange(len(damaged))]
         elif number % 4 == 1:
             damaged = content[:header] + flipped(content[header:], generator)
-        path.write_bytes(damaged if number else generator.randbytes(200))
+        rewrite(path, damaged if number else generator.randbytes(200))
         outcomes.add(refused(ModelError, lambda: convert_to(path, folder)))
         shutil.rmtree(folder, ignore_errors=True)
     assert outcomes == {True, False}
@@ -87,8 +89,8 @@ def test_any_groups_in_flight_are_read_or_a_checkpoint_error(
     rows, arrays, outcomes = json.loads(groups.read_bytes()), tokens.read_bytes(), set()
     for number in inputs(3 * INPUTS):
         damaged = number % 3 > 0
-        groups.write_bytes(damaged_json(rows, generator) if damaged else json.dumps(rows).encode())
-        tokens.write_bytes(arrays if damaged else flipped(arrays, generator))
+        rewrite(groups, damaged_json(rows, generator) if damaged else json.dumps(rows).encode())
+        rewrite(tokens, arrays if damaged else flipped(arrays, generator))
         outcomes.add(refused(CheckpointError, lambda: use_in_flight(read_in_flight(tmp_path))))
     assert outcomes == {True, False}
 
@@ -141,10 +143,11 @@ def test_any_dump_of_an_update_is_read_or_a_data_error(
 
     for number in inputs(3 * INPUTS):
         if number % 2:
-            path.write_bytes(flipped(content, generator))
+            rewrite(path, flipped(content, generator))
         else:
-            with path.open("wb") as output:
-                np.savez(output, **wrong_arrays(arrays, generator))
+            output = io.BytesIO()
+            np.savez(output, **wrong_arrays(arrays, generator))
+            rewrite(path, output.getvalue())
         outcomes.add(refused(DataError, use))
     assert outcomes == {True, False}
 
