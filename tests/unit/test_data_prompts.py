@@ -80,7 +80,7 @@ def test_gsm8k_rows_work_with_prompt_key(tmp_path: Path) -> None:
     assert TOKENIZER.decode(prompt.tokens) == prompt.text
 
 
-def test_parquet_and_jsonl_give_the_same_prompts(tmp_path: Path) -> None:
+def test_parquet_and_jsonl_give_same_prompts(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
 
@@ -110,7 +110,7 @@ def test_error_names_broken_parquet_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [0x7FFFFFF0, -5], ids=["beyond the data", "negative"])
-def test_arrow_file_with_wrong_offsets_is_an_error_and_no_crash(wrong: int, tmp_path: Path) -> None:
+def test_arrow_file_with_wrong_offsets_is_error_and_no_crash(wrong: int, tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     import pyarrow.ipc
 
@@ -186,7 +186,7 @@ def test_rows_with_same_id_get_unique_uid(tmp_path: Path, fault: Fault) -> None:
     fault.fired()
 
 
-def test_no_row_is_lost_when_made_up_uid_is_the_id_of_another(tmp_path: Path) -> None:
+def test_no_row_is_lost_when_made_up_uid_is_id_of_another(tmp_path: Path) -> None:
     ids = ["a (rows.jsonl:3)", "a", "a", "a", "a (rows.jsonl:4)", 1, "1", None, "rows.jsonl:8"]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"p{i}", "id": i}) + "\n" for i in ids))

@@ -291,7 +291,7 @@ def test_check_of_given_rows_leaves_other_objects_to_full_check() -> None:
     check_given_rows(DataSettings(on_bad_row="skip"), [{"promt": "1"}], "data")
 
 
-def test_tracker_without_its_package_is_reported_with_the_command_that_installs_it(
+def test_tracker_without_its_package_is_reported_with_command_to_install_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -164,7 +164,7 @@ def test_stream_is_complete_when_name_is_not_valid_text() -> None:
     assert len(episode(play, engine).turns) == 1
 
 
-def test_options_of_request_shape_the_reply() -> None:
+def test_options_of_request_shape_reply() -> None:
     async def play(client: Any) -> None:
         reply = await ask(client, [USER], stop=["END"], logprobs=True)
         assert reply.choices[0].message.content == "before "
@@ -346,7 +346,9 @@ def test_server_closes_when_episode_ends_meanwhile() -> None:
     asyncio.run(run())
 
 
-def test_connection_without_key_ends_and_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_without_key_ends_at_deadline_or_when_there_are_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 3)
     monkeypatch.setattr(server, "STRANGER_TIMEOUT_S", 300.0)
 

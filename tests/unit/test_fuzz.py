@@ -133,7 +133,7 @@ CONTENT: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("extension", CONTENT)
-def test_damaged_data_file_is_read_or_is_a_data_error(
+def test_damaged_data_file_is_read_or_data_error(
     extension: str, tmp_path: Path, generator: random.Random
 ) -> None:
     content, outcomes = CONTENT[extension](), set()
@@ -146,7 +146,7 @@ def test_damaged_data_file_is_read_or_is_a_data_error(
     assert outcomes == {True, False} or extension == ".jsonl"  # its bad rows are reported singly
 
 
-def test_any_row_is_a_prompt_or_a_data_error(tmp_path: Path, generator: random.Random) -> None:
+def test_any_row_is_prompt_or_data_error(tmp_path: Path, generator: random.Random) -> None:
     tokenizer, path = make_tokenizer(), tmp_path / "rows.jsonl"
     for _ in inputs(INPUTS // 3):
         rewrite(path, b"\n".join(damaged_json(row, generator) for row in ROWS))
@@ -154,7 +154,7 @@ def test_any_row_is_a_prompt_or_a_data_error(tmp_path: Path, generator: random.R
         refused(DataError, lambda s=settings: PromptSource(s, tokenizer, 0)[0])
 
 
-def test_any_state_of_a_dataset_names_files_inside_it(
+def test_any_state_of_dataset_names_files_inside_it(
     tmp_path: Path, generator: random.Random
 ) -> None:
     state = {"_data_files": [{"filename": "data-0.jsonl"}], "_split": "train"}
@@ -181,13 +181,13 @@ LEDGER = {"next_seq": 9, "outstanding": [7, 8], "trained": 6, "dropped": {"stale
 STATE = {"step": 3, "metrics_length": 0, "config": {"steps": 5}, "source": {}, "ledger": LEDGER}
 
 
-def test_any_manifest_is_a_checkpoint_error(checkpoint: Path, generator: random.Random) -> None:
+def test_any_wrong_manifest_is_checkpoint_error(checkpoint: Path, generator: random.Random) -> None:
     for _ in inputs():
         rewrite(checkpoint / "manifest.json", damaged_json(MANIFEST, generator))
         assert refused(CheckpointError, lambda: verify_checkpoint(checkpoint))
 
 
-def test_any_state_of_a_run_is_resumed_or_a_checkpoint_error(
+def test_any_state_of_run_is_resumed_or_checkpoint_error(
     checkpoint: Path, generator: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.run_dir.latest_checkpoint", lambda root: checkpoint)
@@ -198,7 +198,7 @@ def test_any_state_of_a_run_is_resumed_or_a_checkpoint_error(
         refused(CheckpointError, lambda: find_start(config, {"config": {"steps": 5}}))
 
 
-def test_any_command_to_a_job_gets_a_reply(tmp_path: Path, generator: random.Random) -> None:
+def test_any_command_to_job_gets_reply(tmp_path: Path, generator: random.Random) -> None:
     async def add(count: int = 1) -> int:
         return 1 + count
 
@@ -223,7 +223,7 @@ def settings_text(generator: random.Random) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("kind", ["toml", "yaml"])
-def test_any_recipe_and_any_setting_is_valid_or_a_config_error(
+def test_any_recipe_and_any_setting_is_valid_or_config_error(
     kind: str, tmp_path: Path, generator: random.Random
 ) -> None:
     recipe = tmp_path / f"recipe.{kind}"
@@ -242,7 +242,7 @@ SCRIPTS += ["a=" + "9" * 5000 + "\nb=$((a+1)) x.y=${b}", "$((" + "1+" * 3000 + "
 SCRIPTS += ["x.y=" + "{a:" * 200, "x.y=${HOME:-${A}}", "~x.y", "+x.y='a b'"]
 
 
-def test_any_script_of_verl_is_read_or_a_config_error(generator: random.Random) -> None:
+def test_any_script_of_verl_is_read_or_config_error(generator: random.Random) -> None:
     for number in inputs():
         text = SCRIPTS[number % len(SCRIPTS)].encode()
         damaged = flipped(text, generator) if number >= len(SCRIPTS) else text

@@ -30,7 +30,7 @@ __all__ = ["generator"]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value|overflow:RuntimeWarning")  # damaged weights
-def test_any_gguf_file_is_converted_or_a_model_error(
+def test_any_gguf_file_is_converted_or_model_error(
     tmp_path: Path, generator: random.Random
 ) -> None:
     pytest.importorskip("gguf")
@@ -81,7 +81,7 @@ def use_in_flight(groups: dict[int, GroupInFlight]) -> None:
         assert json.dumps([seq, group.uid, group.num_tokens])
 
 
-def test_any_groups_in_flight_are_read_or_a_checkpoint_error(
+def test_any_groups_in_flight_are_read_or_checkpoint_error(
     tmp_path: Path, generator: random.Random
 ) -> None:
     write_in_flight(tmp_path, IN_FLIGHT)
@@ -126,9 +126,7 @@ def wrong_arrays(arrays: dict[str, Any], generator: random.Random) -> dict[str, 
     return others | {name: generator.choice([*wrong, np.array("x"), arrays[name] * 1.5])}
 
 
-def test_any_dump_of_an_update_is_read_or_a_data_error(
-    tmp_path: Path, generator: random.Random
-) -> None:
+def test_any_dump_of_update_is_read_or_data_error(tmp_path: Path, generator: random.Random) -> None:
     path = tmp_path / "dump.npz"
     write_dump(path, dumped())
     content, outcomes = path.read_bytes(), set()
@@ -152,7 +150,7 @@ def test_any_dump_of_an_update_is_read_or_a_data_error(
     assert outcomes == {True, False}
 
 
-def test_any_message_of_a_member_leaves_meeting_usable(generator: random.Random) -> None:
+def test_any_message_of_member_leaves_meeting_usable(generator: random.Random) -> None:
     token = bytes(32)
     meeting = Meeting("127.0.0.1", token)
     member: MemberStore = meet(meeting.address, token, 5)
@@ -171,7 +169,7 @@ def test_any_message_of_a_member_leaves_meeting_usable(generator: random.Random)
 
 
 @pytest.mark.parametrize("settings", [{"steps": "many"}, {"unknown": 1}, {"data": [3]}])
-def test_replay_of_dump_with_wrong_settings_is_a_data_error(
+def test_replay_of_dump_with_wrong_settings_is_data_error(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
     path = tmp_path / "dump.npz"

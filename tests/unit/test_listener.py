@@ -42,7 +42,7 @@ def test_client_with_token_is_served_and_others_are_not(server: Listener) -> Non
         served(server, b"x" * 32)
 
 
-def test_client_leaves_when_server_does_not_know_the_token() -> None:
+def test_client_leaves_when_server_does_not_know_token() -> None:
     with socket.create_server((HOST, 0)) as stranger:
         stranger.settimeout(60)
 
@@ -144,7 +144,7 @@ def test_random_bytes_are_refused_without_an_error(server: Listener, fault: Faul
     assert served(server)
 
 
-def test_listener_serves_again_after_a_thread_could_not_be_started(
+def test_listener_serves_again_after_thread_could_not_be_started(
     server: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> int:
