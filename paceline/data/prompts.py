@@ -6,6 +6,7 @@ the cursor of a run and resuming is exact.
 
 import hashlib
 import logging
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -193,10 +194,14 @@ class PromptSource:
 
     def _row_at(self, seq: int) -> int:
         if self._curriculum:
-            row = self._curriculum.pick(seq)
-            if not (isinstance(row, int) and 0 <= row < len(self._rows)):
+            picked = self._curriculum.pick(seq)
+            try:
+                row = operator.index(picked)  # also of numpy and torch
+            except TypeError:
+                row = -1
+            if not 0 <= row < len(self._rows):
                 raise DataError(
-                    f"data.curriculum = {curriculum_of(self._settings)!r} picked row {row!r}; "
+                    f"data.curriculum = {curriculum_of(self._settings)!r} picked row {picked!r}; "
                     f"expected an integer from 0 to {len(self._rows) - 1}"
                 )
             return row

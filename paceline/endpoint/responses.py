@@ -21,8 +21,9 @@ from paceline.endpoint.request import (
 )
 from paceline.endpoint.session import Choice
 
+Places = dict[str, str]  # paths of fields of chat completions, and their paths in a request
 # Fields of chat completions that have another name here.
-NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
+NAMES: Places = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
 
 
 class ResponsesRequest(Bookkeeping):
@@ -47,9 +48,10 @@ def read_responses_request(body: bytes) -> ChatRequest:
         asked = ResponsesRequest.model_validate(read_object(body))
     except ValidationError as failed:
         raise first_problem(failed) from None
+    messages, places = _messages(asked)
     fields = {
         "model": asked.model,
-        "messages": _messages(asked),
+        "messages": messages,
         "tools": [_tool(tool) for tool in asked.tools] if asked.tools else None,
         "max_completion_tokens": asked.max_output_tokens,
     }
@@ -58,10 +60,10 @@ def read_responses_request(body: bytes) -> ChatRequest:
     try:
         return read_chat(fields)
     except RequestError as error:
-        first, dot, rest = (error.param or "").partition(".")
-        name = NAMES.get(first, first)
-        message = str(error).removeprefix(first)
-        raise RequestError(400, f"{name}{message}", f"{name}{dot}{rest}", error.code) from None
+        param = error.param or ""
+        name = _place(param, places)
+        message = str(error).removeprefix(param)
+        raise RequestError(400, f"{name}{message}", name, error.code) from None
 
 
 def response(request: ChatRequest, start: Start, choice: Choice) -> dict[str, Any]:
@@ -102,34 +104,51 @@ def _item(kind: str, prefix: str, **fields: Any) -> dict[str, Any]:
     return {"type": kind, "id": identity, "status": "completed", **fields}
 
 
-def _messages(asked: ResponsesRequest) -> list[dict[str, Any]]:
+def _place(param: str, places: Places) -> str:
+    """Return the path of a field in the request, from its path in a chat completion."""
+    start, rest = param, ""
+    while start not in places and "." in start:
+        start, _, last = start.rpartition(".")
+        rest = f".{last}{rest}"
+    return places.get(start, start) + rest
+
+
+def _messages(asked: ResponsesRequest) -> tuple[list[dict[str, Any]], Places]:
+    """Return the messages of a request, and where their fields come from."""
     messages: list[dict[str, Any]] = []
+    places = dict(NAMES)
     if asked.instructions is not None:
         messages.append({"role": "system", "content": asked.instructions})
     if isinstance(asked.input, str):
-        return [*messages, {"role": "user", "content": asked.input}]
+        return [*messages, {"role": "user", "content": asked.input}], places
     for number, item in enumerate(asked.input):
-        kind = item.get("type", "message")
+        kind, here = item.get("type", "message"), f"input.{number}"
+        places[f"messages.{len(messages)}"] = here
         if kind == "message":
             messages.append({"role": item.get("role"), "content": _text(item.get("content"))})
         elif kind == "function_call":
             # The calls of a response follow its text; together they are one message.
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": None})
+            calls = messages[-1].setdefault("tool_calls", [])
+            call = f"messages.{len(messages) - 1}.tool_calls.{len(calls)}"
+            places |= {f"{call}.id": f"{here}.call_id", f"{call}.function": here}
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            call = {"id": item.get("call_id") or "", "function": function}
-            messages[-1].setdefault("tool_calls", []).append(call)
+            calls.append({"id": item.get("call_id") or "", "function": function})
         elif kind == "function_call_output":
+            message = f"messages.{len(messages)}"
+            places |= {f"{message}.tool_call_id": f"{here}.call_id"}
+            places |= {f"{message}.content": f"{here}.output"}
             result = {"tool_call_id": item.get("call_id"), "content": _text(item.get("output"))}
             messages.append({"role": "tool", **result})
         else:
             raise RequestError(
                 400,
-                f"input.{number}.type: {kind!r:.80}; expected message, function_call or "
+                f"{here}.type: {kind!r:.80}; expected message, function_call or "
                 "function_call_output",
-                f"input.{number}.type",
+                f"{here}.type",
             )
-    return messages
+    return messages, places
 
 
 def _text(content: Any) -> Any:

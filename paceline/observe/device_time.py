@@ -63,7 +63,7 @@ class DeviceTime:
 
 
 def describe(seconds: Mapping[str, float], total_s: float) -> str:
-    """Return the largest parts in words: "training 41 %, generation 30 %, waiting for groups …"."""
+    """Return the largest parts in words: "training 41%, generation 30%, waiting for groups 9%"."""
     if total_s <= 0:
         return ""
     shown = []

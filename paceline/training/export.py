@@ -60,6 +60,11 @@ def export_model(
             "instead (without --adapter)"
         )
     to = to.expanduser().resolve() if to else _default_folder(checkpoint, adapter)
+    if to.is_relative_to(checkpoint):
+        raise CheckpointError(
+            f"{to} is inside of the checkpoint {checkpoint}, which an export there would damage. "
+            "Choose another directory with --to"
+        )
     _check_target(to, force)
     temporary = to.with_name(f".{to.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -84,6 +89,7 @@ def export_model(
 
 def find_checkpoint(source: Path, step: int | None = None) -> Path:
     """Return a complete checkpoint: of a run directory the newest or that of `step`, or itself."""
+    source = source.expanduser().resolve()  # "." has neither a name nor a parent
     if source.name == Role.ACTOR and (source.parent / MANIFEST).exists():
         source = source.parent
     if (source / MANIFEST).exists():

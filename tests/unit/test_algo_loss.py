@@ -12,29 +12,7 @@ from paceline.algo.loss import PolicyLoss, TokenData, TokenOutputs, ValueLoss, t
 from paceline.algo.settings import AlgorithmSettings
 from paceline.errors import ConfigError
 from paceline.types import Batch
-
-TOKENS = 40
-
-
-def tensors(seed: int = 0) -> dict[str, Tensor]:
-    """Return ratios on both sides of every clip and advantages of both signs."""
-    g = torch.Generator().manual_seed(seed)
-
-    def normal(scale: float) -> Tensor:
-        return torch.randn(TOKENS, generator=g, dtype=torch.float64) * scale
-
-    old = -normal(1).abs() - 0.5
-    return {
-        "old": old,
-        "new": old + normal(0.7),
-        "advantages": normal(1),
-        "entropy": normal(1).abs(),
-        "ref": old + normal(0.3),
-        "values": normal(1),
-        "old_values": normal(1),
-        "returns": normal(1),
-        "weights": normal(1).abs(),
-    }
+from tests.ratios import TOKENS, tensors
 
 
 def data(t: dict[str, Tensor]) -> TokenData:

@@ -9,20 +9,9 @@ from torch import Tensor
 from paceline.algo.loss import PolicyLoss, TokenData, TokenOutputs
 from paceline.algo.objective import cispo, clipped_objective, objective
 from paceline.algo.settings import AlgorithmSettings
+from tests.ratios import TOKENS, tensors
 
-TOKENS = 40
 ROWS = torch.arange(TOKENS) // 7  # six rows, the last one short
-
-
-def tensors(seed: int = 0) -> dict[str, Tensor]:
-    """Return ratios on both sides of every clip and advantages of both signs."""
-    g = torch.Generator().manual_seed(seed)
-
-    def normal(scale: float) -> Tensor:
-        return torch.randn(TOKENS, generator=g, dtype=torch.float64) * scale
-
-    old = -normal(1).abs() - 0.5
-    return {"old": old, "new": old + normal(0.7), "advantages": normal(1)}
 
 
 def clip(ratio: float, s: AlgorithmSettings) -> float:

@@ -97,7 +97,7 @@ def test_table_replaces_alternative_of_recipe(tmp_path: Path) -> None:
     assert (data.task, data.path, data.limit) == (None, "a.jsonl", 7)
 
 
-def test_empty_table_clears_setting_that_is_a_table(tmp_path: Path) -> None:
+def test_empty_table_clears_setting_that_is_table(tmp_path: Path) -> None:
     recipe = tmp_path / "own.toml"
     recipe.write_text('[rollout]\nenvironment = "countdown"\nenvironment_args = {a = 1}')
     assert load_config(recipe, ["rollout.environment_args={}"]).rollout.environment_args == {}
@@ -112,7 +112,7 @@ def test_empty_table_clears_setting_that_is_a_table(tmp_path: Path) -> None:
         ([], {"rollout": {"environment_args": {"x.y": 2}}}),
     ],
 )
-def test_table_replaces_setting_that_is_a_table(
+def test_table_replaces_setting_that_is_table(
     tmp_path: Path, overrides: list[str], values: dict[str, Any] | None
 ) -> None:
     recipe = tmp_path / "own.toml"
@@ -121,7 +121,7 @@ def test_table_replaces_setting_that_is_a_table(
     assert config.rollout.environment_args == {"x.y": 2}
 
 
-def test_dotted_name_sets_one_key_of_setting_that_is_a_table(tmp_path: Path) -> None:
+def test_dotted_name_sets_one_key_of_setting_that_is_table(tmp_path: Path) -> None:
     recipe = tmp_path / "own.toml"
     recipe.write_text('[rollout]\nenvironment = "countdown"\nenvironment_args."x.y" = {a = 1}')
     values = {"rollout.environment_args": {"b": {"c": 1}}}

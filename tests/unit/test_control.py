@@ -273,19 +273,19 @@ def test_more_clients_than_allowed_are_dropped(
     monkeypatch.setattr(control, "MAX_CLIENTS", 3)
     monkeypatch.setattr(control, "REQUEST_TIMEOUT_S", 600)
 
-    def wait() -> list[bytes]:
+    def wait() -> bytes:
         with ExitStack() as stack:
             clients = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(4)]
             for client in clients:
                 client.settimeout(60)
                 client.connect(str(tmp_path / SOCKET))
-            return [clients[3].recv(1)]
+            return clients[3].recv(1)
 
-    async def run() -> list[bytes]:
+    async def run() -> bytes:
         async with job(tmp_path):
             return await asyncio.to_thread(wait)
 
-    assert asyncio.run(run()) == [b""]
+    assert asyncio.run(run()) == b""
 
 
 def test_pause_prints_command_on_one_line_when_path_is_long(

@@ -12,6 +12,8 @@ from paceline.errors import ConfigError, DataError
 from paceline.types import Group, Trajectory
 
 CUSTOM = """
+import numpy
+
 class Hardest:
     def __init__(self, num_rows, seed):
         self.worst = 0
@@ -24,9 +26,17 @@ class Hardest:
     def load_state(self, state):
         self.worst = state["worst"]
 
+class Numpy(Hardest):
+    def pick(self, seq):
+        return numpy.argmax([0, 0, 1])
+
 class Broken(Hardest):
     def pick(self, seq):
         return "first"
+
+class Beyond(Hardest):
+    def pick(self, seq):
+        return 20
 
 class Incomplete:
     def __init__(self, num_rows, seed): ...
@@ -57,6 +67,11 @@ def test_custom_curriculum_picks_rows_and_restores_state(tmp_path: Path) -> None
     assert again[0] == source[0]
 
 
+def test_custom_curriculum_may_pick_rows_with_numpy(tmp_path: Path) -> None:
+    source = make(tmp_path, "CUSTOM:Numpy")
+    assert source[0].uid == "copy:3:2"
+
+
 def test_adaptive_prefers_rows_that_are_sometimes_solved() -> None:
     curriculum = Adaptive(10, seed=0)
     for row in range(10):
@@ -68,6 +83,8 @@ def test_adaptive_prefers_rows_that_are_sometimes_solved() -> None:
 def test_invalid_curriculum_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="picked row 'first'; expected an integer from 0 to 19"):
         make(tmp_path, "CUSTOM:Broken")[0]
+    with pytest.raises(DataError, match="picked row 20; expected an integer from 0 to 19"):
+        make(tmp_path, "CUSTOM:Beyond")[0]
     with pytest.raises(ConfigError, match="no method 'observe'"):
         make(tmp_path, "CUSTOM:Incomplete")
     with pytest.raises(ConfigError, match="expected 'adaptive'"):

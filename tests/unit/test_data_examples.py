@@ -184,7 +184,7 @@ def test_tokenizer_without_end_of_sequence_token_is_rejected() -> None:
         ExampleTokenizer(ExampleSettings(), tokenizer)
 
 
-def test_held_out_rows_leave_the_source() -> None:
+def test_held_out_rows_leave_source() -> None:
     rows = [{"prompt": str(n), "completion": "x"} for n in range(10)]
     source = open_source(ExampleSettings(), TOKENIZER, 0, rows, ExampleTokenizer)
     assert isinstance(source, PromptSource)

@@ -42,7 +42,7 @@ def test_nested_activity_interrupts_outer_one() -> None:
     assert report.now - report.started == 14.0
 
 
-def test_concurrent_activities_share_the_time() -> None:
+def test_concurrent_activities_share_time() -> None:
     time = Time()
     clock = DeviceClock(now=time)
     training = clock.enter("training")
@@ -70,7 +70,7 @@ def test_seconds_measured_later_move_to_another_activity() -> None:
     assert clock.report().seconds == {"decode/8": 0.0, "prefill": 2.0}
 
 
-def test_equal_activities_in_a_row_become_one_event() -> None:
+def test_equal_consecutive_activities_become_one_event() -> None:
     time = Time()
     clock = DeviceClock(keep_events=True, now=time)
     for _ in range(10):
@@ -113,5 +113,5 @@ def test_activity_counts_its_tokens() -> None:
 @pytest.mark.parametrize(
     ("running", "slots", "level"), [(1, 64, 1), (8, 64, 1), (9, 64, 2), (64, 64, 8), (3, 3, 8)]
 )
-def test_fill_level_is_an_eighth_of_the_slots(running: int, slots: int, level: int) -> None:
+def test_fill_level_counts_eighths_of_slots(running: int, slots: int, level: int) -> None:
     assert decoding(running, slots) == f"decode/{level}"

@@ -28,7 +28,7 @@ def test_decode_below_saturated_rate_is_underfilled() -> None:
     assert sum(found.parts.values()) == pytest.approx(10.0)
 
 
-def test_fill_level_with_little_time_is_not_the_saturated_one() -> None:
+def test_fill_level_with_little_time_is_not_saturated_one() -> None:
     seconds = {"decode/8": 10.0, "decode/7": 0.001}
     tokens = {"decode/8": 10.0, "decode/7": 100.0}
     assert saturated_rate([DeviceUse("p", True, False, 20.0, seconds, tokens)]) == 1.0
@@ -42,13 +42,13 @@ def test_wasted_and_evaluated_tokens_are_not_generation() -> None:
     assert sum(found.parts.values()) == pytest.approx(10.0)
 
 
-def test_idle_device_waits_for_what_the_controller_did() -> None:
+def test_idle_device_waits_for_what_controller_did() -> None:
     found = account([TRAINER], CONTROLLER, 0.0)
     assert found.parts["wait_groups"] == pytest.approx(2.0)
     assert found.parts["wait_sync"] == pytest.approx(1.0)
 
 
-def test_speed_of_light_is_that_of_the_busiest_pool() -> None:
+def test_speed_of_light_is_that_of_busiest_pool() -> None:
     assert account([ENGINE, TRAINER], CONTROLLER, 1000.0).speed_of_light == pytest.approx(0.6)
     slower = account([ENGINE, TRAINER], CONTROLLER, 500.0)
     assert slower.speed_of_light == pytest.approx(0.7)  # all decode time is needed, and prefill
@@ -61,7 +61,7 @@ def test_workers_on_one_device_never_exceed_its_time() -> None:
     assert sum(found.parts.values()) == pytest.approx(5.0)
 
 
-def test_description_names_the_largest_parts() -> None:
+def test_description_names_largest_parts() -> None:
     seconds = dict.fromkeys(PARTS, 0.0) | {"training": 6.0, "wait_groups": 4.0}
     assert describe(seconds, 10.0) == "training 60%, waiting for groups 40%"
     assert describe(seconds, 0.0) == ""

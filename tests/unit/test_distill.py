@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -42,8 +41,8 @@ def logprobs_of(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     return torch.cat(found)
 
 
-def batch_for(student: SingleDevice, teacher: SingleDevice, **changes: Any) -> Batch:
-    batch = replace(random_batch(), **changes)
+def batch_for(student: SingleDevice, teacher: SingleDevice) -> Batch:
+    batch = random_batch()
     sampled = replace(batch, logprobs=student.logprobs(batch))
     return replace(sampled, ref_logprobs=teacher.logprobs(batch))
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.doctor import Finding, Status
-from paceline.doctor.devices import check_devices, torch_cuda
+from paceline.doctor.devices import check_devices
 from paceline.doctor.machine import check_clock, check_files, check_shared
 from paceline.doctor.versions import check_versions, supported
 
@@ -56,26 +56,26 @@ def test_old_python_and_old_torch_are_problems() -> None:
     assert found["torch"].advice.startswith("pip install 'torch>=")
 
 
-def test_missing_torch_is_a_problem() -> None:
+def test_missing_torch_is_problem() -> None:
     installed = {name: number for name, number in GOOD.items() if name != "torch"}
     assert by_name(list(check_versions(installed)))["torch"].status is Status.PROBLEM
 
 
-def test_unsupported_optional_package_is_a_warning() -> None:
+def test_unsupported_optional_package_is_warning() -> None:
     found = by_name(list(check_versions({**GOOD, "vllm": "0.9.1"})))["vllm"]
     assert found.status is Status.WARNING and "0.9.1; expected" in found.found
 
 
-def test_shared_memory_of_a_default_container_is_a_warning(tmp_path: Path) -> None:
+def test_shared_memory_of_default_container_is_warning(tmp_path: Path) -> None:
     assert check_shared(tmp_path, 64 * 2**20, 0).status is Status.WARNING
     assert check_shared(tmp_path, 8 * 2**30, 2**30).status is Status.OK
 
 
-def test_shared_memory_of_a_large_machine_is_written_without_exponent(tmp_path: Path) -> None:
+def test_shared_memory_of_large_machine_is_written_without_exponent(tmp_path: Path) -> None:
     assert check_shared(tmp_path, 128 * 2**30, 0).found == f"128.0 GiB free in {tmp_path}"
 
 
-def test_shared_memory_smaller_than_the_weights_is_a_problem(tmp_path: Path) -> None:
+def test_shared_memory_smaller_than_weights_is_problem(tmp_path: Path) -> None:
     found = check_shared(tmp_path, 2 * 2**30, 3 * 2**30)
     assert found.status is Status.PROBLEM and "--shm-size" in found.advice
 
@@ -85,7 +85,7 @@ def test_low_limit_of_open_files_is_reported() -> None:
     assert statuses == [Status.PROBLEM, Status.WARNING, Status.OK, Status.OK]
 
 
-def test_clock_before_the_installation_is_a_problem() -> None:
+def test_clock_before_installation_is_problem() -> None:
     assert check_clock(time.time()).status is Status.OK
     assert check_clock(0.0).status is Status.PROBLEM
 
@@ -104,18 +104,18 @@ def nvidia_smi(folder: Path, cuda: str, free: int = 80000, count: int = 1) -> st
     return str(program)
 
 
-def test_gpu_that_torch_cannot_use_is_a_problem(tmp_path: Path) -> None:
+def test_gpu_that_torch_cannot_use_is_problem(tmp_path: Path) -> None:
     found = by_name(list(check_devices(nvidia_smi(tmp_path, "1.0"))))
     assert found["GPU 0"].found == "NVIDIA H100, 78 of 80 GiB free, driver 580.1"
     assert found["CUDA"].status is Status.PROBLEM  # no CUDA in torch, or a driver that is too old
 
 
-def test_gpu_in_use_is_a_warning(tmp_path: Path) -> None:
+def test_gpu_in_use_is_warning(tmp_path: Path) -> None:
     found = by_name(list(check_devices(nvidia_smi(tmp_path, "99.0", free=1000))))
     assert found["GPU 0"].status is Status.WARNING
 
 
-def test_too_few_gpus_for_the_recipe_are_a_problem(tmp_path: Path) -> None:
+def test_too_few_gpus_for_recipe_are_problem(tmp_path: Path) -> None:
     found = by_name(list(check_devices(nvidia_smi(tmp_path, "99.0"), min_gpus=2)))
     assert found["GPUs"].status is Status.PROBLEM
 
@@ -155,7 +155,10 @@ def test_all_gpus_are_reported_without_cuda_visible_devices(tmp_path: Path) -> N
 def test_cuda_version_is_read_without_importing_torch() -> None:
     import torch
 
-    assert torch_cuda() == torch.version.cuda
+    program = "import sys; from paceline.doctor.devices import torch_cuda; print(torch_cuda()); "
+    program += "assert 'torch' not in sys.modules"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (found.stdout, found.returncode) == (f"{torch.version.cuda}\n", 0), found.stderr
 
 
 def test_command_reports_planted_faults_and_fails(tmp_path: Path) -> None:
@@ -177,7 +180,7 @@ def test_command_reports_planted_faults_and_fails(tmp_path: Path) -> None:
 RUN = "from paceline.cli import app; app(prog_name='paceline')"
 
 
-def test_recipe_that_needs_something_missing_is_a_problem(tmp_path: Path) -> None:
+def test_recipe_that_needs_something_missing_is_problem(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(f'run_dir = "{tmp_path}/run"\n[data]\npath = "{tmp_path}/none.jsonl"\n')
     result = CliRunner().invoke(app, ["doctor", str(recipe)])

@@ -29,7 +29,7 @@ def test_spike_is_reported_once_with_usual_value(
     assert len(found) == 1 and found[0].startswith(f"step 41: {name} = 40, where 0.")
 
 
-def test_noise_is_not_a_spike(caplog: pytest.LogCaptureFixture) -> None:
+def test_noise_is_not_spike(caplog: pytest.LogCaptureFixture) -> None:
     steps = [{"train/grad_norm": noisy(0.2, n), "train/loss": noisy(1e-3, n)} for n in range(80)]
     steps[40] = {"train/grad_norm": 0.9, "train/loss": 0.5}
     steps[3] = {"train/grad_norm": 90.0}  # the first steps are not usual yet

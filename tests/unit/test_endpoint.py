@@ -27,6 +27,7 @@ from tests.endpoints import (
 )
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+RAN = {"type": "function_call", "name": "add", "arguments": "{}", "call_id": "1"}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
@@ -163,7 +164,7 @@ def test_stream_is_complete_when_name_is_not_valid_text() -> None:
     assert len(episode(play, engine).turns) == 1
 
 
-def test_options_of_request_shape_the_reply() -> None:
+def test_options_of_request_shape_reply() -> None:
     async def play(client: Any) -> None:
         reply = await ask(client, [USER], stop=["END"], logprobs=True)
         assert reply.choices[0].message.content == "before "
@@ -285,6 +286,11 @@ def test_responses_api_continues_exact_tokens_with_tools() -> None:
         ("previous_response_id", {"previous_response_id": "resp_1"}),
         ("input.0.type", {"input": [{"type": "reasoning"}]}),
         ("input.0.role", {"input": [{"role": "robot", "content": "?"}]}),
+        ("input.0.role", {"instructions": "!", "input": [{"role": "robot", "content": "?"}]}),
+        ("input.0.content", {"instructions": "!", "input": [{"role": "user", "content": 5}]}),
+        ("input.2.arguments", {"instructions": "!", "input": [USER, RAN, RAN | {"arguments": 5}]}),
+        ("input.2.call_id", {"input": [USER, RAN, RAN | {"call_id": 5}]}),
+        ("input.2.output", {"input": [USER, RAN, {"type": "function_call_output", "output": 5}]}),
         ("max_output_tokens", {"max_output_tokens": 0}),
         ("temperature", {"temperature": 0.3}),
         ("tool_choice", {"tool_choice": "required"}),
@@ -334,11 +340,15 @@ def test_server_closes_when_episode_ends_meanwhile() -> None:
         served.open(Ending(Chat(engine.tokenizer), model))
         other = served.open(Session(Chat(engine.tokenizer), model))
         await served.close()
+        with pytest.raises(OSError):
+            await asyncio.open_connection(server.HOST, served.port)
 
     asyncio.run(run())
 
 
-def test_connection_without_key_ends_and_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_without_key_ends_at_deadline_or_when_there_are_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 3)
     monkeypatch.setattr(server, "STRANGER_TIMEOUT_S", 300.0)
 

@@ -23,17 +23,17 @@ DATA, LIMITS = DataSettings(task="reverse:3"), Limits(4, 100, 30.0)
 PROMPT = Prompt("q", tuple(TOKENIZER.encode("2+2=")), "2+2=", {"prompt": "2+2=", "answer": "4"})
 
 
-def run(make: Any, *completions: str) -> Trajectory:
+def run(make: Any, *completions: str, tokenizer: Any = TOKENIZER) -> Trajectory:
     """Generate one trajectory with a model that returns these completions."""
     waiting = list(completions)
 
     async def generate(context: tuple[int, ...]) -> Completion:
-        tokens = np.array(TOKENIZER.encode(waiting.pop(0), add_special_tokens=False), np.int32)
+        tokens = np.array(tokenizer.encode(waiting.pop(0), add_special_tokens=False), np.int32)
         return Completion(
             tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), Finish.STOP
         )
 
-    made = asyncio.run(open_environment(make, TOKENIZER, DATA, LIMITS).run(PROMPT, generate))
+    made = asyncio.run(open_environment(make, tokenizer, DATA, LIMITS).run(PROMPT, generate))
     assert isinstance(made, Trajectory)
     return made
 
@@ -43,8 +43,9 @@ def test_default_environment_has_one_turn() -> None:
 
 
 def test_text_excludes_end_token_that_is_not_marked_special() -> None:
-    TOKENIZER.add_tokens(["<|im_end|>"], special_tokens=False)
-    ended = run(None, "4<|im_end|>")
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<|im_end|>"], special_tokens=False)
+    ended = run(None, "4<|im_end|>", tokenizer=tokenizer)
     assert ended.text == "4" and ended.num_tokens == 2
 
 

@@ -185,7 +185,7 @@ async def test_failed_call_fails_its_episode_and_worker_continues(what: str, mes
 
 
 @in_loop
-async def test_forged_reply_ends_worker_and_not_the_run() -> None:
+async def test_forged_reply_ends_worker_and_not_run() -> None:
     async with opened("Misbehaving") as agent:
         before = pids(agent)
         with pytest.raises(RolloutError, match=r"died during step.*invalid reply: more than"):
@@ -337,7 +337,7 @@ async def test_pool_rejects_what_is_no_environment(name: str, message: str) -> N
             pass
 
 
-def test_workers_need_an_environment_that_they_can_import() -> None:
+def test_workers_need_environment_that_they_can_import() -> None:
     class Given:
         async def reset(self, row: Any) -> None: ...
         async def step(self, message: Any) -> None: ...

@@ -24,7 +24,7 @@ from paceline.model.loading import TokenizerFiles
 from paceline.model.tensor_file import TensorFiles
 from paceline.observe.model_card import model_card, write_model_card
 from paceline.settings import with_settings
-from paceline.training.checkpoint import save_checkpoint
+from paceline.training.checkpoint import save_checkpoint, verify_checkpoint
 from paceline.training.export import export_model, find_checkpoint, parse_size
 from paceline.training.lora import LoraDevice
 from paceline.training.settings import LoraSettings, TrainSettings
@@ -145,18 +145,32 @@ def test_export_of_step_goes_to_run_directory(run: Path) -> None:
     assert TensorFiles.of_model(run / "export" / "step_00000002").layout()[0][2] == torch.bfloat16
 
 
+@pytest.mark.parametrize("place", ["checkpoints/step_00000004", "checkpoints/step_00000004/actor"])
+def test_export_from_within_checkpoint_goes_to_run_directory(
+    place: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = shutil.copytree(run, tmp_path / "run")
+    monkeypatch.chdir(copy / place)
+    assert export_model(Path("."), force=True).folder == copy / "export" / "step_00000004"
+    verify_checkpoint(copy / "checkpoints" / "step_00000004")
+
+
+def test_export_into_its_checkpoint_is_rejected(run: Path) -> None:
+    checkpoint = run / "checkpoints" / "step_00000004"
+    with pytest.raises(CheckpointError, match=r"inside of the checkpoint .*--to"):
+        export_model(run, to=checkpoint / "export")
+    verify_checkpoint(checkpoint)
+
+
 def test_export_fails_without_checkpoint(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["export", str(tmp_path)])
     assert result.exit_code == CheckpointError.exit_code
     assert "has no checkpoint; expected a run directory" in result.output
 
 
-def test_export_names_saved_steps_when_step_is_unknown(run: Path) -> None:
-    with pytest.raises(CheckpointError, match="no checkpoint of step 3; it has those of 2, 4"):
-        export_model(run, 3)
-
-
-def test_export_ignores_other_directories_beside_checkpoints(run: Path, tmp_path: Path) -> None:
+def test_export_names_saved_steps_but_not_other_directories_when_step_is_unknown(
+    run: Path, tmp_path: Path
+) -> None:
     copy = shutil.copytree(run, tmp_path / "run")
     (copy / "checkpoints/step_00000004.backup").mkdir()
     with pytest.raises(CheckpointError, match="no checkpoint of step 3; it has those of 2, 4"):

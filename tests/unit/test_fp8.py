@@ -111,7 +111,7 @@ def round_weights(module: PreTrainedModel) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_quantized_weights_are_within_half_a_step(dtype: torch.dtype) -> None:
+def test_quantized_weights_are_within_half_of_step(dtype: torch.dtype) -> None:
     weight = (torch.randn(50, 64) * torch.logspace(-6, 3, 50)[:, None]).to(dtype)
     weight[7] = 0
     target, scale = torch.empty(50, 64, dtype=FP8), torch.empty(50)
@@ -170,7 +170,7 @@ def test_vllm_rejects_fp8_weights() -> None:
         load_config(None, ["rollout.engine=vllm", FP8_WEIGHTS])
 
 
-def test_engine_has_a_copy_when_weights_are_fp8() -> None:
+def test_engine_has_copy_when_weights_are_fp8() -> None:
     assert load_config().shares_weights
     assert not load_config(None, [FP8_WEIGHTS]).shares_weights
 

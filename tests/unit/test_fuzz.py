@@ -27,6 +27,7 @@ from paceline.errors import CheckpointError, ConfigError, DataError
 from paceline.run_dir import find_start, recorded_config
 from paceline.training.checkpoint import verify_checkpoint
 from paceline.translate.hydra import read_script
+from tests.files import rewrite
 
 INPUTS = int(os.environ.get("PACELINE_FUZZ", "300"))
 LIMIT_S = float("inf") if "PACELINE_FUZZ" in os.environ else 10.0
@@ -132,7 +133,7 @@ CONTENT: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("extension", CONTENT)
-def test_damaged_data_file_is_read_or_is_a_data_error(
+def test_damaged_data_file_is_read_or_data_error(
     extension: str, tmp_path: Path, generator: random.Random
 ) -> None:
     content, outcomes = CONTENT[extension](), set()
@@ -145,21 +146,21 @@ def test_damaged_data_file_is_read_or_is_a_data_error(
     assert outcomes == {True, False} or extension == ".jsonl"  # its bad rows are reported singly
 
 
-def test_any_row_is_a_prompt_or_a_data_error(tmp_path: Path, generator: random.Random) -> None:
+def test_any_row_is_prompt_or_data_error(tmp_path: Path, generator: random.Random) -> None:
     tokenizer, path = make_tokenizer(), tmp_path / "rows.jsonl"
     for _ in inputs(INPUTS // 3):
-        path.write_bytes(b"\n".join(damaged_json(row, generator) for row in ROWS))
+        rewrite(path, b"\n".join(damaged_json(row, generator) for row in ROWS))
         settings = DataSettings(path=str(path), on_bad_row=generator.choice(["fail", "skip"]))
         refused(DataError, lambda s=settings: PromptSource(s, tokenizer, 0)[0])
 
 
-def test_any_state_of_a_dataset_names_files_inside_it(
+def test_any_state_of_dataset_names_files_inside_it(
     tmp_path: Path, generator: random.Random
 ) -> None:
     state = {"_data_files": [{"filename": "data-0.jsonl"}], "_split": "train"}
     (tmp_path / "data-0.jsonl").write_bytes(jsonl(ROWS))
     for _ in inputs():
-        (tmp_path / "state.json").write_bytes(damaged_json(state, generator))
+        rewrite(tmp_path / "state.json", damaged_json(state, generator))
         try:
             found = find_files((str(tmp_path),))
         except DataError:
@@ -180,24 +181,24 @@ LEDGER = {"next_seq": 9, "outstanding": [7, 8], "trained": 6, "dropped": {"stale
 STATE = {"step": 3, "metrics_length": 0, "config": {"steps": 5}, "source": {}, "ledger": LEDGER}
 
 
-def test_any_manifest_is_a_checkpoint_error(checkpoint: Path, generator: random.Random) -> None:
+def test_any_wrong_manifest_is_checkpoint_error(checkpoint: Path, generator: random.Random) -> None:
     for _ in inputs():
-        (checkpoint / "manifest.json").write_bytes(damaged_json(MANIFEST, generator))
+        rewrite(checkpoint / "manifest.json", damaged_json(MANIFEST, generator))
         assert refused(CheckpointError, lambda: verify_checkpoint(checkpoint))
 
 
-def test_any_state_of_a_run_is_resumed_or_a_checkpoint_error(
+def test_any_state_of_run_is_resumed_or_checkpoint_error(
     checkpoint: Path, generator: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.run_dir.latest_checkpoint", lambda root: checkpoint)
     config = load_config(values={"run_dir": str(checkpoint.parents[1])})
     for _ in inputs():
-        (checkpoint / "state.json").write_bytes(damaged_json(STATE, generator))
+        rewrite(checkpoint / "state.json", damaged_json(STATE, generator))
         refused(CheckpointError, lambda: recorded_config(checkpoint.parents[1]))
         refused(CheckpointError, lambda: find_start(config, {"config": {"steps": 5}}))
 
 
-def test_any_command_to_a_job_gets_a_reply(tmp_path: Path, generator: random.Random) -> None:
+def test_any_command_to_job_gets_reply(tmp_path: Path, generator: random.Random) -> None:
     async def add(count: int = 1) -> int:
         return 1 + count
 
@@ -222,7 +223,7 @@ def settings_text(generator: random.Random) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("kind", ["toml", "yaml"])
-def test_any_recipe_and_any_setting_is_valid_or_a_config_error(
+def test_any_recipe_and_any_setting_is_valid_or_config_error(
     kind: str, tmp_path: Path, generator: random.Random
 ) -> None:
     recipe = tmp_path / f"recipe.{kind}"
@@ -230,7 +231,7 @@ def test_any_recipe_and_any_setting_is_valid_or_a_config_error(
     if kind == "toml":
         text = b'model = "tiny"\nsteps = 3\n[data]\ntask = "sort:3"\n[rollout]\ntop_p = 0.5\n'
     for _ in inputs(INPUTS // 2):
-        recipe.write_bytes(flipped(text, generator))
+        rewrite(recipe, flipped(text, generator))
         refused((ConfigError, DataError), lambda: load_config(recipe))
         settings = list(settings_text(generator))
         refused((ConfigError, DataError), lambda s=settings: load_config(values={}, overrides=s))
@@ -241,7 +242,7 @@ SCRIPTS += ["a=" + "9" * 5000 + "\nb=$((a+1)) x.y=${b}", "$((" + "1+" * 3000 + "
 SCRIPTS += ["x.y=" + "{a:" * 200, "x.y=${HOME:-${A}}", "~x.y", "+x.y='a b'"]
 
 
-def test_any_script_of_verl_is_read_or_a_config_error(generator: random.Random) -> None:
+def test_any_script_of_verl_is_read_or_config_error(generator: random.Random) -> None:
     for number in inputs():
         text = SCRIPTS[number % len(SCRIPTS)].encode()
         damaged = flipped(text, generator) if number >= len(SCRIPTS) else text

@@ -1,6 +1,7 @@
 """Random and damaged GGUF files, groups in flight, dumps and messages; see test_fuzz.py."""
 
 import asyncio
+import io
 import json
 import random
 import shutil
@@ -22,13 +23,14 @@ from paceline.rollout.in_flight_files import FOLDER, GROUPS, TOKENS, read_in_fli
 from paceline.sync.meeting import REQUEST, Meeting, MemberStore, meet
 from paceline.training.skipped import Dump, read_dump, write_dump
 from paceline.types import Batch, Completion, Finish, Prompt, Trajectory, Turn
+from tests.files import rewrite
 from tests.unit.test_fuzz import INPUTS, damaged_json, flipped, generator, inputs, refused
 
 __all__ = ["generator"]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value|overflow:RuntimeWarning")  # damaged weights
-def test_any_gguf_file_is_converted_or_a_model_error(
+def test_any_gguf_file_is_converted_or_model_error(
     tmp_path: Path, generator: random.Random
 ) -> None:
     pytest.importorskip("gguf")
@@ -43,7 +45,7 @@ def test_any_gguf_file_is_converted_or_a_model_error(
             damaged = damaged[: generator.randrange(len(damaged))]
         elif number % 4 == 1:
             damaged = content[:header] + flipped(content[header:], generator)
-        path.write_bytes(damaged if number else generator.randbytes(200))
+        rewrite(path, damaged if number else generator.randbytes(200))
         outcomes.add(refused(ModelError, lambda: convert_to(path, folder)))
         shutil.rmtree(folder, ignore_errors=True)
     assert outcomes == {True, False}
@@ -79,7 +81,7 @@ def use_in_flight(groups: dict[int, GroupInFlight]) -> None:
         assert json.dumps([seq, group.uid, group.num_tokens])
 
 
-def test_any_groups_in_flight_are_read_or_a_checkpoint_error(
+def test_any_groups_in_flight_are_read_or_checkpoint_error(
     tmp_path: Path, generator: random.Random
 ) -> None:
     write_in_flight(tmp_path, IN_FLIGHT)
@@ -87,8 +89,8 @@ def test_any_groups_in_flight_are_read_or_a_checkpoint_error(
     rows, arrays, outcomes = json.loads(groups.read_bytes()), tokens.read_bytes(), set()
     for number in inputs(3 * INPUTS):
         damaged = number % 3 > 0
-        groups.write_bytes(damaged_json(rows, generator) if damaged else json.dumps(rows).encode())
-        tokens.write_bytes(arrays if damaged else flipped(arrays, generator))
+        rewrite(groups, damaged_json(rows, generator) if damaged else json.dumps(rows).encode())
+        rewrite(tokens, arrays if damaged else flipped(arrays, generator))
         outcomes.add(refused(CheckpointError, lambda: use_in_flight(read_in_flight(tmp_path))))
     assert outcomes == {True, False}
 
@@ -124,9 +126,7 @@ def wrong_arrays(arrays: dict[str, Any], generator: random.Random) -> dict[str, 
     return others | {name: generator.choice([*wrong, np.array("x"), arrays[name] * 1.5])}
 
 
-def test_any_dump_of_an_update_is_read_or_a_data_error(
-    tmp_path: Path, generator: random.Random
-) -> None:
+def test_any_dump_of_update_is_read_or_data_error(tmp_path: Path, generator: random.Random) -> None:
     path = tmp_path / "dump.npz"
     write_dump(path, dumped())
     content, outcomes = path.read_bytes(), set()
@@ -141,15 +141,16 @@ def test_any_dump_of_an_update_is_read_or_a_data_error(
 
     for number in inputs(3 * INPUTS):
         if number % 2:
-            path.write_bytes(flipped(content, generator))
+            rewrite(path, flipped(content, generator))
         else:
-            with path.open("wb") as output:
-                np.savez(output, **wrong_arrays(arrays, generator))
+            output = io.BytesIO()
+            np.savez(output, **wrong_arrays(arrays, generator))
+            rewrite(path, output.getvalue())
         outcomes.add(refused(DataError, use))
     assert outcomes == {True, False}
 
 
-def test_any_message_of_a_member_leaves_meeting_usable(generator: random.Random) -> None:
+def test_any_message_of_member_leaves_meeting_usable(generator: random.Random) -> None:
     token = bytes(32)
     meeting = Meeting("127.0.0.1", token)
     member: MemberStore = meet(meeting.address, token, 5)
@@ -168,7 +169,7 @@ def test_any_message_of_a_member_leaves_meeting_usable(generator: random.Random)
 
 
 @pytest.mark.parametrize("settings", [{"steps": "many"}, {"unknown": 1}, {"data": [3]}])
-def test_replay_of_dump_with_wrong_settings_is_a_data_error(
+def test_replay_of_dump_with_wrong_settings_is_data_error(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
     path = tmp_path / "dump.npz"

@@ -18,6 +18,7 @@ from paceline.remote.group import WorkerGroup
 from paceline.remote.process import process_group
 from tests.fault_report import Fault
 from tests.processes import children, listening
+from tests.scoring import until
 
 
 class Part:
@@ -71,7 +72,9 @@ async def group(folder: Path, builder: Any = build) -> AsyncIterator[WorkerGroup
         assert not children(), "a rank was left behind"
 
 
-def test_group_replies_as_one_worker(tmp_path: Path) -> None:
+def test_group_replies_as_one_worker_also_after_call_that_fails_on_all_ranks(
+    tmp_path: Path,
+) -> None:
     async def check() -> None:
         async with group(tmp_path) as ranks:
             await ranks.ready()
@@ -80,14 +83,6 @@ def test_group_replies_as_one_worker(tmp_path: Path) -> None:
             assert await ranks.call("first", "pid") == ranks.ranks[0].process.pid
             assert await ranks.peak_memory() > 100e6
             assert listening(rank.process.pid for rank in ranks.ranks) <= {"127.0.0.1"}
-
-    asyncio.run(check())
-
-
-def test_group_continues_when_call_fails_on_all_ranks(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with group(tmp_path) as ranks:
-            await ranks.ready()
             with pytest.raises(DataError, match="every rank fails"):
                 await ranks.call("part", "fail")
             assert await ranks.call("part", "total", 1) == 3
@@ -164,15 +159,9 @@ def test_group_ends_started_ranks_when_another_one_cannot_be_started(
         monkeypatch.setattr(subprocess, "Popen", fail_second)
         with pytest.raises(BlockingIOError):
             process_group("train", build, (), ranks=2, threads=1, log_folder=tmp_path)
-        await wait_until_gone()
+        await until(lambda: not children())
 
     asyncio.run(check())
-
-
-async def wait_until_gone() -> None:
-    async with asyncio.timeout(60):
-        while children():
-            await asyncio.sleep(0.01)
 
 
 def test_group_counts_messages_of_its_ranks_after_its_death(tmp_path: Path) -> None:
@@ -181,8 +170,6 @@ def test_group_counts_messages_of_its_ranks_after_its_death(tmp_path: Path) -> N
             await ranks.ready()
             ranks.start_call("part", "pid")
             ranks.fence(WorkerDied("unresponsive"))
-            async with asyncio.timeout(60):
-                while ranks.fenced < 2:
-                    await asyncio.sleep(0.01)
+            await until(lambda: ranks.fenced == 2)
 
     asyncio.run(check())

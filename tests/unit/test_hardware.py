@@ -1,8 +1,8 @@
 """Hardware: the devices of a run in words, and devices that would fail or stay unused."""
 
+import io
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -53,10 +53,10 @@ def test_description_names_devices_of_every_role() -> None:
     assert described([LAPTOP], *sharded, *larger) == f"{hybrid}, vllm engine of 2 ranks"
 
 
-def test_console_shows_devices_once(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_console_shows_devices_once() -> None:
     config = load_config(overrides=["data.task=sort:5"])
     plans = plan_workers(config, [LAPTOP])
-    console = Console(width=40, record=True, file=(tmp_path / "screen").open("w"))
+    console = Console(width=40, record=True, file=io.StringIO())
     with DeviceLines(console):
         report_devices(config, [LAPTOP], plans)
     report_devices(config, [LAPTOP], plans)

@@ -108,7 +108,7 @@ def test_format_matches_save_pretrained_of_other_layouts(kind: str, tmp_path: Pa
     check_saved(tmp_path / "saved", tmp_path / "original", opened)
 
 
-def test_format_converts_one_layer_at_a_time() -> None:
+def test_format_converts_layers_one_by_one() -> None:
     model = tiny_architecture("qwen3_moe")
     tensors, stored = stored_tensors(model), []
     form = HubFormat(model)
@@ -142,7 +142,7 @@ def test_format_writes_plain_weights_of_model_from_quantized_files(tmp_path: Pat
     assert form.stored_shapes() == HubFormat(tiny_architecture("qwen3_moe")).stored_shapes()
 
 
-def test_shards_have_index_and_at_most_the_given_size(tmp_path: Path) -> None:
+def test_shards_have_index_and_at_most_given_size(tmp_path: Path) -> None:
     model = tiny_architecture("mixtral")
     form, tensors, limit = HubFormat(model), stored_tensors(model), 40_000
     stored = (tensor.detach() for _, tensor in form.to_files(tensors.items()))

@@ -105,7 +105,7 @@ def test_failed_requests_are_repeated() -> None:
         (lambda: said("Score: -1"), "the score -1 is outside of 0 to 10", 3),
     ],
 )
-def test_failure_is_error_and_never_a_reward(
+def test_failure_is_error_and_never_reward(
     response: Callable[[], web.Response], problem: str, expected: int
 ) -> None:
     asked = 0

@@ -29,7 +29,7 @@ class FakeEvent:
         self._events.awaited.append(self.number)
 
 
-def test_host_waits_for_the_layer_that_is_the_limit_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_is_at_most_limit_of_layers_ahead_of_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     events = FakeEvents()
     monkeypatch.setattr("torch.cuda.Event", events)
     limit = LaunchLimit()

@@ -182,7 +182,7 @@ def trees() -> dict[str, ast.Module]:
     return modules(PACKAGE)
 
 
-def test_every_unit_has_a_layer(trees: dict[str, ast.Module]) -> None:
+def test_every_unit_has_layer(trees: dict[str, ast.Module]) -> None:
     assert {unit(module) for module in trees} == set(LEVEL)
 
 

@@ -13,6 +13,7 @@ from paceline.errors import CheckpointError
 from paceline.line_file import LineFile, encode_line, intact_rows, read_lines
 from paceline.queue.ledger import Ledger
 from tests.fault_report import Fault
+from tests.files import rewrite
 
 Row = dict[str, Any]
 
@@ -49,7 +50,7 @@ def test_every_flipped_bit_is_noticed(bits: int, tries: int, tmp_path: Path, fau
     assert [row["event"] for row in rows].count("trained") == 5
     content = path.read_bytes()
     for damaged in flips(content, bits, tries):
-        path.write_bytes(damaged)
+        rewrite(path, damaged)
         lines = list(read_lines(path))
         intact = [line.row for line in lines if line.row is not None and line.whole]
         assert any(line.row is None or not line.whole for line in lines), damaged
@@ -100,7 +101,7 @@ def test_reader_skips_incomplete_last_line_without_warning(
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     for length in range(1, len(encode_line({"step": 2}))):
-        path.write_bytes(encode_line({"step": 1}) + encode_line({"step": 2})[:length])
+        rewrite(path, encode_line({"step": 1}) + encode_line({"step": 2})[:length])
         rows = list(intact_rows(path))
         assert rows[0] == {"step": 1} and rows[1:] in ([], [{"step": 2}])
         fault.fired()

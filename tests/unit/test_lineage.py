@@ -12,6 +12,7 @@ from paceline.line_file import read_lines
 from paceline.training.checkpoint import latest_checkpoint, save_checkpoint
 from paceline.training.lineage import FILE, Lineage, begin_attempt
 from tests.fault_report import Fault
+from tests.files import rewrite
 
 
 def save(run_dir: Path, step: int, attempt: str | None) -> Path:
@@ -82,7 +83,7 @@ def test_every_changed_bit_of_attempts_is_noticed(tmp_path: Path) -> None:
     for bit in range(8 * (first - 1)):
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(damaged)
+        rewrite(path, damaged)
         with pytest.raises(CheckpointError, match=r"attempts.jsonl: line [12] is damaged"):
             Lineage(tmp_path)
         report = AuditReport(tmp_path)

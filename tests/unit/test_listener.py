@@ -42,7 +42,7 @@ def test_client_with_token_is_served_and_others_are_not(server: Listener) -> Non
         served(server, b"x" * 32)
 
 
-def test_client_leaves_when_server_does_not_know_the_token() -> None:
+def test_client_leaves_when_server_does_not_know_token() -> None:
     with socket.create_server((HOST, 0)) as stranger:
         stranger.settimeout(60)
 
@@ -131,20 +131,20 @@ def test_slow_or_silent_stranger_is_dropped_at_its_deadline(
         fault.detected()
 
 
-@pytest.mark.fault("G4", "connections send random bytes for 5 s")
+@pytest.mark.fault("G4", "1000 connections send random bytes")
 def test_random_bytes_are_refused_without_an_error(server: Listener, fault: Fault) -> None:
-    generator, begun, sent = random.Random(0), time.monotonic(), 0
-    while time.monotonic() - begun < 5 and sent < 10_000:
-        with socket.create_connection((HOST, server.port), timeout=60) as connection:
-            with suppress(OSError):  # it was refused before it sent everything
-                connection.sendall(generator.randbytes(generator.randrange(1, 200)))
-            sent += 1
+    generator = random.Random(0)
+    for _ in range(1000):
+        with (
+            socket.create_connection((HOST, server.port), timeout=60) as connection,
+            suppress(OSError),  # it was refused before it sent everything
+        ):
+            connection.sendall(generator.randbytes(generator.randrange(1, 200)))
     fault.fired()
-    assert sent >= 100
     assert served(server)
 
 
-def test_listener_serves_again_after_a_thread_could_not_be_started(
+def test_listener_serves_again_after_thread_could_not_be_started(
     server: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> int:
