@@ -137,7 +137,7 @@ class AgentProgram:
         available: dict[str, Any] = {
             # Copies share the connections, because opening the client takes long.
             "client": self._client and self._client.with_options(api_key=key),
-            "row": dict(prompt.row),
+            "row": prompt.own_row(),
             "env": _variables(server.url, key),
         }
         play = partial(self._play, **{name: available[name] for name in self._parameters})

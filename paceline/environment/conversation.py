@@ -181,7 +181,7 @@ class Conversation:
 
 
 async def _reset(environment: Environment, prompt: Prompt) -> list[Message] | None:
-    return first_messages(await environment.reset(prompt.row))
+    return first_messages(await environment.reset(prompt.own_row()))
 
 
 async def _closed(environment: Environment) -> None:

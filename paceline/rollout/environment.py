@@ -88,7 +88,8 @@ class CustomEnvironment:
             return completion
 
         try:
-            result = await self._environment.run(prompt, recorded)
+            given = replace(prompt, row=prompt.own_row())
+            result = await self._environment.run(given, recorded)
         except PacelineError:
             raise
         except BaseException as error:
