@@ -34,6 +34,7 @@ from paceline.workers.layout import choose_settings
 
 MAX_LENGTH = 4096  # tokens of a conversation, if the settings do not say more
 SLOTS = 16
+GREEDY_BELOW = 1e-5  # temperature: with a lower one, logits divided by it can be infinite
 
 
 class EngineModel:
@@ -62,10 +63,11 @@ class EngineModel:
     def _chosen(self, request: ChatRequest) -> Sampling:
         usual = self._sampling
         length = min(request.max_new_tokens or usual.max_new_tokens, usual.max_new_tokens)
+        temperature = usual.temperature if request.temperature is None else request.temperature
         return replace(
             usual,
             max_new_tokens=length,
-            temperature=usual.temperature if request.temperature is None else request.temperature,
+            temperature=0.0 if temperature < GREEDY_BELOW else temperature,
             top_p=usual.top_p if request.top_p is None else request.top_p,
             stop=(*usual.stop, *request.stops),
         )
