@@ -293,6 +293,7 @@ class _Run:
             last_step=config.steps,
             slots=config.slots * len(list(self._fleet)),
             report=recorder.evaluation_done,
+            max_failed=config.rollout.max_failed_groups,
         )
 
     def _save(
