@@ -180,7 +180,7 @@ def evaluate(
     try:
         config = load_config(recipe, settings or ())
         console.continues = True
-        log_to_console()
+        log_to_console(as_json)
         with console.status("loading torch and transformers …") as status, ExitStack() as stack:
             from paceline.job import Job
             from paceline.observe.terminal import DeviceLines, ModelProgress
