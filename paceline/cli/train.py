@@ -20,6 +20,7 @@ from paceline.supervisor import (
     Supervisor,
     end_with_supervisor,
     is_restart,
+    saved_step,
     this_program,
 )
 
@@ -326,12 +327,11 @@ def _how_to_resume(config: "RunConfig | SftConfig | None", once: str) -> str:
     """Return what the same command would do next, to follow the word "stopped"."""
     if config is None:
         return ""
-    steps = sorted(path.name for path in Path(config.run_dir, "checkpoints").glob("step_*"))
-    if not steps:
+    step = saved_step(Path(config.run_dir))
+    if not step:
         return (
             f" before the first checkpoint (save_every = {config.save_every}); "
             "the same command starts over"
         )
-    step = int(steps[-1].removeprefix("step_"))
     without = f"without {once} " if once else ""
     return f"; the same command {without}continues from step {step}"
