@@ -29,6 +29,7 @@ from paceline.environment.tools import in_thread
 from paceline.environment.user_code import is_failure
 from paceline.errors import ConfigError, PacelineError, RolloutError
 from paceline.plugins import Plugin, PluginError, accepted
+from paceline.printable import describe_error
 from paceline.reward.function import RewardFunctionError, as_optional_reward
 from paceline.types import Completion, Prompt, Sampling, Trajectory
 
@@ -157,10 +158,8 @@ class AgentProgram:
         code = getattr(inspect.unwrap(self._play), "__code__", None)
         own = [frame for frame in frames if code and frame.filename == code.co_filename]
         frame = (own or frames)[-1]
-        return self._problem(
-            prompt,
-            f"raised {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})",
-        )
+        where = f"{frame.filename}:{frame.lineno}"
+        return self._problem(prompt, f"raised {describe_error(error)} ({where})")
 
     def _problem(self, prompt: Prompt, what: str) -> RolloutError:
         return RolloutError(f"rollout.agent = {self._name!r}, prompt {prompt.uid!r}: {what}")

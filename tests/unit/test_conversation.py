@@ -316,9 +316,19 @@ class NumberReset(Base):
         return 5
 
 
+class Speechless(Base):
+    async def step(self, message: Message) -> Any:
+        class Failure(Exception):
+            def __str__(self) -> str:
+                raise RuntimeError("no text")
+
+        raise Failure
+
+
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
+        (Speechless, r"step\(\) raised Failure: \(its text cannot be shown.*\.py:\d+"),
         (Exiting, r"step\(\) raised SystemExit: 0 .*test_conversation.py:\d+"),
         (Cancelling, r"step\(\) raised CancelledError"),
         (NoMessages, r"step\(\) .* Reply.messages = None; expected .*test_conversation.py:\d+"),
