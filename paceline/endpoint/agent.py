@@ -30,7 +30,7 @@ from paceline.environment.user_code import is_failure
 from paceline.errors import ConfigError, PacelineError, RolloutError
 from paceline.plugins import Plugin, PluginError, accepted
 from paceline.printable import describe_error
-from paceline.reward.function import RewardFunctionError, as_optional_reward
+from paceline.reward.function import RewardFunctionError, as_optional_reward, is_async
 from paceline.types import Completion, Prompt, Sampling, Trajectory
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class AgentProgram:
         self._name, self._play = name, play
         self._chat, self._sampling, self._limits = Chat(tokenizer), sampling, limits
         self._parameters = accepted(play, PARAMETERS)
-        self._is_async = inspect.iscoroutinefunction(play)
+        self._is_async = is_async(play)
         self._server: EndpointServer | None = None
         self._client: Any = None
         self._starting = asyncio.Lock()
@@ -113,7 +113,9 @@ class AgentProgram:
         reward, details = self._reward(prompt, returned)
         trajectory = session.trajectory(reward, details)
         if trajectory is None:
-            raise self._problem(prompt, "it ended without a completion; expected at least one")
+            why = f" ({session.exceeded})" if session.exceeded else ""
+            problem = f"it ended without a completion{why}; expected at least one"
+            raise self._problem(prompt, problem)
         return trajectory
 
     async def close(self) -> None:

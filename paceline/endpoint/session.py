@@ -87,6 +87,7 @@ class Session:
         self._closed = False
         self.failure: PacelineError | None = None
         self.end: End | None = None  # the limit that a request exceeded
+        self.exceeded = ""  # what the request was told
 
     async def complete(self, request: ChatRequest) -> tuple[Start, list[Choice]]:
         """Generate the completions of a request. Raises RequestError."""
@@ -125,13 +126,9 @@ class Session:
         except Exception as error:  # templates reject some orders of messages
             raise RequestError(400, f"messages: the chat template: {error}", "messages") from error
         if len(start.context) >= self._model.max_length:
-            self.end = End.CONTEXT
-            raise RequestError(
-                400,
-                f"messages: {len(start.context)} tokens; expected fewer than "
-                f"{self._model.max_length}",
-                "messages",
-                "context_length_exceeded",
+            found = f"{len(start.context)} tokens; expected fewer than {self._model.max_length}"
+            raise self._ended_by(
+                End.CONTEXT, f"messages: {found}", "messages", "context_length_exceeded"
             )
         return start
 
@@ -139,11 +136,14 @@ class Session:
         if self._left is None:
             return
         if request.choices > self._left:
-            self.end = End.TURNS
-            raise RequestError(
-                400, "the episode has made rollout.max_turns completions", None, "max_turns"
-            )
+            problem = "the episode has requested rollout.max_turns completions"
+            raise self._ended_by(End.TURNS, problem, None, "max_turns")
         self._left -= request.choices
+
+    def _ended_by(self, end: End, problem: str, param: str | None, code: str) -> RequestError:
+        """Return the error of a request that exceeds a limit of the episode."""
+        self.end, self.exceeded = end, problem
+        return RequestError(400, problem, param, code)
 
     async def _own(self, work: Coroutine[Any, Any, T]) -> T:
         """Await work that `close` cancels without cancelling the caller."""
