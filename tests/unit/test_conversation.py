@@ -338,9 +338,19 @@ class Speechless(Base):
         (TextReset, r"reset\(\) returned 'hello'; expected a list of messages, or None"),
         (NumberReset, r"reset\(\) returned 5; expected a list of messages, or None"),
         (Broken, r"step\(\) returned {'messages': 1}; expected a Reply"),
+class Panic(BaseException):
+    """What a Rust library raises, for example."""
+
+
+class Panicking(Base):
+    async def step(self, message: Message) -> Any:
+        raise Panic("index out of bounds")
+
+
         (Failing, r"step\(\) raised KeyError: 'no such tool' .*test_conversation.py:\d+"),
         (Infinite, r"step\(\) returned the reward inf; expected a finite number"),
         (Silent, r"step\(\) returned messages that are wrong: the list of messages is empty"),
+        (Panicking, r"step\(\) raised Panic: index out of bounds .*\.py:\d+"),
         (Hanging, r"step\(\) took longer than rollout.environment_timeout_s = 0.2 s"),
     ],
 )
