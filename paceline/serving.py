@@ -111,7 +111,7 @@ async def serve(config: RunConfig, port: int, ready: Callable[[str, str], None])
                 f"--port {port}: cannot listen: {error.strerror}; expected a free port, or 0"
             ) from None
         stack.push_async_callback(server.close)
-        ready(server.url, server.open(Session(Chat(inputs.tokenizer), model, keep=False)))
+        ready(server.url, server.open(Session(Chat(inputs.tokenizer, length), model, keep=False)))
         # No engine is replaced here, so requests would wait forever after a death.
         deaths = [worker.died for worker in generation.living_workers()]
         dead, _ = await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)

@@ -83,7 +83,8 @@ class AgentProgram:
         limits: Limits,
     ) -> None:
         self._name, self._play = name, play
-        self._chat, self._sampling, self._limits = Chat(tokenizer), sampling, limits
+        self._chat = Chat(tokenizer, limits.max_length)
+        self._sampling, self._limits = sampling, limits
         self._parameters = accepted(play, PARAMETERS)
         self._is_async = is_async(play)
         self._server: EndpointServer | None = None

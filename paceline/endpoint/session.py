@@ -46,8 +46,9 @@ class Model(Protocol):
 class Chat:
     """The tokenizer of the model, with a chat template per list of tools."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", max_tokens: int | None = None) -> None:
+        """`max_tokens`: of a conversation, see ChatTemplate."""
+        self.tokenizer, self._max_tokens = tokenizer, max_tokens
         self._ends = frozenset(stop_token_ids(tokenizer))
         self._template = lru_cache(TEMPLATES)(self._make)
 
@@ -62,7 +63,7 @@ class Chat:
         return bool(len(completion)) and int(completion.tokens[-1]) in self._ends
 
     def _make(self, tools: str) -> ChatTemplate:
-        return ChatTemplate(self.tokenizer, json.loads(tools))
+        return ChatTemplate(self.tokenizer, json.loads(tools), self._max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,8 @@ class Session:
         except Exception as error:  # templates reject some orders of messages
             raise RequestError(400, f"messages: the chat template: {error}", "messages") from error
         if len(start.context) >= self._model.max_length:
-            found = f"{len(start.context)} tokens; expected fewer than {self._model.max_length}"
+            limit = self._model.max_length  # the end of a very long text is not counted
+            found = f"{len(start.context)} or more tokens; expected fewer than {limit}"
             raise self._ended_by(
                 End.CONTEXT, f"messages: {found}", "messages", "context_length_exceeded"
             )

@@ -109,7 +109,7 @@ class Conversation:
         if not turns:
             raise self._problem(
                 prompt,
-                f"its first messages have {len(context)} tokens; expected fewer than "
+                f"its first messages have {len(context)} or more tokens; expected fewer than "
                 "data.max_prompt_length + rollout.max_response_length = "
                 f"{self._limits.max_length}",
             )

@@ -296,4 +296,5 @@ def _chat(
 
     if pool:  # its deadlines start when a worker starts on a call
         limits = replace(limits, timeout_s=math.inf)
-    return Conversation(name, make, ChatTemplate(tokenizer, schemas), messages, limits, pool)
+    template = ChatTemplate(tokenizer, schemas, limits.max_length)
+    return Conversation(name, make, template, messages, limits, pool)

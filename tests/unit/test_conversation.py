@@ -3,6 +3,7 @@
 import asyncio
 import random
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import cache
@@ -239,6 +240,18 @@ def test_episode_ends_when_context_is_full() -> None:
     assert trajectory.end is End.CONTEXT and 1 <= len(trajectory.turns) < 6
 
 
+class Page(Base):
+    async def step(self, message: Message) -> Any:
+        return Reply("<p>some words</p> " * 500_000)
+
+
+def test_episode_ends_soon_when_observation_has_megabytes() -> None:
+    begun = time.process_time()
+    trajectory = play(Page, Model(said("1<|im_end|>")))
+    assert (trajectory.end, len(trajectory.turns)) == (End.CONTEXT, 1)
+    assert time.process_time() - begun < 2
+
+
 def test_first_messages_come_from_reset() -> None:
     class Greeting(Base):
         async def reset(self, row: Mapping[str, Any]) -> Any:
@@ -325,9 +338,19 @@ class Speechless(Base):
         raise Failure
 
 
+class Panic(BaseException):
+    """What a Rust library raises, for example."""
+
+
+class Panicking(Base):
+    async def step(self, message: Message) -> Any:
+        raise Panic("index out of bounds")
+
+
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
+        (Panicking, r"step\(\) raised Panic: index out of bounds .*\.py:\d+"),
         (Speechless, r"step\(\) raised Failure: \(its text cannot be shown.*\.py:\d+"),
         (Exiting, r"step\(\) raised SystemExit: 0 .*test_conversation.py:\d+"),
         (Cancelling, r"step\(\) raised CancelledError"),
@@ -338,19 +361,9 @@ class Speechless(Base):
         (TextReset, r"reset\(\) returned 'hello'; expected a list of messages, or None"),
         (NumberReset, r"reset\(\) returned 5; expected a list of messages, or None"),
         (Broken, r"step\(\) returned {'messages': 1}; expected a Reply"),
-class Panic(BaseException):
-    """What a Rust library raises, for example."""
-
-
-class Panicking(Base):
-    async def step(self, message: Message) -> Any:
-        raise Panic("index out of bounds")
-
-
         (Failing, r"step\(\) raised KeyError: 'no such tool' .*test_conversation.py:\d+"),
         (Infinite, r"step\(\) returned the reward inf; expected a finite number"),
         (Silent, r"step\(\) returned messages that are wrong: the list of messages is empty"),
-        (Panicking, r"step\(\) raised Panic: index out of bounds .*\.py:\d+"),
         (Hanging, r"step\(\) took longer than rollout.environment_timeout_s = 0.2 s"),
     ],
 )
