@@ -285,7 +285,7 @@ class _Running:
 
 @contextmanager
 def stopped_by_signals(once: str = "", supervised: bool = False) -> Iterator[_Running]:
-    """Let Ctrl-C and SIGTERM stop a run, report its errors, and set the exit code.
+    """Let Ctrl-C, SIGTERM and SIGHUP stop a run, report its errors, and set the exit code.
 
     The first signal lets the run finish its step (background.py); a second one ends the process.
     A signal that the supervisor forwards may be a copy of one that also came directly.
@@ -296,6 +296,8 @@ def stopped_by_signals(once: str = "", supervised: bool = False) -> Iterator[_Ru
 
     def interrupt(number: int, _: object) -> None:
         nonlocal stopped_by
+        if number == signal.SIGHUP and senders:
+            return  # the kernel and the shell both send it when a terminal is closed
         forwarded = number == FORWARDED
         if forwarded in senders:
             console.show_cursor()
@@ -307,6 +309,8 @@ def stopped_by_signals(once: str = "", supervised: bool = False) -> Iterator[_Ru
 
     # A shell starts background jobs with SIGINT ignored; so both signals get a handler.
     handled = (*STOPPING, FORWARDED) if supervised else STOPPING
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
+        handled = (*handled, signal.SIGHUP)
     before = {number: signal.signal(number, interrupt) for number in handled}
     run = _Running()
     try:
