@@ -11,9 +11,9 @@ from typing import Any
 from paceline.algo.settings import AlgorithmSettings
 from paceline.config import RunConfig
 from paceline.data.held_out import EvaluationSettings
-from paceline.errors import ConfigError, first_error
+from paceline.errors import ConfigError, RewardError, RolloutError, first_error
 from paceline.generation import open_agent, open_generation, open_scorer, start_agent
-from paceline.held_out import score
+from paceline.held_out import Failures, score
 from paceline.inputs import load_inputs
 from paceline.placement import PlacementSettings
 from paceline.reward.reward import Rewards
@@ -77,11 +77,15 @@ async def evaluate(
         stack.enter_context(Watchdog(generation.living_workers, config.stall_timeout_s))
         engines = len(generation.workers[Role.ROLLOUT])
         room = asyncio.Semaphore(engines * config.groups_per_step)
+        failures = Failures(config.rollout.max_failed_groups)
         groups: list[Group] = []
 
         async def one(seq: int) -> None:
             async with room:
-                groups.append(await generation.rollouter.run(seq, inputs.source[seq]))
+                try:
+                    groups.append(await generation.rollouter.run(seq, inputs.source[seq]))
+                except (RewardError, RolloutError) as error:
+                    failures.leave_out(seq, error)
             if progress:
                 progress(len(groups), len(inputs.source))
 
@@ -91,4 +95,5 @@ async def evaluate(
                     tasks.create_task(one(seq))
         except BaseExceptionGroup as failed:
             raise first_error(failed) from None
-        return score(sorted(groups, key=lambda group: group.seq), config.evaluation.solved_at)
+        groups.sort(key=lambda group: group.seq)
+        return score(groups, config.evaluation.solved_at, len(inputs.source))

@@ -8,6 +8,7 @@ Waits for: the engines and the reward, for as many prompts at a time as fill the
 """
 
 import asyncio
+import logging
 import math
 import os
 import time
@@ -18,10 +19,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from paceline.data.held_out import EvaluationSettings
-from paceline.errors import RolloutError, first_error
+from paceline.errors import PacelineError, RewardError, RolloutError, first_error
 from paceline.line_file import encode_line, intact_rows
+from paceline.rollout.quarantine import Quarantined
 from paceline.rollout.rollouter import Rollouter
 from paceline.types import Finish, Group, Prompt, Trajectory
+
+log = logging.getLogger(__name__)
 
 Scores = dict[str, float]
 
@@ -49,11 +53,16 @@ class HeldOut:
         last_step: int,
         slots: int,
         report: Callable[[int, Scores], None],
+        max_failed: int = 0,
     ) -> None:
-        """`rollouter` samples as in an evaluation. `report(step, scores)` gets each result."""
+        """`rollouter` samples as in an evaluation. `report(step, scores)` gets each result.
+
+        `max_failed`: prompts that may fail, in all evaluations together.
+        """
         self._settings, self._prompts, self._rollouter = settings, prompts, rollouter
         self._path, self._checkpoints = run_dir / FILE, run_dir / "checkpoints"
         self._last_step, self._slots, self._report = last_step, slots, report
+        self._failures = Failures(max_failed)
         self._done = self._read(first_step)
         self._running: int | None = None  # step that is being evaluated
         self._unlink_best_after(first_step)
@@ -97,7 +106,7 @@ class HeldOut:
         for trajectory in (t for group in groups for t in group.trajectories):
             if (versions := _versions(trajectory)) - {step}:
                 raise RolloutError(f"an evaluation of step {step} has tokens of {versions}")
-        scores = score(groups, self._settings.solved_at)
+        scores = score(groups, self._settings.solved_at, len(self._prompts))
         scores["seconds"] = time.perf_counter() - begun
         self._done.append({"step": step, "wall_time_s": time.time(), **scores})
         with self._path.open("ab") as file:
@@ -115,16 +124,20 @@ class HeldOut:
     async def _generate(self) -> list[Group]:
         room = asyncio.Semaphore(max(1, self._slots // self._settings.samples))
 
-        async def one(seq: int) -> Group:
+        async def one(seq: int) -> Group | None:
             async with room:
-                return await self._rollouter.run(seq, self._prompts[seq])
+                try:
+                    return await self._rollouter.run(seq, self._prompts[seq])
+                except (RewardError, RolloutError) as error:
+                    self._failures.leave_out(seq, error)
+                    return None
 
         try:
             async with asyncio.TaskGroup() as tasks:
                 made = [tasks.create_task(one(seq)) for seq in range(len(self._prompts))]
         except BaseExceptionGroup as failed:
             raise first_error(failed) from None
-        return [task.result() for task in made]
+        return [group for task in made if (group := task.result())]
 
     @property
     def _best_step(self) -> int | None:
@@ -162,8 +175,29 @@ def _is_evaluation(row: dict[str, Any]) -> bool:
     return isinstance(row.get("step"), int) and isinstance(row.get("reward"), float | int)
 
 
-def score(groups: Sequence[Group], solved_at: float) -> Scores:
-    """Return the mean reward over all prompts and other statistics."""
+class Failures:
+    """Prompts of evaluations that fail: they are left out, as far as the run tolerates failures."""
+
+    def __init__(self, limit: int) -> None:
+        self._count, self._limit = 0, limit
+
+    def leave_out(self, seq: int, error: PacelineError) -> None:
+        """Continue without a prompt; raise if too many have failed."""
+        self._count += not isinstance(error, Quarantined)
+        if self._count > self._limit:
+            error.add_note(
+                f"{self._count} prompt(s) of evaluations failed; rollout.max_failed_groups = "
+                f"{self._limit}"
+            )
+            raise error
+        log.warning("prompt %d of an evaluation failed and is left out: %s", seq, error)
+
+
+def score(groups: Sequence[Group], solved_at: float, asked: int) -> Scores:
+    """Return the mean reward over all prompts and other statistics. `asked`: number of prompts, of
+    which some may have failed."""
+    if not groups:
+        raise RolloutError(f"all {asked} prompts of the evaluation failed; expected at least one")
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     # Those of each agent at each prompt.
     rewards = [
@@ -174,6 +208,7 @@ def score(groups: Sequence[Group], solved_at: float) -> Scores:
     truncated = [t.turns[-1].completion.finish is Finish.LENGTH for t in trajectories]
     found: Scores = {
         "prompts": len(groups),
+        "failed": asked - len(groups),
         "samples": len(trajectories),
         "reward": float(np.mean([np.mean(row) for row in rewards])),
         "reward_max": float(np.mean([max(row) for row in rewards])),  # of each prompt

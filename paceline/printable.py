@@ -13,6 +13,7 @@ from io import TextIOWrapper
 from paceline.secret_variables import is_secret
 
 LOG_FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
+MAX_ERROR = 2000  # characters of the text of an exception
 MIN_SECRET_LENGTH = 8  # characters; a shorter value occurs in other text by chance
 
 # C0 without tab and newline, DEL, C1, marks of writing direction, separators of lines, and
@@ -25,6 +26,17 @@ _UNSAFE = re.compile(
 def printable(text: str) -> str:
     """Return the text with an escape such as \\u001b, which is valid in JSON, for each control."""
     return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def describe_error(error: BaseException, limit: int = MAX_ERROR) -> str:
+    """Return type and text of an exception of user code, whose `__str__` may fail."""
+    try:
+        text = str(error)
+    except Exception as failed:
+        text = f"(its text cannot be shown: {type(failed).__name__})"
+    if len(text) > limit:
+        text = f"{text[:limit]}… ({len(text)} characters)"
+    return f"{type(error).__name__}: {text}"
 
 
 def redacted(text: str) -> str:

@@ -32,7 +32,7 @@ from paceline.observe.drift import DriftMonitor
 from paceline.observe.health import Health
 from paceline.observe.mismatch import MismatchMonitor
 from paceline.observe.model_card import model_card, write_model_card
-from paceline.observe.recorder import Recorder, write_json
+from paceline.observe.recorder import SUMMARY, Recorder, write_json
 from paceline.observe.recording import Recording
 from paceline.progress import stage
 from paceline.queue.admission import Admission
@@ -102,7 +102,9 @@ async def train(
         await start_agent(stack, config, agent)
         scorer = await open_scorer(stack, config, inputs, reward, agent, run_dir)
         start = await open_run_dir(stack, config, inputs.identity, fresh, start_from)
-        if start.step >= config.steps and (finished := finished_summary(run_dir, start.step)):
+        if start.step >= config.steps and (
+            finished := finished_summary(run_dir, start.step, SUMMARY)
+        ):
             return finished
         begin_files(stack, run_dir, layout.choices, inputs.identity["config"])
         control = await stack.enter_async_context(Control(run_dir))
@@ -293,6 +295,7 @@ class _Run:
             last_step=config.steps,
             slots=config.slots * len(list(self._fleet)),
             report=recorder.evaluation_done,
+            max_failed=config.rollout.max_failed_groups,
         )
 
     def _save(

@@ -9,7 +9,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +69,11 @@ def move_aside(folder: Path) -> Path | None:
     """Rename the directory of an earlier run and return its new path; raise if it is active."""
     if not folder.exists():
         return None
+    if folder.resolve() in (here := Path.cwd().resolve(), *here.parents):
+        raise CheckpointError(
+            f"run_dir = {folder} contains the current directory, so it cannot be moved aside; use "
+            "another run_dir, or run the command in another directory"
+        )
     now = f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}"
     names = (folder.with_name(f"{now}-{number}" if number else now) for number in itertools.count())
     with lock_run_dir(folder):
@@ -77,13 +82,17 @@ def move_aside(folder: Path) -> Path | None:
     return aside
 
 
-def finished_summary(folder: Path, step: int) -> dict[str, Any] | None:
-    """Return the summary of the run that ended at this step, or None if it did not write one."""
+def finished_summary(folder: Path, step: int, names: Collection[str]) -> dict[str, Any] | None:
+    """Return the summary of the run that ended at this step, or None if it did not write one.
+
+    A summary of an earlier version may lack some of the `names`; then the run writes it again.
+    """
     try:
         summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-        return summary if summary["steps"] == step else None
+        complete = summary["steps"] == step and all(name in summary for name in names)
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    return summary if complete else None
 
 
 def recorded_config(folder: Path, start_from: str | None = None) -> dict[str, Any]:

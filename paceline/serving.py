@@ -34,6 +34,7 @@ from paceline.workers.layout import choose_settings
 
 MAX_LENGTH = 4096  # tokens of a conversation, if the settings do not say more
 SLOTS = 16
+GREEDY_BELOW = 1e-5  # temperature: with a lower one, logits divided by it can be infinite
 
 
 class EngineModel:
@@ -62,10 +63,11 @@ class EngineModel:
     def _chosen(self, request: ChatRequest) -> Sampling:
         usual = self._sampling
         length = min(request.max_new_tokens or usual.max_new_tokens, usual.max_new_tokens)
+        temperature = usual.temperature if request.temperature is None else request.temperature
         return replace(
             usual,
             max_new_tokens=length,
-            temperature=usual.temperature if request.temperature is None else request.temperature,
+            temperature=0.0 if temperature < GREEDY_BELOW else temperature,
             top_p=usual.top_p if request.top_p is None else request.top_p,
             stop=(*usual.stop, *request.stops),
         )
@@ -109,7 +111,7 @@ async def serve(config: RunConfig, port: int, ready: Callable[[str, str], None])
                 f"--port {port}: cannot listen: {error.strerror}; expected a free port, or 0"
             ) from None
         stack.push_async_callback(server.close)
-        ready(server.url, server.open(Session(Chat(inputs.tokenizer), model, keep=False)))
+        ready(server.url, server.open(Session(Chat(inputs.tokenizer, length), model, keep=False)))
         # No engine is replaced here, so requests would wait forever after a death.
         deaths = [worker.died for worker in generation.living_workers()]
         dead, _ = await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)

@@ -64,6 +64,24 @@ class Prompt:
     text: str
     row: Mapping[str, Any]  # the fields of the dataset row, for the reward function
 
+    def own_row(self) -> dict[str, Any]:
+        """Return a copy of the row for user code, which may change it."""
+        return copied_row(self.row)
+
+
+def copied_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a row with copies of the dicts and lists in it.
+
+    User code appends to the messages of a row, and the dataset keeps the row for later epochs.
+    """
+    return {name: _copied(value) for name, value in row.items()}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _copied(each) for name, each in value.items()}
+    return list(map(_copied, value)) if isinstance(value, list) else value
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:

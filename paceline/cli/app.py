@@ -70,17 +70,22 @@ def main(
 class _Warnings(logging.Handler):
     """Handler that shows Paceline's warnings to the user; tracebacks are only in the log files."""
 
+    def __init__(self, output: RunConsole) -> None:
+        super().__init__(logging.WARNING)
+        self._output = output
+
     def emit(self, record: logging.LogRecord) -> None:
         if not record.exc_info:  # the error that ends the run is printed in any case
-            warn(record.getMessage())
+            warn(record.getMessage(), self._output)
 
 
-def warn(message: str) -> None:
-    console.print(Text("warning:", "yellow"), redacted(message), highlight=False, soft_wrap=True)
+def warn(message: str, output: RunConsole = console) -> None:
+    output.print(Text("warning:", "yellow"), redacted(message), highlight=False, soft_wrap=True)
 
 
-def log_to_console() -> None:
-    logging.getLogger("paceline").handlers = [_Warnings(logging.WARNING)]
+def log_to_console(as_json: bool = False) -> None:
+    """Show warnings from here on. `as_json`: the output is JSON, so they go to stderr."""
+    logging.getLogger("paceline").handlers = [_Warnings(errors if as_json else console)]
 
 
 def fail(error: PacelineError) -> NoReturn:

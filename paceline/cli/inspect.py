@@ -155,7 +155,7 @@ def replay(
 ) -> None:
     """Repeat a skipped update without training: its loss, its gradient and the rows at fault."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    log_to_console()
+    log_to_console(as_json)
     try:
         with console.status("loading torch and transformers …"):
             from paceline.replay import replay_dump

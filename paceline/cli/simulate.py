@@ -79,7 +79,7 @@ def simulate(
     overrides = settings or []
     if recipe is not None and "=" in recipe:
         overrides, recipe = [recipe, *overrides], None
-    log_to_console()
+    log_to_console(as_json)
     try:
         config = load_config(recipe, overrides)
         model = read_costs(costs) if costs else CostModel()

@@ -20,6 +20,7 @@ from paceline.supervisor import (
     Supervisor,
     end_with_supervisor,
     is_restart,
+    saved_step,
     this_program,
 )
 
@@ -180,7 +181,7 @@ def evaluate(
     try:
         config = load_config(recipe, settings or ())
         console.continues = True
-        log_to_console()
+        log_to_console(as_json)
         with console.status("loading torch and transformers …") as status, ExitStack() as stack:
             from paceline.job import Job
             from paceline.observe.terminal import DeviceLines, ModelProgress
@@ -284,7 +285,7 @@ class _Running:
 
 @contextmanager
 def stopped_by_signals(once: str = "", supervised: bool = False) -> Iterator[_Running]:
-    """Let Ctrl-C and SIGTERM stop a run, report its errors, and set the exit code.
+    """Let Ctrl-C, SIGTERM and SIGHUP stop a run, report its errors, and set the exit code.
 
     The first signal lets the run finish its step (background.py); a second one ends the process.
     A signal that the supervisor forwards may be a copy of one that also came directly.
@@ -295,6 +296,8 @@ def stopped_by_signals(once: str = "", supervised: bool = False) -> Iterator[_Ru
 
     def interrupt(number: int, _: object) -> None:
         nonlocal stopped_by
+        if number == signal.SIGHUP and senders:
+            return  # the kernel and the shell both send it when a terminal is closed
         forwarded = number == FORWARDED
         if forwarded in senders:
             console.show_cursor()
@@ -306,6 +309,8 @@ def stopped_by_signals(once: str = "", supervised: bool = False) -> Iterator[_Ru
 
     # A shell starts background jobs with SIGINT ignored; so both signals get a handler.
     handled = (*STOPPING, FORWARDED) if supervised else STOPPING
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
+        handled = (*handled, signal.SIGHUP)
     before = {number: signal.signal(number, interrupt) for number in handled}
     run = _Running()
     try:
@@ -326,12 +331,11 @@ def _how_to_resume(config: "RunConfig | SftConfig | None", once: str) -> str:
     """Return what the same command would do next, to follow the word "stopped"."""
     if config is None:
         return ""
-    steps = sorted(path.name for path in Path(config.run_dir, "checkpoints").glob("step_*"))
-    if not steps:
+    step = saved_step(Path(config.run_dir))
+    if not step:
         return (
             f" before the first checkpoint (save_every = {config.save_every}); "
             "the same command starts over"
         )
-    step = int(steps[-1].removeprefix("step_"))
     without = f"without {once} " if once else ""
     return f"; the same command {without}continues from step {step}"

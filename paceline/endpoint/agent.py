@@ -29,7 +29,8 @@ from paceline.environment.tools import in_thread
 from paceline.environment.user_code import is_failure
 from paceline.errors import ConfigError, PacelineError, RolloutError
 from paceline.plugins import Plugin, PluginError, accepted
-from paceline.reward.function import RewardFunctionError, as_optional_reward
+from paceline.printable import describe_error
+from paceline.reward.function import RewardFunctionError, as_optional_reward, is_async
 from paceline.types import Completion, Prompt, Sampling, Trajectory
 
 if TYPE_CHECKING:
@@ -82,9 +83,10 @@ class AgentProgram:
         limits: Limits,
     ) -> None:
         self._name, self._play = name, play
-        self._chat, self._sampling, self._limits = Chat(tokenizer), sampling, limits
+        self._chat = Chat(tokenizer, limits.max_length)
+        self._sampling, self._limits = sampling, limits
         self._parameters = accepted(play, PARAMETERS)
-        self._is_async = inspect.iscoroutinefunction(play)
+        self._is_async = is_async(play)
         self._server: EndpointServer | None = None
         self._client: Any = None
         self._starting = asyncio.Lock()
@@ -112,7 +114,9 @@ class AgentProgram:
         reward, details = self._reward(prompt, returned)
         trajectory = session.trajectory(reward, details)
         if trajectory is None:
-            raise self._problem(prompt, "it ended without a completion; expected at least one")
+            why = f" ({session.exceeded})" if session.exceeded else ""
+            problem = f"it ended without a completion{why}; expected at least one"
+            raise self._problem(prompt, problem)
         return trajectory
 
     async def close(self) -> None:
@@ -137,7 +141,7 @@ class AgentProgram:
         available: dict[str, Any] = {
             # Copies share the connections, because opening the client takes long.
             "client": self._client and self._client.with_options(api_key=key),
-            "row": dict(prompt.row),
+            "row": prompt.own_row(),
             "env": _variables(server.url, key),
         }
         play = partial(self._play, **{name: available[name] for name in self._parameters})
@@ -157,10 +161,8 @@ class AgentProgram:
         code = getattr(inspect.unwrap(self._play), "__code__", None)
         own = [frame for frame in frames if code and frame.filename == code.co_filename]
         frame = (own or frames)[-1]
-        return self._problem(
-            prompt,
-            f"raised {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})",
-        )
+        where = f"{frame.filename}:{frame.lineno}"
+        return self._problem(prompt, f"raised {describe_error(error)} ({where})")
 
     def _problem(self, prompt: Prompt, what: str) -> RolloutError:
         return RolloutError(f"rollout.agent = {self._name!r}, prompt {prompt.uid!r}: {what}")

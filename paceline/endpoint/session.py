@@ -46,8 +46,9 @@ class Model(Protocol):
 class Chat:
     """The tokenizer of the model, with a chat template per list of tools."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", max_tokens: int | None = None) -> None:
+        """`max_tokens`: of a conversation, see ChatTemplate."""
+        self.tokenizer, self._max_tokens = tokenizer, max_tokens
         self._ends = frozenset(stop_token_ids(tokenizer))
         self._template = lru_cache(TEMPLATES)(self._make)
 
@@ -62,7 +63,7 @@ class Chat:
         return bool(len(completion)) and int(completion.tokens[-1]) in self._ends
 
     def _make(self, tools: str) -> ChatTemplate:
-        return ChatTemplate(self.tokenizer, json.loads(tools))
+        return ChatTemplate(self.tokenizer, json.loads(tools), self._max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,7 @@ class Session:
         self._closed = False
         self.failure: PacelineError | None = None
         self.end: End | None = None  # the limit that a request exceeded
+        self.exceeded = ""  # what the request was told
 
     async def complete(self, request: ChatRequest) -> tuple[Start, list[Choice]]:
         """Generate the completions of a request. Raises RequestError."""
@@ -125,13 +127,10 @@ class Session:
         except Exception as error:  # templates reject some orders of messages
             raise RequestError(400, f"messages: the chat template: {error}", "messages") from error
         if len(start.context) >= self._model.max_length:
-            self.end = End.CONTEXT
-            raise RequestError(
-                400,
-                f"messages: {len(start.context)} tokens; expected fewer than "
-                f"{self._model.max_length}",
-                "messages",
-                "context_length_exceeded",
+            limit = self._model.max_length  # the end of a very long text is not counted
+            found = f"{len(start.context)} or more tokens; expected fewer than {limit}"
+            raise self._ended_by(
+                End.CONTEXT, f"messages: {found}", "messages", "context_length_exceeded"
             )
         return start
 
@@ -139,11 +138,14 @@ class Session:
         if self._left is None:
             return
         if request.choices > self._left:
-            self.end = End.TURNS
-            raise RequestError(
-                400, "the episode has made rollout.max_turns completions", None, "max_turns"
-            )
+            problem = "the episode has requested rollout.max_turns completions"
+            raise self._ended_by(End.TURNS, problem, None, "max_turns")
         self._left -= request.choices
+
+    def _ended_by(self, end: End, problem: str, param: str | None, code: str) -> RequestError:
+        """Return the error of a request that exceeds a limit of the episode."""
+        self.end, self.exceeded = end, problem
+        return RequestError(400, problem, param, code)
 
     async def _own(self, work: Coroutine[Any, Any, T]) -> T:
         """Await work that `close` cancels without cancelling the caller."""

@@ -24,6 +24,7 @@ from paceline.environment.protocol import (
 from paceline.environment.token_stream import ChatTemplate, Tokens
 from paceline.environment.user_code import is_failure, line_of
 from paceline.errors import PacelineError, RolloutError
+from paceline.printable import describe_error
 from paceline.types import MAX_REWARD, Completion, End, Finish, Prompt, Trajectory, Turn
 
 log = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ class Conversation:
         if not turns:
             raise self._problem(
                 prompt,
-                f"its first messages have {len(context)} tokens; expected fewer than "
+                f"its first messages have {len(context)} or more tokens; expected fewer than "
                 "data.max_prompt_length + rollout.max_response_length = "
                 f"{self._limits.max_length}",
             )
@@ -172,16 +173,14 @@ class Conversation:
                 closing.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def _raised(self, prompt: Prompt, what: str, error: BaseException) -> RolloutError:
-        return self._problem(
-            prompt, f"{what} raised {type(error).__name__}: {error} ({line_of(error)})"
-        )
+        return self._problem(prompt, f"{what} raised {describe_error(error)} ({line_of(error)})")
 
     def _problem(self, prompt: Prompt, what: str) -> RolloutError:
         return RolloutError(f"environment {self._name}, prompt {prompt.uid!r}: {what}")
 
 
 async def _reset(environment: Environment, prompt: Prompt) -> list[Message] | None:
-    return first_messages(await environment.reset(prompt.row))
+    return first_messages(await environment.reset(prompt.own_row()))
 
 
 async def _closed(environment: Environment) -> None:

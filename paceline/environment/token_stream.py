@@ -10,6 +10,7 @@ conversation, and its turn restarts.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from paceline.data.chat import conversation, stop_token_ids, text_decoder
@@ -26,9 +27,14 @@ class ChatTemplate:
     """Chat template of a tokenizer, with the tools that the model may call."""
 
     def __init__(
-        self, tokenizer: "PreTrainedTokenizerBase", tools: Sequence[dict[str, Any]] = ()
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        tools: Sequence[dict[str, Any]] = (),
+        max_tokens: int | None = None,
     ) -> None:
+        """`max_tokens`: the end of a text may be left out if what is before it is as long."""
         self._tokenizer, self._tools = tokenizer, list(tools) or None
+        self._max_tokens = max_tokens
         # Some formats mark tool calls with special tokens, which the parser of calls must see.
         self._decode = text_decoder(tokenizer, keep_special=bool(tools))
         self._ends = frozenset(stop_token_ids(tokenizer))
@@ -79,4 +85,20 @@ class ChatTemplate:
         return text
 
     def _encode(self, text: str) -> Tokens:
+        if self._max_tokens is not None:
+            # Megabytes, for example of a web page, take seconds in the event loop of the run.
+            enough = self._max_tokens * self._longest_token
+            if (
+                len(text) > enough
+                and len(start := self._encoded(text[:enough])) >= self._max_tokens
+            ):
+                return start
+        return self._encoded(text)
+
+    def _encoded(self, text: str) -> Tokens:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters of the longest token in the vocabulary."""
+        return max(map(len, self._tokenizer.get_vocab()))

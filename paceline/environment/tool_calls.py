@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
+# The spaces around a call are not part of the pattern: `\s*` beside `.*?` would take a time
+# that is quadratic in a run of spaces, and the model may write any text.
+TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 MISTRAL = "[TOOL_CALLS]"
 LLAMA = "<|python_tag|>"
+_BETWEEN = re.compile(r"[; \n]*")  # objects
 MAX_PROBLEM = 300  # characters of a message about a call
 
 
@@ -38,7 +41,7 @@ def parse_tool_calls(
     if getattr(tokenizer, "response_template", None):
         return _parsed(text, tokenizer, tools)
     if "<tool_call>" in text:
-        return [_read(found) for found in TAGGED.findall(text)]
+        return [_read(found.strip()) for found in TAGGED.findall(text)]
     if MISTRAL in text:
         return _read_list(text.partition(MISTRAL)[2])
     stripped = text.strip().removeprefix(LLAMA).strip()
@@ -68,14 +71,15 @@ def _parsed(
 def _read_objects(text: str) -> list[ToolCall]:
     """Read objects one after the other, with "; " between them. Text after them is ignored."""
     calls: list[ToolCall] = []
-    decoder = json.JSONDecoder()
-    while text.startswith("{"):
+    decoder, at = json.JSONDecoder(), 0
+    while text.startswith("{", at):
         try:
-            found, end = decoder.raw_decode(text)
+            found, end = decoder.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
             return [*calls, ToolCall("", {}, f"the call is not valid JSON: {error}")]
         calls.append(_call(found))
-        text = text[end:].lstrip("; \n")
+        between = _BETWEEN.match(text, end)
+        at = between.end() if between else end
     return calls
 
 

@@ -23,6 +23,7 @@ from paceline.environment.tool_function import ArgumentError, ToolFunction
 from paceline.environment.user_code import is_failure
 from paceline.errors import ConfigError
 from paceline.plugins import PluginError, find_callable
+from paceline.printable import describe_error
 
 Tool = Callable[..., Any]
 OUTPUT_LENGTH = 4000  # characters of a result that the model gets
@@ -127,7 +128,7 @@ class Toolbox:
         except BaseException as error:
             if not is_failure(error):
                 raise
-            return f"error: {type(error).__name__}: {error}"[:OUTPUT_LENGTH]
+            return f"error: {describe_error(error)}"[:OUTPUT_LENGTH]
         if len(result) > OUTPUT_LENGTH:
             return f"{result[:OUTPUT_LENGTH]}\n… {len(result) - OUTPUT_LENGTH} characters more"
         return str(result)

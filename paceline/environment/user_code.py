@@ -11,12 +11,13 @@ def is_failure(error: BaseException) -> bool:
     """Return whether user code failed, and not the run that ends it.
 
     `sys.exit()` would end the whole process. A CancelledError that user code raises itself, for
-    example by awaiting a task that it has cancelled, would look like the end of the run.
+    example by awaiting a task that it has cancelled, would look like the end of the run. A panic of
+    a Rust library is no `Exception`.
     """
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is not None and not task.cancelling()
-    return isinstance(error, Exception | SystemExit)
+    return not isinstance(error, KeyboardInterrupt | GeneratorExit)
 
 
 def line_of(error: BaseException) -> str:

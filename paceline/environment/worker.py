@@ -23,7 +23,7 @@ from paceline.environment.tools import Toolbox
 from paceline.environment.user_code import line_of
 from paceline.errors import ConfigError
 from paceline.plugins import PluginError
-from paceline.printable import unicode_output
+from paceline.printable import describe_error, unicode_output
 from paceline.remote.link import Link, open_link
 from paceline.suspend import ignore_suspended_time
 
@@ -149,7 +149,7 @@ class Server:
             if isinstance(error, TimeoutError) and deadline.expired():
                 stuck = method in self._hosted.leaks
                 return self._link.reply(number=number, overdue=True, stuck=stuck)
-            problem = f"{method}() raised {type(error).__name__}: {error} ({line_of(error)})"
+            problem = f"{method}() raised {describe_error(error)} ({line_of(error)})"
         with suppress(OSError):  # the parent has disconnected
             self._link.reply(number=number, problem=problem[:4000])
 
@@ -199,7 +199,7 @@ def main(fd: int, parent: int, stacks: int, timeout_s: float, kind: str, names: 
     except ConfigError as problem:
         return link.reply(problem=str(problem))
     except (Exception, SystemExit) as error:
-        what = f"{type(error).__name__}: {error} ({line_of(error)})"
+        what = f"{describe_error(error)} ({line_of(error)})"
         return link.reply(problem=f"importing it raised {what}")
     asyncio.run(Server(hosted, link, timeout_s).run())
 

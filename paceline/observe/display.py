@@ -304,7 +304,9 @@ def _prediction_row(found: Mapping[str, Any] | None) -> dict[str, str]:
     return {"prediction": str(found["text"])} if found else {}
 
 
-def _change(first: float, last: float) -> Text:
+def _change(first: float | None, last: float | None) -> Text:
+    if first is None or last is None:  # no step was made: evaluation.target was reached before
+        return Text("unknown")
     return _styled(f"{first:.3f} → [bold green]{last:.3f}[/]")
 
 

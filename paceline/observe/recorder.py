@@ -36,6 +36,14 @@ SUMMED = (
 )
 
 
+# What every summary has, because it is shown at the end of a run.
+SUMMARY = (
+    *("steps", "steps_per_s", "samples_per_s", "tokens_per_s", "reward_first", "reward_last"),
+    *("staleness_mean", "staleness_max", "mean_sample_age_s", "sync_latency_s", "ledger"),
+    *("rollout_busy_fraction", "train_busy_fraction", "memory_peak_bytes"),
+)
+
+
 class StepWatcher(Protocol):
     """What follows the steps, for example to compare their metrics with a prediction."""
 

@@ -171,7 +171,7 @@ def index_entry(row: Row) -> list[Any] | None:
         ]
         prompt = _one_line(str(row["prompt"])[-4 * SNIPPET :])[-SNIPPET:]
         return [int(row["step"]), str(row["uid"]), int(row["staleness"]), prompt, completions]
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):  # the last one of int(infinity)
         return None
 
 

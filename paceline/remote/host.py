@@ -255,10 +255,12 @@ def main() -> None:
     """Run a worker process: `python -m paceline.remote.host FD PARENT_PID`."""
     gc.disable()  # an eighth of the time of large imports, which leave little garbage
     end_with_parent(int(sys.argv[2]))
-    # The controller stops the workers in order. Schedulers send SIGTERM to all processes; it gets a
-    # function instead of SIG_IGN, which processes that this one starts would inherit.
+    # The controller stops the workers in order. Schedulers send SIGTERM to all processes, and a
+    # terminal that is closed SIGHUP. They get a function instead of SIG_IGN, which processes that
+    # this one starts would inherit.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
     write_stacks_on_signal()
     log_to_stderr()
     channel = PipeChannel(Connection(int(sys.argv[1])))

@@ -1,6 +1,7 @@
 """Custom reward functions: how they are checked and called, and which results are rewards.
 
-Imports only the standard library, because reward processes import this module and must start fast.
+Imports only the standard library and small modules, because reward processes import this module and
+must start fast.
 """
 
 import functools
@@ -12,7 +13,10 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from paceline.printable import describe_error
+
 LARGEST = 3.4e38  # rewards are kept as float32
+MAX_SHOWN = 200  # characters of a value or of an exception
 NOT_APPLICABLE = math.nan  # the score of a function that returned None, where that is allowed
 
 
@@ -165,18 +169,18 @@ def explained(
     except but:
         raise
     except BaseException as e:
-        what = _short(str(e), quote=False)
-        raise RewardFunctionError(f"raised {type(e).__name__}: {what}{_line(e, function)}") from e
+        what = describe_error(e, MAX_SHOWN)
+        raise RewardFunctionError(f"raised {what}{_line(e, function)}") from e
 
 
 def explain_import(error: BaseException) -> str:
     """Describe an exception that importing a file or making an instance of its class raised."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = [f for f in frames if not f.filename.startswith("<")][-1]
-    where, what = f"{frame.filename}:{frame.lineno}", str(error)
+    where, what = f"{frame.filename}:{frame.lineno}", describe_error(error, MAX_SHOWN)
     if isinstance(error, SyntaxError):
-        where, what = f"{error.filename}:{error.lineno}", error.msg
-    return f"importing it raised {type(error).__name__}: {_short(what, quote=False)} ({where})"
+        where, what = f"{error.filename}:{error.lineno}", f"{type(error).__name__}: {error.msg}"
+    return f"importing it raised {what} ({where})"
 
 
 def _is_number(value: Any) -> bool:
@@ -210,6 +214,6 @@ def _line(error: BaseException, function: Callable[..., Any]) -> str:
     return "".join(f" ({f.filename}:{f.lineno})" for f in frame)
 
 
-def _short(value: Any, quote: bool = True) -> str:
-    text = repr(value) if quote else str(value)
-    return text if len(text) <= 200 else text[:200] + "..."
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."

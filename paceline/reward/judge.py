@@ -14,6 +14,7 @@ import os
 import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakValueDictionary
@@ -21,7 +22,8 @@ from weakref import WeakValueDictionary
 from pydantic import Field, field_validator, model_validator
 
 from paceline.data.chat import conversation
-from paceline.errors import ConfigError, DataError, RewardError, first_error
+from paceline.errors import CheckpointError, ConfigError, DataError, RewardError, first_error
+from paceline.line_file import LineFile, intact_lines
 from paceline.settings import Settings
 from paceline.types import Prompt, Score, Trajectory
 
@@ -97,6 +99,10 @@ class JudgeSettings(Settings):
             )
         if given := {"model", "messages", "stream"} & self.options.keys():
             raise ValueError(f"reward.judge.options: {sorted(given)[0]!r} cannot be set there")
+        try:
+            json.dumps(self.options)
+        except (TypeError, ValueError) as error:  # TOML has dates, for example
+            raise ValueError(f"reward.judge.options: expected JSON values ({error})") from None
         return self
 
     def key(self) -> str | None:
@@ -134,7 +140,8 @@ class JudgeReward:
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._run_dir = run_dir
         self._known: dict[str, float] | None = None  # read at the first use
-        self._incomplete = False  # the last line of the file
+        self._length = 0  # bytes of the file up to its last intact line
+        self._file: LineFile | None = None
         self._session: aiohttp.ClientSession | None = None
 
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> Sequence[Score]:
@@ -158,6 +165,9 @@ class JudgeReward:
                     )
 
     async def close(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):  # of a full disk, which was reported
+                self._file.close()
         if self._session is not None:
             await self._session.close()
 
@@ -263,26 +273,24 @@ class JudgeReward:
         """Return the numbers by request, those of an earlier part of the run included."""
         if self._known is None:
             self._known = {}
-            file = self._run_dir and self._run_dir / CACHE
-            text = file.read_text() if file and file.is_file() else ""
-            self._incomplete = not text.endswith("\n") and text != ""
-            for line in text.splitlines():
-                try:  # a killed run leaves an incomplete last line
-                    entry = json.loads(line)
-                    self._known[str(entry["request"])] = float(entry["number"])
-                except (ValueError, KeyError, TypeError):
-                    continue
+            low, high = self._settings.range
+            for line in intact_lines(self._run_dir / CACHE) if self._run_dir else ():
+                self._length = line.end
+                row = line.row or {}
+                number = row.get("number")
+                if isinstance(number, float | int) and low <= number <= high:
+                    self._known[str(row.get("request"))] = float(number)
         return self._known
 
     def _keep(self, key: str, number: float) -> None:
         if self._run_dir is None or not self._run_dir.is_dir():
             return
         try:
-            with (self._run_dir / CACHE).open("a") as file:
-                file.write("\n" * self._incomplete)
-                self._incomplete = False
-                file.write(json.dumps({"request": key, "number": number}) + "\n")
-        except OSError as error:
+            if self._file is None:
+                self._file = LineFile(self._run_dir / CACHE, self._length)
+            self._file.write({"request": key, "number": number})
+            self._file.flush()
+        except (OSError, CheckpointError) as error:
             log.warning("a score of the judge is not kept: %s", error)
 
 

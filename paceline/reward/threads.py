@@ -34,7 +34,7 @@ from paceline.reward.function import (
     is_async,
 )
 from paceline.suspend import ignore_suspended_time
-from paceline.types import Prompt, Score, Trajectory
+from paceline.types import Prompt, Score, Trajectory, copied_row
 
 MAX_THREADS = min(32, (os.cpu_count() or 1) + 4)
 
@@ -78,7 +78,7 @@ class CallableReward:
     async def _call(self, completions: list[str], row: Mapping[str, Any]) -> list[Any]:
         # A call may change its row, as in a process.
         runner = self._loop if self._async else self._threads
-        calls = [runner.call(self._function, c, {**row}) for c in completions]
+        calls = [runner.call(self._function, c, copied_row(row)) for c in completions]
         values = await scores_of(calls)
         if self._async:
             return values

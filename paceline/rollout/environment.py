@@ -27,6 +27,7 @@ from paceline.environment.tools import Tool, Toolbox
 from paceline.environment.user_code import is_failure, line_of
 from paceline.errors import ConfigError, PacelineError, RolloutError
 from paceline.plugins import PluginError
+from paceline.printable import describe_error
 from paceline.types import MAX_REWARD, Completion, Prompt, Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -88,14 +89,15 @@ class CustomEnvironment:
             return completion
 
         try:
-            result = await self._environment.run(prompt, recorded)
+            given = replace(prompt, row=prompt.own_row())
+            result = await self._environment.run(given, recorded)
         except PacelineError:
             raise
         except BaseException as error:
             if not is_failure(error):
                 raise
             raise self._problem(
-                prompt, f"raised {type(error).__name__}: {error} ({line_of(error)})"
+                prompt, f"raised {describe_error(error)} ({line_of(error)})"
             ) from error
         trajectories = result if isinstance(result, tuple) else (result,)
         for trajectory in trajectories:
@@ -195,7 +197,7 @@ def open_environment(
         raise
     except Exception as error:
         raise ConfigError(
-            f"rollout.environment = {name!r}: creating it raised {type(error).__name__}: {error} "
+            f"rollout.environment = {name!r}: creating it raised {describe_error(error)} "
             f"({line_of(error)})"
         ) from error
     if not inspect.iscoroutinefunction(getattr(environment, "run", None)):
@@ -294,4 +296,5 @@ def _chat(
 
     if pool:  # its deadlines start when a worker starts on a call
         limits = replace(limits, timeout_s=math.inf)
-    return Conversation(name, make, ChatTemplate(tokenizer, schemas), messages, limits, pool)
+    template = ChatTemplate(tokenizer, schemas, limits.max_length)
+    return Conversation(name, make, template, messages, limits, pool)

@@ -83,7 +83,8 @@ class RolloutSettings(Settings):
     max_turns: int = Field(16, ge=1)
     """Maximum number of completions in a conversation with an environment."""
     max_failed_groups: int = Field(0, ge=0)
-    """Number of groups that may fail before the run ends. A failed group is not trained on."""
+    """Number of groups that may fail before the run ends. A failed group is not trained on. As many
+    held-out prompts may fail in all evaluations together, which leave them out."""
 
     def sampling(self, stop_token_ids: tuple[int, ...]) -> Sampling:
         """Return how to sample completions that end at one of these tokens."""

@@ -19,6 +19,13 @@ from paceline.observe.sinks import Sinks
 SUMMED = ("train/tokens", "data/tokens", "data/rows", "train/busy_s")
 
 
+# What every summary has, because it is shown at the end of a run.
+SUMMARY = (
+    *("steps", "steps_per_s", "tokens_per_s", "trained_tokens_per_s", "loss_first", "loss_last"),
+    *("train_busy_fraction", "memory_peak_bytes"),
+)
+
+
 class LossObserver(Protocol):
     """Gets the metrics of each step of a supervised run."""
 

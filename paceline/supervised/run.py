@@ -27,7 +27,7 @@ from paceline.run_dir import Start, explain_disk_errors, finished_summary, set_l
 from paceline.start import begin_files, open_run_dir, plan_start
 from paceline.supervised.config import SftConfig
 from paceline.supervised.inputs import Rows, SftInputs, load_sft_inputs
-from paceline.supervised.recorder import LossObserver, LossRecorder
+from paceline.supervised.recorder import SUMMARY, LossObserver, LossRecorder
 from paceline.suspend import ignore_suspended_time
 from paceline.training.checkpoint import read_state, save_checkpoint
 from paceline.training.lineage import begin_attempt
@@ -72,7 +72,9 @@ async def fine_tune(
         start = await open_run_dir(
             stack, layout.config, inputs.identity, fresh, start_from, supervised=True
         )
-        if start.step >= inputs.steps and (finished := finished_summary(run_dir, start.step)):
+        if start.step >= inputs.steps and (
+            finished := finished_summary(run_dir, start.step, SUMMARY)
+        ):
             return finished
         choices = (choice for choice in layout.choices if _concerns(config, choice.name))
         begin_files(stack, run_dir, choices, inputs.identity["config"])

@@ -382,8 +382,9 @@ def test_recipes_have_valid_settings() -> None:
         (signal.SIGINT, 130, False, ["placement.actor=train", "placement.rollout=rollout"]),
         pytest.param(signal.SIGINT, 130, True, [], marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, 143, False, [], marks=pytest.mark.slow),
+        (signal.SIGHUP, 129, False, ["placement.actor=train", "placement.rollout=rollout"]),
     ],
-    ids=["Ctrl-C", "Ctrl-C to a background job", "SIGTERM"],
+    ids=["Ctrl-C", "Ctrl-C to a background job", "SIGTERM", "SIGHUP"],
 )
 @pytest.mark.fault("A13", "signal {number.name} to a run (ignoring SIGINT at start: {ignoring})")
 def test_signal_finishes_and_saves_step_and_prints_how_to_resume(
@@ -410,9 +411,10 @@ def test_signal_finishes_and_saves_step_and_prints_how_to_resume(
         children = psutil.Process(process.pid).children(recursive=True)
         assert len(children) >= len(separate)
         workers = [child for child in children if "paceline.remote.host" in child.cmdline()]
-        for worker in workers if number == signal.SIGTERM else ():
-            worker.send_signal(number)  # as a scheduler does
-        process.send_signal(number)
+        for worker in workers if number in (signal.SIGTERM, signal.SIGHUP) else ():
+            worker.send_signal(number)  # as a scheduler does, and a terminal that is closed
+        for _ in range(2 if number == signal.SIGHUP else 1):
+            process.send_signal(number)
         fault.fired()
         output = process.communicate(timeout=240)[0]
         fault.detected()

@@ -48,10 +48,19 @@ def evaluated(tmp_path: Path) -> Callable[..., dict[str, float]]:
         ]
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 0, result.output
-        metrics: dict[str, float] = json.loads(result.output)
+        metrics: dict[str, float] = json.loads(result.stdout)
         return metrics
 
     return run
+
+
+def test_evaluate_prints_only_json_when_a_row_is_left_out(
+    evaluated: Callable[..., dict[str, float]], tmp_path: Path
+) -> None:
+    with (tmp_path / "d.jsonl").open("a") as file:
+        file.write('{"prompt": ""}\n')
+    found = evaluated("data.on_bad_row=skip")
+    assert (found["prompts"], found["failed"]) == (7, 0)
 
 
 def test_evaluate_scores_every_row_once(

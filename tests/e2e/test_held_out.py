@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, RewardError
 from paceline.held_out import HeldOut
 from paceline.line_file import intact_rows
 from tests.audits import assert_consistent
@@ -138,3 +138,24 @@ def test_evaluation_has_prompts_for_engine_of_every_rank(
     ranks = {"train.backend": "fsdp", "placement.train_ranks": 2, "rollout.slots": 4}
     train(model, tmp_path, steps=1, **ranks)
     assert found == [2 * 4]
+
+
+def failing(completion: str, row: dict[str, Any]) -> float:
+    if row["answer"] == "35":
+        raise ValueError("no service for this row")
+    return letters(completion, row)
+
+
+def test_held_out_prompt_that_fails_is_left_out_when_failures_are_allowed(
+    model: str, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"reward": failing, "evaluation_data": ROWS[32:], "steps": 2}
+    options |= {"model": model, "data": ROWS[:32], "display": False, **SETTINGS}
+    with pytest.raises(RewardError, match="no service for this row") as failed:
+        paceline.train(run_dir=str(tmp_path / "strict"), **options)
+    assert "rollout.max_failed_groups = 0" in failed.value.__notes__[0]
+    options["rollout.max_failed_groups"] = 2  # in the evaluations of versions 0 and 2
+    run = paceline.train(run_dir=str(tmp_path / "run"), **options)
+    assert [(row["prompts"], row["failed"]) for row in lines(tmp_path / "run")] == [(7, 1)] * 2
+    assert run.metrics[0]["evaluation/failed"] == 1
+    assert_consistent(tmp_path / "run")

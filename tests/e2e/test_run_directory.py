@@ -15,7 +15,7 @@ import pytest
 from paceline.errors import CheckpointError, PacelineError
 from paceline.line_file import intact_rows
 from paceline.run import train
-from paceline.run_dir import lock_run_dir
+from paceline.run_dir import lock_run_dir, move_aside
 from paceline.training import checkpoint
 from paceline.training.checkpoint import verify_checkpoint
 from tests.fault_report import Fault
@@ -130,7 +130,7 @@ def test_run_fails_when_run_directory_is_moved_or_deleted(
         fault.audited(other)
 
 
-@pytest.mark.parametrize("damage", ["missing", "invalid", "outdated"])
+@pytest.mark.parametrize("damage", ["missing", "invalid", "outdated", "incomplete"])
 @pytest.mark.fault("C3", "summary.json {damage}")
 def test_finished_run_rewrites_summary_when_missing_or_damaged(
     damage: str, model: str, tmp_path: Path, fault: Fault
@@ -141,10 +141,23 @@ def test_finished_run_rewrites_summary_when_missing_or_damaged(
     if damage == "missing":
         (tmp_path / "summary.json").unlink()
     else:
-        (tmp_path / "summary.json").write_text(earlier if damage == "outdated" else "{")
+        texts = {"outdated": earlier, "invalid": "{", "incomplete": '{"steps": 2}'}
+        (tmp_path / "summary.json").write_text(texts[damage])
     fault.fired()
     assert run(model, tmp_path, "steps=2")["steps"] == 2
-    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 2
+    written = json.loads((tmp_path / "summary.json").read_text())
+    assert written["steps"] == 2 and written["ledger"]["trained"] == 8
+
+
+def test_directory_is_not_moved_aside_when_it_contains_the_current_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "inner").mkdir()
+    monkeypatch.chdir(tmp_path / "inner")
+    for name in (".", "..", str(tmp_path)):
+        with pytest.raises(CheckpointError, match="contains the current directory"):
+            move_aside(Path(name))
+    assert move_aside(tmp_path / "inner" / "no such directory") is None
 
 
 class Payload:

@@ -59,3 +59,9 @@ def test_served_model_rejects_long_conversation(client: openai.OpenAI) -> None:
             model="any", messages=[{"role": "user", "content": "long " * 500}]
         )
     assert failed.value.code == "context_length_exceeded"
+
+
+def test_served_model_is_greedy_at_temperatures_near_zero(client: openai.OpenAI) -> None:
+    greedy = texts(client, temperature=0)
+    for temperature in (1e-6, 1e-38, 1e-40, 1e-45):
+        assert texts(client, temperature=temperature) == greedy

@@ -190,3 +190,31 @@ def test_program_fails_its_trajectory_when_it_raises_or_returns_no_number(
 def test_program_without_completion_fails_its_trajectory() -> None:
     with pytest.raises(RolloutError, match="ended without a completion"):
         episode(lambda row: 1.0, Engine())
+
+
+@pytest.mark.parametrize(
+    ("limits", "problem"),
+    [
+        (Limits(2, 20_000, 30.0), "rollout.max_turns"),
+        (Limits(64, 3, 30.0), "messages: .* tokens; expected fewer than 3"),
+    ],
+)
+def test_program_without_completion_is_told_the_limit_that_it_exceeded(
+    limits: Limits, problem: str
+) -> None:
+    async def play(client: Any) -> None:
+        await asyncio.gather(*(ask(client, [USER]) for _ in range(3)))
+
+    engine = Engine()
+    engine.hold = asyncio.Event()
+    with pytest.raises(RolloutError, match=rf"ended without a completion \(.*{problem}"):
+        episode(play, engine, limits=limits)
+
+
+def test_object_with_async_call_is_async_program() -> None:
+    class Player:
+        async def __call__(self, client: openai.AsyncOpenAI) -> float:
+            await ask(client, [USER])
+            return 0.5
+
+    assert episode(Player(), Engine()).reward == 0.5

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import cache
@@ -239,6 +240,18 @@ def test_episode_ends_when_context_is_full() -> None:
     assert trajectory.end is End.CONTEXT and 1 <= len(trajectory.turns) < 6
 
 
+class Page(Base):
+    async def step(self, message: Message) -> Any:
+        return Reply("<p>some words</p> " * 500_000)
+
+
+def test_episode_ends_soon_when_observation_has_megabytes() -> None:
+    begun = time.process_time()
+    trajectory = play(Page, Model(said("1<|im_end|>")))
+    assert (trajectory.end, len(trajectory.turns)) == (End.CONTEXT, 1)
+    assert time.process_time() - begun < 2
+
+
 def test_first_messages_come_from_reset() -> None:
     class Greeting(Base):
         async def reset(self, row: Mapping[str, Any]) -> Any:
@@ -316,9 +329,29 @@ class NumberReset(Base):
         return 5
 
 
+class Speechless(Base):
+    async def step(self, message: Message) -> Any:
+        class Failure(Exception):
+            def __str__(self) -> str:
+                raise RuntimeError("no text")
+
+        raise Failure
+
+
+class Panic(BaseException):
+    """What a Rust library raises, for example."""
+
+
+class Panicking(Base):
+    async def step(self, message: Message) -> Any:
+        raise Panic("index out of bounds")
+
+
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
+        (Panicking, r"step\(\) raised Panic: index out of bounds .*\.py:\d+"),
+        (Speechless, r"step\(\) raised Failure: \(its text cannot be shown.*\.py:\d+"),
         (Exiting, r"step\(\) raised SystemExit: 0 .*test_conversation.py:\d+"),
         (Cancelling, r"step\(\) raised CancelledError"),
         (NoMessages, r"step\(\) .* Reply.messages = None; expected .*test_conversation.py:\d+"),

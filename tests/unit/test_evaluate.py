@@ -24,7 +24,7 @@ def trajectory(reward: float, turn_rewards: tuple[float, ...], finish: Finish) -
 def test_statistics_are_those_of_each_agent() -> None:
     one = trajectory(1.0, (0.0,), Finish.STOP)
     agents = [replace(one, agent="a"), replace(one, agent="b", reward=0.0)] * 2
-    found = score([Group(0, Prompt("a", (1,), "a", {}), tuple(agents), 0.0, 1.0)], solved_at=1.0)
+    found = score([Group(0, Prompt("a", (1,), "a", {}), tuple(agents), 0.0, 1.0)], 1.0, asked=1)
     assert found["reward"] == found["reward_max"] == 0.5, "the best is that of each agent"
     assert found["pass@1"] == found["pass@2"] == 0.5 and "pass@4" not in found
 
@@ -34,7 +34,7 @@ def test_statistics_count_rewards_of_turns() -> None:
         trajectory(1.0, (0.5, 0.25), Finish.STOP),
         trajectory(0.0, (0.25,), Finish.LENGTH),
     )
-    found = score([Group(0, Prompt("a", (1,), "a", {}), trajectories, 0.0, 1.0)], solved_at=1.0)
+    found = score([Group(0, Prompt("a", (1,), "a", {}), trajectories, 0.0, 1.0)], 1.0, asked=1)
     assert found["reward"] == pytest.approx(1.0) and found["reward_max"] == pytest.approx(1.75)
     assert (found["prompts"], found["samples"], found["truncated_fraction"]) == (1, 2, 0.5)
     assert found["tokens_mean"] == 4.5 and found["reward_component/length"] == 0.5

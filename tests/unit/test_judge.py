@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,29 @@ def test_scores_are_kept_in_run_directory_and_requests_limited(tmp_path: Path) -
 
     asyncio.run(run())
     assert len(asked) == 10 and most == 3
-    assert len((tmp_path / judge.CACHE).read_text().splitlines()) == 11
+    assert len((tmp_path / judge.CACHE).read_text().splitlines()) == 10
+
+
+def test_damaged_scores_are_requested_again(tmp_path: Path) -> None:
+    asked: list[Any] = []
+
+    async def reply(request: Any) -> web.Response:
+        asked.append(await request.json())
+        return said("Score: 5")
+
+    async def run() -> None:
+        file = tmp_path / judge.CACHE
+        async with served(reply) as url:
+            await scores(url, "a", "b", "c", run_dir=tmp_path)
+            good = file.read_bytes().splitlines(keepends=True)
+            file.write_bytes(good[0].replace(b"5.0", b"9.0") + b"\xff\xfe\n" + b"".join(good[1:]))
+            assert await scores(url, "a", "b", "c", run_dir=tmp_path) == [0.5] * 3
+            lines = [b'{"request": "%b", "number": 70}\n' % json.loads(good[0])["request"].encode()]
+            file.write_bytes(b"".join(lines))  # out of range, without a checksum
+            assert await scores(url, "a", run_dir=tmp_path) == [0.5]
+
+    asyncio.run(run())
+    assert len(asked) == 5, "a damaged number was used, or an intact one was not"
 
 
 def test_judge_is_one_of_several_rewards_and_checks_columns() -> None:
@@ -202,6 +225,7 @@ def test_judge_is_one_of_several_rewards_and_checks_columns() -> None:
         ({"judge": {"model": "m", "range": [3, 3]}}, "expected low < high"),
         ({"judge": {"model": "m", "base_url": "localhost"}}, "expected http"),
         ({"judge": {"model": "m", "options": {"stream": True}}}, "cannot be set there"),
+        ({"judge": {"model": "m", "options": {"since": date(2026, 1, 1)}}}, "expected JSON values"),
     ],
 )
 def test_wrong_settings_are_rejected(settings: dict[str, Any], problem: str) -> None:

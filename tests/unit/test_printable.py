@@ -15,7 +15,7 @@ from rich.text import Text
 from paceline.errors import PacelineError
 from paceline.observe.console import RunConsole
 from paceline.observe.samples import samples_panel
-from paceline.printable import LogFormatter, printable, redacted
+from paceline.printable import LogFormatter, describe_error, printable, redacted
 from paceline.run_dir import log_file
 
 PACKAGE = Path(__file__).parents[2] / "paceline"
@@ -45,6 +45,19 @@ def test_console_shows_hostile_text_as_text() -> None:
     for text in map(shown, things):
         assert not CONTROLS.search(text)
         assert "[/x]" in text and "[bold]" in text
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_error_of_user_code_is_described_whatever_its_text_is() -> None:
+    assert describe_error(ValueError("wrong")) == "ValueError: wrong"
+    assert describe_error(Speechless()) == "Speechless: (its text cannot be shown: RuntimeError)"
+    described = describe_error(ValueError("x" * 10_000_000))
+    assert described.startswith("ValueError: xxx") and described.endswith("(10000000 characters)")
+    assert len(described) < 3000
 
 
 def test_samples_panel_shows_hostile_ids_and_names_of_rewards() -> None:

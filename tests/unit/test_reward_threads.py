@@ -93,6 +93,15 @@ def cancelled(completion: str, row: Row) -> float:
     raise asyncio.CancelledError
 
 
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def speechless(completion: str, row: Row) -> float:
+    raise Speechless
+
+
 async def panics_async(completion: str, row: Row) -> float:
     raise Panic("index out of bounds")
 
@@ -105,6 +114,7 @@ async def interrupted_async(completion: str, row: Row) -> float:
     ("function", "name"),
     [
         (panics, "Panic: index out of bounds"),
+        (speechless, "Speechless: .its text cannot be shown"),
         (interrupted, "KeyboardInterrupt"),
         (cancelled, "CancelledError"),
         (panics_async, "Panic: index out of bounds"),
@@ -112,9 +122,7 @@ async def interrupted_async(completion: str, row: Row) -> float:
     ],
 )
 @in_loop
-async def test_score_names_exception_when_it_is_no_subclass_of_exception(
-    function: Any, name: str
-) -> None:
+async def test_score_names_exception_of_any_class(function: Any, name: str) -> None:
     async with opened(function) as reward:
         with pytest.raises(RewardError, match=rf"raised {name}.*test_reward_threads\.py"):
             await score(reward, "a", "b")

@@ -17,6 +17,8 @@ import psutil
 import pytest
 
 from paceline import supervisor
+from paceline.cli.train import _how_to_resume
+from paceline.config import load_config
 from paceline.supervisor import SUPERVISOR, Supervisor, last_step, saved_step
 from tests.fault_report import Fault
 
@@ -265,3 +267,10 @@ def test_saved_step_is_that_of_newest_checkpoint(tmp_path: Path) -> None:
     for name in ("step_00000003", "step_00000012", ".step_00000020.tmp", "step_best"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert saved_step(tmp_path) == 12
+
+
+def test_stopped_run_names_its_last_checkpoint_beside_copies_of_the_user(tmp_path: Path) -> None:
+    for name in ("step_00000004", "step_00000004.backup", "step_old"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    config = load_config("hybrid", [f"run_dir={tmp_path}"])
+    assert _how_to_resume(config, "").endswith("continues from step 4")

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import threading
+import time
 from enum import Enum
 from functools import cache, wraps
 from pathlib import Path
@@ -71,6 +72,22 @@ def test_calls_of_three_formats_are_read(text: str, calls: list[Any]) -> None:
 def test_call_that_cannot_be_read_is_reported_to_model(text: str, problem: str) -> None:
     (call,) = parse_tool_calls(text, tokenizer_of("chatml"))
     assert problem in call.problem
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>{" + " " * 200_000 + "x",
+        "<tool_call>" + " x" * 100_000,
+        '{"name": 1}' + "; {}" * 50_000 + "x",
+    ],
+    ids=["spaces", "words", "objects"],
+)
+def test_calls_are_read_in_linear_time_when_model_writes_anything(text: str) -> None:
+    begun = time.process_time()
+    assert parse_tool_calls(text, tokenizer_of("chatml"))[0].problem
+    assert time.process_time() - begun < 2
 
 
 # As a tokenizer describes the format of its model, here with the name outside of the JSON.
