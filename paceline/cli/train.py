@@ -92,9 +92,9 @@ def train(
 
     def start(config: "RunConfig") -> "Background[Run]":
         if is_restart() and config.cluster == "ray":
-            from paceline.early_start import start_early
+            from paceline.workers.ray.joining import start_last_workers
 
-            start_early(config)
+            start_last_workers(config)
         from paceline.job import Job
         from paceline.observe.terminal import Terminal
 
