@@ -25,7 +25,7 @@ from paceline.generation import (
 )
 from paceline.held_out import HeldOut
 from paceline.inputs import Inputs, load_inputs
-from paceline.loop import Loop, LoopSettings, Observer
+from paceline.loop import Loop, LoopSettings, Observer, Parts
 from paceline.model.loading import TokenizerFiles
 from paceline.observe.collapse import CollapseMonitor
 from paceline.observe.drift import DriftMonitor
@@ -243,8 +243,8 @@ class _Run:
         workers = unique_workers(self._workers)
         self._held_out = self._open_held_out(recorder)
         capacity = config.schedule.capacity(config.groups_per_step)
-        return Loop(
-            _loop_settings(config),
+        parts = Parts(
+            settings=_loop_settings(config),
             source=self._inputs.source,
             rollouter=self._rollouter,
             fleet=fleet,
@@ -263,6 +263,7 @@ class _Run:
             report_stall=self.watchdog.report,
             timeline=recording.timeline,
         )
+        return Loop(parts)
 
     async def _summary(self, ledger: Ledger, recorder: Recorder) -> dict[str, Any]:
         fleet, peak = self._fleet, await self._final_stats(recorder)
