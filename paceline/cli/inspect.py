@@ -13,7 +13,7 @@ import typer
 from rich.text import Text
 
 from paceline.cli.app import app, console, fail, log_to_console, warn
-from paceline.cli.completion import complete_recipe, complete_setting
+from paceline.cli.arguments import recipe_argument, settings_argument
 from paceline.errors import ConfigError, PacelineError
 
 MAX_ROWS = 20  # of a replayed batch that are listed
@@ -21,18 +21,8 @@ MAX_ROWS = 20  # of a replayed batch that are listed
 
 @app.command()
 def plan(
-    recipe: Annotated[
-        Path,
-        typer.Argument(
-            help="Recipe, for example recipes/split.toml",
-            show_default=False,
-            autocompletion=complete_recipe,
-        ),
-    ],
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(help="key=value", show_default=False, autocompletion=complete_setting),
-    ] = None,
+    recipe: Annotated[Path, recipe_argument("Recipe, for example recipes/split.toml")],
+    settings: Annotated[list[str] | None, settings_argument()] = None,
     devices: Annotated[
         str | None,
         typer.Option(

@@ -13,7 +13,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from paceline.cli.app import app, console, fail, log_to_console
+from paceline.cli.app import Overrides, app, console, fail, log_to_console
 from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
@@ -31,12 +31,7 @@ def simulate(
             show_default=False,
         ),
     ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="key=value, for example steps=50 schedule.max_staleness=4", show_default=False
-        ),
-    ] = None,
+    settings: Overrides = None,
     costs: Annotated[
         Path | None,
         typer.Option(

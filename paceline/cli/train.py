@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from paceline.cli.app import app, console, errors, fail, log_to_console
-from paceline.cli.completion import complete_recipe, complete_setting, complete_sft_setting
+from paceline.cli.arguments import recipe_argument, settings_argument
+from paceline.cli.completion import complete_sft_setting
 from paceline.errors import PacelineError
 from paceline.supervisor import (
     FORWARDED,
@@ -61,21 +62,9 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 @app.command()
 def train(
-    recipe: Annotated[
-        Path,
-        typer.Argument(
-            help="Recipe, for example recipes/fully_async.toml",
-            show_default=False,
-            autocompletion=complete_recipe,
-        ),
-    ],
+    recipe: Annotated[Path, recipe_argument("Recipe, for example recipes/fully_async.toml")],
     settings: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="key=value, for example steps=50 schedule.max_staleness=4",
-            show_default=False,
-            autocompletion=complete_setting,
-        ),
+        list[str] | None, settings_argument("steps=50 schedule.max_staleness=4")
     ] = None,
     fresh: Fresh = False,
     start_from: StartFrom = None,
@@ -106,21 +95,10 @@ def train(
 
 @app.command()
 def sft(
-    recipe: Annotated[
-        Path,
-        typer.Argument(
-            help="Recipe, for example recipes/sft.toml",
-            show_default=False,
-            autocompletion=complete_recipe,
-        ),
-    ],
+    recipe: Annotated[Path, recipe_argument("Recipe, for example recipes/sft.toml")],
     settings: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="key=value, for example data.path=examples.jsonl epochs=2",
-            show_default=False,
-            autocompletion=complete_sft_setting,
-        ),
+        settings_argument("data.path=examples.jsonl epochs=2", complete_sft_setting),
     ] = None,
     fresh: Fresh = False,
     start_from: StartFrom = None,
@@ -145,22 +123,10 @@ def sft(
 
 @app.command()
 def evaluate(
-    recipe: Annotated[
-        Path,
-        typer.Argument(
-            help="Recipe, for example recipes/gsm8k.toml",
-            show_default=False,
-            autocompletion=complete_recipe,
-        ),
-    ],
+    recipe: Annotated[Path, recipe_argument("Recipe, for example recipes/gsm8k.toml")],
     settings: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="key=value, for example model=runs/x/checkpoints/step_00000100/actor "
-            "data.path=test.jsonl",
-            show_default=False,
-            autocompletion=complete_setting,
-        ),
+        settings_argument("model=runs/x/checkpoints/step_00000100/actor data.path=test.jsonl"),
     ] = None,
     samples: Annotated[
         int,
