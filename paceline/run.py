@@ -244,7 +244,7 @@ class _Run:
         self._held_out = self._open_held_out(recorder)
         capacity = config.schedule.capacity(config.groups_per_step)
         parts = Parts(
-            settings=_loop_settings(config),
+            settings=LoopSettings.of(config),
             source=self._inputs.source,
             rollouter=self._rollouter,
             fleet=fleet,
@@ -404,20 +404,3 @@ def _prediction_check(config: RunConfig) -> PredictionCheck | None:
         return None
     prediction = read_prediction(Path(config.prediction))
     return PredictionCheck(prediction, config.schedule.max_staleness)
-
-
-def _loop_settings(config: RunConfig) -> LoopSettings:
-    return LoopSettings(
-        steps=config.steps,
-        groups_per_step=config.groups_per_step,
-        sync_every=config.schedule.sync_every,
-        save_every=config.save_every,
-        save_every_s=config.save_every_s,
-        max_failed_groups=config.rollout.max_failed_groups,
-        max_skipped_updates=config.train.max_skipped_updates,
-        dynamic_sampling=config.algorithm.dynamic_sampling,
-        stall_timeout_s=config.stall_timeout_s,
-        episode_timeout_s=config.rollout.episode_limit_s,
-        step_timeout_s=config.step_timeout_s,
-        takes_turns=config.takes_turns,
-    )

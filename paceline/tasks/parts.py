@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from paceline.config import RunConfig
 from paceline.errors import StalledError
 from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger
@@ -63,6 +64,23 @@ class LoopSettings(Settings):
     step_timeout_s: float = 0.0  # of a train step, weight sync or checkpoint, if it is longer
     episode_timeout_s: float = 0.0  # without a group, while tokens are generated, if it is longer
     takes_turns: bool = False  # engines and trainer alternate, so a train step ends evaluations
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "LoopSettings":
+        return cls(
+            steps=config.steps,
+            groups_per_step=config.groups_per_step,
+            sync_every=config.schedule.sync_every,
+            save_every=config.save_every,
+            save_every_s=config.save_every_s,
+            max_failed_groups=config.rollout.max_failed_groups,
+            max_skipped_updates=config.train.max_skipped_updates,
+            dynamic_sampling=config.algorithm.dynamic_sampling,
+            stall_timeout_s=config.stall_timeout_s,
+            episode_timeout_s=config.rollout.episode_limit_s,
+            step_timeout_s=config.step_timeout_s,
+            takes_turns=config.takes_turns,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
