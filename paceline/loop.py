@@ -16,103 +16,52 @@ All are children of one task group: the first that fails ends the run with its e
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from paceline.errors import RewardError, RolloutError, StalledError, first_error
 from paceline.group_metrics import equal_rewards
-from paceline.queue.admission import Admission
-from paceline.queue.ledger import Ledger
-from paceline.queue.message_queue import MessageQueueClient
-from paceline.rollout.fleet import Fleet
 from paceline.rollout.quarantine import Quarantined
-from paceline.rollout.rollouter import Rollouter
-from paceline.synchronizer import ParameterSynchronizer
 from paceline.tasks.groups import GroupAccounts
 from paceline.tasks.parts import (
     Evaluations,
     LoopSettings,
     Metrics,
     Observer,
+    Parts,
     Source,
     StepTrainer,
 )
 from paceline.tasks.supervised import Tasks
-from paceline.tasks.train import CheckWeights, TrainTask
-from paceline.timeline import Timeline
-from paceline.training.saving import END_TIMEOUT_S, Save
+from paceline.tasks.train import TrainTask
+from paceline.training.saving import END_TIMEOUT_S
 from paceline.watchdog import Patience, Progress, StallMonitor, Waits
 
-__all__ = ["Evaluations", "Loop", "LoopSettings", "Metrics", "Observer", "Source", "StepTrainer"]
+__all__ = [
+    "Evaluations",
+    "Loop",
+    "LoopSettings",
+    "Metrics",
+    "Observer",
+    "Parts",
+    "Source",
+    "StepTrainer",
+]
 
 log = logging.getLogger(__name__)
 
 
 class Loop:
-    def __init__(
-        self,
-        settings: LoopSettings,
-        *,
-        source: Source,
-        rollouter: Rollouter,
-        fleet: Fleet,
-        queue: MessageQueueClient,
-        admission: Admission,
-        ledger: Ledger,
-        trainer: StepTrainer,
-        synchronizer: ParameterSynchronizer,
-        observer: Observer,
-        save: Save,
-        guards: Sequence[tuple[str, asyncio.Future[None]]] = (),
-        check_weights: CheckWeights | None = None,
-        evaluations: Evaluations | None = None,
-        report_stall: Callable[[str], StalledError] | None = None,
-        timeline: Timeline | None = None,
-    ) -> None:
-        """`check_weights`: starts a check that the engines have a version's weights.
-
-        `report_stall` turns a description into the error; it may block for some seconds.
-        """
+    def __init__(self, parts: Parts) -> None:
         self.waiting_for = Waits()  # by task, for the error of a stalled run
-        self._settings = settings
-        self._source = source
-        self._rollouter = rollouter
-        self._fleet = fleet
-        self._client = queue
-        self._queue = queue.queue
-        self._admission = admission
-        self._ledger = ledger
-        self._synchronizer = synchronizer
-        self._observer = observer
-        # Observers may lack it; it gets each group that was generated, and those dropped later.
-        self._seen = getattr(observer, "group_seen", lambda kind, group: None)
-        self._guards = guards
-        self._report_stall = report_stall
+        self._parts = parts
+        self._settings, self._timeline = parts.settings, parts.timeline
+        self._rollouter, self._fleet = parts.rollouter, parts.fleet
+        self._queue = parts.queue.queue
         self._problem = ""  # that the watchdog has noticed
-        self._timeline = timeline or Timeline()
-        self._changed = self._queue.changed
         self._tasks = Tasks()
-        self._accounts = GroupAccounts(
-            settings, ledger, admission, self._queue, self._timeline, self._seen
-        )
-        self._train = TrainTask(
-            settings,
-            self._tasks,
-            self._accounts,
-            self._timeline,
-            self.waiting_for,
-            source=source,
-            fleet=fleet,
-            queue=queue,
-            admission=admission,
-            ledger=ledger,
-            trainer=trainer,
-            synchronizer=synchronizer,
-            observer=observer,
-            save=save,
-            check_weights=check_weights,
-            evaluations=evaluations,
-        )
-        if not (admission.changed is rollouter.changed is self._changed):
+        self._accounts = GroupAccounts(parts)
+        self._train = TrainTask(parts, self._tasks, self._accounts, self.waiting_for)
+        if not (parts.admission.changed is self._rollouter.changed is self._queue.changed):
             raise ValueError(
                 "queue, admission and rollouter must share one notifier, or the loop misses changes"
             )
@@ -131,8 +80,8 @@ class Loop:
             async with tasks.group:
                 beside("feed", self._feed)
                 beside("watch", self._watch)
-                beside("fleet", self._fleet.run, self._synchronizer.catch_up)
-                for name, death in self._guards:
+                beside("fleet", self._fleet.run, self._parts.synchronizer.catch_up)
+                for name, death in self._parts.guards:
                     # Cancelling the guard must not cancel the future.
                     beside(f"guard of {name}", asyncio.shield, death)
                 train = tasks.start("train", self._train.run)
@@ -147,7 +96,7 @@ class Loop:
         except asyncio.CancelledError:
             await self._train.saver.end(0.0)
             raise
-        self._ledger.check()
+        self._parts.ledger.check()
 
     def stop(self) -> None:
         """End the run after the current step, with a checkpoint."""
@@ -156,41 +105,42 @@ class Loop:
     # --- tasks ---
 
     async def _feed(self) -> None:
+        admission, ledger = self._parts.admission, self._parts.ledger
         while self.step < self._settings.steps:  # else only the summary was missing
-            while self._rollouter.paused or self._admission.free <= 0:
+            while self._rollouter.paused or admission.free <= 0:
                 self.waiting_for["feed"] = (
                     "resume_rollout()"
                     if self._rollouter.paused
                     else "a free ticket (returned after the next sync) and room in the queue"
                 )
-                await self._changed.wait()
-            for _ in range(self._admission.free):
-                seq = self._ledger.issue()
-                self._admission.admit(seq)
+                await self._queue.changed.wait()
+            for _ in range(admission.free):
+                seq = ledger.issue()
+                admission.admit(seq)
                 self._tasks.start_beside(f"rollout {seq}", self._rollout, seq)
 
     async def _rollout(self, seq: int) -> None:
         try:
-            group = await self._rollouter.run(seq, self._source[seq])
+            group = await self._rollouter.run(seq, self._parts.source[seq])
         except Quarantined as error:
             self._accounts.drop(seq, "quarantined", str(error))
             log.warning("group %d is dropped: %s", seq, error)
         except (RewardError, RolloutError) as error:
             self._accounts.drop_failed(seq, error)
         else:
-            self._seen("generated", group)
+            self._parts.seen("generated", group)
             if self._settings.dynamic_sampling and equal_rewards(group):
                 self._accounts.drop_uniform(group, self.step + 1)
             else:
                 self._timeline.group("group", seq, "queued")
-                self._client.put_samples(group, group.version_min, key=seq)
+                self._parts.queue.put_samples(group, group.version_min, key=seq)
 
     async def _watch(self) -> None:
         clock = asyncio.get_running_loop().time
         check = self.stall_check(clock())
         while True:
             await asyncio.sleep(1.0)
-            self._observer.engines_polled(self._fleet.stats(), self._queue.utilization)
+            self._parts.observer.engines_polled(self._fleet.stats(), self._queue.utilization)
             if problem := self._problem or check(clock()):
                 waits = [*self.waiting_for.describe(clock()), *self._rollouter.group_stages()]
                 waits += self._fleet.unavailable_engines()
@@ -208,9 +158,9 @@ class Loop:
         self._problem = problem
 
     async def _stalled(self, problem: str) -> StalledError:
-        if self._report_stall is None:
+        if self._parts.report_stall is None:
             return StalledError(problem)
-        return await asyncio.to_thread(self._report_stall, problem)
+        return await asyncio.to_thread(self._parts.report_stall, problem)
 
     def _progress(self) -> Progress | None:
         if self._rollouter.paused_by("user"):

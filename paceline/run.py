@@ -25,7 +25,7 @@ from paceline.generation import (
 )
 from paceline.held_out import HeldOut
 from paceline.inputs import Inputs, load_inputs
-from paceline.loop import Loop, LoopSettings, Observer
+from paceline.loop import Loop, LoopSettings, Observer, Parts
 from paceline.model.loading import TokenizerFiles
 from paceline.observe.collapse import CollapseMonitor
 from paceline.observe.drift import DriftMonitor
@@ -245,8 +245,8 @@ class _Run:
         workers = unique_workers(self._workers)
         self._held_out = self._open_held_out(recorder)
         capacity = config.schedule.capacity(config.groups_per_step)
-        return Loop(
-            _loop_settings(config),
+        parts = Parts(
+            settings=LoopSettings.of(config),
             source=self._inputs.source,
             rollouter=self._rollouter,
             fleet=fleet,
@@ -265,6 +265,7 @@ class _Run:
             report_stall=self.watchdog.report,
             timeline=recording.timeline,
         )
+        return Loop(parts)
 
     async def _summary(self, ledger: Ledger, recorder: Recorder) -> dict[str, Any]:
         fleet, peak = self._fleet, await self._final_stats(recorder)
@@ -406,20 +407,3 @@ def _prediction_check(config: RunConfig) -> PredictionCheck | None:
         return None
     prediction = read_prediction(Path(config.prediction))
     return PredictionCheck(prediction, config.schedule.max_staleness)
-
-
-def _loop_settings(config: RunConfig) -> LoopSettings:
-    return LoopSettings(
-        steps=config.steps,
-        groups_per_step=config.groups_per_step,
-        sync_every=config.schedule.sync_every,
-        save_every=config.save_every,
-        save_every_s=config.save_every_s,
-        max_failed_groups=config.rollout.max_failed_groups,
-        max_skipped_updates=config.train.max_skipped_updates,
-        dynamic_sampling=config.algorithm.dynamic_sampling,
-        stall_timeout_s=config.stall_timeout_s,
-        episode_timeout_s=config.rollout.episode_limit_s,
-        step_timeout_s=config.step_timeout_s,
-        takes_turns=config.takes_turns,
-    )

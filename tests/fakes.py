@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from paceline.errors import StalledError, SyncError, WorkerDied
-from paceline.loop import Evaluations, Loop, LoopSettings
+from paceline.loop import Evaluations, Loop, LoopSettings, Parts
 from paceline.notifier import Notifier
 from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger
@@ -366,8 +366,8 @@ class World:
         async def save(step: int, copied: Callable[[], None] | None) -> None:
             self.saves.append(step)
 
-        self.loop = Loop(
-            LoopSettings(
+        parts = Parts(
+            settings=LoopSettings(
                 steps=self.steps,
                 groups_per_step=self.groups_per_step,
                 sync_every=self.schedule.sync_every,
@@ -393,8 +393,9 @@ class World:
             check_weights=self.check_weights,
             evaluations=self.make_evaluations(self) if self.make_evaluations else None,
             report_stall=self.report_stall,
-            timeline=self.timeline,
+            timeline=self.timeline or Timeline(),
         )
+        self.loop = Loop(parts)
         return self.loop
 
     async def _launch(self, name: str) -> FakeEngine:

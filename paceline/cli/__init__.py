@@ -10,6 +10,7 @@ from paceline.cli import export
 from paceline.cli import model
 from paceline.cli import serve
 from paceline.cli import translate
+from paceline.cli import plan
 from paceline.cli import inspect
 from paceline.cli import trace
 from paceline.cli import doctor
@@ -30,6 +31,7 @@ __all__ = [
     "jobs",
     "model",
     "page",
+    "plan",
     "serve",
     "simulate",
     "trace",

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from paceline.cli.app import app, console, fail
-from paceline.cli.completion import complete_recipe, complete_setting
+from paceline.cli.arguments import recipe_argument, settings_argument
 from paceline.errors import PacelineError
 
 COLORS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
@@ -18,18 +18,8 @@ COLORS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 @app.command()
 def doctor(
-    recipe: Annotated[
-        Path | None,
-        typer.Argument(
-            help="Also check what this recipe needs",
-            show_default=False,
-            autocompletion=complete_recipe,
-        ),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(help="key=value", show_default=False, autocompletion=complete_setting),
-    ] = None,
+    recipe: Annotated[Path | None, recipe_argument("Also check what this recipe needs")] = None,
+    settings: Annotated[list[str] | None, settings_argument()] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check versions, devices and limits of this machine. Exit code 1: a problem was found."""

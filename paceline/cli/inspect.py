@@ -1,4 +1,4 @@
-"""The commands that show something and change nothing: plans, samples, tasks and settings."""
+"""The commands that show something and change nothing: samples, tasks, metrics and settings."""
 
 import asyncio
 import json
@@ -12,106 +12,10 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from paceline.cli.app import app, console, fail, log_to_console, warn
-from paceline.cli.completion import complete_recipe, complete_setting
+from paceline.cli.app import app, console, fail, log_to_console
 from paceline.errors import ConfigError, PacelineError
 
 MAX_ROWS = 20  # of a replayed batch that are listed
-
-
-@app.command()
-def plan(
-    recipe: Annotated[
-        Path,
-        typer.Argument(
-            help="Recipe, for example recipes/split.toml",
-            show_default=False,
-            autocompletion=complete_recipe,
-        ),
-    ],
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(help="key=value", show_default=False, autocompletion=complete_setting),
-    ] = None,
-    devices: Annotated[
-        str | None,
-        typer.Option(
-            help="Plan for a cluster that is not there: nodes x GPUs : memory of a GPU, for "
-            "example 4x8:80GB, or 8:24GB",
-            show_default=False,
-        ),
-    ] = None,
-    shape: Annotated[
-        str | None,
-        typer.Option(
-            help="Plan for a model of this size instead of the recipe's: 0.5b, 1.5b, 3b, 7b, 14b, "
-            "32b or 70b",
-            show_default=False,
-        ),
-    ] = None,
-    probe: Annotated[
-        bool,
-        typer.Option(
-            "--probe",
-            help="Measure engine and trainer for some 20 s, predict the speed of every mode, and "
-            "propose one with its settings.",
-        ),
-    ] = False,
-    costs: Annotated[
-        Path,
-        typer.Option(
-            help="File for the costs that --probe measures; prediction.json is beside it."
-        ),
-    ] = Path("costs.json"),
-    lengths: Annotated[
-        str | None,
-        typer.Option(
-            help="Lengths of completions that --probe predicts for, as in `paceline simulate`.",
-            show_default=False,
-        ),
-    ] = None,
-) -> None:
-    """Show which devices each role gets and the memory of each phase. Starts no workers, unless
-    they are probed."""
-    from paceline.config import check_trainable, load_config
-    from paceline.early_checks import check_early
-
-    try:
-        if probe and shape:
-            raise ConfigError(
-                f"--probe contradicts --shape {shape}: only the recipe's model can be measured; "
-                "leave out one of them"
-            )
-        if lengths and not probe:
-            raise ConfigError(
-                f"--lengths {lengths} needs --probe, which predicts the speed; add --probe, or "
-                "leave out --lengths"
-            )
-        config = load_config(recipe, settings or ())
-        check_trainable(config)
-        # A plan needs neither prompts nor a reward, but what the settings name must exist.
-        no_rows, no_reward = config.data.path is None, config.reward.function is None
-        if not devices and not shape:
-            check_early(config, has_rows=no_rows, has_reward=no_reward)
-        log_to_console()
-        with console.status("loading torch and transformers …"):
-            from paceline.inputs import prepare_model
-            from paceline.observe.plan import plan_tables
-            from paceline.observe.terminal import ModelProgress
-        if not devices and not shape:
-            with ModelProgress(console) as preparing:
-                prepare_model(config, preparing)
-        tables, warnings = asyncio.run(plan_tables(config, devices, shape))
-    except PacelineError as error:
-        fail(error)
-    for table in tables:
-        console.print(table)
-    for warning in warnings:
-        warn(warning)
-    if probe:
-        from paceline.cli.simulate import probe_and_propose
-
-        probe_and_propose(recipe, settings or [], costs, devices, lengths)
 
 
 @app.command()

@@ -1,11 +1,7 @@
-"""`paceline simulate` and `paceline plan --probe`: the speed of every mode, predicted."""
+"""`paceline simulate`: the speed of every mode, predicted."""
 
-import asyncio
 import json
-import shlex
-import signal
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,13 +9,11 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from paceline.cli.app import app, console, fail, log_to_console
+from paceline.cli.app import Overrides, app, console, fail, log_to_console
 from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
     from paceline.simulator.modes import Comparison
-    from paceline.simulator.probe import Probe
-    from paceline.workers.cluster import Node
 
 
 @app.command()
@@ -31,12 +25,7 @@ def simulate(
             show_default=False,
         ),
     ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="key=value, for example steps=50 schedule.max_staleness=4", show_default=False
-        ),
-    ] = None,
+    settings: Overrides = None,
     costs: Annotated[
         Path | None,
         typer.Option(
@@ -100,70 +89,6 @@ def simulate(
         return
     console.print(modes_table(found))
     console.print(found.verdict(), highlight=False, soft_wrap=True)
-
-
-def probe_and_propose(
-    recipe: Path,
-    settings: list[str],
-    costs_path: Path,
-    cluster: str | None = None,
-    lengths: str | None = None,
-) -> None:
-    """Measure the recipe's engine and trainer, save the costs, and propose a mode and its settings.
-
-    `cluster`: devices to predict for, as in `paceline plan --devices`; default: those here.
-    """
-    from paceline.config import load_config
-    from paceline.simulator.costs import write_costs
-    from paceline.simulator.lengths import read_distribution
-    from paceline.simulator.modes import compare_modes, recipe_devices
-    from paceline.simulator.planner import STALENESS, propose
-    from paceline.simulator.prediction import write_prediction
-    from paceline.simulator.probe import probe, summary
-    from paceline.workers.cluster import parse_nodes
-    from paceline.workers.pools import find_nodes
-
-    config, path = load_config(recipe, settings), costs_path.with_name("prediction.json")
-
-    async def measure(report: Callable[[str], None]) -> "tuple[Probe, Sequence[Node]]":
-        nodes = parse_nodes(cluster) if cluster else await find_nodes(config)
-        return await probe(config, report), nodes
-
-    try:
-        given = read_distribution(lengths) if lengths else None
-        with console.status("starting …") as status:
-            found, nodes = asyncio.run(measure(lambda what: status.update(f"{what} …")))
-            write_costs(costs_path, found.costs)
-            gpus = sum(node.gpus for node in nodes)
-            predicted = compare_modes(
-                config if gpus else found.config,  # slots of a CPU do not depend on the mode
-                found.costs,
-                given,
-                devices=gpus if cluster else max(gpus, recipe_devices(config)),
-                prompt_tokens=found.prompt_tokens,
-                report=lambda mode: status.update(f"simulating {mode} …"),
-                staleness=STALENESS,
-            )
-            proposal = propose(
-                predicted,
-                lambda more: load_config(recipe, [*settings, *more]),
-                found.model,
-                nodes,
-            )
-            write_prediction(path, proposal.prediction())
-    except PacelineError as error:
-        fail(error)
-    except KeyboardInterrupt:
-        raise typer.Exit(128 + signal.SIGINT) from None
-    for line in summary(found):
-        console.print(line, highlight=False, soft_wrap=True)
-    saved = f"saved in {costs_path}; prompts of {found.prompt_tokens} tokens"
-    console.print(saved, highlight=False, soft_wrap=True)
-    console.print(modes_table(predicted))
-    for line in proposal.lines():
-        console.print(line, highlight=False, soft_wrap=True)
-    words = ["paceline", "train", str(recipe), *settings, *proposal.settings, f"prediction={path}"]
-    console.print(shlex.join(words), highlight=False, soft_wrap=True)
 
 
 def modes_table(found: "Comparison") -> Table:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from paceline.cli.app import app, console, errors, fail, log_to_console
-from paceline.cli.completion import complete_recipe, complete_setting, complete_sft_setting
+from paceline.cli.arguments import recipe_argument, settings_argument
+from paceline.cli.completion import complete_sft_setting
 from paceline.errors import PacelineError
 from paceline.supervisor import (
     FORWARDED,
@@ -62,21 +63,9 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 @app.command()
 def train(
-    recipe: Annotated[
-        Path,
-        typer.Argument(
-            help="Recipe, for example recipes/fully_async.toml",
-            show_default=False,
-            autocompletion=complete_recipe,
-        ),
-    ],
+    recipe: Annotated[Path, recipe_argument("Recipe, for example recipes/fully_async.toml")],
     settings: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="key=value, for example steps=50 schedule.max_staleness=4",
-            show_default=False,
-            autocompletion=complete_setting,
-        ),
+        list[str] | None, settings_argument("steps=50 schedule.max_staleness=4")
     ] = None,
     fresh: Fresh = False,
     start_from: StartFrom = None,
@@ -93,9 +82,9 @@ def train(
 
     def start(config: "RunConfig") -> "Background[Run]":
         if is_restart() and config.cluster == "ray":
-            from paceline.early_start import start_early
+            from paceline.workers.ray.joining import start_last_workers
 
-            start_early(config)
+            start_last_workers(config)
         from paceline.job import Job
         from paceline.observe.terminal import Terminal
 
@@ -107,21 +96,10 @@ def train(
 
 @app.command()
 def sft(
-    recipe: Annotated[
-        Path,
-        typer.Argument(
-            help="Recipe, for example recipes/sft.toml",
-            show_default=False,
-            autocompletion=complete_recipe,
-        ),
-    ],
+    recipe: Annotated[Path, recipe_argument("Recipe, for example recipes/sft.toml")],
     settings: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="key=value, for example data.path=examples.jsonl epochs=2",
-            show_default=False,
-            autocompletion=complete_sft_setting,
-        ),
+        settings_argument("data.path=examples.jsonl epochs=2", complete_sft_setting),
     ] = None,
     fresh: Fresh = False,
     start_from: StartFrom = None,
@@ -146,22 +124,10 @@ def sft(
 
 @app.command()
 def evaluate(
-    recipe: Annotated[
-        Path,
-        typer.Argument(
-            help="Recipe, for example recipes/gsm8k.toml",
-            show_default=False,
-            autocompletion=complete_recipe,
-        ),
-    ],
+    recipe: Annotated[Path, recipe_argument("Recipe, for example recipes/gsm8k.toml")],
     settings: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="key=value, for example model=runs/x/checkpoints/step_00000100/actor "
-            "data.path=test.jsonl",
-            show_default=False,
-            autocompletion=complete_setting,
-        ),
+        settings_argument("model=runs/x/checkpoints/step_00000100/actor data.path=test.jsonl"),
     ] = None,
     samples: Annotated[
         int,

@@ -325,7 +325,7 @@ class Rollouter:
         prompt: Prompt,
         progress: GroupInFlight,
     ) -> Generate:
-        turns = itertools.count()
+        turns, name = itertools.count(), f"trajectory {index} of prompt {prompt.uid}"
         usual = replace(self._sampling, temperature=0.0) if index == GREEDY else self._sampling
 
         async def generate(
@@ -335,16 +335,7 @@ class Rollouter:
             max_new_tokens: int | None = None,
             stop: tuple[str, ...] = (),
         ) -> Completion:
-            length = usual.max_new_tokens
-            if max_new_tokens is not None:
-                length = min(max_new_tokens, length)
-            if length < 1:
-                raise RolloutError(
-                    f"trajectory {index} of prompt {prompt.uid}: generate() got max_new_tokens = "
-                    f"{max_new_tokens}: expected 1 or more. End the episode instead, or leave it "
-                    "out for rollout.max_response_length"
-                )
-            sampling = replace(usual, max_new_tokens=length, stop=(*usual.stop, *stop))
+            sampling = _limited(usual, max_new_tokens, stop, name)
             number = next(turns)
             seed = _seed(self._seed, seq, index, number)
             call = progress.begin_call(index, number, context)
@@ -372,8 +363,8 @@ class Rollouter:
                             left = seconds_left()
                     except TimeoutError:
                         raise RolloutError(
-                            f"trajectory {index} of prompt {prompt.uid} took longer than "
-                            f"rollout.generation_timeout = {self._timeout:g} s"
+                            f"{name} took longer than rollout.generation_timeout = "
+                            f"{self._timeout:g} s"
                         ) from None
                     if completion.finish is Finish.INTERRUPT:
                         call.completion = completion
@@ -383,14 +374,26 @@ class Rollouter:
                 if placed:  # while the environment replies, others generate
                     self._leave(assignment)
             if completion.finish is Finish.ABORT:
-                raise RolloutError(
-                    f"trajectory {index} of prompt {prompt.uid} was aborted "
-                    f"after {len(completion)} tokens"
-                )
+                raise RolloutError(f"{name} was aborted after {len(completion)} tokens")
             call.completion = completion
             return completion
 
         return generate
+
+
+def _limited(
+    usual: Sampling, max_new_tokens: int | None, stop: tuple[str, ...], name: str
+) -> Sampling:
+    """Return how to sample one turn of a trajectory with this name."""
+    length = usual.max_new_tokens
+    if max_new_tokens is not None:
+        length = min(max_new_tokens, length)
+    if length < 1:
+        raise RolloutError(
+            f"{name}: generate() got max_new_tokens = {max_new_tokens}: expected 1 or more. End "
+            "the episode instead, or leave it out for rollout.max_response_length"
+        )
+    return replace(usual, max_new_tokens=length, stop=(*usual.stop, *stop))
 
 
 def _seed(*parts: int) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 
 from paceline.collection import collection_paused
 from paceline.errors import ConfigError
-from paceline.loop import Loop, LoopSettings, Metrics
+from paceline.loop import Loop, LoopSettings, Metrics, Parts
 from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger
 from paceline.queue.message_queue import MessageQueue, MessageQueueClient
@@ -154,8 +154,8 @@ class _Simulation:
         async def save(step: int, copied: Callable[[], None] | None) -> None:
             return None
 
-        return Loop(
-            LoopSettings(
+        parts = Parts(
+            settings=LoopSettings(
                 steps=scenario.steps,
                 groups_per_step=scenario.groups_per_step,
                 sync_every=schedule.sync_every,
@@ -181,6 +181,7 @@ class _Simulation:
             observer=recorder,
             save=save,
         )
+        return Loop(parts)
 
     def _engine(self, name: str) -> EngineClient:
         scenario = self._scenario

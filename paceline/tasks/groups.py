@@ -2,14 +2,11 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from paceline.errors import LedgerError, PacelineError, RewardError, RolloutError
-from paceline.queue.admission import Admission
-from paceline.queue.ledger import Ledger
-from paceline.queue.message_queue import DropReason, Item, MessageQueue
-from paceline.tasks.parts import LoopSettings
-from paceline.timeline import Timeline
+from paceline.queue.message_queue import DropReason, Item
+from paceline.tasks.parts import Parts
 from paceline.types import Group
 
 log = logging.getLogger(__name__)
@@ -22,26 +19,14 @@ UPDATE_SKIPPED = "update_skipped"  # reason of a drop
 class GroupAccounts:
     """Tells ledger, admission and timeline what became of a group."""
 
-    def __init__(
-        self,
-        settings: LoopSettings,
-        ledger: Ledger,
-        admission: Admission,
-        queue: MessageQueue,
-        timeline: Timeline,
-        seen: Callable[[str, Group], None],
-    ) -> None:
-        """`seen` gets each group that was generated and then dropped."""
+    def __init__(self, parts: Parts) -> None:
         self.failed = 0
-        self._settings = settings
-        self._ledger = ledger
-        self._admission = admission
-        self._queue = queue
-        self._timeline = timeline
-        self._seen = seen
+        self._settings, self._timeline, self._seen = parts.settings, parts.timeline, parts.seen
+        self._ledger, self._admission = parts.ledger, parts.admission
+        self._queue = parts.queue.queue
         # Rewards of the groups that were filtered since the last step.
         self._uniform: Counter[str] = Counter()
-        queue.on_drop = self._left_queue
+        self._queue.on_drop = self._left_queue
 
     @property
     def skipped(self) -> int:

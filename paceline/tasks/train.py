@@ -7,36 +7,22 @@ Waits for: the groups of the next step, and each worker that a step needs.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
 from paceline.errors import NonFiniteError
 from paceline.group_metrics import measure, measure_staleness
-from paceline.queue.admission import Admission
-from paceline.queue.ledger import Ledger
-from paceline.queue.message_queue import MessageQueueClient
-from paceline.rollout.fleet import Fleet
-from paceline.synchronizer import ParameterSynchronizer
 from paceline.tasks.groups import GroupAccounts
-from paceline.tasks.parts import (
-    Evaluations,
-    LoopSettings,
-    Metrics,
-    Observer,
-    Source,
-    StepTrainer,
-)
+from paceline.tasks.parts import Evaluations, Metrics, Parts
 from paceline.tasks.supervised import Tasks
-from paceline.timeline import CHECKPOINT, EVALUATION, GROUPS, PAUSE, SYNC, TRAIN, Timeline
+from paceline.timeline import CHECKPOINT, EVALUATION, GROUPS, PAUSE, SYNC, TRAIN
 from paceline.training.assembly import assemble
-from paceline.training.saving import Save, Saver
+from paceline.training.saving import Saver
 from paceline.training.skipped import too_many
 from paceline.types import Group
 from paceline.watchdog import Waits
 
 log = logging.getLogger(__name__)
-
-CheckWeights = Callable[[Sequence[Group], int], Awaitable[None]]
 
 # For a weight check, which ends when the engines get newer weights.
 CHECK_TIMEOUT_S = 5.0
@@ -44,45 +30,15 @@ CHECK_TIMEOUT_S = 5.0
 
 class TrainTask:
     def __init__(
-        self,
-        settings: LoopSettings,
-        tasks: Tasks,
-        accounts: GroupAccounts,
-        timeline: Timeline,
-        waiting_for: Waits,
-        *,
-        source: Source,
-        fleet: Fleet,
-        queue: MessageQueueClient,
-        admission: Admission,
-        ledger: Ledger,
-        trainer: StepTrainer,
-        synchronizer: ParameterSynchronizer,
-        observer: Observer,
-        save: Save,
-        check_weights: CheckWeights | None,
-        evaluations: Evaluations | None,
+        self, parts: Parts, tasks: Tasks, accounts: GroupAccounts, waiting_for: Waits
     ) -> None:
         self.step = 0  # number of completed steps; also the trainer's policy version
         self.taking = False  # it waits for groups
-        self._settings = settings
-        self._tasks = tasks
-        self._accounts = accounts
-        self._timeline = timeline
-        self._waiting_for = waiting_for
-        self._source = source
-        self._fleet = fleet
-        self._client = queue
-        self._queue = queue.queue
-        self._admission = admission
-        self._ledger = ledger
-        self._trainer = trainer
-        self._synchronizer = synchronizer
-        self._observer = observer
-        self._save = save
-        self._check_weights = check_weights
+        self._parts = parts
+        self._settings, self._timeline = parts.settings, parts.timeline
+        self._queue, self._synchronizer = parts.queue.queue, parts.synchronizer
+        self._tasks, self._accounts, self._waiting_for = tasks, accounts, waiting_for
         self._check: asyncio.Task[None] | None = None  # of the last version
-        self._evaluations = evaluations
         self._evaluation: asyncio.Task[None] | None = None
         self._sync_due = False  # but an evaluation needs the engines' weights
         self._trained: Sequence[Group] = ()  # in the last step
@@ -93,7 +49,7 @@ class TrainTask:
         """Prepare the run, which starts after `first_step`."""
         settings, self.step = self._settings, first_step
         self._timeline.enter(GROUPS)
-        self.saver = Saver(self._save, settings.save_every, settings.save_every_s, first_step)
+        self.saver = Saver(self._parts.save, settings.save_every, settings.save_every_s, first_step)
         self._queue.set_version(first_step)
 
     def stop(self) -> None:
@@ -130,14 +86,14 @@ class TrainTask:
                 await self._sync()
                 await self._begin_evaluation()
                 self._timeline.enter(GROUPS)
-            wanted = self._admission.oldest(count)
+            wanted = self._parts.admission.oldest(count)
             groups: list[Group] | None = None
             if len(wanted) == count:
-                groups = self._client.get_samples(
+                groups = self._parts.queue.get_samples(
                     count, current_param_version=self.step, keys=wanted
                 )
             if groups is not None:
-                self._admission.take(wanted)
+                self._parts.admission.take(wanted)
                 for seq in wanted:
                     self._timeline.group("group", seq, "trained")
                 return groups
@@ -163,13 +119,13 @@ class TrainTask:
         staleness = [self.step - group.version_min for group in groups]
         self._wait(TRAIN, f"train step {self.step + 1}")
         try:
-            metrics = await self._trainer.step(batch, self.step)
+            metrics = await self._parts.trainer.step(batch, self.step)
         except NonFiniteError as error:
             await self._skip(groups, error)
             return False
         self._skipped_in_a_row = 0
         self._accounts.trained(groups, staleness, self.step)
-        self._source.observe(groups)
+        self._parts.source.observe(groups)
         self.step += 1
         self._queue.set_version(self.step)
         trained, self._trained = clock(), groups
@@ -191,8 +147,8 @@ class TrainTask:
             "time/sync_s": synced - trained - waited_s,
         }
         metrics = measured | metrics | times | self.saver.metrics()
-        self._observer.step_done(self.step, metrics, groups)
-        self._ledger.flush()
+        self._parts.observer.step_done(self.step, metrics, groups)
+        self._parts.ledger.flush()
         return True
 
     def _measure(self) -> Metrics:
@@ -201,7 +157,7 @@ class TrainTask:
             "queue/dropped": float(self._queue.counts.dropped),
             "rollout/failed_groups": float(self._accounts.failed),
             "train/skipped_groups": float(self._accounts.skipped),
-            **self._fleet.metrics(),
+            **self._parts.fleet.metrics(),
         }
 
     async def _skip(self, groups: Sequence[Group], error: NonFiniteError) -> None:
@@ -231,12 +187,12 @@ class TrainTask:
         await self._synchronizer.sync_weights(self.step)
         self._sync_due = False
         if self.step < self._settings.steps:  # otherwise no new group should start
-            self._admission.release_trained()
+            self._parts.admission.release_trained()
             self._begin_check(self._trained)
 
     def _begin_check(self, groups: Sequence[Group]) -> None:
-        if self._check_weights is not None:
-            check = self._check_weights(groups, self.step)
+        if self._parts.check_weights is not None:
+            check = self._parts.check_weights(groups, self.step)
             self._check = self._tasks.start_beside(f"weight check {self.step}", lambda: check)
 
     async def _checkpoint(self, beside: bool = True) -> None:
@@ -253,7 +209,7 @@ class TrainTask:
 
     async def _begin_evaluation(self) -> None:
         """Start an evaluation if one is due and the engines have the trainer's weights."""
-        evaluations, synced = self._evaluations, self._synchronizer.version == self.step
+        evaluations, synced = self._parts.evaluations, self._synchronizer.version == self.step
         if evaluations and synced and not self._evaluating and evaluations.due(self.step):
             if evaluations.saves:
                 await self._checkpoint(beside=False)  # it may become the best one

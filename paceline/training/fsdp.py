@@ -33,9 +33,10 @@ from paceline.model.stored_weights import StoredWeights, open_stored
 from paceline.model.tensor_file import Region, TensorFiles
 from paceline.training.decoder import LayerPasses
 from paceline.training.fused import can_fuse
+from paceline.training.loss_accumulator import LossAccumulator
 from paceline.training.offload import HostOffload, Moved
 from paceline.training.optimizer import adamw, optimizer_state
-from paceline.training.packed import EngineWithHead, Head, LossAccumulator, PackedModel, token_data
+from paceline.training.packed import EngineWithHead, Head, PackedModel, token_data
 from paceline.training.rank_files import Replicated, Sliced, Split
 from paceline.training.row_assignment import assign_passes
 from paceline.training.settings import TrainSettings

@@ -25,11 +25,12 @@ from paceline.model.tensor_file import TensorFiles
 from paceline.model.weights import EngineWeights
 from paceline.training.colocated import ColocatedEngine
 from paceline.training.fused import fused_policy
+from paceline.training.loss_accumulator import LossAccumulator
 from paceline.training.micro_batch_threads import MicroBatchThreads
 from paceline.training.offload import HostOffload, Moved
 from paceline.training.optimizer import adamw, clip_gradients, optimizer_state
 from paceline.training.out_of_memory import explain_out_of_memory
-from paceline.training.packed import EngineWithHead, Head, LossAccumulator, PackedModel, token_data
+from paceline.training.packed import EngineWithHead, Head, PackedModel, token_data
 from paceline.training.settings import TrainSettings
 from paceline.training.training_state import (
     layout_of,

@@ -1,3 +1,3 @@
-"""Settings of verl, translated to Paceline's: `verl` has the table of names, `groups` and
-`algorithm_groups` what depends on several of them, `hydra` reads overrides and scripts, `toml`
-writes a recipe."""
+"""Settings of verl, translated to Paceline's: `table` has an entry per name, which `verl` applies;
+`groups` and `algorithm_groups` have what depends on several of them, `hydra` reads overrides and
+scripts, `toml` writes a recipe."""

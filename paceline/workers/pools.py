@@ -26,7 +26,7 @@ from paceline.workers.hardware import report_devices
 
 async def open_cluster(config: RunConfig, model_path: str, log_folder: Path) -> Cluster:
     if config.cluster == "ray":
-        from paceline.workers.ray import RayCluster
+        from paceline.workers.ray.cluster import RayCluster
 
         return await RayCluster.open(config, model_path, log_folder)
     from paceline.workers.local import LocalCluster
@@ -40,7 +40,7 @@ async def find_nodes(config: RunConfig) -> list[Node]:
 
     if config.cluster == "local" or config.ray.address == "local":
         return [this_machine()]
-    from paceline.workers.ray import find_ray_nodes
+    from paceline.workers.ray.joining import find_ray_nodes
 
     return await find_ray_nodes(config.ray.address)
 

@@ -1,6 +1,8 @@
 """Early start on Ray: worker processes that start before the run has loaded its libraries."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,13 +11,11 @@ import pytest
 import ray
 
 from paceline.config import load_config
-from paceline.early_start import start_early
 from paceline.errors import ConfigError
 from paceline.observe.recorder import write_json
 from paceline.settings import with_settings
-from paceline.workers import ray as place_ray
 from paceline.workers.cluster import Device, Node, PlannedWorker
-from paceline.workers.ray import find_ray_nodes
+from paceline.workers.ray import joining
 from tests.ray.test_workers import close, on, opened, wait_until
 
 
@@ -32,8 +32,8 @@ def test_run_gives_work_to_processes_that_started_early(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def check() -> None:
-        place_ray.start_early(address, planned)
-        nodes = await find_ray_nodes(address)
+        joining.start_early(address, planned)
+        nodes = await joining.find_ray_nodes(address)
         assert ray.is_initialized(), "the nodes are known from the early start"
         async with opened(address, tmp_path, monkeypatch) as cluster:
             assert cluster.nodes() == nodes
@@ -56,7 +56,7 @@ def test_processes_that_started_early_end_when_plan_differs(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def check() -> None:
-        place_ray.start_early(address, planned)
+        joining.start_early(address, planned)
         async with opened(address, tmp_path, monkeypatch) as cluster:
             await wait_until(hosts)
             early = hosts()
@@ -74,7 +74,7 @@ def test_run_starts_as_usual_when_early_start_fails(
         raise ConfigError("planted")
 
     async def check() -> None:
-        place_ray.start_early(address, fail)
+        joining.start_early(address, fail)
         async with opened(address, tmp_path, monkeypatch) as cluster:
             worker = await cluster.start(on(cluster, "usual", 0))
             await worker.ready()
@@ -88,11 +88,16 @@ def test_early_start_plans_with_settings_of_last_start(
 ) -> None:
     found: list[PlannedWorker] = []
     monkeypatch.setattr(
-        place_ray, "start_early", lambda _, plan: found.extend(plan([Node("one", cpus=2)]))
+        joining, "start_early", lambda _, plan: found.extend(plan([Node("one", cpus=2)]))
     )
     config = load_config(None, ["cluster=ray", f"run_dir={tmp_path}", "placement.rollout=other"])
     before = with_settings(config, {"placement.threads": 7})
     write_json(tmp_path / "config.json", before.model_dump(mode="json"))
     (tmp_path / "checkpoints" / "step_00000001").mkdir(parents=True)  # it is not read
-    start_early(config)
+    joining.start_last_workers(config)
     assert [plan.threads for plan in found] == [7, 7]
+
+
+def test_early_start_does_not_wait_for_torch() -> None:
+    program = "import sys, paceline.workers.ray.joining; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -19,7 +19,7 @@ from paceline.errors import ConfigError, RolloutError
 from paceline.rollout.environment import open_environment
 from paceline.run import train
 from paceline.types import Completion, End
-from paceline.workers.ray import RayCluster
+from paceline.workers.ray.cluster import RayCluster
 from tests.audits import assert_consistent
 from tests.fault_report import Fault
 from tests.ray.test_runs import on_ray, workers_left

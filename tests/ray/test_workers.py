@@ -22,10 +22,14 @@ from paceline.config import load_config
 from paceline.errors import ConfigError, DataError, WorkerDied
 from paceline.remote.stacks import write_stacks
 from paceline.remote.worker import Worker
-from paceline.workers import ray as place_ray
 from paceline.workers.cluster import Device, Node, PlannedWorker
 from paceline.workers.pools import start_worker
-from paceline.workers.ray import RayCluster, RayWorker
+from paceline.workers.ray import devices
+from paceline.workers.ray import worker as ray_worker
+from paceline.workers.ray.cluster import RayCluster
+from paceline.workers.ray.joining import find_ray_nodes
+from paceline.workers.ray.nodes import living_nodes
+from paceline.workers.ray.worker import RayWorker
 from tests.fault_report import Fault
 from tests.ray.conftest import STORE
 from tests.ray.parts import build
@@ -107,19 +111,17 @@ def test_workers_run_on_planned_nodes_and_reply_in_order(
 def test_run_that_is_cancelled_while_it_joins_leaves_ray(
     opens: bool, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    joined, cancelled, nodes = threading.Event(), threading.Event(), place_ray._nodes
+    joined, cancelled = threading.Event(), threading.Event()
 
     def slow_nodes() -> list[Node]:
         joined.set()
         assert cancelled.wait(60)
-        return nodes()
+        return living_nodes()
 
     async def check() -> None:
         config = load_config(None, ["cluster=ray", f"ray.address={address}"])
         joining: Any = (
-            RayCluster.open(config, "no model", tmp_path)
-            if opens
-            else place_ray.find_ray_nodes(address)
+            RayCluster.open(config, "no model", tmp_path) if opens else find_ray_nodes(address)
         )
         task = asyncio.create_task(joining)
         assert await asyncio.to_thread(joined.wait, 60)
@@ -130,7 +132,7 @@ def test_run_that_is_cancelled_while_it_joins_leaves_ray(
             await task
         await wait_until(lambda: not ray.is_initialized())
 
-    monkeypatch.setattr(place_ray, "_nodes", slow_nodes)
+    monkeypatch.setattr(devices, "living_nodes", slow_nodes)
     asyncio.run(check())
 
 
@@ -201,7 +203,7 @@ def test_worker_and_node_are_dead_at_once_when_node_is_killed(
                 await asyncio.shield(worker.died)
             fault.detected()
             assert time.monotonic() - started < 8  # Ray declares it dead after more than 10 s
-            assert extra.node_id not in [node.name for node in place_ray._nodes()]
+            assert extra.node_id not in [node.name for node in living_nodes()]
             await close(worker)
 
     try:
@@ -254,7 +256,7 @@ def test_open_disconnects_when_nodes_cannot_be_read(
     def fail() -> None:
         raise ConfigError("planted")
 
-    monkeypatch.setattr(place_ray, "_nodes", fail)
+    monkeypatch.setattr(devices, "living_nodes", fail)
 
     async def check() -> None:
         with pytest.raises(ConfigError, match="planted"):
@@ -270,7 +272,7 @@ def test_open_disconnects_when_nodes_cannot_be_read(
 def test_worker_is_fenced_and_can_be_replaced_when_suspended(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
-    monkeypatch.setattr(place_ray, "SILENCE_S", 2.0)
+    monkeypatch.setattr(ray_worker, "SILENCE_S", 2.0)
 
     async def check() -> None:
         async with opened(address, tmp_path, monkeypatch) as cluster:
@@ -328,7 +330,7 @@ def test_ranks_on_two_nodes_form_one_group(
 def test_reserve_fails_when_devices_are_in_use(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(place_ray, "RESERVE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(devices, "RESERVE_TIMEOUT_S", 1.0)
 
     async def check() -> None:
         async with opened(address, tmp_path, monkeypatch) as cluster:
@@ -369,7 +371,7 @@ def test_new_cluster_listens_only_on_localhost_and_requires_token(tmp_path: Path
 
 _LISTENING = """
 import json, os, psutil
-from paceline.workers.ray import connect
+from paceline.workers.ray.connection import connect
 connect("local")
 processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
 connections = [c for process in processes for c in process.net_connections("inet")]

@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -31,9 +32,10 @@ def build(world: World, fails: Callable[[], bool], limit: int = 1000) -> BadNumb
     loop = world.build()
     trainer = BadNumbers(random.Random(world.seed))
     trainer.fails = fails
-    world.trainer = loop._train._trainer = trainer
-    settings = loop._settings.model_copy(update={"max_skipped_updates": limit})
-    loop._train._settings = settings
+    world.trainer = trainer
+    train = loop._train
+    train._settings = train._settings.model_copy(update={"max_skipped_updates": limit})
+    train._parts = replace(train._parts, trainer=trainer)
     return trainer
 
 

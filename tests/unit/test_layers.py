@@ -60,7 +60,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tasks",),
     ("generation", "loop", "run_dir", "script", "held_out"),
     ("observe", "page", "simulator"),
-    ("start", "early_start"),
+    ("start",),
     ("run", "evaluation", "replay"),
     ("job", "supervisor", "doctor", "serving"),
     ("supervised",),
@@ -93,7 +93,7 @@ LEAVES = {
 HEAVY = {"torch", "transformers"}
 WITHOUT_TORCH = ("paceline.cli", "paceline.config", "paceline.control", "paceline.loop")
 WITHOUT_TORCH += ("paceline.observe.display", "paceline.observe.samples", "paceline.early_checks")
-WITHOUT_TORCH += ("paceline.doctor", "paceline.early_start")
+WITHOUT_TORCH += ("paceline.doctor", "paceline.workers.pools")
 
 
 def modules(root: Path) -> dict[str, ast.Module]:

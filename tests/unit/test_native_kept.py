@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.model.weights import DecoderWeights
+from paceline.rollout.native.cache import Cache
 from paceline.rollout.native.engine import NativeEngine
 from paceline.rollout.native.kept import KeptContexts
 from paceline.rollout.native.rows import Copy, Place, copy_at_once
@@ -132,7 +133,7 @@ def test_context_is_not_kept_when_weights_changed_during_it(engine_of: Engine) -
 
 
 def test_stale_context_is_detected(engine_of: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NativeEngine, "_drop_kept", lambda self: None)
+    monkeypatch.setattr(Cache, "drop_kept", lambda self: None)
     old, new = build(seed=0), build(seed=1)
     engine, request = engine_of(old), turn(OPENING)
     context = after(request, answer(engine, request))
@@ -140,7 +141,7 @@ def test_stale_context_is_detected(engine_of: Engine, monkeypatch: pytest.Monkey
     engine.submit([late := turn(context)])
     with pytest.raises(AssertionError, match="drops kept contexts"):
         engine.step()
-    for kept in engine._kept.oldest(1):
+    for kept in engine._cache.kept.oldest(1):
         kept.epoch = engine._epoch
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         check_logprobs(new, late, run(engine)[late.id])
@@ -168,7 +169,7 @@ def test_kept_contexts_do_not_delay_other_sequences(engine_of: Engine) -> None:
     options = {"pages": 20} if engine_of is ahead_of else {}
     engine = engine_of(build(), slots=4, **options)
     run(engine, [turn((n, *OPENING), 12) for n in range(4)])
-    assert len(engine._kept) == 4 and engine.kv_used == 0
+    assert len(engine._cache.kept) == 4 and engine.kv_used == 0
     memory = engine.cache_bytes()
     engine.submit([turn((9, n, *OPENING), 12) for n in range(4)])
     engine.step()
@@ -224,7 +225,7 @@ def test_aborted_sequence_is_not_kept(engine_of: Engine) -> None:
     engine, request = engine_of(build()), turn(OPENING, 50)
     run(engine, [request], steps=3)
     engine.abort([request.id])
-    assert len(engine._kept) == 0
+    assert len(engine._cache.kept) == 0
 
 
 def test_context_is_compared_token_for_token_when_hashes_are_equal() -> None:

@@ -13,7 +13,6 @@ request that continues its tokens, such as the next turn of a conversation, reus
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import count
 
 import numpy as np
@@ -27,7 +26,7 @@ from paceline.model.shape import position_limit
 from paceline.model.weights import EngineWeights
 from paceline.remote.device_clock import PREFILL, SWITCHING, doing
 from paceline.rollout.native.backend import Backend, PrefillChunk, choose_backend
-from paceline.rollout.native.kept import KeptContexts
+from paceline.rollout.native.cache import Cache
 from paceline.rollout.native.pending import InFlightBurst, PendingPrefill
 from paceline.rollout.native.slots import Sequence as Running
 from paceline.rollout.native.slots import Slots, already_ended, check_request
@@ -65,7 +64,7 @@ class NativeEngine:
             config, weights, slots, max_length, kv_memory_fraction, kv_dtype
         )
         self._slots = Slots(slots, max_length)
-        self._kept = KeptContexts(max_length)
+        self._cache = Cache(self._backend, max_length)
         self._decode = decode
         self._ids: set[str] = set()  # of all requests that have not been returned
         self._waiting: OrderedDict[str, Running] = OrderedDict()
@@ -85,7 +84,7 @@ class NativeEngine:
     @property
     def kv_used(self) -> float:
         """Fraction of the KV cache in use; kept contexts are not, because they give way."""
-        used = self._backend.kv_used(self._kept.oldest(len(self._kept)))
+        used = self._cache.used
         return self.running / self.slots if used is None else used
 
     @property
@@ -196,7 +195,7 @@ class NativeEngine:
         The next step returns the sequences that ended.
         """
         self._collect_all()
-        self._drop_kept()
+        self._cache.drop_kept()
 
     def expect_sync(self) -> None:
         """Limit bursts to about 2 ms until the weights change, so that the change waits less.
@@ -212,7 +211,7 @@ class NativeEngine:
 
         Running sequences continue on the KV cache they have.
         """
-        self._drop_kept()
+        self._cache.drop_kept()
         with self._backend.changing_weights():
             self._memory.restore()
             self._weights.load(tensors)
@@ -224,7 +223,7 @@ class NativeEngine:
 
         Call `wait_idle` before the change.
         """
-        self._drop_kept()
+        self._cache.drop_kept()
         with self._backend.changing_weights():
             self._version, self._sync_expected = version, False
             self._epoch += 1
@@ -276,7 +275,7 @@ class NativeEngine:
             running = next(iter(self._waiting.values()))
             pending, holder = prefills.get(running.key), live.get(running.key)
             source = pending.source if pending else holder
-            done = self._reserve(running, source)
+            done = self._cache.reserve(running, source, self._epoch)
             if done is None:
                 break
             del self._waiting[running.request.id]
@@ -289,41 +288,6 @@ class NativeEngine:
                 prefills[running.key] = PendingPrefill(running, [], new=True, done=done)
                 self._tokens_reused += done
         self._prefilling += sorted(prefills.values(), key=lambda pending: -pending.left)
-
-    def _reserve(self, running: Running, source: Running | None) -> int | None:
-        """Reserve memory for a new sequence, or return None if there is no room now.
-
-        Returns the number of its tokens that a kept context has in the cache.
-        """
-        if source:
-            running.digest = source.digest
-        elif found := self._kept.find(running):
-            kept, tokens = found
-            assert kept.epoch == self._epoch, "a change of weights drops kept contexts"
-            self._kept.remove(kept)  # it must not be dropped to make room for its continuation
-            if self._with_room(partial(self._backend.reuse, running, kept, tokens)):
-                return tokens
-            self._backend.free(kept)
-        return 0 if self._with_room(partial(self._backend.reserve, running, source)) else None
-
-    def _with_room(self, reserve: Callable[[], bool]) -> bool:
-        """Reserve memory; drop the least recently used contexts while there is too little."""
-        dropped = 1
-        while not reserve():
-            if not self._kept:
-                return False
-            for sequence in self._kept.oldest(dropped):
-                self._drop(sequence)
-            dropped *= 2  # growing sequences need many pages at once
-        return True
-
-    def _drop(self, sequence: Running) -> None:
-        self._kept.remove(sequence)
-        self._backend.free(sequence)
-
-    def _drop_kept(self) -> None:
-        for sequence in self._kept.oldest(len(self._kept)):
-            self._drop(sequence)
 
     def _prefill(self) -> None:
         """Prefill within the backend's token budget and start sequences with a complete context."""
@@ -362,7 +326,7 @@ class NativeEngine:
             if not (now < limit).any():
                 return False
             steps = self._backend.steps(n, self._sync_expected)
-            if self._with_room(partial(self._backend.grow, slots, np.minimum(now + steps, limit))):
+            if self._cache.grow(slots, np.minimum(now + steps, limit)):
                 burst = self._backend.decode(slots, steps)
                 arrivals = slots.arrival[:n].copy()
                 self._in_flight.append(InFlightBurst(burst, steps, arrivals, self._version))
@@ -415,20 +379,10 @@ class NativeEngine:
         # A waiting sequence would take the slot, and the memory with it.
         useless = self._waiting and self._backend.kept_in_slots
         for row, finish in rows.items():
-            if finish is Finish.ABORT or useless or not self._keep(row):
+            if finish is Finish.ABORT or useless or not self._cache.keep(slots, row, self._epoch):
                 self._backend.free(slots.live[row])
         self._remove(list(rows))
         return finished
-
-    def _keep(self, row: int) -> bool:
-        """Keep the context of a row that ends, if the current weights computed all of it."""
-        sequence, last = self._slots.live[row], int(self._slots.position[row])
-        generated = self._slots.tokens[row, len(sequence.context) : last + 1].copy()
-        if sequence.epoch != self._epoch or not len(generated):
-            return False
-        self._kept.add(sequence, generated)
-        self._backend.keep(sequence, row, last)
-        return True
 
     def _remove(self, rows: list[int]) -> None:
         if rows:

@@ -33,12 +33,13 @@ from paceline.model.loading import default_device, load_config, load_model
 from paceline.model.packing import MicroBatch, RowLayout, micro_batch, trained_lengths
 from paceline.model.stored_weights import safetensors_files
 from paceline.model.tensor_file import TensorFiles
+from paceline.training.loss_accumulator import LossAccumulator
 from paceline.training.megatron.decoder import Decoder, transformer_config
 from paceline.training.megatron.groups import join_group
 from paceline.training.megatron.shards import RankSlices, Shards
 from paceline.training.offload import HostOffload, Moved
 from paceline.training.optimizer import STATE, adamw
-from paceline.training.packed import EngineWithHead, Head, LossAccumulator, token_data
+from paceline.training.packed import EngineWithHead, Head, token_data
 from paceline.training.rank_files import Replicated, Split
 from paceline.training.row_assignment import assign_passes
 from paceline.training.settings import TrainSettings
