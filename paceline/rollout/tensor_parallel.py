@@ -34,6 +34,7 @@ from paceline.errors import RolloutError, SyncError
 from paceline.model.loading import default_device
 from paceline.remote.group import address_in_group
 from paceline.remote.listener import Listener, connect
+from paceline.rollout.shards import Plan, plan_reads, receive
 from paceline.sync.block import Layout, layout_of
 
 WAIT_S = 0.005  # for an operation of the leader, before a follower looks for calls again
@@ -122,10 +123,19 @@ class Team:
         dist.all_reduce(found, dist.ReduceOp.MIN, self._group)
         return int(found)
 
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        """Send the leader's tensor to all ranks."""
-        dist.broadcast(tensor, self.leader, self._group)
-        return tensor
+    def send(self, tensor: Tensor, rank: int) -> Callable[[], None]:
+        """Start to send a tensor to a follower; return a function that waits until it is sent."""
+        held = _bytes(tensor.to(self.device).contiguous())
+        work: Any = dist.isend(held, rank, self._group)
+
+        def wait(_held: Tensor = held) -> None:  # its memory is read until then
+            work.wait()
+
+        return wait
+
+    def receive(self, tensor: Tensor) -> None:
+        """Receive the elements of a tensor from the leader."""
+        dist.recv(_bytes(tensor), self.leader, self._group)
 
 
 class AllRanks:
@@ -133,6 +143,9 @@ class AllRanks:
 
     def __init__(self, own: EngineRank, team: Team) -> None:
         self._own, self._team = own, team
+        self._layout: Layout | None = None  # of the tensors that the plans are for
+        self._plans: dict[int, Plan] = {}  # what each follower reads
+        self.received: dict[int, int] = {}  # bytes of the last load that each follower received
 
     def add(self, request_id: str, prompt: Sequence[int], salt: str, params: Any) -> None:
         self._team.post("add", request_id, prompt, salt, params)
@@ -157,8 +170,9 @@ class AllRanks:
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load on all ranks, or raise SyncError.
 
-        Every rank reads its shard from the file that has the tensors. Without one, the leader
-        sends one tensor at a time to all ranks. An iterator is different: every rank has its own.
+        Every rank reads its shard from the file that has the tensors. Without one, the leader sends
+        each follower what it reads, one tensor at a time. An iterator is different: every rank has
+        its own.
         """
         if isinstance(tensors, Iterator):
             self._own.load(tensors)
@@ -168,18 +182,36 @@ class AllRanks:
             self._team.post("load_file", *file)
             incoming = iter(named.items())
         else:
-            self._team.post("load_broadcast", layout_of(named.items()))
-            incoming = self._broadcast(named)
+            self._post_shards(layout_of(named.items()))
+            incoming = self._send(named)
         try:
             _load_all(self._own, incoming)
         finally:
-            failures = [failure for channel in self._team.channels if (failure := channel.recv())]
-        if failures:
+            replies = [channel.recv() for channel in self._team.channels]
+        self.received = {rank: size for rank, size, _ in replies}
+        if failures := [failure for _, _, failure in replies if failure]:
+            self._layout = None  # plan again: a follower may have read something else
             raise SyncError(failures[0])
 
-    def _broadcast(self, named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _post_shards(self, layout: Layout) -> None:
+        """Have the followers receive what they read, and before the first time plan that."""
+        plan = layout != self._layout
+        self._team.post("load_shards", layout, plan)
+        if plan:
+            self._plans = dict(channel.recv() for channel in self._team.channels)
+            self._layout = layout
+
+    def _send(self, named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in named.items():
-            yield name, self._team.broadcast(tensor.to(self._team.device).contiguous())
+            sent = [
+                self._team.send(part.view(tensor), rank)
+                for rank, plan in self._plans.items()
+                for part in plan.get(name, ())
+                if part.nbytes
+            ]
+            yield name, tensor
+            for wait in sent:
+                wait()
 
 
 class Follower:
@@ -193,6 +225,9 @@ class Follower:
         self._left = False  # the leader has exited
         self._released = False
         self._files: dict[str, Tensor] = {}
+        self._plan: Plan = {}  # what the engine reads of tensors from the leader
+        self._whole: set[str] = set()  # tensors of which it does not always read the same
+        self._received = 0  # bytes of this load
 
     def work(self) -> list[Any] | None:
         """Perform the next operation, if there is one."""
@@ -236,19 +271,21 @@ class Follower:
             return None
         if operation == CALL:
             self._marked = True
-        elif operation in ("load_file", "load_broadcast"):
+        elif operation in ("load_file", "load_shards"):
             self._channel.send(self._load(getattr(self, f"_{operation}")(*args)))
         else:
             getattr(self._own, operation)(*args)
         return operation
 
-    def _load(self, incoming: Iterator[tuple[str, Tensor]]) -> str | None:
-        """Load weights and return why it failed, if it did."""
+    def _load(self, incoming: Iterator[tuple[str, Tensor]]) -> tuple[int, int, str | None]:
+        """Load weights; return the rank, how many bytes it received, and why it failed."""
+        rank, failure = dist.get_rank(), None
+        self._received = 0
         try:
             _load_all(self._own, incoming)
         except Exception as error:
-            return f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
-        return None
+            failure = f"rank {rank}: {type(error).__name__}: {error}"
+        return rank, self._received, failure
 
     def _load_file(self, path: str, size: int, places: "Places") -> Iterator[tuple[str, Tensor]]:
         if path not in self._files:
@@ -257,10 +294,16 @@ class Follower:
             length = shape.numel() * dtype.itemsize
             yield name, self._files[path][offset : offset + length].view(dtype).view(shape)
 
-    def _load_broadcast(self, layout: Layout) -> Iterator[tuple[str, Tensor]]:
-        for name, shape, dtype in layout:
-            empty = torch.empty(shape, dtype=getattr(torch, dtype), device=self._team.device)
-            yield name, self._team.broadcast(empty)
+    def _load_shards(self, layout: Layout, plan: bool) -> Iterator[tuple[str, Tensor]]:
+        device = self._team.device
+        if plan:
+            self._plan = plan_reads(self._own.load, layout, device, self._whole)
+            self._channel.send((dist.get_rank(), self._plan))
+        return receive(self._plan, layout, device, self._receive, self._whole.add)
+
+    def _receive(self, tensor: Tensor) -> None:
+        self._team.receive(tensor)
+        self._received += tensor.nbytes
 
 
 class InOrder:
@@ -296,6 +339,11 @@ def _file_of(named: Mapping[str, Tensor]) -> tuple[str, int, Places] | None:
         for name, tensor in named.items()
     }
     return storage.filename, storage.nbytes(), places
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor in the dtype that every backend can send."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _load_all(own: EngineRank, incoming: Iterator[tuple[str, Tensor]]) -> None:

@@ -8,6 +8,7 @@ completion does not depend on batch composition, and a resumed one equals an uni
 """
 
 import atexit
+import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
@@ -247,11 +248,18 @@ class VllmRank:
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load all weights; raise SyncError if a name or shape is wrong."""
         self.wake(WEIGHTS)
-        self._engine.collective_rpc(
-            "reload_weights", kwargs={"weights_iterator": self._checked(tensors)}
-        )
+        try:
+            self._reload(self._checked(tensors))
+        except Exception:
+            # vLLM keeps what has arrived of a layer and would add it to that of the next load.
+            with contextlib.suppress(Exception):
+                self._reload(iter(()))
+            raise
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the sender may overwrite them when this returns
+
+    def _reload(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
 
     def _checked(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         arrived: dict[str, tuple[int, ...]] = {}

@@ -81,6 +81,10 @@ class Leader:
         block.copy_(WEIGHT.flatten())
         self._ranks.load({name: block.view(2, 4) for name in names}.items())
 
+    def received(self) -> dict[int, int]:
+        """Return the bytes that each follower received in the last load."""
+        return self._ranks.received
+
 
 class Trainer:
     """A part that all ranks call, with a collective operation."""
@@ -153,16 +157,20 @@ def test_ranks_perform_steps_and_calls_in_one_order(with_group: Any) -> None:
     with_group(scenario)
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["file", "broadcast"])
-def test_each_rank_loads_its_shard(with_group: Any, tmp_path: Path, shared: bool) -> None:
+@pytest.mark.parametrize("shared", [True, False], ids=["file", "network"])
+def test_each_rank_gets_only_its_shard(with_group: Any, tmp_path: Path, shared: bool) -> None:
     path = tmp_path / "weights"
     path.write_bytes(bytes(WEIGHT.nbytes))
 
     async def scenario(group: WorkerGroup) -> None:
-        await group.call("engine", "load", ["w"], str(path) if shared else None)
-        (_, first), (_, second) = await group.call("trainer", "ranks_state")
-        assert first["w"] == WEIGHT[:, :2].flatten().tolist()
-        assert second["w"] == WEIGHT[:, 2:].flatten().tolist()
+        for names in (["v", "w"], ["v", "w"], ["w"]):  # the last one is another layout
+            await group.call("engine", "load", names, str(path) if shared else None)
+            (_, first), (_, second) = await group.call("trainer", "ranks_state")
+            for name in names:
+                assert first[name] == WEIGHT[:, :2].flatten().tolist()
+                assert second[name] == WEIGHT[:, 2:].flatten().tolist()
+            received = 0 if shared else len(names) * WEIGHT.nbytes // 2
+            assert await group.call("engine", "received") == {1: received}
 
     with_group(scenario)
 

@@ -1,12 +1,14 @@
 """Worker parts with deliberate faults."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.config import RunConfig
+from paceline.rollout.shards import Shard
 from paceline.rollout.tensor_parallel import Follower
 from paceline.types import Role
 from paceline.workers.build import build_parts
@@ -42,14 +44,28 @@ def build_with_a_wrong_shard(
     """Build an engine whose second rank gets a wrong shard of one tensor of version 2."""
     parts = build_parts(roles, config, model_path, threads)
     if isinstance(follower := parts.get(Role.ROLLOUT), Follower):
-        load, versions = follower._own.load, itertools.count()
+        load, versions = follower._load, itertools.count()
 
-        def corrupted(tensors: Any) -> None:
-            wrong = next(versions) == CORRUPTED_VERSION
-            load(
-                (name, 5 * torch.randn_like(tensor) if wrong and name == SPLIT else tensor)
-                for name, tensor in tensors
-            )
+        def corrupted(incoming: Iterator[tuple[str, Tensor]]) -> Any:
+            return load(map(_wrong, incoming) if next(versions) == CORRUPTED_VERSION else incoming)
 
-        follower._own.load = corrupted  # type: ignore[method-assign]
+        follower._load = corrupted  # type: ignore[method-assign]
     return parts
+
+
+def _wrong(named: tuple[str, Tensor]) -> tuple[str, Tensor]:
+    name, tensor = named
+    if name != SPLIT:
+        return named
+    if isinstance(tensor, Shard):
+        for part in received_parts(tensor):
+            part.copy_(5 * torch.randn_like(part))
+        return named
+    return name, 5 * torch.randn_like(tensor)  # not in place: it is in a file
+
+
+def received_parts(tensor: Tensor) -> list[Tensor]:
+    """Return what this rank received of a tensor."""
+    if isinstance(tensor, Shard):
+        return list(tensor._source._parts.values())  # type: ignore[attr-defined]
+    return [tensor]

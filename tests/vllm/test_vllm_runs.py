@@ -142,12 +142,12 @@ def test_run_fails_within_one_step_when_engine_has_wrong_tensor(
     assert len(rows(tmp_path)) == 2
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize(("staleness", "transport"), [(0, "auto"), (2, "auto"), (0, "stream")])
 def test_run_fails_within_one_step_when_one_rank_has_wrong_shard(
-    staleness: int, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    staleness: int, transport: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.workers.local.build_parts", faults.build_with_a_wrong_shard)
-    settings = ["steps=6", "rollout.tensor_parallel=2", *SEPARATE]
+    settings = ["steps=6", "rollout.tensor_parallel=2", f"sync.transport={transport}", *SEPARATE]
     chosen = config(model, tmp_path, *settings, f"schedule.max_staleness={staleness}")
     with pytest.raises(MismatchError, match=r"do not have the same weights .*version 2|step 3: .*"):
         asyncio.run(train(chosen))
