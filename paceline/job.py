@@ -21,6 +21,7 @@ from paceline.errors import ConfigError
 from paceline.line_file import intact_rows
 from paceline.loop import Metrics, Observer
 from paceline.rollout.engine import EngineStats
+from paceline.settings import SettingsT
 from paceline.types import Group, Role
 
 if TYPE_CHECKING:
@@ -81,11 +82,12 @@ class Job:
         start_from: str | None = None,
     ) -> Background[Run]:
         """Start the run. `watch` is called with every step."""
-        config, stopping = self.config, Stopping(stop or asyncio.Event(), self.config.grace_s)
+        config = with_absolute_run_dir(self.config)
+        stopping = Stopping(stop or asyncio.Event(), config.grace_s)
         check_start(fresh, start_from)
         check_trainable(config)
         self._check_early(trains=True)
-        terminal = _terminal(config) if display is True else display or None
+        terminal = _terminal(self.config) if display is True else display or None
         with starting(config, terminal) as closing:
             from paceline.run import train
 
@@ -171,8 +173,10 @@ class Stopping:
     ) -> Background[Run]:
         """Start a run; `work` returns its summary, and then `closing` is closed.
 
-        `finish` shows the results of a run that was not interrupted.
+        `finish` shows the results of a run that was not interrupted. A run of this program in the
+        same directory that is about to end, as after `break`, is waited for.
         """
+        Background.wait_for_ending(run_dir)
 
         async def run() -> Run:
             with closing:
@@ -181,7 +185,7 @@ class Stopping:
                     finish(ended)
             return ended
 
-        return Background(run(), self.stop, self.grace_s)
+        return Background(run(), self.stop, self.grace_s, run_dir)
 
 
 class _Observers:
@@ -202,6 +206,12 @@ class _Observers:
     def evaluation_done(self, step: int, scores: Metrics) -> None:
         for other in self._others:
             other.evaluation_done(step, scores)
+
+
+def with_absolute_run_dir(config: SettingsT) -> SettingsT:
+    """Return the settings of a run that does not depend on the current directory, which the
+    program or its reward function may change."""
+    return config.model_copy(update={"run_dir": os.path.abspath(config.run_dir)})
 
 
 def check_start(fresh: bool, start_from: str | None) -> None:
