@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     GenerationConfig,
     GPT2Config,
@@ -25,6 +26,7 @@ from paceline.errors import ModelError
 from paceline.inputs import load_inputs
 from paceline.model.engine_weights import engine_weights
 from paceline.model.loading import load_config, load_generation_config, load_model
+from paceline.model.shape import model_shape
 from paceline.rollout.native.engine import NativeEngine
 from paceline.types import Request, Sampling
 from tests.models import random_model
@@ -186,3 +188,9 @@ def test_load_warns_when_config_has_fewer_layers_than_weights(
     load_model(model)
     assert caplog.text.count("does not use 12 of the stored weights") == 1
     assert "'model.layers.1.input_layernorm.weight'" in caplog.text
+
+
+def test_shape_has_largest_size_when_layers_differ() -> None:
+    more = {"head_dim": 8, "global_head_dim": 16, "vocab_size": 64, "num_hidden_layers": 2}
+    config = CONFIG_MAPPING["gemma4_text"](**SHAPE | more)
+    assert model_shape(config).head_dim == 16
