@@ -11,17 +11,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from paceline.background import Background
 from paceline.collection import collection_paused
 from paceline.config import RunConfig, check_trainable
+from paceline.config.base import RunSettings
 from paceline.early_checks import check_early, check_given_rows
 from paceline.errors import ConfigError
 from paceline.line_file import intact_rows
 from paceline.loop import Metrics, Observer
 from paceline.rollout.engine import EngineStats
-from paceline.settings import SettingsT
 from paceline.types import Group, Role
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+RunSettingsT = TypeVar("RunSettingsT", bound=RunSettings)
 Rows: TypeAlias = Iterable[Mapping[str, Any]]
 
 
@@ -208,7 +209,7 @@ class _Observers:
             other.evaluation_done(step, scores)
 
 
-def with_absolute_run_dir(config: SettingsT) -> SettingsT:
+def with_absolute_run_dir(config: RunSettingsT) -> RunSettingsT:
     """Return the settings of a run that does not depend on the current directory, which the
     program or its reward function may change."""
     return config.model_copy(update={"run_dir": os.path.abspath(config.run_dir)})

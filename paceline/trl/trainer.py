@@ -355,7 +355,7 @@ class GRPOTrainer:
         (self._output_dir / name).write_text(json.dumps(dict(values), indent=2))
 
 
-def dataset_rows(dataset: Iterable[Row], limit: int | None = None) -> list[dict[str, Any]]:
+def dataset_rows(dataset: str | Iterable[Row], limit: int | None = None) -> list[dict[str, Any]]:
     if isinstance(dataset, Mapping):
         names = ", ".join(map(repr, dataset))
         raise ConfigError(f"the dataset has the splits {names}; pass one of them")
