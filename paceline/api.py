@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, cast
 
 from paceline.background import SIGNAL_INTERVAL_S, Background
-from paceline.config import RunConfig, load_config
+from paceline.config import RunConfig, is_setting, load_config
+from paceline.data.examples import ExampleSettings
 from paceline.data.files import is_data_file
 from paceline.data.tasks import TASKS
 from paceline.errors import ConfigError
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 Source: TypeAlias = Callable[..., Rows]  # called with the seed
-Data: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Rows | Source
+Path_: TypeAlias = str | os.PathLike[str]
+Data: TypeAlias = Path_ | Sequence[Path_] | Mapping[str, Any] | Rows | Source
 RewardPart: TypeAlias = "str | RewardFunction"
 Rewards: TypeAlias = (
     "RewardPart | Reward | Mapping[str, Any] | Sequence[RewardPart | tuple[RewardPart, float]]"
@@ -269,7 +271,7 @@ def _sft_job(
     epochs: int | None,
     settings: Mapping[str, Any],
 ) -> SftJob:
-    values = _values(settings, model=model and str(model), steps=steps, epochs=epochs)
+    values = _values(settings, model=_model_name(model), steps=steps, epochs=epochs)
     rows = _select_data(data, values)
     held_out = _select_validation(validation, values)
     return SftJob(load_sft_config(recipe, values=values), rows, held_out)
@@ -301,14 +303,14 @@ def _job(
     settings: Mapping[str, Any],
     evaluation_data: Data | None = None,
 ) -> Job:
-    values = _values(settings, model=model and str(model), steps=steps)
+    values = _values(settings, model=_model_name(model), steps=steps)
     rows = _select_data(data, values)
     held_out = _select_data(evaluation_data, values, "evaluation")
     function = _select_reward(reward, values)
     if isinstance(recipe, RunConfig):
-        if values:
+        if added := [name for name, value in values.items() if value is not None]:
             raise ConfigError(
-                f"{', '.join(values)}: settings cannot be added to a complete configuration; "
+                f"{', '.join(added)}: settings cannot be added to a complete configuration; "
                 "pass them to paceline.load_config, or pass a recipe instead"
             )
         return Job(recipe, rows, held_out, function, environment)
@@ -320,12 +322,26 @@ def _values(settings: Mapping[str, Any], **given: Any) -> dict[str, Any]:
     return dict(settings) | {name: value for name, value in given.items() if value is not None}
 
 
+def _model_name(model: Any) -> str | None:
+    if model is None or isinstance(model, str | os.PathLike):
+        return model if model is None else os.fspath(model)
+    raise ConfigError(
+        f"model is an object of the class {type(model).__name__}; expected a directory or a "
+        "Hugging Face model ID. Save a loaded model and its tokenizer to one directory with "
+        "save_pretrained, and pass the directory"
+    )
+
+
 def _select_data(data: Data | None, values: dict[str, Any], section: str = "data") -> Rows | None:
     """Add the settings that `data` means; return its rows if it has them itself."""
     if data is None:
         return None
     if isinstance(data, Mapping) and not hasattr(data, "num_rows"):  # which a DatasetDict has
+        _check_section(data, section)
         values[section] = data
+        return None
+    if _are_files(data):
+        values[f"{section}.path"] = [os.fspath(name) for name in cast("Sequence[str]", data)]
         return None
     of_recipe = {f"{section}.{name}": None for name in ORIGINS}  # which rows replace
     if not isinstance(data, str | os.PathLike):
@@ -345,6 +361,28 @@ def _select_data(data: Data | None, values: dict[str, Any], section: str = "data
     else:
         values[f"{section}.path"] = name
     return None
+
+
+def _check_section(data: Mapping[Any, Any], section: str) -> None:
+    """Raise ConfigError for a row, or for columns, in place of settings of the section."""
+    names = [*map(str, data)]
+    if data and not any(
+        n in ExampleSettings.model_fields or is_setting(f"{section}.{n}") for n in names
+    ):
+        raise ConfigError(
+            f"{section} is a dict with {', '.join(map(repr, names[:5]))}: none of them is a "
+            f"setting of the section {section}; expected settings, or rows as a list of dicts: "
+            "[{'prompt': ...}, ...]"
+        )
+
+
+def _are_files(data: Any) -> bool:
+    """Return whether data is a list with names of files or patterns."""
+    return (
+        isinstance(data, list | tuple)
+        and bool(data)
+        and all(isinstance(name, str | os.PathLike) and is_data_file(Path(name)) for name in data)
+    )
 
 
 def _select_reward(reward: "Rewards | None", values: dict[str, Any]) -> Any:

@@ -45,12 +45,14 @@ class Background(Generic[T]):
         work: Coroutine[Any, Any, T],
         stop: Callable[[], bool] = lambda: False,
         grace_s: float = 0.0,
+        key: str = "",
     ) -> None:
         """`stop` is called in the event loop on Ctrl-C: it makes the coroutine return soon.
 
-        If it returns False, or `grace_s` are over, the coroutine is cancelled.
+        If it returns False, or `grace_s` are over, the coroutine is cancelled. `key` names what
+        only one coroutine can use (see `wait_for_ending`).
         """
-        self._stop, self._grace_s = stop, grace_s
+        self._stop, self._grace_s, self._key = stop, grace_s, key
         self._future: Future[T] = Future()
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(DaemonThreads())
@@ -141,6 +143,13 @@ class Background(Generic[T]):
             return self.cancel()
         while self._thread.is_alive() and not self._abandoned:
             self._thread.join(SIGNAL_INTERVAL_S)
+
+    @staticmethod
+    def wait_for_ending(key: str) -> None:
+        """Wait for the coroutines with this key that have been asked to end."""
+        for running in list(_RUNNING):
+            if running._ending and running._key == key:
+                running.finish()
 
     def abandon(self, error: BaseException) -> None:
         """Raise `error` for everyone who waits for the result, though the thread may be blocked."""

@@ -181,7 +181,12 @@ def _check_package(setting: str, used: bool, package: str, extra: str) -> None:
 
 
 def _check_run_dir(folder: Path) -> None:
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except OSError as error:  # a name that is too long
+        raise CheckpointError(
+            f"run_dir = {folder} cannot be used: {error.strerror}; expected a writable directory"
+        ) from None
     problem = "is not a directory" if not existing.is_dir() else "is not writable"
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise CheckpointError(

@@ -11,11 +11,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from paceline.background import Background
 from paceline.collection import collection_paused
 from paceline.config import RunConfig, check_trainable
+from paceline.config.base import RunSettings
 from paceline.early_checks import check_early, check_given_rows
 from paceline.errors import ConfigError
 from paceline.line_file import intact_rows
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+RunSettingsT = TypeVar("RunSettingsT", bound=RunSettings)
 Rows: TypeAlias = Iterable[Mapping[str, Any]]
 
 
@@ -81,11 +83,12 @@ class Job:
         start_from: str | None = None,
     ) -> Background[Run]:
         """Start the run. `watch` is called with every step."""
-        config, stopping = self.config, Stopping(stop or asyncio.Event(), self.config.grace_s)
+        config = with_absolute_run_dir(self.config)
+        stopping = Stopping(stop or asyncio.Event(), config.grace_s)
         check_start(fresh, start_from)
         check_trainable(config)
         self._check_early(trains=True)
-        terminal = _terminal(config) if display is True else display or None
+        terminal = _terminal(self.config) if display is True else display or None
         with starting(config, terminal) as closing:
             from paceline.run import train
 
@@ -171,8 +174,10 @@ class Stopping:
     ) -> Background[Run]:
         """Start a run; `work` returns its summary, and then `closing` is closed.
 
-        `finish` shows the results of a run that was not interrupted.
+        `finish` shows the results of a run that was not interrupted. A run of this program in the
+        same directory that is about to end, as after `break`, is waited for.
         """
+        Background.wait_for_ending(run_dir)
 
         async def run() -> Run:
             with closing:
@@ -181,7 +186,7 @@ class Stopping:
                     finish(ended)
             return ended
 
-        return Background(run(), self.stop, self.grace_s)
+        return Background(run(), self.stop, self.grace_s, run_dir)
 
 
 class _Observers:
@@ -202,6 +207,12 @@ class _Observers:
     def evaluation_done(self, step: int, scores: Metrics) -> None:
         for other in self._others:
             other.evaluation_done(step, scores)
+
+
+def with_absolute_run_dir(config: RunSettingsT) -> RunSettingsT:
+    """Return the settings of a run that does not depend on the current directory, which the
+    program or its reward function may change."""
+    return config.model_copy(update={"run_dir": os.path.abspath(config.run_dir)})
 
 
 def check_start(fresh: bool, start_from: str | None) -> None:

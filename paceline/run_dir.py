@@ -56,7 +56,8 @@ def lock_run_dir(folder: Path) -> IO[str]:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise CheckpointError(
-            f"run_dir = {folder} is in use by another run; wait for it, or use another run_dir"
+            f"run_dir = {folder} is in use by another run; wait for it, end it (in Python with the "
+            "method stop() of paceline.steps), or use another run_dir"
         ) from None
     except OSError as error:
         raise CheckpointError(

@@ -1,5 +1,6 @@
 """Settings of every run, of reinforcement learning and supervised."""
 
+import os
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -35,6 +36,13 @@ class RunSettings(Settings):
     track: tuple[Plugin, ...] = ()
     """Sinks that get the metrics of each step: the trackers "tensorboard", "wandb", "mlflow" and
     "trackio", and custom functions or classes, as "file.py:function"."""
+
+    @field_validator("run_dir", mode="before")
+    @classmethod
+    def _path_as_text(cls, value: Any) -> Any:
+        if "\0" in str(value):
+            raise ValueError(f"run_dir = {value!r}: a path cannot contain a null character")
+        return os.path.expanduser(value) if isinstance(value, str | os.PathLike) else value
 
     @field_validator("track", mode="before")
     @classmethod

@@ -77,8 +77,10 @@ class ExampleTokenizer:
         for i, read in enumerate(reads):
             try:
                 found[i] = self._pieces(read)
-            except (Unusable, TemplateError) as e:
+            except Unusable as e:
                 problems[i] = str(e)
+            except TemplateError as e:
+                problems[i] = f"the chat template failed: {e}"
             except (TypeError, ValueError, LookupError, AttributeError) as e:
                 problems[i] = f"the chat template failed: {type(e).__name__}: {e}"
         prefixes = [

@@ -199,6 +199,7 @@ def _read_csv(content: IO[bytes], file: Path, label: str) -> Iterator[ParsedRow]
     rows = csv.DictReader(lines, delimiter="\t" if _extension(file) == ".tsv" else ",", strict=True)
     number = 0
     try:
+        _check_separator(rows, file)
         for number, row in enumerate(rows, 1):
             fits = None not in row and None not in row.values()
             wrong = f"does not have the {len(rows.fieldnames or ())} fields of the first line"
@@ -206,6 +207,18 @@ def _read_csv(content: IO[bytes], file: Path, label: str) -> Iterator[ParsedRow]
             yield ParsedRow(where, row) if fits else ParsedRow(where, {}, wrong)
     except (csv.Error, UnicodeDecodeError) as e:
         raise DataError(f"{file} is not a readable CSV file (after row {number}): {e}") from e
+
+
+def _check_separator(rows: "csv.DictReader[str]", file: Path) -> None:
+    """Raise DataError for a file whose fields another character separates."""
+    name, expected = rows.fieldnames or (), rows.reader.dialect.delimiter
+    other = next((sign for sign in ";\t," if len(name) == 1 and sign in name[0]), None)
+    if other is not None:
+        raise DataError(
+            f"{file}: the first line has the single field {name[0]!r}; expected fields separated "
+            f"by {expected!r}, as in .{'tsv' if expected == chr(9) else 'csv'} files. Write the "
+            f"file with this separator instead of {other!r}"
+        )
 
 
 def _read_arrow(file: Path, label: str, batch_rows: int) -> Iterator[ParsedRow]:

@@ -101,8 +101,10 @@ class RowTokenizer:
             try:
                 text = self._text(read)
                 rendered[i] = text, _with_answer(read.row, self._settings.answer_key)
-            except (Unusable, TemplateError) as e:
+            except Unusable as e:
                 problems[i] = str(e)
+            except TemplateError as e:
+                problems[i] = f"the chat template failed: {e}"
             except (TypeError, ValueError, LookupError, AttributeError) as e:
                 problems[i] = f"the chat template failed: {type(e).__name__}: {e}"
         texts = [text for text, _ in rendered.values()]
@@ -114,7 +116,10 @@ class RowTokenizer:
                 continue
             text, row = rendered[i]
             found = next(tokens)
-            if not 0 < len(found) <= longest:
+            if not len(found):
+                left_out = "; the chat template left out its text" if self._use_chat else ""
+                yield BadRow(read.where, f"the prompt has no tokens{left_out}")
+            elif len(found) > longest:
                 yield BadRow(
                     read.where,
                     f"the prompt has {len(found)} tokens; data.max_prompt_length = {longest}",

@@ -4,9 +4,10 @@ Every failure is a ModelError that says what was looked for and where.
 """
 
 import hashlib
+import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from functools import lru_cache
@@ -31,6 +32,8 @@ from paceline.errors import ModelError
 from paceline.model.cache import sampled_bytes
 from paceline.model.source import ModelFiles, model_files, model_source
 
+log = logging.getLogger(__name__)
+
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "spiece*")
 # Mean relative difference of log-probs from a plain forward pass: in float32 and in bfloat16.
 EXACT, ROUNDED = 1e-4, 0.05
@@ -48,19 +51,43 @@ def load_model(
             f"dtype {dtype!r} is not a floating-point dtype; use 'float32' or 'bfloat16'"
         )
     options = {"config": config, "dtype": number, "output_loading_info": True, **files.options}
+    options["ignore_mismatched_sizes"] = True  # its error names no tensor; see _check_loaded
     if files.gguf and hasattr(transformers, "GgufConfig"):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model, info = _load(files, lambda: kind.from_pretrained(files.name, **options))
     if files.gguf:
         _forget_quantization(model)
+    _check_loaded(source, info)
+    if kind is AutoModelForCausalLM and info["unexpected_keys"]:
+        _warn_unused(source, len(info["unexpected_keys"]), min(info["unexpected_keys"]))
+    model.eval()
+    return model
+
+
+def _check_loaded(source: str, info: Mapping[str, Any]) -> None:
+    """Raise ModelError if weights are missing or do not have the shapes of the config."""
+    if info["mismatched_keys"]:
+        name, stored, expected = min(info["mismatched_keys"])
+        raise ModelError(
+            f"{source}: {len(info['mismatched_keys'])} weights do not have the shapes that "
+            f"config.json asks for, for example {name!r}: stored {tuple(stored)}, expected "
+            f"{tuple(expected)}; use the config.json that belongs to the weights"
+        )
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise ModelError(
             f"{source}: {len(missing)} weights are missing, for example {missing[0]!r}; "
             "the download may be incomplete, so download the model again"
         )
-    model.eval()
-    return model
+
+
+@lru_cache  # once per process, which may load a model several times
+def _warn_unused(source: str, count: int, example: str) -> None:
+    log.warning(
+        "%s: the model does not use %d of the stored weights, for example %r; if they are layers, "
+        "config.json does not belong to the weights",
+        *(source, count, example),
+    )
 
 
 def load_config(name: str) -> PretrainedConfig:

@@ -1,6 +1,7 @@
 """Sizes of a decoder, read from its configuration, whatever that calls them."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -20,7 +21,7 @@ def model_shape(config: PretrainedConfig) -> ModelShape:
     text = config.get_text_config()
 
     def first(*names: str) -> int | None:
-        values = (getattr(text, name, None) for name in names)
+        values = (_size(text, name) for name in names)
         return next((value for value in values if isinstance(value, int) and value > 0), None)
 
     expert = first("moe_intermediate_size", "intermediate_size") or 0
@@ -38,8 +39,16 @@ def model_shape(config: PretrainedConfig) -> ModelShape:
 
 
 def head_dim(config: PretrainedConfig) -> int:
-    size: int | None = getattr(config, "head_dim", None)
+    size: int | None = _size(config, "head_dim")
     return size or config.hidden_size // config.num_attention_heads
+
+
+def _size(config: PretrainedConfig, name: str) -> Any:
+    """Return a size, or None if there is none; the largest one if layers have different ones."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # transformers refuses the size of the whole model, as of Gemma 4
+        return max(getattr(layer, name) for layer in config.per_layer_config)
 
 
 def sliding_window(config: PretrainedConfig) -> int | None:

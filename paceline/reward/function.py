@@ -109,6 +109,12 @@ def as_reward(value: Any) -> float | dict[str, float]:
     return _number(value)
 
 
+def named_rewards(value: Any) -> dict[str, float]:
+    """Return a reward as a new dict with "reward". Raises RewardFunctionError."""
+    reward = as_reward(value)
+    return dict(reward) if isinstance(reward, Mapping) else {"reward": reward}
+
+
 def as_optional_reward(value: Any) -> float | dict[str, float] | None:
     return None if value is None else as_reward(value)
 
@@ -171,6 +177,17 @@ def explained(
     except BaseException as e:
         what = describe_error(e, MAX_SHOWN)
         raise RewardFunctionError(f"raised {what}{_line(e, function)}") from e
+
+
+def make_instance(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return an instance of a class; anything else as it is. Raises RewardFunctionError."""
+    try:
+        return instance(function)
+    except Exception as e:
+        raise RewardFunctionError(
+            f"{name}() raised {describe_error(e, MAX_SHOWN)}{_line(e, function)}; expected a function, or a class without arguments. If the "
+            "class needs some, pass an instance of it"
+        ) from e
 
 
 def explain_import(error: BaseException) -> str:

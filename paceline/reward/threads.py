@@ -32,6 +32,7 @@ from paceline.reward.function import (
     function_name,
     instance,
     is_async,
+    make_instance,
 )
 from paceline.suspend import ignore_suspended_time
 from paceline.types import Prompt, Score, Trajectory, copied_row
@@ -49,14 +50,14 @@ class CallableReward:
         self.name = function_name(function)
         self._timeout_s, self._optional = timeout_s, optional
         self._closed = False
+        self._async = is_async(function)
         try:
             check_function(function, self.name)
+            self._function = function if self._async else make_instance(function, self.name)
         except RewardFunctionError as e:
             raise ConfigError(f"reward function {self.name!r}: {e}") from e
         self._loop = _LoopThreads(timeout_s)
         self._threads = _FunctionThreads(timeout_s)
-        self._async = is_async(function)
-        self._function = function if self._async else instance(function)
 
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> Sequence[Score]:
         where = f"reward {self.name!r}, prompt {prompt.uid!r}"
@@ -219,8 +220,16 @@ class _FunctionThread:
 
 
 def _evaluate(function: Function, completion: str, row: Mapping[str, Any]) -> Any:
-    with explained(function):
-        return function(completion, row)
+    try:
+        with explained(function):
+            return function(completion, row)
+    except RewardFunctionError as e:
+        if "main thread" in str(e):  # for example the time limits of math-verify
+            raise RewardFunctionError(
+                f"{e}. A function of the program runs in a thread, which gets no signals: put it "
+                "into a file, and pass reward='file.py:function', which runs in a process"
+            ) from e
+        raise
 
 
 def _fail(future: asyncio.Future[Any], error: Exception) -> None:

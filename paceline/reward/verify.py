@@ -74,6 +74,8 @@ IN_PROCESS: dict[str, Function] = {
 
 def _expected(row: Mapping[str, Any]) -> str:
     answer = row.get("answer")
+    if answer is None and "answer" in row:
+        raise ValueError("row['answer'] is None; expected text or a number")
     if answer is None:
         raise ValueError(
             f"the row has no 'answer' to compare with, but {', '.join(map(repr, row))}; "

@@ -10,12 +10,12 @@ import copy
 import hashlib
 import itertools
 import logging
-import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
-from paceline.errors import RewardError, RolloutError, first_error
+from paceline.errors import PacelineError, RewardError, RolloutError, first_error
+from paceline.reward.function import RewardFunctionError, named_rewards
 from paceline.reward.reward import Reward
 from paceline.rollout.deadlines import Deadlines
 from paceline.rollout.environment import AgentLoop, Generate
@@ -176,19 +176,19 @@ class Rollouter:
     async def _score(
         self, prompt: Prompt, trajectories: list[Trajectory]
     ) -> tuple[Trajectory, ...]:
-        scores = await self._reward.score(prompt, trajectories)
-        named = [
-            dict(score) if isinstance(score, Mapping) else {"reward": score} for score in scores
-        ]
-        if len(named) != len(trajectories) or not all(
-            math.isfinite(number) and (name != "reward" or abs(number) <= MAX_REWARD)
-            for score in named
-            for name, number in score.items()
-        ):
-            raise RewardError(
-                f"the reward of prompt {prompt.uid} returned {scores!r}; "
-                f"expected {len(trajectories)} finite numbers of at most {MAX_REWARD:g}"
-            )
+        where = f"the reward of prompt {prompt.uid!r}"
+        try:
+            named = [named_rewards(x) for x in await self._reward.score(prompt, trajectories)]
+        except RewardFunctionError as e:
+            raise RewardError(f"{where} {e}") from e
+        except PacelineError:
+            raise
+        except Exception as e:  # of an object of the user
+            raise RewardError(f"{where} raised {type(e).__name__}: {e}") from e
+        if len(named) != len(trajectories):
+            raise RewardError(f"{where} has {len(named)} values for {len(trajectories)} texts")
+        if large := [score["reward"] for score in named if abs(score["reward"]) > MAX_REWARD]:
+            raise RewardError(f"{where} returned {large[0]:g}; expected at most {MAX_REWARD:g}")
         return tuple(
             trajectory.scored(score.pop("reward"), score)
             for trajectory, score in zip(trajectories, named, strict=True)

@@ -13,7 +13,7 @@ from paceline.data.examples import check_example_columns
 from paceline.data.files import find_files, first_rows
 from paceline.early_checks import check_code, check_early, first_given_rows
 from paceline.errors import ConfigError
-from paceline.job import Rows, Run, Stopping, check_start, starting
+from paceline.job import Rows, Run, Stopping, check_start, starting, with_absolute_run_dir
 from paceline.supervised.config import SftConfig
 
 if TYPE_CHECKING:
@@ -35,13 +35,13 @@ class SftJob:
         display: "bool | SftTerminal" = True,
         start_from: str | None = None,
     ) -> Background[Run]:
-        config = self.config
+        config = with_absolute_run_dir(self.config)
         check_start(fresh, start_from)
         stopping = Stopping(asyncio.Event(), config.grace_s)
         workers = config.worker_config()
         check_early(workers, has_rows=True, has_reward=True)
         self._check_data()
-        terminal = _terminal(config) if display is True else display or None
+        terminal = _terminal(self.config) if display is True else display or None
         with starting(workers, terminal) as closing:
             from paceline.supervised.run import fine_tune
 

@@ -303,6 +303,10 @@ TABLE: dict[str, Entry] = {
         ),
         UNNEEDED,
     ),
+    **dict.fromkeys(
+        ("--config-name", "--config-path", "--config-dir"),
+        Ignored("the file is not read; give it to `paceline translate` before the overrides"),
+    ),
 }
 SHARED = {"data", "rollout", "algorithm", "reward"}  # sections that both have
 SECTIONS = {name.split(".")[0] for name in TABLE} - SHARED - {PROGRAM}

@@ -77,15 +77,25 @@ def _typed(value: Any) -> Any:
     return value
 
 
+REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,([^{}]*))?\}")
+
+
 def _resolved(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the values with `${a.b}` replaced; leave out what cannot be resolved."""
+
+    def text(match: re.Match[str]) -> str:
+        found = values.get(match[1], match[2])
+        return match[0] if found is None else str(found)
+
     for name, value in values.items():
         found = value
         for _ in range(8):  # a reference may lead to another
-            match = re.fullmatch(r"\$\{(?:oc\.select:)?([\w.]+)(?:,(.*))?\}", str(found))
-            if not match:
+            if match := REFERENCE.fullmatch(str(found)):
+                found = values.get(match[1], match[2])
+            elif isinstance(found, str) and "${" in found:  # references inside of a path
+                found = REFERENCE.sub(text, found)
+            else:
                 break
-            found = values.get(match[1], match[2])
         if not re.search(r"\$\{.*\}", str(found)) and not name.endswith("_target_"):
             yield name, found
 

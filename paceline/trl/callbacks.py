@@ -1,5 +1,6 @@
 """Callbacks of transformers (`TrainerCallback`) during a run."""
 
+import inspect
 import logging
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from paceline.trl.history import TrainerState
 log = logging.getLogger(__name__)
 
 FIRED = ("on_init_end", "on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_train_end")
+MORE = {"on_log": ("logs",), "on_evaluate": ("metrics",)}  # keywords of events
 BASE = "transformers.trainer_callback"  # where the methods that do nothing are defined
 # Flags of `control` without effect, and what to do instead. The run does not wait for callbacks, so
 # it is in a later step when one of them sets a flag.
@@ -29,17 +31,36 @@ class Callbacks:
     def __init__(self, callbacks: Sequence[Any], args: GRPOConfig, state: TrainerState) -> None:
         """Raise ConfigError for a callback that waits for an event that never comes."""
         self._args, self._state = args, state
-        self._callbacks = [one() if isinstance(one, type) else one for one in callbacks]
+        self._callbacks: list[Any] = []
         self._control = SimpleNamespace(should_training_stop=False, **dict.fromkeys(IGNORED, False))
         self._warned: set[tuple[str, str]] = set()
-        for one in self._callbacks:
-            for event in (name for name in dir(one) if name.startswith("on_")):
-                if event not in FIRED and getattr(one, event).__module__ != BASE:
-                    raise ConfigError(
-                        f"callbacks: {type(one).__name__} implements {event}, which Paceline does "
-                        f"not call; it calls {', '.join(FIRED)}"
-                    )
+        for one in callbacks:
+            self.add(one)
         self.fire("on_init_end")
+
+    def add(self, callback: Any) -> None:
+        """Raise ConfigError for a callback that cannot be called."""
+        one = callback() if isinstance(callback, type) else callback
+        kind = type(one).__name__
+        for event in (name for name in dir(one) if name.startswith("on_")):
+            method = getattr(one, event)
+            if method.__module__ == BASE:
+                continue
+            if event not in FIRED:
+                raise ConfigError(
+                    f"callbacks: {kind} implements {event}, which Paceline does not call; it calls "
+                    f"{', '.join(FIRED)}"
+                )
+            try:
+                inspect.signature(method).bind(
+                    None, None, None, **dict.fromkeys(MORE.get(event, ()))
+                )
+            except TypeError as e:
+                raise ConfigError(
+                    f"callbacks: {kind}.{event} is called with args, state and control: {e}; "
+                    "give other parameters a default, for example model=None, and accept **kwargs"
+                ) from e
+        self._callbacks.append(one)
 
     @property
     def stop_requested(self) -> bool:

@@ -7,6 +7,7 @@ would have to change the run and cannot. Defaults are those of TRL.
 
 import difflib
 import math
+import os
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any
@@ -291,7 +292,7 @@ class GRPOConfig:
 
     def __init__(
         self,
-        output_dir: str | None = None,
+        output_dir: str | os.PathLike[str] | None = None,
         *,
         paceline: Mapping[str, Any] | None = None,
         **fields: Any,
@@ -304,7 +305,7 @@ class GRPOConfig:
         self.paceline = dict(paceline or {})
         for name, value in (DEFAULTS | fields | {"output_dir": output_dir}).items():
             setattr(self, name, value)
-        self.output_dir: str = output_dir or "trainer_output"
+        self.output_dir: str = os.path.expanduser(output_dir or "trainer_output")
         self.check()
 
     def check(self) -> None:

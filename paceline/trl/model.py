@@ -3,6 +3,7 @@
 Paceline reads models from directories, because its workers are separate processes.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,16 +68,22 @@ def _check_tokenizer(model: str, tokenizer: Any) -> None:
 
 
 def longest_prompt(tokenizer: "PreTrainedTokenizerBase", rows: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of tokens of the longest prompt. TRL itself has no limit."""
-    from paceline.data.chat import render
+    """Return the number of tokens of the longest prompt. TRL itself has no limit.
 
-    longest = 1
-    for row in rows:
-        text, special = row["prompt"], True
-        if not isinstance(text, str):
-            text, special = render(tokenizer, text), False
-        longest = max(longest, len(tokenizer(text, add_special_tokens=special)["input_ids"]))
-    return longest
+    Rows that cannot be used do not count: the run reports them.
+    """
+    from paceline.data.files import ParsedRow
+    from paceline.data.prompts import DataSettings
+    from paceline.data.rows import RowTokenizer, TokenizedRow
+
+    settings = DataSettings(chat=uses_chat(rows), max_prompt_length=sys.maxsize)
+    found = RowTokenizer(settings, tokenizer).tokenize([ParsedRow("", row) for row in rows])
+    return max((len(row.tokens) for row in found if isinstance(row, TokenizedRow)), default=1)
+
+
+def uses_chat(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether prompts are chat messages."""
+    return isinstance(rows[0]["prompt"], Sequence) and not isinstance(rows[0]["prompt"], str)
 
 
 def lora_settings(config: Any) -> dict[str, Any]:

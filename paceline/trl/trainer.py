@@ -20,7 +20,13 @@ from paceline.trl import translate
 from paceline.trl.callbacks import Callbacks
 from paceline.trl.config import GRPOConfig
 from paceline.trl.history import History, Pending, TrainerState, TrainOutput
-from paceline.trl.model import longest_prompt, lora_settings, model_directory, model_name
+from paceline.trl.model import (
+    longest_prompt,
+    lora_settings,
+    model_directory,
+    model_name,
+    uses_chat,
+)
 from paceline.trl.reward import ColumnReward, RewardModelFunction, name_functions, weights_of
 from paceline.types import Group
 
@@ -74,6 +80,11 @@ class GRPOTrainer:
             raise ConfigError(
                 "WORLD_SIZE is above 1: Paceline starts its processes itself; run the script as "
                 "one process, with paceline={'train.backend': 'fsdp', 'placement.train_ranks': N}"
+            )
+        if not isinstance(args, GRPOConfig | None):
+            raise ConfigError(
+                f"args is {type(args).__module__}.{type(args).__name__}; expected a GRPOConfig of "
+                "paceline.trl"
             )
         self.args = args or GRPOConfig(f"{model_name(model)}-GRPO")
         self.state = TrainerState()
@@ -168,6 +179,9 @@ class GRPOTrainer:
         metrics = self._evaluation_metrics(found, f"{metric_key_prefix}_")
         self.state.log_history.append(metrics | {"step": self.state.global_step})
         return metrics
+
+    def add_callback(self, callback: Any) -> None:
+        self._callbacks.add(callback)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Copy the trained model, with its tokenizer, to a directory. Adapters are merged."""
@@ -314,7 +328,7 @@ class GRPOTrainer:
     def _collect_settings(self, plan: translate.Plan, rows: Sequence[Row]) -> dict[str, Any]:
         directory = self._directory()
         found = translate.settings(self.args, plan) | self._lora | self._reward_settings
-        found |= {"model": directory, "data.chat": not isinstance(rows[0]["prompt"], str)}
+        found |= {"model": directory, "data.chat": uses_chat(rows)}
         found.setdefault("data.max_prompt_length", longest_prompt(self.processing_class, rows))
         if self.args.use_cpu:
             _check_no_gpu()
@@ -341,15 +355,25 @@ class GRPOTrainer:
         (self._output_dir / name).write_text(json.dumps(dict(values), indent=2))
 
 
-def dataset_rows(dataset: Iterable[Row], limit: int | None = None) -> list[dict[str, Any]]:
+def dataset_rows(dataset: str | Iterable[Row], limit: int | None = None) -> list[dict[str, Any]]:
     if isinstance(dataset, Mapping):
         names = ", ".join(map(repr, dataset))
         raise ConfigError(f"the dataset has the splits {names}; pass one of them")
-    rows = [dict(row) for row in islice(dataset, limit)]
+    if isinstance(dataset, str):
+        raise ConfigError(
+            f"the dataset is the text {dataset!r}; expected rows, for example of load_dataset"
+        )
+    rows = [dict(_mapping(row)) for row in islice(dataset, limit)]
     if not rows:
         raise ConfigError("the dataset has no rows")
     _check_columns(rows[0], "the dataset")
     return rows
+
+
+def _mapping(row: Any) -> Row:
+    if isinstance(row, Mapping):
+        return row
+    raise ConfigError(f"a row of the dataset is {type(row).__name__}; expected a dict of columns")
 
 
 def _check_columns(row: Row, dataset: str) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import paceline
 from examples import custom_program
 from examples.custom_environment import TwoTries
+from paceline.errors import RewardError
 from paceline.workers import automatic
 from tests.audits import assert_consistent
 
@@ -83,6 +86,71 @@ def test_steps_resume_stopped_run(small: dict[str, Any]) -> None:
     assert_consistent(Path(small["run_dir"]))
 
 
+def test_run_waits_for_ended_loop_in_same_directory(small: dict[str, Any]) -> None:
+    for step in paceline.steps(data="copy:3", steps=10_000, **small):
+        first = step.step
+        break
+    run = paceline.train(data="copy:3", steps=first + 100, **small)
+    assert run.summary["steps"] == first + 100 and len(run.metrics) == first + 100
+
+
+def test_run_stays_in_its_directory_when_program_changes_directory(
+    small: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def elsewhere(completion: str, row: dict[str, Any]) -> float:
+        os.chdir(tmp_path / "other")
+        return 1.0
+
+    run = paceline.train(data=ROWS, reward=elsewhere, steps=2, **small | {"run_dir": "relative"})
+    assert [row["step"] for row in run.metrics] == [1, 2]
+    assert run.checkpoint.is_relative_to(tmp_path / "relative") and run.checkpoint.exists()
+    assert not list(Path.cwd().iterdir())
+
+
+class WrongReward:
+    def __init__(self, scores: Any) -> None:
+        self._scores = scores
+
+    async def score(self, prompt: paceline.Prompt, trajectories: Any) -> Any:
+        return self._scores() if callable(self._scores) else self._scores
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("scores", "problem"),
+    [
+        (["good", "bad"], r"returned 'good' \(str\); expected a number"),
+        ([1.0], "has 1 values for 2 texts"),
+        ([1e19, 0.0], r"returned 1e\+19; expected at most 1e\+18"),
+        (None, "raised TypeError"),
+        (lambda: 1 / 0, "raised ZeroDivisionError: division by zero"),
+    ],
+)
+def test_wrong_result_of_reward_object_ends_run(
+    small: dict[str, Any], scores: Any, problem: str
+) -> None:
+    with pytest.raises(RewardError, match=rf"the reward of prompt '.*' {problem}"):
+        paceline.train(data=ROWS, reward=WrongReward(scores), steps=1, **small)
+
+
+def test_reward_object_may_return_arrays(small: dict[str, Any]) -> None:
+    reward = WrongReward(torch.tensor([1.0, 3.0]))
+    assert paceline.train(data=ROWS, reward=reward, steps=1, **small).summary["reward_last"] == 2.0
+
+
+def test_train_accepts_list_of_files(small: dict[str, Any], tmp_path: Path) -> None:
+    for number, row in enumerate(ROWS):
+        (tmp_path / f"{number}.jsonl").write_text(json.dumps(row))
+    files = [tmp_path / "0.jsonl", str(tmp_path / "[12].jsonl")]
+    found = paceline.train(data=files, reward=score, steps=2, **small)
+    assert found.summary["ledger"]["trained"] == 4
+
+
 def test_run_records_automatic_settings_and_names_changed_ones(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -139,6 +207,8 @@ def test_evaluate_scores_rows_with_function_of_program(small: dict[str, Any]) ->
         ({"data": "nothing.jsonl", "reward": "exact"}, "nothing.jsonl"),
         ({"data": [{"question": "1"}], "reward": score}, "data.prompt_key=question"),
         ({"data": [], "reward": score}, "no usable rows"),
+        ({"data": {"prompt": ["a", "b"]}, "reward": score}, "rows as a list of dicts"),
+        ({"model": torch.nn.Linear(1, 1)}, "an object of the class Linear"),
         ({"data": ROWS}, "reward.function"),
         ({"data": ROWS, "reward": [score], "reward.weights": [1, 2]}, "reward.weights"),
         ({"recipe": "hybrit"}, "hybrid"),
@@ -156,6 +226,14 @@ def test_settings_next_to_configuration_are_error(small: dict[str, Any]) -> None
     config = paceline.load_config(values={"model": small["model"], "data.task": "copy:3"})
     with pytest.raises(paceline.PacelineError, match=r"pass them to paceline.load_config"):
         paceline.train(config, steps=3)
+
+
+def test_configuration_is_trained_on_rows_and_rewards_of_program(small: dict[str, Any]) -> None:
+    values = {name: value for name, value in small.items() if name != "display"}
+    config = paceline.load_config(values=values | {"steps": 1, "data.task": "copy:3"})
+    run = paceline.train(config, data=ROWS, reward=[score, score], display=False)
+    assert run.summary["steps"] == 1
+    assert {"reward_component/score_1", "reward_component/score_2"} <= run.metrics[0].keys()
 
 
 def test_splits_of_dataset_are_rejected_with_name_of_one(small: dict[str, Any]) -> None:

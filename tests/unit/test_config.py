@@ -370,3 +370,14 @@ def test_slots_do_not_exceed_trajectories_in_flight() -> None:
     assert load_config(None, [*few, "schedule.max_staleness=2"]).slots == 24
     assert load_config(None, [*few, "algorithm.name=remax"]).slots == 10
     assert load_config(None, [*few, "rollout.slots=3"]).slots == 3
+
+
+def test_run_directory_may_be_path_and_in_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert load_config(values={"run_dir": Path("~/runs/a")}).run_dir == "/home/me/runs/a"
+    assert load_config(overrides=["run_dir=~/runs/a"]).run_dir == "/home/me/runs/a"
+
+
+def test_run_directory_with_null_character_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="a path cannot contain a null character"):
+        load_config(values={"run_dir": "runs/a\0b"})

@@ -90,7 +90,7 @@ def test_text_parts_are_joined_and_null_fields_removed(tmp_path: Path) -> None:
 
 def test_row_is_bad_when_chat_template_rejects_it(tmp_path: Path) -> None:
     strict = chat_tokenizer("{{ raise_exception('no user role') }}")
-    with pytest.raises(DataError, match=r"a\.jsonl:1: no user role"):
+    with pytest.raises(DataError, match=r"a\.jsonl:1: the chat template failed: no user role"):
         text_of(write(tmp_path / "a.jsonl", {"prompt": "hi"}), strict)
     with pytest.raises(DataError, match=r"a\.jsonl:1: the chat template failed: TypeError"):
         text_of(
@@ -114,3 +114,14 @@ def test_text_decoder_equals_decode_without_special_tokens(cleans: bool) -> None
     expected = tokenizer.decode(tokens, skip_special_tokens=True)
     assert text_decoder(tokenizer)(tokens) == expected
     assert "im_start" not in expected
+
+
+def test_row_is_bad_when_chat_template_leaves_out_its_text(tmp_path: Path) -> None:
+    silent = chat_tokenizer("{% if false %}{% endif %}")
+    with pytest.raises(DataError, match="no tokens; the chat template left out its text"):
+        text_of(write(tmp_path / "a.jsonl", {"prompt": "hi"}), silent)
+
+
+def test_row_names_chat_template_when_it_is_not_valid(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="the chat template failed: Expected an expression"):
+        text_of(write(tmp_path / "a.jsonl", {"prompt": "hi"}), chat_tokenizer("{% for %}"))

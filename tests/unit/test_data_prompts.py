@@ -423,3 +423,9 @@ def test_invalid_data_settings_are_rejected() -> None:
         DataSettings(task="srt")
     with pytest.raises(ConfigError, match=r"set data\.task .*, data\.path"):
         PromptSource(DataSettings(), TOKENIZER, 0)
+
+
+def test_separator_of_csv_is_reported_when_it_is_not_that_of_the_extension(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt;answer\nx;1\n")
+    with pytest.raises(DataError, match=r"single field 'prompt;answer'.* instead of ';'"):
+        source(str(tmp_path / "a.csv"))

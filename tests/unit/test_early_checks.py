@@ -299,3 +299,8 @@ def test_tracker_without_its_package_is_reported_with_command_to_install_it(
     message = r"track = 'wandb': .* run pip install 'paceline\[wandb\]'"
     with pytest.raises(ConfigError, match=message):
         check_early(config)
+
+
+def test_check_names_run_directory_whose_name_is_too_long(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="File name too long; expected a writable directory"):
+        check_early(load_config(overrides=["data.task=copy:3", f"run_dir={'x' * 300}"]))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     GenerationConfig,
     GPT2Config,
@@ -24,7 +25,8 @@ from paceline.data.tiny import make_tokenizer
 from paceline.errors import ModelError
 from paceline.inputs import load_inputs
 from paceline.model.engine_weights import engine_weights
-from paceline.model.loading import load_config, load_generation_config
+from paceline.model.loading import load_config, load_generation_config, load_model
+from paceline.model.shape import model_shape
 from paceline.rollout.native.engine import NativeEngine
 from paceline.types import Request, Sampling
 from tests.models import random_model
@@ -162,3 +164,33 @@ def test_load_error_has_one_period_after_reason_of_hub(
     monkeypatch.setattr(AutoConfig, "from_pretrained", fail)
     with pytest.raises(ModelError, match=f"{reason.strip('.')}\\. Without network"):
         load_config("someone/model")
+
+
+def with_config(folder: Path, **changes: Any) -> str:
+    """Save a model of two layers, then change its config.json."""
+    model = random_model(folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return model
+
+
+def test_load_names_weight_whose_shape_is_not_that_of_config(tmp_path: Path) -> None:
+    model = with_config(tmp_path, intermediate_size=96)
+    with pytest.raises(ModelError, match=r"6 weights .*mlp.*: stored \(.*\), expected .*96"):
+        load_model(model)
+
+
+def test_load_warns_when_config_has_fewer_layers_than_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = with_config(tmp_path, num_hidden_layers=1, layer_types=None)
+    load_model(model)
+    load_model(model)
+    assert caplog.text.count("does not use 12 of the stored weights") == 1
+    assert "'model.layers.1.input_layernorm.weight'" in caplog.text
+
+
+def test_shape_has_largest_size_when_layers_differ() -> None:
+    more = {"head_dim": 8, "global_head_dim": 16, "vocab_size": 64, "num_hidden_layers": 2}
+    config = CONFIG_MAPPING["gemma4_text"](**SHAPE | more)
+    assert model_shape(config).head_dim == 16

@@ -84,6 +84,7 @@ TRL = {
     "GRPOTrainer.train": "self, resume_from_checkpoint=None",
     "GRPOTrainer.evaluate": "self, eval_dataset=None, metric_key_prefix='eval'",
     "GRPOTrainer.save_model": "self, output_dir=None, _internal_call=False",
+    "GRPOTrainer.add_callback": "self, callback",
     "GRPOTrainer.save_state": "self",
     "GRPOTrainer.save_metrics": "self, split, metrics",
     "GRPOTrainer.log_metrics": "self, split, metrics",

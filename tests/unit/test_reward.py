@@ -53,7 +53,7 @@ async def test_open_reward_finds_verifier_by_name() -> None:
     ("name", "row", "message"),
     [
         ("exact", {}, "the row has no 'answer' to compare with"),
-        ("boxed", {"answer": None}, "the row has no 'answer' to compare with"),
+        ("boxed", {"answer": None}, r"row\['answer'\] is None; expected text or a number"),
         ("tagged", {"answer": ["a", "b"]}, r"row\['answer'\] is list; expected text or a number"),
         ("last_number", {"answer": "none"}, "contains no number"),
     ],

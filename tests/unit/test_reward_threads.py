@@ -282,6 +282,31 @@ async def test_callable_reward_may_be_class_whose_instance_is_async() -> None:
         assert [await score(reward, "a"), await score(reward, "b")] == [[1.0], [2.0]]
 
 
+class NeedsModel:
+    def __init__(self, model: str) -> None:
+        self.model = model
+
+    def __call__(self, completion: str, row: Row) -> float:
+        return 1.0
+
+
+@in_loop
+async def test_class_is_rejected_when_it_needs_arguments() -> None:
+    with pytest.raises(ConfigError, match=r"NeedsModel\(\) raised TypeError.*pass an instance"):
+        await open_reward(RewardSettings(), None, NeedsModel)
+
+
+@in_loop
+async def test_function_that_sets_signal_is_referred_to_a_file() -> None:
+    def limited(completion: str, row: Row) -> float:
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        return 1.0
+
+    async with opened(limited) as reward:
+        with pytest.raises(RewardError, match=r"main thread.*reward='file\.py:function'"):
+            await score(reward, "a")
+
+
 @in_loop
 async def test_callable_reward_may_be_lambda_that_returns_coroutine() -> None:
     async with opened(lambda completion, row: waiting(completion, row)) as reward:

@@ -11,6 +11,7 @@ from paceline.cli import app
 from paceline.config import RunConfig, load_config
 from paceline.errors import ConfigError
 from paceline.translate.hydra import read_overrides, read_script
+from paceline.translate.source import PROGRAM
 from paceline.translate.toml import recipe_text
 from paceline.translate.verl import translate
 
@@ -479,3 +480,25 @@ def test_recipe_has_remark_when_value_is_a_date() -> None:
     values = read_overrides(["trainer.comment=2026-11-18"])
     text = recipe_text(translate(values, {}), values, "a script")
     assert '#   trainer.comment = "2026-11-18": Paceline has no use for it' in text
+
+
+def test_references_inside_of_path_are_resolved() -> None:
+    values = {
+        "trainer.project_name": "math",
+        "trainer.experiment_name": "small",
+        "trainer.default_local_dir": "ckpt/${trainer.project_name}/${trainer.experiment_name}",
+    }
+    translation = translate(values, {})
+    assert translation.settings["run_dir"] == "ckpt/math/small"
+    assert "trainer.default_local_dir" not in translation.notes
+
+
+def test_options_of_hydra_are_ignored_with_remark() -> None:
+    translation = translate({"--config-name": "ppo_megatron_trainer.yaml"}, {})
+    assert not translation.missing
+    assert "give it to `paceline translate`" in translation.notes["--config-name"]
+
+
+def test_script_may_have_comments_between_lines_of_command() -> None:
+    script = "main_ppo a.b=1 `# the first` \\\n  c.d=2\n"
+    assert read_script(script) == {"a.b": 1, "c.d": 2, PROGRAM: "main_ppo"}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError, DataError, PacelineError
 from paceline.trl import GRPOConfig, GRPOTrainer
 from paceline.trl.callbacks import Callbacks
 from paceline.trl.history import TrainerState
@@ -166,6 +166,35 @@ def test_callback_is_rejected_when_its_event_never_comes(tmp_path: Path, model: 
         make_trainer(tmp_path, model, callbacks=[Saves()])
 
 
+class NeedsModel:
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+        pass
+
+
+def test_callback_is_rejected_when_it_needs_more_arguments(tmp_path: Path, model: str) -> None:
+    with pytest.raises(ConfigError, match=r"NeedsModel\.on_step_end .*'model'; give other"):
+        make_trainer(tmp_path, model, callbacks=[NeedsModel()])
+
+
+class CountsSteps:
+    steps = 0
+
+    def on_step_end(self, *_: Any) -> None:
+        self.steps += 1
+
+
+def test_callback_is_called_when_it_is_added_later(tmp_path: Path, model: str) -> None:
+    trainer, callback = make_trainer(tmp_path, model), CountsSteps()
+    trainer.add_callback(callback)
+    trainer.train()
+    assert callback.steps == 2
+
+
+def test_arguments_of_another_class_are_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"args is builtins\.dict; expected a GRPOConfig"):
+        GRPOTrainer("model", variety, args={"max_steps": 1}, train_dataset=ROWS)  # type: ignore[arg-type]
+
+
 def test_evaluate_scores_the_trained_model(tmp_path: Path, model: str) -> None:
     chosen = {"eval_dataset": ROWS[:2], "num_generations_eval": 2, "learning_rate": 0.1}
     trainer = make_trainer(tmp_path, model, **chosen)
@@ -238,12 +267,30 @@ def test_argument_without_counterpart_is_rejected_by_name(argument: str, value: 
         ([], "no rows"),
         ([{"question": "?"}], "no column 'prompt', but question"),
         ({"train": [{"prompt": "?"}]}, "has the splits 'train'; pass one of them"),
+        ("owner/name", "the dataset is the text 'owner/name'; expected rows"),
+        (["a prompt"], "a row of the dataset is str; expected a dict"),
     ],
 )
 def test_dataset_without_prompts_is_rejected(
     tmp_path: Path, model: str, rows: Any, problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
+        make_trainer(tmp_path, model, train_dataset=rows).train()
+
+
+@pytest.mark.parametrize("row", [{"text": "?"}, {"prompt": None}, {"prompt": [{"role": "user"}]}])
+def test_unusable_row_is_named_when_it_is_not_the_first(
+    tmp_path: Path, model: str, row: dict[str, Any]
+) -> None:
+    with pytest.raises(DataError, match=r"1 of 7 rows .*\n  row 7: "):
+        make_trainer(tmp_path, model, train_dataset=[*ROWS, row]).train()
+
+
+def test_chat_prompts_are_rejected_when_model_has_no_template(tmp_path: Path, model: str) -> None:
+    tokenizer_config = Path(model, "tokenizer_config.json")
+    tokenizer_config.with_name("chat_template.jinja").unlink(missing_ok=True)
+    rows = [{"prompt": [{"role": "user", "content": "?"}]}]
+    with pytest.raises(ConfigError, match="tokenizer has no chat template"):
         make_trainer(tmp_path, model, train_dataset=rows).train()
 
 
