@@ -185,8 +185,8 @@ def make_instance(function: Callable[..., Any], name: str) -> Callable[..., Any]
         return instance(function)
     except Exception as e:
         raise RewardFunctionError(
-            f"{name}() raised {describe_error(e, MAX_SHOWN)}{_line(e, function)}; expected a function, or a class without arguments. If the "
-            "class needs some, pass an instance of it"
+            f"{name}() raised {describe_error(e, MAX_SHOWN)}{_line(e, function)}; expected a "
+            "function, or a class without arguments. If the class needs some, pass an instance"
         ) from e
 
 
