@@ -64,10 +64,6 @@ class Prompt:
     text: str
     row: Mapping[str, Any]  # the fields of the dataset row, for the reward function
 
-    def own_row(self) -> dict[str, Any]:
-        """Return a copy of the row for user code, which may change it."""
-        return copied_row(self.row)
-
 
 def copied_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a row with copies of the dicts and lists in it.

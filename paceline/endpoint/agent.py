@@ -31,7 +31,7 @@ from paceline.errors import ConfigError, PacelineError, RolloutError
 from paceline.plugins import Plugin, PluginError, accepted
 from paceline.printable import describe_error
 from paceline.reward.function import RewardFunctionError, as_optional_reward, is_async
-from paceline.types import Completion, Prompt, Sampling, Trajectory
+from paceline.types import Completion, Prompt, Sampling, Trajectory, copied_row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -141,7 +141,7 @@ class AgentProgram:
         available: dict[str, Any] = {
             # Copies share the connections, because opening the client takes long.
             "client": self._client and self._client.with_options(api_key=key),
-            "row": prompt.own_row(),
+            "row": copied_row(prompt.row),
             "env": _variables(server.url, key),
         }
         play = partial(self._play, **{name: available[name] for name in self._parameters})

@@ -25,7 +25,16 @@ from paceline.environment.token_stream import ChatTemplate, Tokens
 from paceline.environment.user_code import is_failure, line_of
 from paceline.errors import PacelineError, RolloutError
 from paceline.printable import describe_error
-from paceline.types import MAX_REWARD, Completion, End, Finish, Prompt, Trajectory, Turn
+from paceline.types import (
+    MAX_REWARD,
+    Completion,
+    End,
+    Finish,
+    Prompt,
+    Trajectory,
+    Turn,
+    copied_row,
+)
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +189,7 @@ class Conversation:
 
 
 async def _reset(environment: Environment, prompt: Prompt) -> list[Message] | None:
-    return first_messages(await environment.reset(prompt.own_row()))
+    return first_messages(await environment.reset(copied_row(prompt.row)))
 
 
 async def _closed(environment: Environment) -> None:

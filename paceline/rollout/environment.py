@@ -28,7 +28,7 @@ from paceline.environment.user_code import is_failure, line_of
 from paceline.errors import ConfigError, PacelineError, RolloutError
 from paceline.plugins import PluginError
 from paceline.printable import describe_error
-from paceline.types import MAX_REWARD, Completion, Prompt, Trajectory, Turn
+from paceline.types import MAX_REWARD, Completion, Prompt, Trajectory, Turn, copied_row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -89,7 +89,7 @@ class CustomEnvironment:
             return completion
 
         try:
-            given = replace(prompt, row=prompt.own_row())
+            given = replace(prompt, row=copied_row(prompt.row))
             result = await self._environment.run(given, recorded)
         except PacelineError:
             raise

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -61,7 +62,8 @@ class ColumnReward:
     ) -> list[float | None]:
         function, accepted = self._functions[name], self._accepted[name]
         chosen = {key: value for key, value in given.items() if not accepted or key in accepted}
-        returned: list[Any] = []  # the last is the result; a call may be repeated
+        # The last is the result; a call may be repeated. The call gets a copy of lists in its row.
+        returned = deque[Any](maxlen=1)
         row = {"function": function, "arguments": chosen, "returned": returned}
         call = replace(prompt, row=row)
         if is_async(function):
