@@ -87,7 +87,7 @@ def test_plan_probe_proposes_a_run_that_compares_itself(tmp_path: Path) -> None:
     settings = [*SMALL, f"run_dir={tmp_path / 'run'}", "steps=8"]
     code, output = run("plan", "recipes/hybrid.toml", *settings, "--probe", "--costs", str(path))
     assert code == 0, output
-    assert "decode step: " in output and "proposal: " in output
+    assert "decode step by sequences: " in output and "proposal: " in output
     command = shlex.split(output.splitlines()[-1])
     assert command[:2] == ["paceline", "train"]
     code, output = run(*command[1:])
