@@ -4,6 +4,6 @@ from pathlib import Path
 
 
 def rewrite(path: Path, content: bytes) -> None:
-    """Write a file anew: ext4 waits for the disk, some milliseconds, when one is overwritten."""
+    """Replace a file by a new one: overwriting waits for the disk on ext4, some milliseconds."""
     path.unlink(missing_ok=True)
     path.write_bytes(content)

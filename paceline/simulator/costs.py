@@ -5,7 +5,7 @@ import math
 from bisect import bisect_left
 from pathlib import Path
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from paceline.errors import ConfigError
 from paceline.settings import Settings
@@ -20,8 +20,9 @@ class CostModel(Settings):
     decode_sequence_s: float = Field(1.7e-6, ge=0)
     """Seconds that each live sequence adds to a decode step."""
     decode_points: tuple[tuple[int, float], ...] = ()
-    """Measured decode steps as (sequences, seconds) without a KV cache, in ascending order. Other
-    numbers of sequences are interpolated; decode_step_s and decode_sequence_s do not count then."""
+    """Measured decode steps as (sequences, seconds) without a KV cache. Other numbers of sequences
+    are interpolated, and more of them cost as much each as between the first and the last point;
+    decode_step_s and decode_sequence_s do not count then."""
     decode_context_s: float = Field(2.8e-9, ge=0)
     """Seconds that each token in the KV cache adds to a decode step."""
     prefill_token_s: float = Field(1.4e-6, ge=0)
@@ -65,6 +66,13 @@ class CostModel(Settings):
     fit_error: float | None = Field(None, ge=0)
     """Mean relative error of the fit, if the costs were measured."""
 
+    @field_validator("decode_points")
+    @classmethod
+    def _ascending(cls, points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+        if any(seconds < 0 for _, seconds in points):
+            raise ValueError("seconds of a decode step are below 0")
+        return tuple(sorted(points))
+
     def burst_s(self, steps: int, sequences: int, context: int) -> float:
         """Return the seconds of some decode steps. Every step adds a token per sequence."""
         first = self._step_s(sequences, context)
@@ -96,8 +104,10 @@ class CostModel(Settings):
         if not points:
             return self.decode_step_s + self.decode_sequence_s * sequences
         right = bisect_left(points, (sequences, 0.0))
-        if right == len(points):
-            return points[-1][1]
+        if right == len(points):  # neighbors are too close together to tell the direction
+            (first, first_s), (last, last_s) = points[0], points[-1]
+            each = max(0.0, last_s - first_s) / max(1, last - first)
+            return last_s + each * (sequences - last)
         if right == 0 or points[right][0] == sequences:
             return points[right][1]
         (low, low_s), (high, high_s) = points[right - 1 : right + 1]

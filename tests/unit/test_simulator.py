@@ -66,9 +66,15 @@ def test_steps_within_inverts_burst(context_s: float) -> None:
 
 
 def test_decode_step_is_interpolated_between_measured_points() -> None:
-    costs = priced(decode_points=((1, 0.5), (16, 0.8), (32, 1.2)), decode_context_s=0.001)
-    steps = [costs.burst_s(1, n, 100) for n in (1, 16, 24, 32, 64)]
-    assert steps == pytest.approx([0.6, 0.9, 1.1, 1.3, 1.3])
+    costs = priced(decode_points=((1, 0.5), (16, 0.8), (33, 1.2)), decode_context_s=0.001)
+    steps = [costs.burst_s(1, n, 100) for n in (1, 4, 16, 33)]
+    assert steps == pytest.approx([0.6, 0.66, 0.9, 1.3])
+
+
+def test_more_sequences_than_measured_cost_more() -> None:
+    """A plan compares modes with more slots than the recipe that was probed."""
+    costs = CostModel(decode_points=((33, 1.3), (1, 0.5), (32, 1.3)), decode_context_s=0.0)
+    assert costs.burst_s(1, 65, 0) == pytest.approx(1.3 + 32 * 0.8 / 32)
 
 
 def test_costs_are_equal_after_writing_and_reading(tmp_path: Path) -> None:
