@@ -5,6 +5,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,12 @@ class Task:
 
 
 def sums(count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield sums of two numbers, all different."""
-    numbers, seen = random.Random(seed), set()
-    while len(seen) < count:
-        terms = tuple(numbers.randint(2, 99) for _ in range(2))
-        if terms not in seen:
-            seen.add(terms)
-            text = " + ".join(map(str, terms))
-            yield {"prompt": f"What is {text}? Answer with the number.", "answer": str(sum(terms))}
+    """Yield different sums of two numbers, so small that a small model sometimes solves them."""
+    pairs = list(product(range(2, 31), repeat=2))
+    random.Random(seed).shuffle(pairs)
+    for first, second in pairs[:count]:
+        text = f"What is {first} + {second}? Answer with the number."
+        yield {"prompt": text, "answer": str(first + second)}
 
 
 TASKS = {
@@ -133,7 +132,8 @@ def read(task: Task, train: Path | None, test: Path | None, limit: int | None) -
         ]
         return made[0], made[1][:limit]
     rows = list(task.rows(9000, 0))
-    return rows[1000:], rows[:1000][:limit]
+    held_out = min(1000, len(rows) // 4)
+    return rows[held_out:], rows[:held_out][:limit]
 
 
 def messages(row: Mapping[str, Any], settings: Mapping[str, Any]) -> list[dict[str, str]]:
