@@ -45,11 +45,6 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self._matrix(x.dtype), self.bias)
 
-    def transposed(self, x: Tensor) -> Tensor:
-        """Return self(x).t(), contiguous."""
-        found = torch.mm(self._matrix(x.dtype), x.t())
-        return found if self.bias is None else found.add_(self.bias.unsqueeze(1))
-
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         """Compute residual += self(x) without a temporary result."""
         residual.addmm_(x, self._matrix(x.dtype).t())

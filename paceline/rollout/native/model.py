@@ -212,15 +212,8 @@ class Decoder:
         return rotated[:, : self.heads], kv
 
     def _mlp(self, layer: Layer, x: Tensor) -> None:
-        normed = self._norm(x, layer.mlp_norm)
-        if x.dtype == torch.float32 and len(x) > 1:
-            # As rows of the left matrix, the many outputs are better divided among the cores of a
-            # CPU than the few tokens. The halves are also contiguous.
-            gate, up = layer.gate_up.transposed(normed).chunk(2)
-            layer.down.add_to(x, F.silu(gate).mul_(up).t())
-        else:
-            gate, up = layer.gate_up(normed).chunk(2, -1)
-            layer.down.add_to(x, F.silu(gate).mul_(up))
+        gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, -1)
+        layer.down.add_to(x, F.silu(gate).mul_(up))
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         if x.dtype != torch.float32:
