@@ -46,9 +46,8 @@ class Linear:
         return nn.functional.linear(x, self._matrix(x.dtype), self.bias)
 
     def transposed(self, x: Tensor) -> Tensor:
-        """Return self(x).t(), contiguous."""
-        found = torch.mm(self._matrix(x.dtype), x.t())
-        return found if self.bias is None else found.add_(self.bias.unsqueeze(1))
+        """Return self(x).t() without the bias, contiguous."""
+        return torch.mm(self._matrix(x.dtype), x.t())
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         """Compute residual += self(x) without a temporary result."""

@@ -182,6 +182,33 @@ def test_norm_of_row_has_same_bits_in_any_batch() -> None:
         assert torch.equal(decoder._norm(rows[n : 2 * n], weight), together[n : 2 * n])
 
 
+@pytest.mark.parametrize("size", [48, 64])
+@pytest.mark.parametrize("bias", [False, True])
+def test_mlp_of_row_has_same_bits_in_batches_in_which_its_matmuls_have(
+    size: int, bias: bool
+) -> None:
+    """Which these are depends on the BLAS library: with MKL and one thread, those of 4 rows."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**SHAPE | {"intermediate_size": size, "mlp_bias": bias})
+    weights = DecoderWeights.from_module(LlamaForCausalLM(config), share=False)
+    decoder, layer = Decoder(config, weights, slots=4, max_length=8), weights.layers[0]
+    rows = torch.randn(100, config.hidden_size)
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        gate, up = layer.gate_up(decoder._norm(x, layer.mlp_norm)).chunk(2, -1)
+        layer.down.add_to(x := x.clone(), torch.nn.functional.silu(gate) * up)
+        return x
+
+    def computed(x: torch.Tensor) -> torch.Tensor:
+        decoder._mlp(layer, x := x.clone())
+        return x
+
+    torch.testing.assert_close(computed(rows), plain(rows))
+    for n in range(1, 40):
+        if torch.equal(plain(rows[:n]), plain(rows)[:n]):
+            assert torch.equal(computed(rows[:n]), computed(rows)[:n]), n
+
+
 def test_same_calls_give_same_bits() -> None:
     module = build()
     first, second = (run(engine_of(module, slots=5), requests(12)) for _ in range(2))

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from paceline.model.fp8 import rounded
 from paceline.model.shape import head_dim
-from paceline.model.weights import DecoderWeights, Layer
+from paceline.model.weights import DecoderWeights, Layer, Linear
 
 WINDOW = 16  # attention spans a multiple of this many positions
 LONG_ROW = 3  # cost of a position of a row that attends by itself, compared with the other rows
@@ -213,7 +213,7 @@ class Decoder:
 
     def _mlp(self, layer: Layer, x: Tensor) -> None:
         normed = self._norm(x, layer.mlp_norm)
-        if x.dtype == torch.float32 and len(x) > 1:
+        if _has_same_bits_transposed(layer.gate_up, x):
             # As rows of the left matrix, the many outputs are better divided among the cores of a
             # CPU than the few tokens. The halves are also contiguous.
             gate, up = layer.gate_up.transposed(normed).chunk(2)
@@ -229,3 +229,13 @@ class Decoder:
         # to the last bit.
         squares = torch.linalg.vector_norm(x, 2, -1, True).square_()
         return (x * self.eps_tensor.add(squares, alpha=1 / x.shape[1]).rsqrt_()).mul_(weight)
+
+
+def _has_same_bits_transposed(gate_up: Linear, x: Tensor) -> bool:
+    """Return whether gate and up have the same bits if they are computed transposed.
+
+    If not, the bits of a token would depend on batch composition. With few columns, MKL adds in
+    another order. silu rounds otherwise at the end of a matrix, where no whole vector is left.
+    """
+    few, whole = len(x) < 16, len(gate_up.weight) % 64 == 0
+    return x.dtype == torch.float32 and not few and whole and gate_up.bias is None
