@@ -177,7 +177,9 @@ class Stopping:
         `finish` shows the results of a run that was not interrupted. A run of this program in the
         same directory that is about to end, as after `break`, is waited for.
         """
-        Background.wait_for_ending(run_dir)
+        with closing:
+            Background.wait_for_ending(run_dir)
+            closing = closing.pop_all()
 
         async def run() -> Run:
             with closing:

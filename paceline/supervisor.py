@@ -58,7 +58,9 @@ class Supervisor:
         """Run `first`, then `again` as long as a restart may help; return the exit code."""
         loop = asyncio.get_running_loop()
         for number in STOPPING:
-            loop.add_signal_handler(number, self._forward, number)
+            # nohup ignores SIGHUP. SIGINT, which shells ignore in background jobs, gets a handler.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, self._forward, number)
         loop.add_signal_handler(signal.SIGTSTP, self._suspend)
         saved, used, attempt, step = saved_step(self._run_dir), 0, 1, last_step(self._run_dir)
         code = await self._attempt(first, {})

@@ -2,8 +2,9 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+import signal
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,22 @@ def worker_pids(run_dir: Path) -> dict[str, int]:
         if log.parent == logs:
             found[log.stem] = process.pid
     return found
+
+
+@contextmanager
+def nohup() -> Iterator[None]:
+    """Let processes that are started here ignore SIGHUP, as the command nohup does."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def ignores(number: signal.Signals, status: str) -> bool:
+    """Return whether the process with this text of /proc/*/status ignores a signal."""
+    (mask,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:"))
+    return bool(int(mask, 16) >> number - 1 & 1)
 
 
 def listening(pids: Iterable[int]) -> set[str]:

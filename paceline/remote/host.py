@@ -257,10 +257,11 @@ def main() -> None:
     end_with_parent(int(sys.argv[2]))
     # The controller stops the workers in order. Schedulers send SIGTERM to all processes, and a
     # terminal that is closed SIGHUP. They get a function instead of SIG_IGN, which processes that
-    # this one starts would inherit.
+    # this one starts would inherit. With nohup, they should.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
     write_stacks_on_signal()
     log_to_stderr()
     channel = PipeChannel(Connection(int(sys.argv[1])))

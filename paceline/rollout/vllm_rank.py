@@ -253,6 +253,7 @@ class VllmRank:
         except Exception:
             # vLLM keeps what has arrived of a layer and would add it to that of the next load.
             with contextlib.suppress(Exception):
+                self._engine.collective_rpc(_forget_arrived)
                 self._reload(iter(()))
             raise
         if torch.cuda.is_available():
@@ -284,3 +285,16 @@ class VllmRank:
     def held_bytes(self) -> int:
         """Return the device memory of weights and KV cache."""
         return sum(size for part, size in self._bytes.items() if part not in self._asleep)
+
+
+def _forget_arrived(worker: Any) -> None:
+    """Have the next reload restore layers that are incomplete, instead of loading their tensors.
+
+    A tensor whose load has failed would fail again, and vLLM would not come to the other layers.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for layer in worker.get_model().modules():
+        info = get_layerwise_info(layer)
+        info.loaded_weights.clear()
+        info.load_numel = 0

@@ -10,12 +10,15 @@ import textwrap
 import threading
 import time
 import traceback
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from paceline import background
 from paceline.background import Background
+from paceline.job import Stopping
 from tests.fault_report import Fault
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +58,23 @@ def test_cancel_waits_for_clean_up() -> None:
     assert cleaned.is_set()
     with pytest.raises(asyncio.CancelledError):
         running.result()
+
+
+def test_terminal_is_closed_when_wait_for_ending_run_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(key: str) -> None:
+        raise KeyboardInterrupt
+
+    async def never() -> dict[str, Any]:
+        raise AssertionError("the run has started")
+
+    monkeypatch.setattr(Background, "wait_for_ending", interrupt)
+    closed, closing = threading.Event(), ExitStack()
+    closing.callback(closed.set)
+    with pytest.raises(KeyboardInterrupt):
+        Stopping(asyncio.Event(), 1.0).in_background("runs/a", never, closing, None)
+    assert closed.is_set()
 
 
 def test_cancelled_caller_cancels_coroutine() -> None:

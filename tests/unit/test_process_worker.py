@@ -4,8 +4,9 @@ import asyncio
 import os
 import resource
 import signal
+import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from paceline.errors import WorkerDied
 from paceline.remote.process import describe_exit
 from tests.event_loops import in_loop
 from tests.fault_report import Fault
-from tests.processes import children, started
+from tests.processes import children, ignores, nohup, started
 
 
 def fail() -> None:
@@ -31,6 +32,10 @@ class Part:
     def reply(self) -> Unreadable:
         return Unreadable()
 
+    def status_of_process(self) -> str:
+        """Return the status of a process that this one starts."""
+        return subprocess.check_output(["cat", "/proc/self/status"], text=True)
+
 
 def build() -> Mapping[str, Any]:
     return {"part": Part()}
@@ -42,6 +47,15 @@ async def test_worker_dies_with_reason_when_reply_cannot_be_unpickled(tmp_path: 
         with pytest.raises(WorkerDied, match="worker 'odd' died: ValueError: cannot be unpickled"):
             await worker.call("part", "reply")
     assert not children()
+
+
+@in_loop
+async def test_processes_of_worker_ignore_sighup_with_nohup_only(tmp_path: Path) -> None:
+    for name, context in {"usual": nullcontext(), "nohup": nohup()}.items():
+        with context:
+            async with started(build, tmp_path / name) as worker:
+                status = await worker.call("part", "status_of_process")
+        assert ignores(signal.SIGHUP, status) == (name == "nohup")
 
 
 @in_loop

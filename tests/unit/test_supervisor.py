@@ -21,6 +21,7 @@ from paceline.cli.train import _how_to_resume
 from paceline.config import load_config
 from paceline.supervisor import SUPERVISOR, Supervisor, last_step, saved_step
 from tests.fault_report import Fault
+from tests.processes import ignores, nohup
 
 ROOT = Path(__file__).parents[2]
 # Every attempt makes a step. `acts` has one entry per attempt: an exit code, a signal such as "-9",
@@ -197,6 +198,16 @@ def test_sigterm_is_forwarded_and_ends_supervision(tmp_path: Path, fault: Fault)
     fault.detected()
     assert process.returncode == 143 and output.count("restart") == 1
     assert len(list(tmp_path.glob("attempt*"))) == 2
+
+
+def test_supervisor_and_run_ignore_sighup_with_nohup(tmp_path: Path) -> None:
+    with nohup():
+        process = start(tmp_path, "wait")
+    wait_for(tmp_path / "attempt0", process)
+    for each in (process.pid, *(child.pid for child in psutil.Process(process.pid).children())):
+        assert ignores(signal.SIGHUP, Path(f"/proc/{each}/status").read_text())
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == 143
 
 
 def test_signal_during_delay_ends_supervision(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Weights that reach the leader of an engine over the network: each rank gets only its shard."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from paceline.errors import SyncError
 from paceline.remote.process import process_group
 from paceline.remote.worker import Worker
 from paceline.rollout.client import EngineClient
+from paceline.rollout.shards import Shard
 from paceline.rollout.tensor_parallel import Follower
 from paceline.sync.block import WeightBlock, block_size, layout_of
 from paceline.sync.shared_memory import BlockTarget
@@ -27,7 +29,7 @@ from paceline.workers.build import build_parts, first_rank_only
 from tests.vllm.faults import received_parts
 
 VOCABULARY, HEAD = 256, 32  # vLLM on CPUs needs heads of at least 32
-# nan in it makes the second rank fail, between two parts of a layer
+# nan in it makes the second rank fail between two parts of a layer, infinity while it loads one
 FAILS = "model.layers.0.self_attn.v_proj.weight"
 
 
@@ -50,7 +52,7 @@ class Probe:
 
 
 def build(roles: Sequence[Role], config: RunConfig, path: str, threads: int) -> Mapping[str, Any]:
-    """Build an engine whose second rank cannot load nan."""
+    """Build an engine whose second rank cannot load nan and infinity."""
     parts = build_parts(roles, config, path, threads)
     rollout = parts[Role.ROLLOUT]
     if not isinstance(rollout, Follower):
@@ -59,8 +61,11 @@ def build(roles: Sequence[Role], config: RunConfig, path: str, threads: int) -> 
 
     def checked(named: tuple[str, Tensor]) -> tuple[str, Tensor]:
         name, tensor = named
-        if name == FAILS and any(part.isnan().any() for part in received_parts(tensor)):
+        parts = received_parts(tensor) if name == FAILS else []
+        if any(part.isnan().any() for part in parts):
             raise ValueError(f"nan in {name}")
+        if any(part.isinf().any() for part in parts) and isinstance(tensor, Shard):
+            tensor._source._parts.clear()  # type: ignore[attr-defined]
         return named
 
     rollout._load = lambda incoming: load(map(checked, incoming))  # type: ignore[method-assign]
@@ -184,7 +189,17 @@ def test_rank_receives_only_its_shard_and_engine_generates_the_same(
     asyncio.run(scenario())
 
 
-def test_failing_load_of_one_rank_raises_and_the_next_succeeds(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "problem"),
+    [
+        (torch.nan, f"rank 1: ValueError: nan in {FAILS}"),
+        (torch.inf, f"rank 1: SyncError: {FAILS}: the loader did not do the same"),
+    ],
+    ids=["between tensors", "in a tensor"],
+)
+def test_failing_load_of_one_rank_raises_and_the_next_succeeds(
+    number: float, problem: str, tmp_path: Path
+) -> None:
     async def scenario() -> None:
         async with (
             asyncio.timeout(240),
@@ -196,12 +211,14 @@ def test_failing_load_of_one_rank_raises_and_the_next_succeeds(tmp_path: Path) -
             norm = it.model.get_parameter(FAILS)
             with torch.no_grad():
                 kept = norm.clone()
-                norm.fill_(torch.nan)
-                with pytest.raises(SyncError, match=f"rank 1: ValueError: nan in {FAILS}"):
+                norm.fill_(number)
+                with pytest.raises(SyncError, match=problem):
                     await it.load()
                 norm.copy_(kept)
             await it.load()  # from the file
-            assert await it.load() == shard
+            # All of a tensor of which the rank has read other elements than before.
+            added = kept.nbytes // 2 if math.isinf(number) else 0
+            assert await it.load() == shard + added
             assert await it.generate() == expected
 
     asyncio.run(scenario())
