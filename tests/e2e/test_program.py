@@ -208,6 +208,8 @@ def test_evaluate_scores_rows_with_function_of_program(small: dict[str, Any]) ->
         ({"data": [{"question": "1"}], "reward": score}, "data.prompt_key=question"),
         ({"data": [], "reward": score}, "no usable rows"),
         ({"data": {"prompt": ["a", "b"]}, "reward": score}, "rows as a list of dicts"),
+        ({"data": {"promptkey": "x"}}, "did you mean 'data.prompt_key'?"),
+        ({"data": {"train_files": "nothing.jsonl"}, "reward": "exact"}, "nothing.jsonl"),
         ({"model": torch.nn.Linear(1, 1)}, "an object of the class Linear"),
         ({"data": ROWS}, "reward.function"),
         ({"data": ROWS, "reward": [score], "reward.weights": [1, 2]}, "reward.weights"),
