@@ -37,7 +37,6 @@ Rewards: TypeAlias = (
 
 POLL_INTERVAL_S = 0.02  # of asynchronous iteration over steps
 ORIGINS = ("task", "path", "source")
-COLUMNS = ("prompt", "messages", "completion", "question", "answer")  # usual ones of rows
 HUB_DATASET = re.compile(r"[\w.-]+/[\w.-]+(:[\w.\[\]%-]+)?")
 
 
@@ -365,7 +364,9 @@ def _select_data(data: Data | None, values: dict[str, Any], section: str = "data
 
 def _check_section(data: Mapping[Any, Any], section: str) -> None:
     """Raise ConfigError for a row, or for columns, in place of settings of the section."""
-    if found := [name for name in COLUMNS if name in data]:
+    from paceline.data.rows import LIKELY_PROMPT_KEYS
+
+    if found := [name for name in LIKELY_PROMPT_KEYS if name in data]:
         raise ConfigError(
             f"{section} is a dict with {', '.join(map(repr, found))}: expected settings of the "
             f"section {section}, or rows as a list of dicts: [{{'prompt': ...}}, ...]"
