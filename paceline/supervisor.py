@@ -58,7 +58,8 @@ class Supervisor:
         """Run `first`, then `again` as long as a restart may help; return the exit code."""
         loop = asyncio.get_running_loop()
         for number in STOPPING:
-            loop.add_signal_handler(number, self._forward, number)
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                loop.add_signal_handler(number, self._forward, number)
         loop.add_signal_handler(signal.SIGTSTP, self._suspend)
         saved, used, attempt, step = saved_step(self._run_dir), 0, 1, last_step(self._run_dir)
         code = await self._attempt(first, {})
@@ -122,6 +123,8 @@ class Supervisor:
             file.write(json.dumps(event | {"step": last_step(self._run_dir)}) + "\n")
 
     def _forward(self, number: int) -> None:
+        if number == signal.SIGHUP and self._stopped_by is not None:
+            return  # the kernel and the shell both send it when a terminal is closed
         self._stopped_by = number
         self._stop.set()
         if self._child is not None:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -197,6 +198,36 @@ def test_sigterm_is_forwarded_and_ends_supervision(tmp_path: Path, fault: Fault)
     fault.detected()
     assert process.returncode == 143 and output.count("restart") == 1
     assert len(list(tmp_path.glob("attempt*"))) == 2
+
+
+def test_hangup_is_forwarded_once_when_kernel_and_shell_send_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, sent = Supervisor(tmp_path, 3, print), list[int]()
+    monkeypatch.setattr(watch, "_child", SimpleNamespace(send_signal=sent.append))
+    for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):
+        watch._forward(number)
+    assert len(sent) == 2, "the second signal ends the run at once"
+
+
+def test_hangup_does_not_end_run_that_nohup_started(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), "wait"]
+
+    async def run() -> int:
+        watch = Supervisor(tmp_path, 3, print)
+        watching = asyncio.create_task(watch.run(command, command))
+        while not (tmp_path / "attempt0").exists():
+            await asyncio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert watch._child is not None
+        watch._child.terminate()
+        return await watching
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        assert asyncio.run(run()) == 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_signal_during_delay_ends_supervision(tmp_path: Path) -> None:
