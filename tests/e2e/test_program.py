@@ -110,6 +110,15 @@ def test_run_stays_in_its_directory_when_program_changes_directory(
     assert not list(Path.cwd().iterdir())
 
 
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def raise_speechless() -> None:
+    raise Speechless
+
+
 class WrongReward:
     def __init__(self, scores: Any) -> None:
         self._scores = scores
@@ -129,6 +138,7 @@ class WrongReward:
         ([1e19, 0.0], r"returned 1e\+19; expected at most 1e\+18"),
         (None, "raised TypeError"),
         (lambda: 1 / 0, "raised ZeroDivisionError: division by zero"),
+        (raise_speechless, "raised Speechless: .its text cannot be shown"),
     ],
 )
 def test_wrong_result_of_reward_object_ends_run(
