@@ -32,6 +32,7 @@ from paceline.remote.message import Deferred
 from paceline.remote.process import ProcessWorker
 from paceline.rollout.service import RolloutService
 from paceline.sync.collective import BroadcastGroup, Collective
+from paceline.sync.meeting import Meeting
 from paceline.sync.shared_memory import SharedMemory
 from paceline.sync.stream import Stream
 from paceline.sync.transport import SOURCE, TARGET, WeightSource
@@ -44,6 +45,7 @@ TRANSPORTS: dict[str, Any] = {
 }
 MB = 1_000_000
 TENSOR = 1 << 20  # elements per tensor
+TOKEN = bytes(32)  # of the raw broadcast
 
 Workers = tuple[ProcessWorker, list[ProcessWorker]]
 
@@ -89,7 +91,7 @@ class Raw:
         self._shared: Tensor | None = None
         self._socket = socket.create_server(("127.0.0.1", 0))
         self._group: BroadcastGroup | None = None
-        self._store: Any = None
+        self._meeting: Meeting | None = None
 
     def port(self) -> int:
         return int(self._socket.getsockname()[1])
@@ -122,12 +124,11 @@ class Raw:
         self._data.copy_(self._shared)
 
     def store(self) -> int:
-        distributed: Any = torch.distributed
-        self._store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        return int(self._store.port)
+        self._meeting = Meeting("127.0.0.1", TOKEN)
+        return self._meeting.address[1]
 
     def join(self, port: int, rank: int, size: int) -> None:
-        self._group = BroadcastGroup(("127.0.0.1", port), 0, rank, size)
+        self._group = BroadcastGroup(("127.0.0.1", port), TOKEN, 0, rank, size)
 
     def broadcast(self, send: bool) -> None:
         assert self._group

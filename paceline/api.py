@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, cast
 
 from paceline.background import SIGNAL_INTERVAL_S, Background
-from paceline.config import RunConfig, is_setting, load_config
-from paceline.data.examples import ExampleSettings
+from paceline.config import RunConfig, load_config
 from paceline.data.files import is_data_file
 from paceline.data.tasks import TASKS
 from paceline.errors import ConfigError
@@ -365,14 +364,12 @@ def _select_data(data: Data | None, values: dict[str, Any], section: str = "data
 
 def _check_section(data: Mapping[Any, Any], section: str) -> None:
     """Raise ConfigError for a row, or for columns, in place of settings of the section."""
-    names = [*map(str, data)]
-    if data and not any(
-        n in ExampleSettings.model_fields or is_setting(f"{section}.{n}") for n in names
-    ):
+    from paceline.data.rows import LIKELY_PROMPT_KEYS
+
+    if found := [name for name in LIKELY_PROMPT_KEYS if name in data]:
         raise ConfigError(
-            f"{section} is a dict with {', '.join(map(repr, names[:5]))}: none of them is a "
-            f"setting of the section {section}; expected settings, or rows as a list of dicts: "
-            "[{'prompt': ...}, ...]"
+            f"{section} is a dict with {', '.join(map(repr, found))}: expected settings of the "
+            f"section {section}, or rows as a list of dicts: [{{'prompt': ...}}, ...]"
         )
 
 

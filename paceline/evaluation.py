@@ -79,15 +79,18 @@ async def evaluate(
         room = asyncio.Semaphore(engines * config.groups_per_step)
         failures = Failures(config.rollout.max_failed_groups)
         groups: list[Group] = []
+        done = 0  # with those that failed
 
         async def one(seq: int) -> None:
+            nonlocal done
             async with room:
                 try:
                     groups.append(await generation.rollouter.run(seq, inputs.source[seq]))
                 except (RewardError, RolloutError) as error:
                     failures.leave_out(seq, error)
+            done += 1
             if progress:
-                progress(len(groups), len(inputs.source))
+                progress(done, len(inputs.source))
 
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -114,7 +114,8 @@ def explain(problem: ErrorDetails, model: type[BaseModel]) -> list[str]:
         return [f"unknown setting {name!r}; {suggest(name, model)}" for name in names]
     if problem["type"] == "value_error":
         what = str(problem["ctx"]["error"])
-        named = not location or what.startswith(f"{problem['loc'][0]}.")
+        section = problem["loc"][0] if location else ""
+        named = not location or what.startswith((f"{section}.", f"{section} = "))
         return [what if named else f"{location}: {what}"]
     if problem["type"] == "model_type":
         first = next(iter(find_section(model, problem["loc"]).model_fields))

@@ -124,6 +124,8 @@ class Supervisor:
             file.write(json.dumps(event | {"step": last_step(self._run_dir)}) + "\n")
 
     def _forward(self, number: int) -> None:
+        if number == signal.SIGHUP and self._stopped_by is not None:
+            return  # the kernel and the shell both send it when a terminal is closed
         self._stopped_by = number
         self._stop.set()
         if self._child is not None:

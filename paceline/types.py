@@ -66,7 +66,7 @@ class Prompt:
 
 
 def copied_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a row with copies of the dicts and lists in it.
+    """Return a copy of a row with copies of the dicts and lists in it, but no other objects.
 
     User code appends to the messages of a row, and the dataset keeps the row for later epochs.
     """
@@ -74,9 +74,9 @@ def copied_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, dict):
+    if type(value) is dict:  # not a defaultdict, which would lose its methods
         return {name: _copied(each) for name, each in value.items()}
-    return list(map(_copied, value)) if isinstance(value, list) else value
+    return list(map(_copied, value)) if type(value) is list else value
 
 
 @dataclass(frozen=True, slots=True)

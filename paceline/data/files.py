@@ -212,8 +212,8 @@ def _read_csv(content: IO[bytes], file: Path, label: str) -> Iterator[ParsedRow]
 def _check_separator(rows: "csv.DictReader[str]", file: Path) -> None:
     """Raise DataError for a file whose fields another character separates."""
     name, expected = rows.fieldnames or (), rows.reader.dialect.delimiter
-    other = next((sign for sign in ";\t," if len(name) == 1 and sign in name[0]), None)
-    if other is not None:
+    other = next((sign for sign in ";\t," if len(name) == 1 and sign in name[0]), expected)
+    if other != expected:  # a quoted name may contain it
         raise DataError(
             f"{file}: the first line has the single field {name[0]!r}; expected fields separated "
             f"by {expected!r}, as in .{'tsv' if expected == chr(9) else 'csv'} files. Write the "

@@ -182,12 +182,18 @@ def explained(
 def make_instance(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return an instance of a class; anything else as it is. Raises RewardFunctionError."""
     try:
-        return instance(function)
+        made = instance(function)
     except Exception as e:
         raise RewardFunctionError(
             f"{name}() raised {describe_error(e, MAX_SHOWN)}{_line(e, function)}; expected a "
             "function, or a class without arguments. If the class needs some, pass an instance"
         ) from e
+    if not callable(made):
+        raise RewardFunctionError(
+            f"{name} has no method __call__; expected a function of (completion, row), or an "
+            "instance of a class with async methods score and close"
+        )
+    return made
 
 
 def explain_import(error: BaseException) -> str:

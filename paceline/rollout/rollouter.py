@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
 from paceline.errors import PacelineError, RewardError, RolloutError, first_error
+from paceline.printable import describe_error
 from paceline.reward.function import RewardFunctionError, named_rewards
 from paceline.reward.reward import Reward
 from paceline.rollout.deadlines import Deadlines
@@ -184,7 +185,7 @@ class Rollouter:
         except PacelineError:
             raise
         except Exception as e:  # of an object of the user
-            raise RewardError(f"{where} raised {type(e).__name__}: {e}") from e
+            raise RewardError(f"{where} raised {describe_error(e)}") from e
         if len(named) != len(trajectories):
             raise RewardError(f"{where} has {len(named)} values for {len(trajectories)} texts")
         if large := [score["reward"] for score in named if abs(score["reward"]) > MAX_REWARD]:

@@ -1,4 +1,4 @@
-"""Speed of light of a scenario: its steps per second if nothing waited and all slots were full.
+"""Speed of light of a scenario: its steps per second if nothing waited and engines were full.
 
 It is what the device-time ledger of a run calls the limit, computed from the costs.
 """
@@ -7,7 +7,7 @@ from paceline.simulator.simulation import Scenario
 
 
 def limit_steps_per_s(scenario: Scenario) -> float:
-    """Return the steps per second of engines with full slots and a trainer that never wait."""
+    """Return the steps per second of full engines and a trainer that never wait."""
     costs, rows = scenario.costs, scenario.groups_per_step * scenario.group_size
     prefill_s = costs.prefill_token_s * scenario.groups_per_step * scenario.prompt_tokens
     made = scenario.groups_per_step * scenario.generated * costs.turns
@@ -35,10 +35,11 @@ def limit_steps_per_s(scenario: Scenario) -> float:
 
 
 def _completion_s(scenario: Scenario) -> float:
-    """Return the seconds of an engine per completion, if all of its slots are in use."""
-    lengths, slots = scenario.lengths, scenario.slots
+    """Return the seconds of an engine per completion, if it always has the best number of them:
+    that of its slots, unless it was measured to be faster with fewer."""
+    costs, lengths, slots = scenario.costs, scenario.lengths, scenario.slots
     # A token has the ones before it in the KV cache: on average, half of a completion weighted by
     # its length.
     context = scenario.prompt_tokens + lengths.mean_square / lengths.mean / 2
-    step_s = scenario.costs.burst_s(1, slots, round(slots * context))
-    return lengths.mean * step_s / slots
+    counts = {slots, *(count for count, _ in costs.decode_points if 0 < count < slots)}
+    return lengths.mean * min(costs.burst_s(1, n, round(n * context)) / n for n in counts)

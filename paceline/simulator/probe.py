@@ -160,9 +160,9 @@ class _Measurement:
             if new > 1:
                 work = partial(self._generate, sequences, prompt, new, spread)
                 whole = await self._median(work)
-                step_s = max(1e-7, (whole - filled) / (new - 1))
+                step_s = (whole - filled) / (new - 1)
             decode.append((sequences, sequences * (prompt + new // 2), step_s))
-        return decode, prefill
+        return above_zero(decode), prefill
 
     def _waves(self) -> list[tuple[int, int]]:
         """Return loads as (sequences, context), those first that say most."""
@@ -318,6 +318,13 @@ def slowdowns(
     left = decode_s - (decode_end - train_end)  # work of the engine beside the trainer
     decode = train_end / left if left > train_end / MOST_SLOWDOWN else MOST_SLOWDOWN
     return max(1.0, decode), min(MOST_SLOWDOWN, max(1.0, train_end / train_s))
+
+
+def above_zero(decode: Sequence[tuple[int, int, float]]) -> list[tuple[int, int, float]]:
+    """Return the points whose time is above 0: the difference of two times, of which another
+    program may have delayed the shorter one. A step at that load would seem to take no time."""
+    known = [point for point in decode if point[2] > 0]
+    return known or [(sequences, context, 1e-7) for sequences, context, _ in decode]
 
 
 def summary(found: Probe) -> Sequence[str]:

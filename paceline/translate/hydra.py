@@ -83,7 +83,8 @@ def read_script(text: str) -> dict[str, Any]:
     variables: dict[str, str] = {}
     overrides: list[str] = []
     program = ""
-    text = re.sub(r"`\s*#[^`]*`", "", text)  # a comment between the lines of one command
+    # A comment in backquotes, which begins a word: the second one of NOW=`date`  # now does not.
+    text = re.sub(r"(?<!\S)`\s*#[^`\n]*`", "", text)
     for line in re.sub(r"\\\s*\n", " ", text).splitlines():
         for word in _words(_computed(line, variables)):
             expanded = _expanded(word, variables)

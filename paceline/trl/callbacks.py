@@ -44,7 +44,7 @@ class Callbacks:
         kind = type(one).__name__
         for event in (name for name in dir(one) if name.startswith("on_")):
             method = getattr(one, event)
-            if method.__module__ == BASE:
+            if not callable(method) or method.__module__ == BASE:
                 continue
             if event not in FIRED:
                 raise ConfigError(
@@ -71,7 +71,7 @@ class Callbacks:
             self._control.should_training_stop = False
         for one in self._callbacks:
             method = getattr(one, event, None)
-            if method is not None:
+            if callable(method):
                 method(self._args, self._state, self._control, **more)
                 self._warn(type(one).__name__)
 

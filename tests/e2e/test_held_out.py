@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 import paceline
+from paceline.config import load_config
 from paceline.errors import ConfigError, RewardError
 from paceline.held_out import HeldOut
+from paceline.job import Job
 from paceline.line_file import intact_rows
 from tests.audits import assert_consistent
 
@@ -159,3 +161,12 @@ def test_held_out_prompt_that_fails_is_left_out_when_failures_are_allowed(
     assert [(row["prompts"], row["failed"]) for row in lines(tmp_path / "run")] == [(7, 1)] * 2
     assert run.metrics[0]["evaluation/failed"] == 1
     assert_consistent(tmp_path / "run")
+
+
+def test_progress_of_evaluation_counts_prompts_that_failed(model: str) -> None:
+    values = {"model": model, "rollout.max_failed_groups": 1, "data.max_prompt_length": 32}
+    values |= {"rollout.max_response_length": 2, "placement.threads": 1}
+    seen: list[tuple[int, int]] = []
+    job = Job(load_config(values=values), ROWS[34:37], reward=failing)
+    found = job.evaluate(progress=lambda *done: seen.append(done)).result()
+    assert (found["failed"], seen) == (1, [(1, 3), (2, 3), (3, 3)])

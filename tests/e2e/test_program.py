@@ -110,6 +110,15 @@ def test_run_stays_in_its_directory_when_program_changes_directory(
     assert not list(Path.cwd().iterdir())
 
 
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def raise_speechless() -> None:
+    raise Speechless
+
+
 class WrongReward:
     def __init__(self, scores: Any) -> None:
         self._scores = scores
@@ -129,6 +138,7 @@ class WrongReward:
         ([1e19, 0.0], r"returned 1e\+19; expected at most 1e\+18"),
         (None, "raised TypeError"),
         (lambda: 1 / 0, "raised ZeroDivisionError: division by zero"),
+        (raise_speechless, "raised Speechless: .its text cannot be shown"),
     ],
 )
 def test_wrong_result_of_reward_object_ends_run(
@@ -208,6 +218,8 @@ def test_evaluate_scores_rows_with_function_of_program(small: dict[str, Any]) ->
         ({"data": [{"question": "1"}], "reward": score}, "data.prompt_key=question"),
         ({"data": [], "reward": score}, "no usable rows"),
         ({"data": {"prompt": ["a", "b"]}, "reward": score}, "rows as a list of dicts"),
+        ({"data": {"promptkey": "x"}}, "did you mean 'data.prompt_key'?"),
+        ({"data": {"train_files": "nothing.jsonl"}, "reward": "exact"}, "nothing.jsonl"),
         ({"model": torch.nn.Linear(1, 1)}, "an object of the class Linear"),
         ({"data": ROWS}, "reward.function"),
         ({"data": ROWS, "reward": [score], "reward.weights": [1, 2]}, "reward.weights"),

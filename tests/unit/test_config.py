@@ -379,5 +379,6 @@ def test_run_directory_may_be_path_and_in_home(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_run_directory_with_null_character_is_rejected() -> None:
-    with pytest.raises(ConfigError, match="a path cannot contain a null character"):
+    expected = r"\n  run_dir = 'runs/a\\x00b': a path cannot contain a null character"
+    with pytest.raises(ConfigError, match=expected):
         load_config(values={"run_dir": "runs/a\0b"})

@@ -429,3 +429,8 @@ def test_separator_of_csv_is_reported_when_it_is_not_that_of_the_extension(tmp_p
     (tmp_path / "a.csv").write_text("prompt;answer\nx;1\n")
     with pytest.raises(DataError, match=r"single field 'prompt;answer'.* instead of ';'"):
         source(str(tmp_path / "a.csv"))
+
+
+def test_separator_of_csv_may_be_in_quoted_name_of_single_column(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('"prompt, in English"\nx\n')
+    assert len(source(str(tmp_path / "a.csv"), prompt_key="prompt, in English")) == 1

@@ -1,6 +1,7 @@
 """User code that changes its row changes nothing for other completions and later epochs."""
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from paceline.environment.conversation import Limits
 from paceline.environment.protocol import Reply
 from paceline.reward.reward import RewardSettings, open_reward
 from paceline.rollout.environment import open_environment
-from paceline.types import Prompt, Trajectory, Turn
+from paceline.types import Prompt, Trajectory, Turn, copied_row
 from tests.endpoints import Engine, ask, program
 from tests.episodes import DATA, Model
 
@@ -85,3 +86,9 @@ def test_row_stays_as_it_is_when_user_code_appends_to_it(work: Any) -> None:
     given = prompt()
     work(given)
     assert given == prompt()
+
+
+def test_copied_row_keeps_objects_with_methods_of_their_own() -> None:
+    counts: defaultdict[str, int] = defaultdict(int)
+    copy = copied_row({"nested": [{"counts": counts}]})
+    assert copy["nested"][0]["counts"] is counts

@@ -296,6 +296,19 @@ async def test_class_is_rejected_when_it_needs_arguments() -> None:
         await open_reward(RewardSettings(), None, NeedsModel)
 
 
+class Object:
+    async def score(self, prompt: Any, trajectories: Any) -> list[float]:
+        return [1.0 for _ in trajectories]
+
+    async def close(self) -> None: ...
+
+
+@in_loop
+async def test_class_is_rejected_when_it_has_no_call() -> None:
+    with pytest.raises(ConfigError, match=r"Object has no method __call__; .*an instance"):
+        await open_reward(RewardSettings(), None, Object)  # type: ignore[arg-type]
+
+
 @in_loop
 async def test_function_that_sets_signal_is_referred_to_a_file() -> None:
     def limited(completion: str, row: Row) -> float:

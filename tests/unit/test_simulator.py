@@ -16,7 +16,7 @@ from paceline.simulator.fit import fit_decode, fit_line, fit_tokens, fit_train
 from paceline.simulator.lengths import read_distribution
 from paceline.simulator.limit import limit_steps_per_s
 from paceline.simulator.modes import HYBRID, Comparison, compare_modes
-from paceline.simulator.probe import slowdowns
+from paceline.simulator.probe import above_zero, slowdowns
 from paceline.simulator.simulation import Outcome, Scenario, simulate
 from paceline.types import OnSync
 
@@ -69,6 +69,19 @@ def test_decode_step_is_interpolated_between_measured_points() -> None:
     costs = priced(decode_points=((1, 0.5), (16, 0.8), (33, 1.2)), decode_context_s=0.001)
     steps = [costs.burst_s(1, n, 100) for n in (1, 4, 16, 33)]
     assert steps == pytest.approx([0.6, 0.66, 0.9, 1.3])
+
+
+def test_limit_is_that_of_the_best_number_of_sequences() -> None:
+    costs = priced(decode_points=((4, 0.1), (128, 12.8)))  # 128 take four times as long each
+    scenario = replace(SCENARIO, costs=costs, shared=True, groups_per_step=1, group_size=4)
+    limit = limit_steps_per_s(replace(scenario, slots=128))
+    assert simulate(replace(scenario, slots=128)).steps_per_s <= limit * 1.01
+
+
+def test_points_of_decode_without_time_are_left_out() -> None:
+    points = [(8, 80, 0.01), (16, 160, -0.002), (32, 320, 0.03)]
+    assert above_zero(points) == [points[0], points[2]]
+    assert above_zero(points[1:2]) == [(16, 160, 1e-7)]
 
 
 def test_more_sequences_than_measured_cost_more() -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -208,6 +209,16 @@ def test_supervisor_and_run_ignore_sighup_with_nohup(tmp_path: Path) -> None:
         assert ignores(signal.SIGHUP, Path(f"/proc/{each}/status").read_text())
     process.send_signal(signal.SIGTERM)
     assert process.wait(120) == 143
+
+
+def test_hangup_is_forwarded_once_when_kernel_and_shell_send_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, sent = Supervisor(tmp_path, 3, print), list[int]()
+    monkeypatch.setattr(watch, "_child", SimpleNamespace(send_signal=sent.append))
+    for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):
+        watch._forward(number)
+    assert len(sent) == 2, "the second signal ends the run at once"
 
 
 def test_signal_during_delay_ends_supervision(tmp_path: Path) -> None:

@@ -502,3 +502,8 @@ def test_options_of_hydra_are_ignored_with_remark() -> None:
 def test_script_may_have_comments_between_lines_of_command() -> None:
     script = "main_ppo a.b=1 `# the first` \\\n  c.d=2\n"
     assert read_script(script) == {"a.b": 1, "c.d": 2, PROGRAM: "main_ppo"}
+
+
+def test_script_may_have_commands_in_backquotes_before_comments() -> None:
+    script = "NOW=`date +%s`  # of the start\nmain_ppo a.b=1 \\\n  c.d=`hostname`\n"
+    assert read_script(script) == {"a.b": 1, "c.d": "`hostname`", PROGRAM: "main_ppo"}

@@ -176,6 +176,13 @@ def test_callback_is_rejected_when_it_needs_more_arguments(tmp_path: Path, model
         make_trainer(tmp_path, model, callbacks=[NeedsModel()])
 
 
+def test_callback_may_have_attributes_with_names_like_events(tmp_path: Path) -> None:
+    class Quiet:
+        on_gpu, on_step_end = True, None
+
+    Callbacks([Quiet()], GRPOConfig(str(tmp_path)), TrainerState()).fire("on_step_end")
+
+
 class CountsSteps:
     steps = 0
 
