@@ -73,5 +73,5 @@ def begin_files(
     stack.enter_context(log_file(run_dir / "logs"))
     stack.callback(try_report, run_dir)
     report_choices(choices)
-    write_json(run_dir / "config.json", config)
+    write_json(run_dir / "settings.json", config)
     stage("starting the workers, which load the model")

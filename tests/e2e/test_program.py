@@ -155,7 +155,7 @@ def test_run_records_automatic_settings_and_names_changed_ones(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = paceline.train(data="copy:3", steps=1, **small)
-    recorded = json.loads((first.run_dir / "config.json").read_text())
+    recorded = json.loads((first.run_dir / "settings.json").read_text())
     assert recorded["rollout"]["slots"] == 4 and recorded["train"]["dtype"] == "float32"
     monkeypatch.setattr(automatic, "SMALL_CPU_SLOTS", 2)  # as if the devices were smaller
     paceline.train(data="copy:3", steps=2, **small)

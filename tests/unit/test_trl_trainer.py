@@ -9,6 +9,7 @@ from paceline.errors import ConfigError, DataError, PacelineError
 from paceline.trl import GRPOConfig, GRPOTrainer
 from paceline.trl.callbacks import Callbacks
 from paceline.trl.history import TrainerState
+from tests.audits import assert_consistent
 from tests.models import random_model, random_reward_model
 
 ROWS = [{"prompt": f"Count to {n}:", "answer": n} for n in range(6)]
@@ -203,6 +204,16 @@ def test_evaluate_scores_the_trained_model(tmp_path: Path, model: str) -> None:
     metrics = trainer.evaluate()
     assert metrics["eval_reward"] == metrics["eval_rewards/variety/mean"]
     assert metrics["eval_reward"] != before["eval_reward"]
+
+
+def test_save_model_keeps_the_run_when_its_target_is_output_dir(tmp_path: Path, model: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    trainer = make_trainer(tmp_path, model)
+    trainer.train()
+    trainer.save_model()
+    assert_consistent(tmp_path / "out")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.model_type == "qwen2"
 
 
 def test_reward_model_scores(tmp_path: Path, model: str) -> None:
