@@ -73,6 +73,9 @@ TRANSLATED: dict[str, Any] = {
     "save_strategy": "steps",
     "save_steps": 500,
     "save_total_limit": None,
+    # For the callback that stops early
+    "metric_for_best_model": None,
+    "greater_is_better": None,
     # Checked, then left to the run
     "model_init_kwargs": None,
     "router_aux_loss_coef": None,
@@ -167,8 +170,6 @@ ACCEPTED: dict[str, Any] = {
     "batch_eval_metrics": False,
     "bf16_full_eval": False,
     "fp16_full_eval": False,
-    "metric_for_best_model": None,
-    "greater_is_better": None,
     # Reward functions get all columns, and a run depends only on its seed.
     "remove_unused_columns": False,
     "label_names": None,
@@ -302,6 +303,8 @@ class GRPOConfig:
             close = difflib.get_close_matches(name, DEFAULTS, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ConfigError(f"GRPOConfig has no field {name!r}{hint}")
+        if fields.get("greater_is_better") is None and (metric := fields.get("metric_for_best_model")):
+            fields["greater_is_better"] = not str(metric).endswith("loss")
         self.paceline = dict(paceline or {})
         for name, value in (DEFAULTS | fields | {"output_dir": output_dir}).items():
             setattr(self, name, value)

@@ -253,6 +253,7 @@ class GRPOTrainer:
             metrics = self._evaluation_metrics(found, "eval_")
             self.state.log_history.append(metrics | {"step": step})
             self._callbacks.fire("on_evaluate", metrics=metrics)
+            self.state.note_best(self.args, metrics)
 
     def _evaluation_metrics(self, found: Mapping[str, float], prefix: str) -> dict[str, float]:
         metrics = {

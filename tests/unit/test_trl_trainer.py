@@ -159,6 +159,41 @@ def test_flag_without_effect_is_reported_once_per_callback(
     assert not callbacks.stop_requested
 
 
+@pytest.mark.parametrize(("better", "best"), [(None, 1.0), (False, 0.0)])
+def test_early_stopping_callback_stops_the_run(
+    better: bool | None, best: float, tmp_path: Path
+) -> None:
+    from transformers import EarlyStoppingCallback
+
+    scores = iter([0.0, 1.0] if better is None else [1.0, 0.0])
+    state = TrainerState()
+    callback = EarlyStoppingCallback(early_stopping_patience=2)
+    fields = {"metric_for_best_model": "reward", "eval_strategy": "steps"}
+    args = GRPOConfig(str(tmp_path), greater_is_better=better, **fields)
+    callbacks = Callbacks([callback], args, state)
+    stopped = []
+    for value in [*scores, 0.5, 0.5, 0.5]:
+        callbacks.fire("on_evaluate", metrics={"eval_reward": value})
+        state.note_best(args, {"eval_reward": value})
+        stopped.append(callbacks.stop_requested)
+    assert stopped == [False, False, False, True, True]
+    assert state.best_metric == best
+
+
+def test_trainer_stops_early_when_evaluations_do_not_improve(tmp_path: Path, model: str) -> None:
+    from transformers import EarlyStoppingCallback
+
+    def same(completions: list[str], **kwargs: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+    fields = {"metric_for_best_model": "eval_reward", "eval_strategy": "steps", "eval_steps": 1}
+    callbacks, rows = [EarlyStoppingCallback(2)], ROWS[:1]
+    given = {"reward_funcs": same, "callbacks": callbacks, "eval_dataset": rows}
+    trainer = make_trainer(tmp_path, model, max_steps=500, **given, **fields)
+    assert trainer.train().global_step < 100
+    assert trainer.state.best_metric == 1.0
+
+
 def test_callback_is_rejected_when_its_event_never_comes(tmp_path: Path, model: str) -> None:
     class Saves:
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
