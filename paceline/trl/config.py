@@ -303,7 +303,8 @@ class GRPOConfig:
             close = difflib.get_close_matches(name, DEFAULTS, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ConfigError(f"GRPOConfig has no field {name!r}{hint}")
-        if fields.get("greater_is_better") is None and (metric := fields.get("metric_for_best_model")):
+        metric = fields.get("metric_for_best_model")
+        if metric is not None and fields.get("greater_is_better") is None:
             fields["greater_is_better"] = not str(metric).endswith("loss")
         self.paceline = dict(paceline or {})
         for name, value in (DEFAULTS | fields | {"output_dir": output_dir}).items():

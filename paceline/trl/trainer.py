@@ -27,7 +27,13 @@ from paceline.trl.model import (
     model_name,
     uses_chat,
 )
-from paceline.trl.reward import ColumnReward, RewardModelFunction, name_functions, weights_of
+from paceline.trl.reward import (
+    ColumnReward,
+    RewardModelFunction,
+    check_arguments,
+    name_functions,
+    weights_of,
+)
 from paceline.types import Group
 
 if TYPE_CHECKING:
@@ -125,8 +131,10 @@ class GRPOTrainer:
         rows, plan = self._training_rows()
         history = History(self.args, plan, list(self._functions), self._pending)
         history.begin(self.state)
-        self._callbacks.fire("on_train_begin")
         held_out = self._held_out()
+        check_arguments(self._functions, rows)
+        check_arguments(self._functions, held_out or rows)
+        self._callbacks.fire("on_train_begin")
         steps = paceline.steps(
             data=rows,
             evaluation_data=held_out,
@@ -293,6 +301,7 @@ class GRPOTrainer:
                 )
         if len(chosen) == 1 and isinstance(chosen[0], str) and not self.args.reward_weights:
             return {}, {"reward.model": chosen[0]}
+        weights_of(self.args.reward_weights, len(chosen))  # to report mistakes early
         functions = [RewardModelFunction(f) if isinstance(f, str) else f for f in chosen]
         return name_functions(functions), {}
 

@@ -291,6 +291,30 @@ def test_tokenizer_of_another_model_is_rejected(tmp_path: Path, model: str) -> N
         make_trainer(tmp_path, model, processing_class=tokenizer).train()
 
 
+def test_name_of_tokenizer_is_rejected_when_an_object_is_expected(
+    tmp_path: Path, model: str
+) -> None:
+    with pytest.raises(ConfigError, match="processing_class is str; expected a tokenizer"):
+        make_trainer(tmp_path, model, processing_class=model).train()
+
+
+def test_reward_function_is_checked_before_the_model_is_saved(tmp_path: Path, model: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    def reference(completions: list[str], solution: list[str]) -> list[float]:
+        return [1.0] * len(solution)
+
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    with pytest.raises(ConfigError, match=r"'solution'.* columns of the dataset: answer"):
+        make_trainer(tmp_path, loaded, reward_funcs=reference).train()
+    held_out = {"eval_dataset": ROWS[:1], "eval_strategy": "steps"}
+    rows = [{**row, "solution": "4"} for row in ROWS]
+    trainer = make_trainer(tmp_path, loaded, reward_funcs=reference, train_dataset=rows, **held_out)
+    with pytest.raises(ConfigError, match="'solution'"):
+        trainer.train()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
