@@ -16,7 +16,7 @@ from paceline.early_checks import check_model_name, first_given_rows
 from paceline.errors import ConfigError
 from paceline.observe.completions import print_completions
 from paceline.printable import printable
-from paceline.trl import translate
+from paceline.trl import translate, unsupported
 from paceline.trl.callbacks import Callbacks
 from paceline.trl.config import GRPOConfig
 from paceline.trl.history import History, Pending, TrainerState, TrainOutput
@@ -42,19 +42,6 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 RewardFunc = str | Callable[..., Any]
 
-AGENT = (
-    "write the agent loop as a class and pass "
-    "GRPOConfig(paceline={'rollout.environment': 'file.py:Class'})"
-)
-REJECTED = {
-    "optimizers": "the optimizer is AdamW; set learning_rate, lr_scheduler_type and adam_* in args",
-    "quantization_config": "quantized models cannot be trained; pass peft_config alone",
-    "reward_processing_classes": "a reward model uses the tokenizer of its own directory",
-    "tools": AGENT,
-    "rollout_func": AGENT,
-    "environment_factory": AGENT,
-}
-
 
 class GRPOTrainer:
     """Trains a model with GRPO. Arguments are those of TRL's class, in the same order."""
@@ -77,11 +64,8 @@ class GRPOTrainer:
         environment_factory: Any = None,
     ) -> None:
         """Raise ConfigError for anything that cannot be honored."""
-        given = locals()
-        for name, action in REJECTED.items():
-            parts = given[name] if isinstance(given[name], tuple | list) else [given[name]]
-            if any(part is not None for part in parts):
-                raise ConfigError(f"GRPOTrainer: {name} cannot be honored; {action}")
+        unsupported.check_arguments(locals())
+        unsupported.check_subclass(type(self), GRPOTrainer)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(
                 "WORLD_SIZE is above 1: Paceline starts its processes itself; run the script as "

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+import paceline.trl
 from paceline.errors import ConfigError, DataError, PacelineError
 from paceline.trl import GRPOConfig, GRPOTrainer
 from paceline.trl.callbacks import Callbacks
@@ -313,6 +314,36 @@ def test_reward_function_is_checked_before_the_model_is_saved(tmp_path: Path, mo
     with pytest.raises(ConfigError, match="'solution'"):
         trainer.train()
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_subclass_is_rejected_when_its_method_is_never_called(tmp_path: Path, model: str) -> None:
+    class Custom(GRPOTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> float:
+            return 0.0
+
+    class Derived(Custom):
+        def train(self, resume_from_checkpoint: str | bool | None = None) -> Any:
+            return super().train(resume_from_checkpoint)
+
+    with pytest.raises(ConfigError, match=r"Custom overrides compute_loss, .*'algorithm.loss'"):
+        Derived(model, variety, GRPOConfig(str(tmp_path / "out")), ROWS)
+
+
+@pytest.mark.parametrize(
+    ("name", "action"),
+    [("SFTTrainer", "paceline.sft"), ("RLOOTrainer", "'rloo'"), ("ModelConfig", "from trl")],
+)
+def test_import_names_replacement_when_class_is_only_in_trl(name: str, action: str) -> None:
+    with pytest.raises(ImportError, match=f"paceline.trl has no {name}; .*{action}"):
+        exec(f"from paceline.trl import {name}")
+    assert not hasattr(paceline.trl, "Unknown")
+
+
+def test_algorithm_of_another_trainer_is_used_when_settings_name_it(
+    tmp_path: Path, model: str
+) -> None:
+    trainer = make_trainer(tmp_path, model, paceline={"algorithm.name": "rloo"})
+    assert trainer.train().global_step == 2
 
 
 @pytest.mark.parametrize(
