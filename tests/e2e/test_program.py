@@ -86,6 +86,14 @@ def test_steps_resume_stopped_run(small: dict[str, Any]) -> None:
     assert_consistent(Path(small["run_dir"]))
 
 
+def test_fresh_run_is_rejected_when_its_model_would_be_moved_aside(small: dict[str, Any]) -> None:
+    first = paceline.train(data="copy:3", steps=1, **small)
+    again = small | {"model": first.checkpoint, "fresh": True}
+    with pytest.raises(paceline.PacelineError, match=r"moved aside .*; use another run_dir"):
+        paceline.train(data="copy:3", steps=1, **again)
+    assert first.checkpoint.exists()
+
+
 def test_run_waits_for_ended_loop_in_same_directory(small: dict[str, Any]) -> None:
     for step in paceline.steps(data="copy:3", steps=10_000, **small):
         first = step.step
