@@ -220,6 +220,12 @@ def test_evaluate_scores_rows_with_function_of_program(small: dict[str, Any]) ->
         ({"data": ROWS}, "reward.function"),
         ({"data": ROWS, "reward": [score], "reward.weights": [1, 2]}, "reward.weights"),
         ({"recipe": "hybrit"}, "hybrid"),
+        ({"recipe": "Qwen/Qwen2.5-0.5B"}, "To train a model of this name, set model=Qwen/Qwen2.5"),
+        (
+            {"model": paceline.Run(Path("runs/a"), {"steps": 7})},
+            "runs/a/checkpoints/step_00000007/actor",
+        ),
+        ({"data": "copy:3", "resume_from": True}, "Without it, a run resumes from its last"),
     ],
 )
 def test_mistake_is_paceline_error(
@@ -228,6 +234,13 @@ def test_mistake_is_paceline_error(
     with pytest.raises(paceline.PacelineError) as caught:
         paceline.train(**small | arguments)
     assert message in str(caught.value)
+
+
+def test_directory_of_model_is_rejected_as_recipe_with_name_of_setting(
+    small: dict[str, Any],
+) -> None:
+    with pytest.raises(paceline.PacelineError, match="To train this model, set model=/"):
+        paceline.train(small["model"], data="copy:3")
 
 
 def test_settings_next_to_configuration_are_error(small: dict[str, Any]) -> None:
