@@ -88,7 +88,8 @@ class History:
     def begin(self, state: TrainerState) -> None:
         state.max_steps, state.logging_steps = self._plan.max_steps, self._every
         state.num_train_epochs = math.ceil(self._plan.steps / self._plan.steps_per_epoch)
-        state.num_input_tokens_seen, state.best_metric = 0, None
+        state.global_step = state.num_input_tokens_seen = 0
+        state.best_metric = None
         state.log_history.clear()
         self._started = self._before = time.perf_counter()
 

@@ -12,7 +12,7 @@ from trl import rewards as trl_rewards
 from paceline.trl import GRPOConfig, GRPOTrainer
 from paceline.trl.config import DEFAULTS, EARLIER
 from paceline.trl.rewards import get_soft_overlong_punishment, think_format_reward
-from paceline.trl.trainer import dataset_rows
+from paceline.trl.rows import dataset_rows
 from paceline.trl.unsupported import METHODS, NAMES
 
 FIELDS = {field.name: field for field in dataclasses.fields(trl.GRPOConfig)}

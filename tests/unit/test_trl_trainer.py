@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 import paceline.trl
+from paceline.api import Steps
 from paceline.errors import ConfigError, DataError, PacelineError
 from paceline.trl import GRPOConfig, GRPOTrainer
 from paceline.trl.callbacks import Callbacks
@@ -179,6 +181,35 @@ def test_early_stopping_callback_stops_the_run(
         stopped.append(callbacks.stop_requested)
     assert stopped == [False, False, False, True, True]
     assert state.best_metric == best
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_trained_model_can_be_saved_when_training_is_interrupted(
+    error: type[BaseException], tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fail:
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if error is RuntimeError and state.global_step == 2:
+                raise error
+
+    def interrupted(self: Steps) -> Any:
+        if error is KeyboardInterrupt and trainer.state.global_step == 2:
+            raise error
+        return next_step(self)
+
+    next_step = Steps._next_step
+    monkeypatch.setattr(Steps, "_next_step", interrupted)
+    given = {"callbacks": [Fail()], "learning_rate": 1e-2, "bf16": False}
+    trainer = make_trainer(tmp_path, model, max_steps=500, **given)
+    with pytest.raises(error):
+        trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    before = load_file(Path(model) / "model.safetensors")
+    after = load_file(tmp_path / "saved" / "model.safetensors")
+    assert any(not before[name].equal(after[name]) for name in before)
+    assert_consistent(tmp_path / "out")
+    steps = sum(1 for _ in (tmp_path / "out" / "metrics.jsonl").open())
+    assert 2 <= steps < 100, "the run has ended"
 
 
 def test_trainer_stops_early_when_evaluations_do_not_improve(tmp_path: Path, model: str) -> None:
