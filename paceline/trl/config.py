@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
+from paceline.config.loading import given_settings
 from paceline.errors import ConfigError
 
 TRANSLATED: dict[str, Any] = {
@@ -288,7 +289,8 @@ class GRPOConfig:
     """TRL's training arguments for GRPO.
 
     `paceline` holds further settings by their Paceline names, for example
-    `{"schedule.max_staleness": 2}`; they override what the other fields translate to.
+    `{"schedule.max_staleness": 2}` or `{"schedule": {"max_staleness": 2}}`; they override what the
+    other fields translate to.
     """
 
     def __init__(
@@ -306,7 +308,12 @@ class GRPOConfig:
         metric = fields.get("metric_for_best_model")
         if metric is not None and fields.get("greater_is_better") is None:
             fields["greater_is_better"] = not str(metric).endswith("loss")
-        self.paceline = dict(paceline or {})
+        if not isinstance(paceline, Mapping | None):
+            raise ConfigError(
+                f"GRPOConfig: paceline = {paceline!r}; expected a dict of settings, for example "
+                "{'schedule.max_staleness': 2}"
+            )
+        self.paceline = dict(given_settings((), paceline))  # by dotted names
         for name, value in (DEFAULTS | fields | {"output_dir": output_dir}).items():
             setattr(self, name, value)
         self.output_dir: str = os.path.expanduser(output_dir or "trainer_output")
