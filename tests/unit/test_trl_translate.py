@@ -176,7 +176,7 @@ def test_custom_advantage_is_not_divided_by_standard_deviation_of_group() -> Non
     def centered(rewards: Any) -> Any:
         return rewards - rewards.mean()
 
-    for advantage in (centered, "examples/custom_advantage.py:kept"):
+    for advantage in (centered, "examples/custom_advantage.py:minus_median"):
         nested = {"algorithm": {"advantage": advantage}}
         assert translated(paceline=nested).algorithm.normalize == "none"
     assert translated(paceline={"algorithm.advantage": "group"}).algorithm.normalize == "group"
