@@ -253,6 +253,11 @@ async def sft_async(
 
 
 def _start(resume_from: int | str | Path | None) -> str | None:
+    if isinstance(resume_from, bool):
+        raise ConfigError(
+            f"resume_from = {resume_from}; expected a step or the directory of a checkpoint. "
+            "Without it, a run resumes from its last checkpoint; fresh=True starts over"
+        )
     return None if resume_from is None else str(resume_from)
 
 
@@ -324,6 +329,8 @@ def _values(settings: Mapping[str, Any], **given: Any) -> dict[str, Any]:
 def _model_name(model: Any) -> str | None:
     if model is None or isinstance(model, str | os.PathLike):
         return model if model is None else os.fspath(model)
+    if isinstance(model, Run):
+        raise ConfigError(f"model is a Run; pass its checkpoint, which is {model.checkpoint}")
     raise ConfigError(
         f"model is an object of the class {type(model).__name__}; expected a directory or a "
         "Hugging Face model ID. Save a loaded model and its tokenizer to one directory with "

@@ -22,6 +22,10 @@ FOREIGN_NAMES = {
         "per_device_train_batch_size generation_batch_size num_prompts prompts_per_step",
         "group_size": "num_generations num_return_sequences n num_samples samples_per_prompt "
         "n_samples_per_prompt num_completions rollout_n",
+        "track": "report_to logger loggers tracker trackers wandb",
+        "evaluation.path": "eval_dataset eval_data eval_files val_data val_files validation_data "
+        "test_data test_files",
+        "evaluation.every": "eval_steps eval_every eval_interval eval_freq test_freq",
         "save_every": "save_steps save_freq save_interval checkpoint_every",
         "keep_checkpoints": "save_total_limit max_actor_ckpt_to_keep max_ckpt_num",
         "save_samples": "log_completions num_completions_to_print rollout_data_dir",
@@ -32,9 +36,11 @@ FOREIGN_NAMES = {
         "data.max_prompt_length": "max_prompt_len prompt_max_len prompt_length",
         "data.system": "system_prompt system_message",
         "data.chat": "apply_chat_template chat_template",
+        "data.shuffle": "shuffle_dataset shuffle_data",
         "data.limit": "max_samples max_train_samples train_max_samples",
         "reward.function": "reward_fn reward_func reward_funcs reward_function compute_score "
-        "custom_reward_function",
+        "custom_reward_function rewards reward_functions",
+        "reward.weights": "reward_weights",
         "reward.model": "reward_model reward_model_path reward_pretrain",
         "reward.timeout_s": "reward_timeout",
         "rollout.max_response_length": "max_tokens max_completion_length max_completion_tokens "

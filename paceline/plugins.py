@@ -91,6 +91,10 @@ class Plugin:
             raise PluginError(f"entry point {self._name!r} of {group!r} is not a function")
         return found
 
+    def is_same(self, other: "Plugin") -> bool:
+        """Return whether both are the same code: two functions of a program may share a name."""
+        return self == other and self._code is other._code
+
     def __str__(self) -> str:
         return self._name
 

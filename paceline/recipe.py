@@ -38,13 +38,17 @@ def find_recipe(name: str | Path) -> Path:
     if short in known:
         return known[short]
     if path.is_dir():
-        raise ConfigError(f"recipe {name} is a directory; expected a TOML or YAML file")
+        meant = (
+            f". To train this model, set model={name}" if (path / "config.json").exists() else ""
+        )
+        raise ConfigError(f"recipe {name} is a directory; expected a TOML or YAML file{meant}")
     if "=" in str(name):
         raise ConfigError(
             f"{str(name)!r} is a setting, not a recipe; name a recipe first, for example: "
             f"paceline train hybrid {name}"
         )
-    raise ConfigError(f"recipe {name} does not exist{_similar(path, short, known)}")
+    meant = f". To train a model of this name, set model={name}" if _may_be_model(path) else ""
+    raise ConfigError(f"recipe {name} does not exist{_similar(path, short, known)}{meant}")
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -82,6 +86,11 @@ def _read_yaml(path: Path, text: str) -> dict[str, Any]:
         found = "is empty" if values is None else f"is a {type(values).__name__}"
         raise ConfigError(f"recipe {path} {found}; expected settings, for example steps: 100")
     return values
+
+
+def _may_be_model(path: Path) -> bool:
+    """Return whether a name has the form of a Hugging Face model ID."""
+    return len(path.parts) == 2 and path.suffix not in (".toml", *YAML)
 
 
 def _similar(path: Path, short: str, known: dict[str, Path]) -> str:

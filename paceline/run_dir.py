@@ -112,11 +112,26 @@ def first_checkpoint(run_dir: Path, start_from: str | None) -> Path | None:
     if not checkpoint.is_dir():
         present = ", ".join(path.name for path in sorted(checkpoint.parent.glob("step_*")))
         raise CheckpointError(
-            f"--from {start_from}: there is no checkpoint {checkpoint}; expected a step or the "
-            f"directory of a checkpoint (in {checkpoint.parent}: {present or 'none'})"
+            f"--from {start_from} (in Python: resume_from): there is no checkpoint {checkpoint}; "
+            "expected a step or the directory of a checkpoint "
+            f"(in {checkpoint.parent}: {present or 'none'})"
+        )
+    if near := _checkpoint_near(checkpoint):
+        raise CheckpointError(
+            f"--from {start_from} (in Python: resume_from) is not the directory of a checkpoint; "
+            f"did you mean {near}?"
         )
     verify_checkpoint(checkpoint)
     return checkpoint
+
+
+def _checkpoint_near(folder: Path) -> Path | None:
+    """Return the checkpoint whose model is in `folder`, or the last one of the run in `folder`."""
+    if (folder / MANIFEST).exists():
+        return None
+    if (folder.parent / MANIFEST).exists():
+        return folder.parent
+    return next(iter(sorted(folder.glob("checkpoints/step_*"), reverse=True)), None)
 
 
 def branches(run_dir: Path, start_from: str | None) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import RunConfig
+from paceline.errors import ConfigError
 from paceline.observe.recorder import write_json
 from paceline.page.report import try_report
 from paceline.progress import stage
@@ -38,12 +39,23 @@ async def plan_start(
 ) -> Layout:
     """Plan the workers; a run that is resumed keeps its automatic settings."""
     run_dir = Path(config.run_dir)
+    if fresh:
+        _check_stays(Path(model_path), run_dir)
     keeps = branches(run_dir, start_from) or not fresh
     recorded = recorded_config(run_dir, start_from) if keeps else {}
     layout = await plan_that_fits(keep_recorded(config, recorded), model_path, roles)
     for warning in (*layout.warnings, *changed_choices(layout.choices, recorded)):
         log.warning("%s", warning)
     return layout
+
+
+def _check_stays(model: Path, run_dir: Path) -> None:
+    """Raise ConfigError if a run that starts over would move the model away that it loads."""
+    if model.exists() and run_dir.resolve() in (model.resolve(), *model.resolve().parents):
+        raise ConfigError(
+            f"model = {model} is in run_dir = {run_dir}, which is moved aside when a run starts "
+            "over (--fresh, in Python fresh=True); use another run_dir"
+        )
 
 
 async def open_run_dir(
@@ -73,5 +85,5 @@ def begin_files(
     stack.enter_context(log_file(run_dir / "logs"))
     stack.callback(try_report, run_dir)
     report_choices(choices)
-    write_json(run_dir / "config.json", config)
+    write_json(run_dir / "settings.json", config)
     stage("starting the workers, which load the model")

@@ -103,7 +103,7 @@ def write_run(
         with (run_dir / f"{name}.jsonl").open("wb") as file:
             file.writelines(map(encode_line, rows))
     config = {"steps": steps, "model": "tiny", "train": {"learning_rate": 1e-4}, **settings}
-    (run_dir / "config.json").write_text(json.dumps(config))
+    (run_dir / "settings.json").write_text(json.dumps(config))
     (run_dir / "summary.json").write_text(json.dumps({"steps": steps, "wall_s": 2.5 * steps}))
     return run_dir
 

@@ -34,9 +34,9 @@ def audit(run_dir: str | Path) -> AuditReport:
     Reads every file of every checkpoint.
     """
     folder = Path(run_dir)
-    if not (folder / "config.json").exists() and not (folder / "metrics.jsonl").exists():
+    if not (folder / "settings.json").exists() and not (folder / "metrics.jsonl").exists():
         raise CheckpointError(
-            f"run_dir = {folder} has no config.json and no metrics.jsonl; expected the directory "
+            f"run_dir = {folder} has no settings.json and no metrics.jsonl; expected the directory "
             "of a run, for example runs/fully_async"
         )
     return _Audit(folder, AuditReport(folder)).run()
@@ -49,7 +49,7 @@ class _Audit:
     _open: list[str] = field(default_factory=list)  # files whose last line is incomplete
 
     def run(self) -> AuditReport:
-        report, config = self.report, self._json("config.json") or {}
+        report, config = self.report, self._json("settings.json") or {}
         summary = self._json("summary.json", required=False)
         supervised = "rows_per_step" in config
         metrics = self._lines(METRICS)
@@ -139,7 +139,7 @@ class _Audit:
         for checkpoint in checkpoints:
             where, length = f"checkpoints/{checkpoint.name}", checkpoint.metrics_length
             if checkpoint.limits != history.limits:
-                problem = f"has {checkpoint.limits}, but config.json has {history.limits}"
+                problem = f"has {checkpoint.limits}, but settings.json has {history.limits}"
                 self.report.add("checkpoints", where, problem)
             if length not in steps:
                 problem = f"metrics.jsonl has no line that ends at byte {length}"

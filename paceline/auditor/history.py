@@ -17,7 +17,7 @@ MOST_NAMED = 20  # of missing prompts
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Settings that the history must respect; None if config.json does not tell."""
+    """Settings that the history must respect; None if settings.json does not tell."""
 
     groups_per_step: int | None
     max_staleness: int | None

@@ -1,6 +1,7 @@
 """Settings of every run, of reinforcement learning and supervised."""
 
 import os
+from itertools import combinations
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -55,6 +56,6 @@ class RunSettings(Settings):
         for sink in sinks:
             if str(sink) not in TRACKERS:
                 sink.check(SINKS, TRACKERS)
-        if len({str(sink) for sink in sinks}) < len(sinks):
+        if any(one.is_same(other) for one, other in combinations(sinks, 2)):
             raise ValueError(f"{', '.join(map(str, sinks))}: a sink is named twice")
         return sinks

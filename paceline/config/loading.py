@@ -70,6 +70,11 @@ def given_settings(
     A table, as in `train={dtype="bfloat16"}`, sets only the settings that it contains. A table
     that is the value of a setting, as in `rollout.environment_args={level=3}`, replaces the value.
     """
+    if isinstance(overrides, str | Mapping):
+        raise ConfigError(
+            f"overrides is {type(overrides).__name__}; expected a list, for example ['steps=3']. "
+            "Pass a dict of settings as values={'steps': 3}"
+        )
     given = (values or {}, *(dict([_parse(override)]) for override in overrides))
     return [*chain.from_iterable(flatten(each, tables=_tables()) for each in given)]
 

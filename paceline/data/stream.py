@@ -38,7 +38,10 @@ class RowStream:
         where = f"row {number}"
         if isinstance(row, Mapping):
             return ParsedRow(where, row)
-        return ParsedRow(where, {}, f"expected a dict of columns, got {type(row).__name__}")
+        problem = f"expected a dict of columns, got {type(row).__name__}"
+        if isinstance(row, str):
+            problem += "; write the text of a prompt as {'prompt': text}"
+        return ParsedRow(where, {}, problem)
 
 
 class PromptStream:
@@ -74,8 +77,8 @@ class PromptStream:
 
     def __len__(self) -> int:
         raise DataError(
-            f"{self._stream.origin} is a stream without a known number of rows; set data.limit to "
-            "use its first rows"
+            f"{self._stream.origin}: the length of a stream is not known; set data.limit to "
+            "use its first rows, or give a list"
         )
 
     def __getitem__(self, seq: int) -> Prompt:

@@ -4,6 +4,7 @@ Every sink has a thread and a queue, so that it cannot delay the run. A sink tha
 once and gets no more metrics.
 """
 
+import inspect
 import logging
 import queue
 import threading
@@ -145,4 +146,21 @@ def _make(plugin: Plugin, run_dir: Path, config: dict[str, Any]) -> Callable[...
         raise ConfigError(f"{name} raised {type(e).__name__} when it was made: {e}") from e
     if not callable(function):
         raise ConfigError(f"{name} is not callable; expected a method __call__(step, metrics)")
+    if wrong := _call_problem(function):
+        raise ConfigError(f"{name} {wrong}; expected a function of (step, metrics), not async")
     return function
+
+
+def _call_problem(function: Callable[..., Any]) -> str:
+    """Return why a function cannot be called with a step and metrics; nothing if it can."""
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        type(function).__call__
+    ):
+        return "is async"
+    try:
+        inspect.signature(function).bind(0, {})
+    except ValueError:  # a built-in without a signature
+        return ""
+    except TypeError as error:
+        return f"cannot be called: {error}"
+    return ""

@@ -105,7 +105,7 @@ class RunReader:
             "name": self.run_dir.resolve().name,
             "path": str(self.run_dir),
             "state": state,
-            "config": flat(read_json(self.run_dir / "config.json")),
+            "config": flat(read_json(self.run_dir / "settings.json")),
             "summary": flat(summary),
             "workers": workers,
             "warnings": warnings(self.run_dir / "logs" / "main.log"),

@@ -223,7 +223,8 @@ def _number(value: Any) -> float:
         number = math.inf
     if not abs(number) <= LARGEST:
         raise RewardFunctionError(
-            f"returned {_short(value)} ({type(value).__name__}); expected a finite number"
+            f"returned {_short(value)} ({type(value).__name__}); expected a finite number "
+            f"of at most {LARGEST:g}"
         )
     return number
 

@@ -77,12 +77,13 @@ def read_value(text: str) -> Any:
 def read_script(text: str) -> dict[str, Any]:
     """Return the overrides in a shell script that starts verl, and the program it starts.
 
-    Variables and `$((...))` are replaced. Bash arrays need no special case: their elements are
-    overrides too.
+    Variables, `$(pwd)` and `$((...))` are replaced. Bash arrays need no special case: their
+    elements are overrides too.
     """
     variables: dict[str, str] = {}
     overrides: list[str] = []
     program = ""
+    text = text.replace("$(pwd)", os.getcwd())
     # A comment in backquotes, which begins a word: the second one of NOW=`date`  # now does not.
     text = re.sub(r"(?<!\S)`\s*#[^`\n]*`", "", text)
     for line in re.sub(r"\\\s*\n", " ", text).splitlines():
@@ -105,8 +106,14 @@ def _words(line: str) -> list[str]:
         words = shlex.split(line, comments=True)
     except ValueError:  # a quote that ends on another line
         words = line.split()
-    # The parentheses of a bash array may touch its first and last element.
-    return [re.sub(r"^(\w+=)?\(|(?<!\()\)$", "", word).replace("\0", " ") for word in words]
+    return [_element(word).replace("\0", " ") for word in words]
+
+
+def _element(word: str) -> str:
+    """Return a word without the parentheses of a bash array, which may touch its elements."""
+    word = re.sub(r"^(\w+=)?\(", "", word)
+    closes = word.endswith(")") and word.count(")") > word.count("(")  # not those of $(command)
+    return word[:-1] if closes else word
 
 
 def _expanded(word: str, variables: dict[str, str]) -> str:

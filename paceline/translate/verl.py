@@ -41,9 +41,13 @@ def translate(
     values = dict(_resolved(given))
     translation = Translation()
     for name, value in given.items():
-        dangling = "${" in str(value) and values.get(name) is None
-        if dangling and isinstance(find_entry(name), Same | Part | Missing):
-            translation.notes[name] = "refers to a value that is not given; the default applies"
+        if name in values and values[name] is not None:
+            continue
+        if isinstance(find_entry(name), Same | Part | Missing):
+            if "${" in str(value):
+                translation.notes[name] = "refers to a value that is not given; the default applies"
+            elif COMMAND in str(value):
+                translation.notes[name] = "contains a shell command; the default applies"
     if complete and values.get("algorithm.adv_estimator") is not None:
         values = DEFAULTS | values
         translation.settings |= OWN
@@ -77,6 +81,7 @@ def _typed(value: Any) -> Any:
     return value
 
 
+COMMAND = "$("  # of a shell, which is not run
 REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,([^{}]*))?\}")
 
 
@@ -96,7 +101,8 @@ def _resolved(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 found = REFERENCE.sub(text, found)
             else:
                 break
-        if not re.search(r"\$\{.*\}", str(found)) and not name.endswith("_target_"):
+        open_ends = re.search(r"\$\{.*\}", str(found)) or COMMAND in str(found)
+        if not open_ends and not name.endswith("_target_"):
             yield name, found
 
 

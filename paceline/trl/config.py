@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
+from paceline.config.loading import given_settings
 from paceline.errors import ConfigError
 
 TRANSLATED: dict[str, Any] = {
@@ -73,6 +74,9 @@ TRANSLATED: dict[str, Any] = {
     "save_strategy": "steps",
     "save_steps": 500,
     "save_total_limit": None,
+    # For the callback that stops early
+    "metric_for_best_model": None,
+    "greater_is_better": None,
     # Checked, then left to the run
     "model_init_kwargs": None,
     "router_aux_loss_coef": None,
@@ -167,8 +171,6 @@ ACCEPTED: dict[str, Any] = {
     "batch_eval_metrics": False,
     "bf16_full_eval": False,
     "fp16_full_eval": False,
-    "metric_for_best_model": None,
-    "greater_is_better": None,
     # Reward functions get all columns, and a run depends only on its seed.
     "remove_unused_columns": False,
     "label_names": None,
@@ -287,7 +289,8 @@ class GRPOConfig:
     """TRL's training arguments for GRPO.
 
     `paceline` holds further settings by their Paceline names, for example
-    `{"schedule.max_staleness": 2}`; they override what the other fields translate to.
+    `{"schedule.max_staleness": 2}` or `{"schedule": {"max_staleness": 2}}`; they override what the
+    other fields translate to.
     """
 
     def __init__(
@@ -302,7 +305,15 @@ class GRPOConfig:
             close = difflib.get_close_matches(name, DEFAULTS, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ConfigError(f"GRPOConfig has no field {name!r}{hint}")
-        self.paceline = dict(paceline or {})
+        metric = fields.get("metric_for_best_model")
+        if metric is not None and fields.get("greater_is_better") is None:
+            fields["greater_is_better"] = not str(metric).endswith("loss")
+        if not isinstance(paceline, Mapping | None):
+            raise ConfigError(
+                f"GRPOConfig: paceline = {paceline!r}; expected a dict of settings, for example "
+                "{'schedule.max_staleness': 2}"
+            )
+        self.paceline = dict(given_settings((), paceline))  # by dotted names
         for name, value in (DEFAULTS | fields | {"output_dir": output_dir}).items():
             setattr(self, name, value)
         self.output_dir: str = os.path.expanduser(output_dir or "trainer_output")

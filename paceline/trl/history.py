@@ -58,6 +58,17 @@ class TrainerState:
     is_local_process_zero: bool = True
     is_world_process_zero: bool = True
 
+    def note_best(self, args: GRPOConfig, metrics: Mapping[str, float]) -> None:
+        """Keep the best value of `metric_for_best_model`, which EarlyStoppingCallback reads."""
+        if args.metric_for_best_model is None:
+            return
+        value = metrics.get(f"eval_{args.metric_for_best_model.removeprefix('eval_')}")
+        if value is None:
+            return
+        best, rises = self.best_metric, args.greater_is_better
+        if best is None or (value > best if rises else value < best):
+            self.best_metric = value
+
 
 class History:
     """Turns the steps of a run into log entries: means over the updates since the last entry."""
@@ -77,7 +88,8 @@ class History:
     def begin(self, state: TrainerState) -> None:
         state.max_steps, state.logging_steps = self._plan.max_steps, self._every
         state.num_train_epochs = math.ceil(self._plan.steps / self._plan.steps_per_epoch)
-        state.num_input_tokens_seen = 0
+        state.global_step = state.num_input_tokens_seen = 0
+        state.best_metric = None
         state.log_history.clear()
         self._started = self._before = time.perf_counter()
 

@@ -52,8 +52,13 @@ def model_directory(model: Any, tokenizer: Any, target: Path) -> str:
 def _check_tokenizer(model: str, tokenizer: Any) -> None:
     from paceline.model.loading import load_tokenizer
 
-    own = load_tokenizer(model)
     given = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
+    if not hasattr(given, "get_vocab"):
+        raise ConfigError(
+            f"processing_class is {type(given).__name__}; expected a tokenizer of transformers, or "
+            "leave it out: Paceline reads the tokenizer from the model's directory"
+        )
+    own = load_tokenizer(model)
     for what, same in (
         ("another vocabulary", given.get_vocab() == own.get_vocab()),
         ("another chat template", given.chat_template == own.chat_template),

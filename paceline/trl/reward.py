@@ -5,7 +5,7 @@ import inspect
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OWN = ("prompt", "completion", "completion_ids")  # columns that are not passed by their names
+PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
 
 
 class ColumnReward:
@@ -170,8 +171,36 @@ def name_functions(functions: Sequence[Callable[..., Any]]) -> dict[str, Callabl
     return named
 
 
+def check_arguments(
+    functions: Mapping[str, Callable[..., Any]], rows: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise ConfigError for a function that needs what neither TRL passes nor the dataset has."""
+    columns = dict.fromkeys(column for row in rows for column in row if column not in OWN)
+    given = dict.fromkeys((*PASSED, *columns))
+    for name, function in functions.items():
+        if isinstance(function, type):
+            raise ConfigError(f"reward_funcs: {name} is a class; pass an instance of it: {name}()")
+        try:
+            accepted = _accepted(function)
+            chosen = [key for key in given if accepted is None or key in accepted]
+            inspect.signature(function).bind(**dict.fromkeys(chosen))
+        except ValueError:
+            continue  # a built-in without a signature
+        except TypeError as e:
+            raise ConfigError(
+                f"reward_funcs: {name}{inspect.signature(function)} cannot be called: {e}. It gets "
+                f"keyword arguments: {', '.join(PASSED)}, and the columns of the dataset: "
+                f"{', '.join(map(str, columns)) or 'there is none besides the prompt'}"
+            ) from e
+
+
 def weights_of(weights: Sequence[float] | None, count: int) -> list[float]:
-    found = [1.0] * count if weights is None else [float(weight) for weight in weights]
+    try:
+        found = [1.0] * count if weights is None else [float(weight) for weight in weights]
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"reward_weights = {weights!r}; expected a list of numbers, one per function"
+        ) from None
     if len(found) != count:
         raise ConfigError(
             f"reward_weights has {len(found)} entries and reward_funcs {count}; "
@@ -194,6 +223,8 @@ def _accepted(function: Callable[..., Any]) -> set[str] | None:
 def _numbers(values: Any, count: int, name: str, prompt: Prompt) -> list[float | None]:
     where = f"reward {name!r}, prompt {prompt.uid!r}"
     try:
+        if isinstance(values, str | Mapping | Set):  # they have no numbers in order
+            raise TypeError
         found = [None if value is None else float(value) for value in values]
     except (TypeError, ValueError):
         raise RewardError(

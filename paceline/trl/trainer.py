@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import paceline
 from paceline.collection import collection_paused
-from paceline.data.rows import LIKELY_PROMPT_KEYS, likely_column
 from paceline.early_checks import check_model_name, first_given_rows
 from paceline.errors import ConfigError
 from paceline.observe.completions import print_completions
 from paceline.printable import printable
-from paceline.trl import translate
+from paceline.trl import translate, unsupported
 from paceline.trl.callbacks import Callbacks
 from paceline.trl.config import GRPOConfig
 from paceline.trl.history import History, Pending, TrainerState, TrainOutput
@@ -27,27 +27,22 @@ from paceline.trl.model import (
     model_name,
     uses_chat,
 )
-from paceline.trl.reward import ColumnReward, RewardModelFunction, name_functions, weights_of
-from paceline.types import Group
+from paceline.trl.reward import (
+    ColumnReward,
+    RewardModelFunction,
+    check_arguments,
+    name_functions,
+    weights_of,
+)
+from paceline.trl.rows import Row, check_columns, dataset_rows
+from paceline.types import Group, Role
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-Row = Mapping[str, Any]
-RewardFunc = str | Callable[..., Any]
+    from paceline.api import Steps
 
-AGENT = (
-    "write the agent loop as a class and pass "
-    "GRPOConfig(paceline={'rollout.environment': 'file.py:Class'})"
-)
-REJECTED = {
-    "optimizers": "the optimizer is AdamW; set learning_rate, lr_scheduler_type and adam_* in args",
-    "quantization_config": "quantized models cannot be trained; pass peft_config alone",
-    "reward_processing_classes": "a reward model uses the tokenizer of its own directory",
-    "tools": AGENT,
-    "rollout_func": AGENT,
-    "environment_factory": AGENT,
-}
+RewardFunc = str | Callable[..., Any]
 
 
 class GRPOTrainer:
@@ -71,11 +66,8 @@ class GRPOTrainer:
         environment_factory: Any = None,
     ) -> None:
         """Raise ConfigError for anything that cannot be honored."""
-        given = locals()
-        for name, action in REJECTED.items():
-            parts = given[name] if isinstance(given[name], tuple | list) else [given[name]]
-            if any(part is not None for part in parts):
-                raise ConfigError(f"GRPOTrainer: {name} cannot be honored; {action}")
+        unsupported.check_arguments(locals())
+        unsupported.check_subclass(type(self), GRPOTrainer)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(
                 "WORLD_SIZE is above 1: Paceline starts its processes itself; run the script as "
@@ -107,7 +99,7 @@ class GRPOTrainer:
         """Report a wrong model or column before torch is imported."""
         for name in ("train_dataset", "eval_dataset"):
             for row in first_given_rows(getattr(self, name), 1):
-                _check_columns(row, name)
+                check_columns(row, name)
         if isinstance(self._given_model, str | Path):
             check_model_name(str(self._given_model))
         for function in self.reward_funcs:
@@ -125,8 +117,10 @@ class GRPOTrainer:
         rows, plan = self._training_rows()
         history = History(self.args, plan, list(self._functions), self._pending)
         history.begin(self.state)
-        self._callbacks.fire("on_train_begin")
         held_out = self._held_out()
+        check_arguments(self._functions, rows)
+        check_arguments(self._functions, held_out or rows)
+        self._callbacks.fire("on_train_begin")
         steps = paceline.steps(
             data=rows,
             evaluation_data=held_out,
@@ -135,6 +129,21 @@ class GRPOTrainer:
             display=not self.args.disable_tqdm,
             **self._settings(plan, [*rows, *(held_out or ())]),
         )
+        try:
+            self._watch(steps, history, plan)
+        except BaseException as error:
+            self._interrupt(steps, error)
+            raise
+        run = steps.run
+        self._checkpoint = run.checkpoint
+        self.state.global_step = run.summary["steps"] * plan.updates
+        self._log_evaluation(run.summary.get("evaluation", {}).get("last"), plan)
+        output = history.finish(self.state)
+        self._callbacks.fire("on_train_end")
+        return output
+
+    def _watch(self, steps: "Steps", history: History, plan: translate.Plan) -> None:
+        """Log the steps of the run and call the callbacks."""
         for step in steps:
             entry = history.add(self.state, step)
             self._callbacks.fire("on_step_end")
@@ -150,13 +159,15 @@ class GRPOTrainer:
                 self._callbacks.fire("on_log", logs=dict(entry))
             if self._callbacks.stop_requested:
                 steps.stop()
-        run = steps.run
-        self._checkpoint = run.checkpoint
-        self.state.global_step = run.summary["steps"] * plan.updates
-        self._log_evaluation(run.summary.get("evaluation", {}).get("last"), plan)
-        output = history.finish(self.state)
-        self._callbacks.fire("on_train_end")
-        return output
+
+    def _interrupt(self, steps: "Steps", error: BaseException) -> None:
+        """Keep what was trained before an error: its last checkpoint becomes the model."""
+        if not isinstance(error, KeyboardInterrupt):  # which has ended the run
+            with suppress(Exception):
+                steps.stop()
+        saved = sorted((self._output_dir / "checkpoints").glob("step_*"))
+        if saved and self.state.global_step > 0:
+            self._checkpoint = saved[-1] / Role.ACTOR
 
     def evaluate(
         self, eval_dataset: Iterable[Row] | None = None, metric_key_prefix: str = "eval"
@@ -253,6 +264,7 @@ class GRPOTrainer:
             metrics = self._evaluation_metrics(found, "eval_")
             self.state.log_history.append(metrics | {"step": step})
             self._callbacks.fire("on_evaluate", metrics=metrics)
+            self.state.note_best(self.args, metrics)
 
     def _evaluation_metrics(self, found: Mapping[str, float], prefix: str) -> dict[str, float]:
         metrics = {
@@ -292,6 +304,7 @@ class GRPOTrainer:
                 )
         if len(chosen) == 1 and isinstance(chosen[0], str) and not self.args.reward_weights:
             return {}, {"reward.model": chosen[0]}
+        weights_of(self.args.reward_weights, len(chosen))  # to report mistakes early
         functions = [RewardModelFunction(f) if isinstance(f, str) else f for f in chosen]
         return name_functions(functions), {}
 
@@ -353,39 +366,6 @@ class GRPOTrainer:
     def _write(self, name: str, values: Mapping[str, Any]) -> None:
         self._output_dir.mkdir(parents=True, exist_ok=True)
         (self._output_dir / name).write_text(json.dumps(dict(values), indent=2))
-
-
-def dataset_rows(dataset: str | Iterable[Row], limit: int | None = None) -> list[dict[str, Any]]:
-    if isinstance(dataset, Mapping):
-        names = ", ".join(map(repr, dataset))
-        raise ConfigError(f"the dataset has the splits {names}; pass one of them")
-    if isinstance(dataset, str):
-        raise ConfigError(
-            f"the dataset is the text {dataset!r}; expected rows, for example of load_dataset"
-        )
-    rows = [dict(_mapping(row)) for row in islice(dataset, limit)]
-    if not rows:
-        raise ConfigError("the dataset has no rows")
-    _check_columns(rows[0], "the dataset")
-    return rows
-
-
-def _mapping(row: Any) -> Row:
-    if isinstance(row, Mapping):
-        return row
-    raise ConfigError(f"a row of the dataset is {type(row).__name__}; expected a dict of columns")
-
-
-def _check_columns(row: Row, dataset: str) -> None:
-    columns = [*map(str, row)]
-    if "prompt" not in columns:
-        likely = likely_column("prompt", columns, LIKELY_PROMPT_KEYS)
-        raise ConfigError(
-            f"{dataset} has no column 'prompt', but {', '.join(columns)}. Rename the column with "
-            f"the prompt, for example rename_column({likely!r}, 'prompt')"
-        )
-    if {"image", "images"} & {*columns}:
-        raise ConfigError(f"{dataset} has images; only text models can be trained")
 
 
 def _has_run(directory: Path) -> bool:

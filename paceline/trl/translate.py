@@ -7,8 +7,9 @@ is one generation batch of TRL: the updates, and the completions in each, are th
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
+from paceline.algo.settings import Advantage
 from paceline.config import TRACKERS
 from paceline.errors import ConfigError
 from paceline.trl.config import GRPOConfig, rejected
@@ -120,6 +121,9 @@ def settings(args: GRPOConfig, plan: Plan) -> dict[str, Any]:
         found["track"] = trackers
     if args.max_prompt_length is not None:
         found["data.max_prompt_length"] = args.max_prompt_length
+    custom = args.paceline.get("algorithm.advantage", "group") not in get_args(Advantage)
+    if custom and found["algorithm.normalize"] == "group":
+        del found["algorithm.normalize"]  # a custom advantage is used as it is
     return found | args.paceline
 
 

@@ -12,7 +12,8 @@ from trl import rewards as trl_rewards
 from paceline.trl import GRPOConfig, GRPOTrainer
 from paceline.trl.config import DEFAULTS, EARLIER
 from paceline.trl.rewards import get_soft_overlong_punishment, think_format_reward
-from paceline.trl.trainer import dataset_rows
+from paceline.trl.rows import dataset_rows
+from paceline.trl.unsupported import METHODS, NAMES
 
 FIELDS = {field.name: field for field in dataclasses.fields(trl.GRPOConfig)}
 # TRL sets these after it has read the arguments, or Paceline leaves them to its own default.
@@ -40,6 +41,11 @@ def test_arguments_have_the_names_and_order_of_trl() -> None:
         list(inspect.signature(kind.__init__).parameters) for kind in (GRPOTrainer, trl.GRPOTrainer)
     )
     assert ours == theirs
+
+
+def test_rejected_names_are_those_of_trl() -> None:
+    assert all(hasattr(trl.GRPOTrainer, name) for name in METHODS)
+    assert all(hasattr(trl, name) for name in NAMES)
 
 
 @pytest.mark.parametrize(

@@ -381,10 +381,10 @@ def test_audit_finds_wrong_counts_in_summary(run: Path) -> None:
 
 
 def test_audit_finds_other_bound_in_config(run: Path) -> None:
-    config = json.loads((run / "config.json").read_text())
+    config = json.loads((run / "settings.json").read_text())
     config["schedule"]["max_staleness"] = 9
-    (run / "config.json").write_text(json.dumps(config))
-    assert "max_staleness=2), but config.json has" in problems(run, "checkpoints")
+    (run / "settings.json").write_text(json.dumps(config))
+    assert "max_staleness=2), but settings.json has" in problems(run, "checkpoints")
 
 
 def test_audit_notices_flipped_bits_in_every_file(run: Path) -> None:
@@ -412,7 +412,7 @@ def _same(content: bytes, damaged: bytes) -> bool:
         return False
 
 
-@pytest.mark.parametrize("name", ["summary.json", "config.json", "ledger.jsonl"])
+@pytest.mark.parametrize("name", ["summary.json", "settings.json", "ledger.jsonl"])
 def test_audit_reports_what_is_not_a_table_or_a_file(name: str, run: Path) -> None:
     other = b'{"schedule": 3, "evaluation": 1, "ledger": []}'
     for content in (b"", b"[]", other, b"\xff"):

@@ -45,7 +45,7 @@ def test_all_examples_train_together(model: str, tmp_path: Path, place: str) -> 
     chosen = [f"model={model}", f"run_dir={tmp_path}", *settings, *custom, *PLACES[place]]
     summary = asyncio.run(train(load_config(None, [*chosen, "steps=2"])))
     assert summary["steps"] == 2 and len((tmp_path / "reward.csv").read_text().splitlines()) == 2
-    saved = json.loads((tmp_path / "config.json").read_text())
+    saved = json.loads((tmp_path / "settings.json").read_text())
     assert saved["algorithm"]["loss"] == f"{EXAMPLES}/custom_loss.py:clip"
 
 
@@ -82,7 +82,7 @@ def test_entry_points_of_installed_package_train_together(
     chosen = [f"model={model}", f"run_dir={tmp_path / 'run'}", *settings, *custom, *SEPARATE]
     summary = asyncio.run(train(load_config(None, [*chosen, "steps=1"])))
     assert summary["steps"] == 1 and (tmp_path / "run" / "reward.csv").exists()
-    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    saved = json.loads((tmp_path / "run" / "settings.json").read_text())
     assert saved["algorithm"]["loss"] == "my_loss" and saved["data"]["source"] == "my_source"
 
 

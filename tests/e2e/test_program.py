@@ -86,6 +86,14 @@ def test_steps_resume_stopped_run(small: dict[str, Any]) -> None:
     assert_consistent(Path(small["run_dir"]))
 
 
+def test_fresh_run_is_rejected_when_its_model_would_be_moved_aside(small: dict[str, Any]) -> None:
+    first = paceline.train(data="copy:3", steps=1, **small)
+    again = small | {"model": first.checkpoint, "fresh": True}
+    with pytest.raises(paceline.PacelineError, match=r"moved aside .*; use another run_dir"):
+        paceline.train(data="copy:3", steps=1, **again)
+    assert first.checkpoint.exists()
+
+
 def test_run_waits_for_ended_loop_in_same_directory(small: dict[str, Any]) -> None:
     for step in paceline.steps(data="copy:3", steps=10_000, **small):
         first = step.step
@@ -165,7 +173,7 @@ def test_run_records_automatic_settings_and_names_changed_ones(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = paceline.train(data="copy:3", steps=1, **small)
-    recorded = json.loads((first.run_dir / "config.json").read_text())
+    recorded = json.loads((first.run_dir / "settings.json").read_text())
     assert recorded["rollout"]["slots"] == 4 and recorded["train"]["dtype"] == "float32"
     monkeypatch.setattr(automatic, "SMALL_CPU_SLOTS", 2)  # as if the devices were smaller
     paceline.train(data="copy:3", steps=2, **small)
@@ -224,6 +232,12 @@ def test_evaluate_scores_rows_with_function_of_program(small: dict[str, Any]) ->
         ({"data": ROWS}, "reward.function"),
         ({"data": ROWS, "reward": [score], "reward.weights": [1, 2]}, "reward.weights"),
         ({"recipe": "hybrit"}, "hybrid"),
+        ({"recipe": "Qwen/Qwen2.5-0.5B"}, "To train a model of this name, set model=Qwen/Qwen2.5"),
+        (
+            {"model": paceline.Run(Path("runs/a"), {"steps": 7})},
+            "runs/a/checkpoints/step_00000007/actor",
+        ),
+        ({"data": "copy:3", "resume_from": True}, "Without it, a run resumes from its last"),
     ],
 )
 def test_mistake_is_paceline_error(
@@ -232,6 +246,13 @@ def test_mistake_is_paceline_error(
     with pytest.raises(paceline.PacelineError) as caught:
         paceline.train(**small | arguments)
     assert message in str(caught.value)
+
+
+def test_directory_of_model_is_rejected_as_recipe_with_name_of_setting(
+    small: dict[str, Any],
+) -> None:
+    with pytest.raises(paceline.PacelineError, match="To train this model, set model=/"):
+        paceline.train(small["model"], data="copy:3")
 
 
 def test_settings_next_to_configuration_are_error(small: dict[str, Any]) -> None:

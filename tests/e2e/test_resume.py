@@ -237,13 +237,24 @@ def four_steps(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_run_starts_again_from_earlier_step(model: str, four_steps: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(four_steps, tmp_path / "run")
     chosen = config(model, folder, "steps=4", *CONSTANT)
-    with pytest.raises(CheckpointError, match=r"--from 9: there is no checkpoint .*step_00000004"):
+    with pytest.raises(
+        CheckpointError, match=r"--from 9 .*: there is no checkpoint .*step_00000004"
+    ):
         asyncio.run(train(chosen, start_from="9"))
     assert asyncio.run(train(chosen, start_from="2"))["steps_this_run"] == 2
     assert weights(folder, 4) == weights(four_steps, 4)
     assert (folder / "ledger.jsonl").read_text() == (four_steps / "ledger.jsonl").read_text()
     (aside,) = (folder / "checkpoints").glob("abandoned.*")
     assert sorted(path.name for path in aside.iterdir()) == ["step_00000003", "step_00000004"]
+
+
+@pytest.mark.parametrize("part", ["", "checkpoints/step_00000004/actor"])
+def test_start_names_checkpoint_when_another_directory_is_given(
+    part: str, model: str, four_steps: Path, tmp_path: Path
+) -> None:
+    chosen = config(model, tmp_path / "new", "steps=5", *CONSTANT)
+    with pytest.raises(CheckpointError, match=r"did you mean .*/checkpoints/step_00000004\?"):
+        asyncio.run(train(chosen, start_from=str(four_steps / part)))
 
 
 def test_run_branches_from_checkpoint_of_other_run(

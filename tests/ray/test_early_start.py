@@ -92,7 +92,7 @@ def test_early_start_plans_with_settings_of_last_start(
     )
     config = load_config(None, ["cluster=ray", f"run_dir={tmp_path}", "placement.rollout=other"])
     before = with_settings(config, {"placement.threads": 7})
-    write_json(tmp_path / "config.json", before.model_dump(mode="json"))
+    write_json(tmp_path / "settings.json", before.model_dump(mode="json"))
     (tmp_path / "checkpoints" / "step_00000001").mkdir(parents=True)  # it is not read
     joining.start_last_workers(config)
     assert [plan.threads for plan in found] == [7, 7]

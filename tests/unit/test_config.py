@@ -59,6 +59,12 @@ def test_values_are_nested_or_dotted_names() -> None:
     assert nested == dotted and nested.rollout.max_response_length == 9
 
 
+@pytest.mark.parametrize("overrides", ["steps=3", {"steps": 3}])
+def test_overrides_are_rejected_when_they_are_not_a_list(overrides: Any) -> None:
+    with pytest.raises(ConfigError, match=r"expected a list, .* a dict of settings as values="):
+        load_config("hybrid", overrides)
+
+
 def test_overrides_replace_values_of_program_and_recipe(tmp_path: Path) -> None:
     recipe = tmp_path / "own.toml"
     recipe.write_text("steps = 1\nseed = 1\ngroup_size = 5")

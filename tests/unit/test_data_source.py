@@ -128,7 +128,9 @@ def test_wrong_column_in_given_rows_is_named() -> None:
 
 
 def test_bad_given_row_is_named_by_number() -> None:
-    with pytest.raises(DataError, match="row 2: expected a dict of columns, got str"):
+    with pytest.raises(
+        DataError, match=r"row 2: expected a dict of columns, got str; write .*: text}"
+    ):
         given([ROWS[0], "text"])
 
 

@@ -76,12 +76,21 @@ def test_slow_sink_does_not_delay_put_or_close(
     assert "has not finished within 0.05 s" in caplog.text
 
 
+async def asynchronous(step: int, metrics: dict[str, float]) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [
         (type("Sink", (), {}), "is not callable; expected a method __call__"),
         (type("Sink", (), {"__init__": lambda self, path: None}), "has the parameter 'path'"),
         (type("Sink", (), {"__init__": lambda self: 1 / 0}), "raised ZeroDivisionError"),
+        (
+            lambda metrics: None,
+            r"cannot be called: too many .* expected a function of \(step, metr",
+        ),
+        (asynchronous, "is async; expected a function"),
+        (type("Sink", (), {"__call__": asynchronous}), "is async; expected a function"),
     ],
 )
 def test_sink_that_cannot_be_made_is_config_error(code: Any, message: str, tmp_path: Path) -> None:
@@ -103,6 +112,13 @@ def test_track_rejects_unknown_name() -> None:
 def test_track_rejects_a_tracker_that_is_named_twice() -> None:
     with pytest.raises(ConfigError, match="named twice"):
         load_config(None, ['track=["wandb", "wandb"]'])
+
+
+def test_track_accepts_functions_of_one_name() -> None:
+    first, second = lambda step, metrics: None, lambda step, metrics: None
+    assert len(RunConfig(track=[first, second]).track) == 2  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="named twice"):
+        RunConfig(track=[first, first])  # type: ignore[arg-type]
 
 
 def test_object_with_methods_for_them_gets_samples_and_summary(tmp_path: Path) -> None:

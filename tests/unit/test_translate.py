@@ -1,5 +1,6 @@
 """Translation of verl's settings, from files, scripts and overrides, to Paceline's."""
 
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -462,6 +463,22 @@ def test_value_that_cannot_be_resolved_has_remark() -> None:
     values = read_overrides([f"{ROLLOUT}n=${{group.size}}", f"{ACTOR}shuffle=${{data.x}}"])
     notes = translate(values, {}, complete=True).notes
     assert notes == {f"{ROLLOUT}n": "refers to a value that is not given; the default applies"}
+
+
+def test_script_may_have_shell_commands() -> None:
+    script = """
+    PROJECT="$(pwd)"
+    NAME="run_$(date '+%Y-%m-%d')"
+    ARGS=(actor_rollout_ref.rollout.n=4 data.train_batch_size=8)
+    python3 -m verl.trainer.main_ppo data.train_files="$PROJECT/train.parquet" ${ARGS[@]} \\
+        trainer.experiment_name=$NAME
+    """
+    found = translate(read_script(script), {})
+    assert found.settings["data.path"] == f"{os.getcwd()}/train.parquet"
+    assert (found.settings["group_size"], found.settings["groups_per_step"]) == (4, 8)
+    assert "run_dir" not in found.settings
+    note = "contains a shell command; the default applies"
+    assert found.notes["trainer.experiment_name"] == note
 
 
 def test_no_verifier_is_chosen_for_data_of_several_kinds() -> None:

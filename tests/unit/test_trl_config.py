@@ -51,3 +51,14 @@ def test_import_loads_neither_torch_nor_trl() -> None:
     program = "import sys, paceline.trl; print({'torch', 'transformers', 'trl'} & {*sys.modules})"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.stdout == "set()\n", result.stderr
+
+
+def test_settings_of_paceline_may_be_nested() -> None:
+    nested = {"reward": {"timeout_s": 5}, "data": {"on_bad_row": "skip"}, "steps": 3}
+    expected = {"reward.timeout_s": 5, "data.on_bad_row": "skip", "steps": 3}
+    assert GRPOConfig("out", paceline=nested).paceline == expected
+
+
+def test_settings_of_paceline_are_rejected_when_they_are_no_dict() -> None:
+    with pytest.raises(ConfigError, match="paceline = 'x'; expected a dict of settings"):
+        GRPOConfig("out", paceline="x")  # type: ignore[arg-type]

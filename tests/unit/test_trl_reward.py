@@ -10,7 +10,7 @@ import pytest
 
 from paceline.errors import ConfigError, RewardError
 from paceline.trl.history import Pending
-from paceline.trl.reward import ColumnReward, name_functions, weights_of
+from paceline.trl.reward import ColumnReward, check_arguments, name_functions, weights_of
 from paceline.trl.rewards import (
     accuracy_reward,
     get_soft_overlong_punishment,
@@ -153,6 +153,8 @@ def test_async_callable_object_is_awaited() -> None:
         (["a", "b"], "expected a list of numbers or None"),
         ([float("nan"), 1.0], "returned nan; expected a finite number"),
         (None, "expected a list of numbers or None"),
+        ("12", "expected a list of numbers or None"),
+        ({0: 1.0, 1: 0.5}, "expected a list of numbers or None"),
     ],
 )
 def test_wrong_result_is_an_error_with_the_name_of_the_function(result: Any, problem: str) -> None:
@@ -169,6 +171,40 @@ def test_exception_of_function_is_a_reward_error() -> None:
 
     with pytest.raises(RewardError, match="'broken', prompt 'row:1': raised KeyError"):
         score(broken)
+
+
+class Scorer:
+    def __call__(self, prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+        return [1.0] * len(prompts)
+
+
+def reference(completions: list[str], ground_truth: list[str]) -> list[float]:
+    return [1.0] * len(ground_truth)
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        (reference, r"'ground_truth'. It gets .*, and the columns of the dataset: answer"),
+        (lambda completion, row: 1.0, "lambda.* cannot be called: missing .* 'completion'"),
+        (Scorer, r"Scorer is a class; pass an instance of it: Scorer\(\)"),
+    ],
+)
+def test_function_is_rejected_when_dataset_lacks_its_arguments(function: Any, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        check_arguments(name_functions([function]), [{"prompt": "say", "answer": "4"}])
+
+
+@pytest.mark.parametrize(
+    "function", [Scorer(), functools.partial(reference, ground_truth=["1"]), max]
+)
+def test_function_is_accepted_when_its_arguments_are_passed(function: Any) -> None:
+    check_arguments(name_functions([function]), [{"prompt": "say"}])
+
+
+def test_function_may_need_a_column_that_some_rows_have() -> None:
+    rows = [{"prompt": "say"}, {"prompt": "say", "ground_truth": "4"}]
+    check_arguments({"reference": reference}, rows)
 
 
 def test_function_that_hangs_is_a_reward_error() -> None:
@@ -210,6 +246,13 @@ def test_functions_of_one_name_keep_separate_metrics() -> None:
 def test_weights_are_rejected_when_their_number_is_wrong() -> None:
     with pytest.raises(ConfigError, match="reward_weights has 1 entries and reward_funcs 2"):
         weights_of([1.0], 2)
+
+
+def test_weights_are_rejected_when_they_are_not_numbers() -> None:
+    with pytest.raises(
+        ConfigError, match=r"reward_weights = \[1, 'a'\]; expected a list of numbers"
+    ):
+        weights_of([1, "a"], 2)  # type: ignore[list-item]
 
 
 def test_accuracy_reward_compares_boxed_results() -> None:

@@ -4,11 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
+import paceline.trl
+from paceline.api import Steps
 from paceline.errors import ConfigError, DataError, PacelineError
 from paceline.trl import GRPOConfig, GRPOTrainer
 from paceline.trl.callbacks import Callbacks
 from paceline.trl.history import TrainerState
+from tests.audits import assert_consistent
 from tests.models import random_model, random_reward_model
 
 ROWS = [{"prompt": f"Count to {n}:", "answer": n} for n in range(6)]
@@ -158,6 +162,70 @@ def test_flag_without_effect_is_reported_once_per_callback(
     assert not callbacks.stop_requested
 
 
+@pytest.mark.parametrize(("better", "best"), [(None, 1.0), (False, 0.0)])
+def test_early_stopping_callback_stops_the_run(
+    better: bool | None, best: float, tmp_path: Path
+) -> None:
+    from transformers import EarlyStoppingCallback
+
+    scores = iter([0.0, 1.0] if better is None else [1.0, 0.0])
+    state = TrainerState()
+    callback = EarlyStoppingCallback(early_stopping_patience=2)
+    fields = {"metric_for_best_model": "reward", "eval_strategy": "steps"}
+    args = GRPOConfig(str(tmp_path), greater_is_better=better, **fields)
+    callbacks = Callbacks([callback], args, state)
+    stopped = []
+    for value in [*scores, 0.5, 0.5, 0.5]:
+        callbacks.fire("on_evaluate", metrics={"eval_reward": value})
+        state.note_best(args, {"eval_reward": value})
+        stopped.append(callbacks.stop_requested)
+    assert stopped == [False, False, False, True, True]
+    assert state.best_metric == best
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_trained_model_can_be_saved_when_training_is_interrupted(
+    error: type[BaseException], tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fail:
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if error is RuntimeError and state.global_step == 2:
+                raise error
+
+    def interrupted(self: Steps) -> Any:
+        if error is KeyboardInterrupt and trainer.state.global_step == 2:
+            raise error
+        return next_step(self)
+
+    next_step = Steps._next_step
+    monkeypatch.setattr(Steps, "_next_step", interrupted)
+    given = {"callbacks": [Fail()], "learning_rate": 1e-2, "bf16": False}
+    trainer = make_trainer(tmp_path, model, max_steps=500, **given)
+    with pytest.raises(error):
+        trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    before = load_file(Path(model) / "model.safetensors")
+    after = load_file(tmp_path / "saved" / "model.safetensors")
+    assert any(not before[name].equal(after[name]) for name in before)
+    assert_consistent(tmp_path / "out")
+    steps = sum(1 for _ in (tmp_path / "out" / "metrics.jsonl").open())
+    assert 2 <= steps < 100, "the run has ended"
+
+
+def test_trainer_stops_early_when_evaluations_do_not_improve(tmp_path: Path, model: str) -> None:
+    from transformers import EarlyStoppingCallback
+
+    def same(completions: list[str], **kwargs: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+    fields = {"metric_for_best_model": "eval_reward", "eval_strategy": "steps", "eval_steps": 1}
+    callbacks, rows = [EarlyStoppingCallback(2)], ROWS[:1]
+    given = {"reward_funcs": same, "callbacks": callbacks, "eval_dataset": rows}
+    trainer = make_trainer(tmp_path, model, max_steps=500, **given, **fields)
+    assert trainer.train().global_step < 100
+    assert trainer.state.best_metric == 1.0
+
+
 def test_callback_is_rejected_when_its_event_never_comes(tmp_path: Path, model: str) -> None:
     class Saves:
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
@@ -212,6 +280,16 @@ def test_evaluate_scores_the_trained_model(tmp_path: Path, model: str) -> None:
     assert metrics["eval_reward"] != before["eval_reward"]
 
 
+def test_save_model_keeps_the_run_when_its_target_is_output_dir(tmp_path: Path, model: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    trainer = make_trainer(tmp_path, model)
+    trainer.train()
+    trainer.save_model()
+    assert_consistent(tmp_path / "out")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.model_type == "qwen2"
+
+
 def test_reward_model_scores(tmp_path: Path, model: str) -> None:
     scorer = random_reward_model(tmp_path / "scorer")
     trainer = make_trainer(tmp_path, model, reward_funcs=scorer)
@@ -250,6 +328,60 @@ def test_tokenizer_of_another_model_is_rejected(tmp_path: Path, model: str) -> N
     tokenizer.chat_template = "other"
     with pytest.raises(ConfigError, match="processing_class has another chat template"):
         make_trainer(tmp_path, model, processing_class=tokenizer).train()
+
+
+def test_name_of_tokenizer_is_rejected_when_an_object_is_expected(
+    tmp_path: Path, model: str
+) -> None:
+    with pytest.raises(ConfigError, match="processing_class is str; expected a tokenizer"):
+        make_trainer(tmp_path, model, processing_class=model).train()
+
+
+def test_reward_function_is_checked_before_the_model_is_saved(tmp_path: Path, model: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    def reference(completions: list[str], solution: list[str]) -> list[float]:
+        return [1.0] * len(solution)
+
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    with pytest.raises(ConfigError, match=r"'solution'.* columns of the dataset: answer"):
+        make_trainer(tmp_path, loaded, reward_funcs=reference).train()
+    held_out = {"eval_dataset": ROWS[:1], "eval_strategy": "steps"}
+    rows = [{**row, "solution": "4"} for row in ROWS]
+    trainer = make_trainer(tmp_path, loaded, reward_funcs=reference, train_dataset=rows, **held_out)
+    with pytest.raises(ConfigError, match="'solution'"):
+        trainer.train()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_subclass_is_rejected_when_its_method_is_never_called(tmp_path: Path, model: str) -> None:
+    class Custom(GRPOTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> float:
+            return 0.0
+
+    class Derived(Custom):
+        def train(self, resume_from_checkpoint: str | bool | None = None) -> Any:
+            return super().train(resume_from_checkpoint)
+
+    with pytest.raises(ConfigError, match=r"Custom overrides compute_loss, .*'algorithm.loss'"):
+        Derived(model, variety, GRPOConfig(str(tmp_path / "out")), ROWS)
+
+
+@pytest.mark.parametrize(
+    ("name", "action"),
+    [("SFTTrainer", "paceline.sft"), ("RLOOTrainer", "'rloo'"), ("ModelConfig", "from trl")],
+)
+def test_import_names_replacement_when_class_is_only_in_trl(name: str, action: str) -> None:
+    with pytest.raises(ImportError, match=f"paceline.trl has no {name}; .*{action}"):
+        exec(f"from paceline.trl import {name}")
+    assert not hasattr(paceline.trl, "Unknown")
+
+
+def test_algorithm_of_another_trainer_is_used_when_settings_name_it(
+    tmp_path: Path, model: str
+) -> None:
+    trainer = make_trainer(tmp_path, model, paceline={"algorithm.name": "rloo"})
+    assert trainer.train().global_step == 2
 
 
 @pytest.mark.parametrize(

@@ -170,3 +170,13 @@ def test_paceline_settings_win_over_translated_fields() -> None:
     extra = {"schedule.max_staleness": 2, "rollout.temperature": 0.7}
     config = translated(temperature=0.9, paceline=extra)
     assert (config.schedule.max_staleness, config.rollout.temperature) == (2, 0.7)
+
+
+def test_custom_advantage_is_not_divided_by_standard_deviation_of_group() -> None:
+    def centered(rewards: Any) -> Any:
+        return rewards - rewards.mean()
+
+    for advantage in (centered, "examples/custom_advantage.py:minus_median"):
+        nested = {"algorithm": {"advantage": advantage}}
+        assert translated(paceline=nested).algorithm.normalize == "none"
+    assert translated(paceline={"algorithm.advantage": "group"}).algorithm.normalize == "group"

@@ -29,7 +29,7 @@ def start_last_workers(config: RunConfig) -> None:
 
     def plan(nodes: Sequence[Node]) -> list[PlannedWorker]:
         # The last checkpoint has these settings too, but all of it would be read to verify it.
-        recorded = Path(config.run_dir, "config.json").read_text()
+        recorded = Path(config.run_dir, "settings.json").read_text()
         before = RunConfig.model_validate(json.loads(recorded))
         return plan_workers(before, nodes, training_roles(before))
 
