@@ -159,6 +159,8 @@ class EndpointServer:
 
 
 async def _body(request: web.BaseRequest) -> bytes:
+    if request.headers.get("Expect", "").lower() == "100-continue":  # the client waits for this
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return await request.read()

@@ -5,6 +5,7 @@ import json
 import random
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 
@@ -231,6 +232,19 @@ def test_bad_request_is_rejected_with_name_of_field(field: str, options: dict[st
         assert status == 200, "the session ended with a bad request"
 
     episode(play, Engine())
+
+
+def test_client_that_waits_before_its_body_is_told_to_continue() -> None:
+    async def play(env: dict[str, str]) -> None:
+        headers = {"Authorization": f"Bearer {env['OPENAI_API_KEY']}"}
+        url, body = f"{env['OPENAI_BASE_URL']}/chat/completions", {"model": "m", "messages": [USER]}
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.post(url, json=body, expect100=True) as reply,
+        ):
+            assert reply.status == 200
+
+    assert len(episode(play, Engine()).turns) == 1
 
 
 def test_wrong_key_body_and_path_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
