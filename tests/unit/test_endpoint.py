@@ -11,7 +11,7 @@ import pytest
 
 from paceline.endpoint import server
 from paceline.endpoint.agent import AgentProgram, RunModel
-from paceline.endpoint.request import RequestError, read_chat
+from paceline.endpoint.request import RequestError, read_chat, read_request
 from paceline.endpoint.session import Chat, Session
 from paceline.types import End, Sampling
 from tests.chat_templates import TEMPLATES
@@ -232,6 +232,11 @@ def test_bad_request_is_rejected_with_name_of_field(field: str, options: dict[st
         assert status == 200, "the session ended with a bad request"
 
     episode(play, Engine())
+
+
+def test_list_that_is_too_long_is_not_called_text_that_is_expected() -> None:
+    with pytest.raises(RequestError, match=r"^stop: List should have at most 16 items"):
+        read_request(json.dumps({"model": "m", "messages": [USER], "stop": ["a"] * 17}).encode())
 
 
 def test_client_that_waits_before_its_body_is_told_to_continue() -> None:
