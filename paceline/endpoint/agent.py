@@ -11,7 +11,6 @@ Waits for: the program, which has the time limit of an episode, and the engines.
 import asyncio
 import inspect
 import os
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,7 @@ from paceline.environment.protocol import Generate
 from paceline.environment.token_stream import Tokens
 from paceline.environment.tools import in_thread
 from paceline.environment.user_code import is_failure
-from paceline.errors import ConfigError, PacelineError, RolloutError
+from paceline.errors import ConfigError, PacelineError, RolloutError, frames_of
 from paceline.plugins import Plugin, PluginError, accepted
 from paceline.printable import describe_error
 from paceline.reward.function import RewardFunctionError, as_optional_reward, is_async
@@ -157,7 +156,7 @@ class AgentProgram:
         return reward, {name: float(value) for name, value in named.items() if value is not None}
 
     def _raised(self, prompt: Prompt, error: BaseException) -> RolloutError:
-        frames = traceback.extract_tb(error.__traceback__)
+        frames = frames_of(error)
         code = getattr(inspect.unwrap(self._play), "__code__", None)
         own = [frame for frame in frames if code and frame.filename == code.co_filename]
         frame = (own or frames)[-1]

@@ -170,6 +170,7 @@ def test_separate_program_finds_endpoint_by_environment_variables() -> None:
         (float("nan"), "returned nan"),
         (ValueError("no"), "no"),
         (SystemExit(0), "raised SystemExit: 0"),
+        (ExceptionGroup("tasks", [ValueError("no")]), "raised ValueError: no"),
         (asyncio.CancelledError(), "raised CancelledError"),
     ],
 )
