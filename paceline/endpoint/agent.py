@@ -88,6 +88,7 @@ class AgentProgram:
         self._is_async = is_async(play)
         self._server: EndpointServer | None = None
         self._client: Any = None
+        self._disconnect: Callable[[], Any] | None = None  # closes the client's connections
         self._starting = asyncio.Lock()
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
@@ -119,8 +120,8 @@ class AgentProgram:
         return trajectory
 
     async def close(self) -> None:
-        if self._client is not None:
-            closing = self._client.close()
+        if self._disconnect is not None:
+            closing = self._disconnect()
             if self._is_async:
                 await closing
         if self._server is not None:
@@ -132,7 +133,7 @@ class AgentProgram:
                 server = EndpointServer("policy")
                 await server.start()
                 if "client" in self._parameters:
-                    self._client = _make_client(server.url, self._is_async)
+                    self._client, self._disconnect = _make_client(server.url, self._is_async)
                 self._server = server
         return self._server
 
@@ -186,7 +187,8 @@ def open_program(
         raise ConfigError(f"rollout.agent = {agent!r}: {problem}") from None
 
 
-def _make_client(url: str, is_async: bool) -> Any:
+def _make_client(url: str, is_async: bool) -> tuple[Any, Callable[[], Any]]:
+    """Return a client, and a function that closes its connections."""
     try:
         import openai
     except ImportError:
@@ -196,11 +198,20 @@ def _make_client(url: str, is_async: bool) -> Any:
         ) from None
     # The run limits the time of a generation and of an episode.
     options: dict[str, Any] = {"base_url": url, "api_key": "unset", "timeout": None}
-    if is_async:  # without the proxies of the environment, which do not reach this machine
-        return openai.AsyncOpenAI(
-            **options, http_client=openai.DefaultAsyncHttpxClient(trust_env=False)
-        )
-    return openai.OpenAI(**options, http_client=openai.DefaultHttpxClient(trust_env=False))
+    # Without the proxies of the environment, which do not reach this machine. A program may close
+    # its client, for example with `async with`; the connections are those of all episodes.
+    http: Any
+    if is_async:
+        http = openai.DefaultAsyncHttpxClient(trust_env=False)
+        disconnect, http.aclose = http.aclose, _stay_connected
+        return openai.AsyncOpenAI(**options, http_client=http), disconnect
+    http = openai.DefaultHttpxClient(trust_env=False)
+    disconnect, http.close = http.close, lambda: None
+    return openai.OpenAI(**options, http_client=http), disconnect
+
+
+async def _stay_connected() -> None:
+    """Ignore that a program closes its client."""
 
 
 def _variables(url: str, key: str) -> dict[str, str]:

@@ -212,6 +212,26 @@ def test_program_without_completion_is_told_the_limit_that_it_exceeded(
         episode(play, engine, limits=limits)
 
 
+def test_episodes_go_on_when_a_program_closes_its_client() -> None:
+    async def play(client: Any) -> None:
+        async with client:
+            await ask(client, [USER])
+
+    def plain(client: Any) -> None:
+        with client:
+            client.chat.completions.create(model="policy", messages=[USER])
+
+    async def run(play: Any) -> None:
+        engine = Engine()
+        agent = program(play, engine)
+        for _ in range(2):
+            assert len((await agent.run(PROMPT, engine)).turns) == 1
+        await agent.close()
+
+    asyncio.run(run(play))
+    asyncio.run(run(plain))
+
+
 def test_object_with_async_call_is_async_program() -> None:
     class Player:
         async def __call__(self, client: openai.AsyncOpenAI) -> float:

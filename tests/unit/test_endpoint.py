@@ -381,6 +381,7 @@ def test_connection_without_key_ends_at_deadline_or_when_there_are_too_many(
         agent = AgentProgram("agent", play, engine.tokenizer, Sampling(64), LIMITS)
         agent._server = endpoint
         agent._client = openai.AsyncOpenAI(base_url=endpoint.url, api_key="unset")
+        agent._disconnect = agent._client.close
         await agent.run(PROMPT, engine)
         monkeypatch.setattr(server, "STRANGER_TIMEOUT_S", 0.05)
         late = await asyncio.open_connection(server.HOST, endpoint.port)
