@@ -173,6 +173,7 @@ async def in_thread(call: Callable[[], Any]) -> Any:
             # A future cannot have StopIteration.
             usable = isinstance(error, Exception) and not isinstance(error, StopIteration)
             failed = error if usable else RuntimeError(repr(error))
+            failed.__traceback__ = error.__traceback__  # for messages that name the line
         with suppress(RuntimeError):  # the event loop is closed
             loop.call_soon_threadsafe(finish, result, failed)
 

@@ -232,6 +232,14 @@ def test_episodes_go_on_when_a_program_closes_its_client() -> None:
     asyncio.run(run(plain))
 
 
+def test_error_names_line_of_plain_function_that_exits() -> None:
+    def play(row: Any) -> None:
+        sys.exit(3)
+
+    with pytest.raises(RolloutError, match=r"SystemExit\(3\) .*test_agent_program.py:\d+"):
+        episode(play, Engine())
+
+
 def test_object_with_async_call_is_async_program() -> None:
     class Player:
         async def __call__(self, client: openai.AsyncOpenAI) -> float:
