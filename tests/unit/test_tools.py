@@ -4,6 +4,7 @@ import asyncio
 import socket
 import threading
 import time
+from collections.abc import AsyncIterator, Iterator
 from enum import Enum
 from functools import cache, wraps
 from pathlib import Path
@@ -239,9 +240,21 @@ def opaque(shelf: Shelf) -> None:
     """
 
 
+def streaming() -> Iterator[str]:
+    """Yield text."""
+    yield "a"
+
+
+async def streaming_later() -> AsyncIterator[str]:
+    """Yield text."""
+    yield "a"
+
+
 @pytest.mark.parametrize(
     ("function", "problem"),
     [
+        (streaming, "it is a generator; return the whole result instead"),
+        (streaming_later, "it is a generator"),
         (untyped, "missing a type hint"),
         (variadic, r"parameter '\*values: int' has no name"),
         (opaque, "JSON cannot express the type 'Shelf'"),
