@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -416,6 +417,22 @@ class NoReset:
 class PlainClose(Base):
     def close(self) -> None:  # type: ignore[override]
         return
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), SystemExit(1), asyncio.CancelledError()])
+def test_episode_counts_and_warns_when_close_fails(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(Base):
+        async def step(self, message: Message) -> Any:
+            return Reply(done=True)
+
+        async def close(self) -> None:
+            raise error
+
+    assert play(Failing, Model(said("1<|im_end|>"))).end is End.DONE
+    expected = rf"close\(\) raised {type(error).__name__}.*test_conversation.py:\d+"
+    assert re.search(expected, caplog.text)
 
 
 def test_environment_is_rejected_when_close_is_not_async() -> None:
