@@ -283,6 +283,11 @@ class Silent(Base):
         return Reply()
 
 
+class Blank(Base):
+    async def step(self, message: Message) -> Any:
+        return Reply(" \n")
+
+
 class Hanging(Base):
     async def step(self, message: Message) -> Any:
         await asyncio.Event().wait()
@@ -365,6 +370,7 @@ class Panicking(Base):
         (Failing, r"step\(\) raised KeyError: 'no such tool' .*test_conversation.py:\d+"),
         (Infinite, r"step\(\) returned the reward inf; expected a finite number"),
         (Silent, r"step\(\) returned messages that are wrong: the list of messages is empty"),
+        (Blank, r"step\(\) returned messages that are wrong: the text is empty"),
         (Hanging, r"step\(\) took longer than rollout.environment_timeout_s = 0.2 s"),
     ],
 )
