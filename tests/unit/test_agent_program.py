@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import resource
 import subprocess
 import sys
 from typing import Any
@@ -238,6 +240,32 @@ def test_error_names_line_of_plain_function_that_exits() -> None:
 
     with pytest.raises(RolloutError, match=r"SystemExit\(3\) .*test_agent_program.py:\d+"):
         episode(play, Engine())
+
+
+def test_episodes_may_need_more_open_files_than_usual_limit() -> None:
+    count, limits = 60, resource.getrlimit(resource.RLIMIT_NOFILE)
+    engine = Engine()
+    engine.hold = asyncio.Event()
+
+    async def play(client: Any) -> None:
+        await ask(client, [USER])
+
+    async def run() -> None:
+        agent = program(play, engine)
+        episodes = asyncio.gather(*(agent.run(PROMPT, engine) for _ in range(count)))
+        async with asyncio.timeout(60):
+            while len(engine.asked) < count:
+                await asyncio.sleep(0.01)
+            engine.hold.set()
+            await episodes
+        await agent.close()
+
+    used = len(os.listdir("/dev/fd"))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + count, limits[1]))
+        asyncio.run(run())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_object_with_async_call_is_async_program() -> None:
