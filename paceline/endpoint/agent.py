@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.data.prompts import DataSettings
 from paceline.data.rows import use_chat
 from paceline.endpoint.request import ChatRequest, RequestError
-from paceline.endpoint.server import HOST, EndpointServer
+from paceline.endpoint.server import HOST, MAX_CONNECTIONS, EndpointServer
 from paceline.endpoint.session import Chat, Session
 from paceline.environment.conversation import Limits
 from paceline.environment.protocol import Generate
@@ -201,11 +201,14 @@ def _make_client(url: str, is_async: bool) -> tuple[Any, Callable[[], Any]]:
     # Without the proxies of the environment, which do not reach this machine. A program may close
     # its client, for example with `async with`; the connections are those of all episodes.
     http: Any
+    limits = type(openai.DEFAULT_CONNECTION_LIMITS)(  # these would be 1000, and 100 of them kept
+        max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS
+    )
     if is_async:
-        http = openai.DefaultAsyncHttpxClient(trust_env=False)
+        http = openai.DefaultAsyncHttpxClient(trust_env=False, limits=limits)
         disconnect, http.aclose = http.aclose, _stay_connected
         return openai.AsyncOpenAI(**options, http_client=http), disconnect
-    http = openai.DefaultHttpxClient(trust_env=False)
+    http = openai.DefaultHttpxClient(trust_env=False, limits=limits)
     disconnect, http.close = http.close, lambda: None
     return openai.OpenAI(**options, http_client=http), disconnect
 

@@ -12,6 +12,7 @@ from urllib.request import proxy_bypass_environment
 import openai
 import pytest
 
+from paceline.endpoint.server import MAX_CONNECTIONS
 from paceline.environment.conversation import Limits
 from paceline.errors import RolloutError
 from paceline.types import End, Sampling
@@ -240,6 +241,24 @@ def test_error_names_line_of_plain_function_that_exits() -> None:
 
     with pytest.raises(RolloutError, match=r"SystemExit\(3\) .*test_agent_program.py:\d+"):
         episode(play, Engine())
+
+
+@pytest.mark.parametrize("name", ["DefaultAsyncHttpxClient", "DefaultHttpxClient"])
+def test_client_has_as_many_connections_as_its_server(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    make = getattr(openai, name)
+    monkeypatch.setattr(openai, name, lambda **given: (made.append(given), make(**given))[1])
+
+    async def play(client: Any) -> None:
+        await ask(client, [USER])
+
+    def plain(client: Any) -> None:
+        client.chat.completions.create(model="policy", messages=[USER])
+
+    episode(play if "Async" in name else plain, Engine())
+    assert made[0]["limits"].max_connections == MAX_CONNECTIONS
 
 
 def test_episodes_may_need_more_open_files_than_usual_limit() -> None:
