@@ -19,6 +19,8 @@ PacelineError                     1
 A message says what happened, where, what was expected and what to do.
 """
 
+import traceback
+
 from paceline.printable import printable, redacted
 
 
@@ -81,7 +83,13 @@ class NonFiniteError(PacelineError):
     exit_code = 14
 
 
-def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+def first_error(error: BaseException) -> BaseException:
     """Return the error that occurred first, without the groups that task groups wrap around it."""
-    first = group.exceptions[0]
-    return first_error(first) if isinstance(first, BaseExceptionGroup) else first
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def frames_of(error: BaseException) -> traceback.StackSummary:
+    """Return where an error was raised; of a group of errors, where the first one was."""
+    return traceback.extract_tb(first_error(error).__traceback__ or error.__traceback__)

@@ -29,7 +29,12 @@ def printable(text: str) -> str:
 
 
 def describe_error(error: BaseException, limit: int = MAX_ERROR) -> str:
-    """Return type and text of an exception of user code, whose `__str__` may fail."""
+    """Return type and text of an exception of user code, whose `__str__` may fail.
+
+    Of a group of exceptions, these are those of the first: a group only says how many it has.
+    """
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
     try:
         text = str(error)
     except Exception as failed:

@@ -121,7 +121,7 @@ def message_problem(prompt: Any, complete: bool = False) -> str | None:
             return f'message {number} is not {{"role": text, "content": text}}'
     text = "".join(_joined_text(m.get("content")) for m in prompt)
     if not text.strip():
-        return "the prompt is empty"
+        return "the text is empty"
     try:
         text.encode()
     except UnicodeEncodeError:

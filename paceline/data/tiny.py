@@ -134,7 +134,11 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
     core.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token=PAD, bos_token=BOS, eos_token=EOS
+        tokenizer_object=core,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        unk_token=PAD,  # never used; else transformers adds <|endoftext|> to that of a Qwen2 model
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.padding_side = "left"

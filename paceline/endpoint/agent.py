@@ -11,7 +11,6 @@ Waits for: the program, which has the time limit of an episode, and the engines.
 import asyncio
 import inspect
 import os
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 from paceline.data.prompts import DataSettings
 from paceline.data.rows import use_chat
 from paceline.endpoint.request import ChatRequest, RequestError
-from paceline.endpoint.server import HOST, EndpointServer
+from paceline.endpoint.server import HOST, MAX_CONNECTIONS, EndpointServer
 from paceline.endpoint.session import Chat, Session
 from paceline.environment.conversation import Limits
 from paceline.environment.protocol import Generate
 from paceline.environment.token_stream import Tokens
 from paceline.environment.tools import in_thread
 from paceline.environment.user_code import is_failure
-from paceline.errors import ConfigError, PacelineError, RolloutError
+from paceline.errors import ConfigError, PacelineError, RolloutError, frames_of
 from paceline.plugins import Plugin, PluginError, accepted
 from paceline.printable import describe_error
 from paceline.reward.function import RewardFunctionError, as_optional_reward, is_async
@@ -89,6 +88,7 @@ class AgentProgram:
         self._is_async = is_async(play)
         self._server: EndpointServer | None = None
         self._client: Any = None
+        self._disconnect: Callable[[], Any] | None = None  # closes the client's connections
         self._starting = asyncio.Lock()
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
@@ -120,8 +120,8 @@ class AgentProgram:
         return trajectory
 
     async def close(self) -> None:
-        if self._client is not None:
-            closing = self._client.close()
+        if self._disconnect is not None:
+            closing = self._disconnect()
             if self._is_async:
                 await closing
         if self._server is not None:
@@ -133,7 +133,7 @@ class AgentProgram:
                 server = EndpointServer("policy")
                 await server.start()
                 if "client" in self._parameters:
-                    self._client = _make_client(server.url, self._is_async)
+                    self._client, self._disconnect = _make_client(server.url, self._is_async)
                 self._server = server
         return self._server
 
@@ -157,7 +157,7 @@ class AgentProgram:
         return reward, {name: float(value) for name, value in named.items() if value is not None}
 
     def _raised(self, prompt: Prompt, error: BaseException) -> RolloutError:
-        frames = traceback.extract_tb(error.__traceback__)
+        frames = frames_of(error)
         code = getattr(inspect.unwrap(self._play), "__code__", None)
         own = [frame for frame in frames if code and frame.filename == code.co_filename]
         frame = (own or frames)[-1]
@@ -187,7 +187,8 @@ def open_program(
         raise ConfigError(f"rollout.agent = {agent!r}: {problem}") from None
 
 
-def _make_client(url: str, is_async: bool) -> Any:
+def _make_client(url: str, is_async: bool) -> tuple[Any, Callable[[], Any]]:
+    """Return a client, and a function that closes its connections."""
     try:
         import openai
     except ImportError:
@@ -197,11 +198,23 @@ def _make_client(url: str, is_async: bool) -> Any:
         ) from None
     # The run limits the time of a generation and of an episode.
     options: dict[str, Any] = {"base_url": url, "api_key": "unset", "timeout": None}
-    if is_async:  # without the proxies of the environment, which do not reach this machine
-        return openai.AsyncOpenAI(
-            **options, http_client=openai.DefaultAsyncHttpxClient(trust_env=False)
-        )
-    return openai.OpenAI(**options, http_client=openai.DefaultHttpxClient(trust_env=False))
+    # Without the proxies of the environment, which do not reach this machine. A program may close
+    # its client, for example with `async with`; the connections are those of all episodes.
+    http: Any
+    limits = type(openai.DEFAULT_CONNECTION_LIMITS)(  # these would be 1000, and 100 of them kept
+        max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS
+    )
+    if is_async:
+        http = openai.DefaultAsyncHttpxClient(trust_env=False, limits=limits)
+        disconnect, http.aclose = http.aclose, _stay_connected
+        return openai.AsyncOpenAI(**options, http_client=http), disconnect
+    http = openai.DefaultHttpxClient(trust_env=False, limits=limits)
+    disconnect, http.close = http.close, lambda: None
+    return openai.OpenAI(**options, http_client=http), disconnect
+
+
+async def _stay_connected() -> None:
+    """Ignore that a program closes its client."""
 
 
 def _variables(url: str, key: str) -> dict[str, str]:

@@ -199,10 +199,13 @@ def read_chat(fields: Mapping[str, Any]) -> ChatRequest:
 
 
 def first_problem(failed: ValidationError) -> RequestError:
-    """Return the first error. A value of several types has one for each; the deepest fits best."""
+    """Return the first error. A value of several types has one for each; the deepest fits best.
+
+    Of equally deep ones, it is one of the type that the value has: a list is too long, for example.
+    """
     errors = failed.errors(include_url=False)
     of_field = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
-    error = max(of_field, key=lambda error: len(error["loc"]))
+    error = max(of_field, key=lambda error: (len(error["loc"]), "_type" not in error["type"]))
     path = [str(part) for part in error["loc"] if not _is_variant(part)]
     param = ".".join(path) or None
     if error["type"] == "extra_forbidden":

@@ -7,7 +7,9 @@ one without a valid key ends after some seconds, and gives way to a new one when
 import asyncio
 import hashlib
 import logging
+import resource
 import secrets
+from contextlib import suppress
 from typing import Any
 
 from aiohttp import web
@@ -24,6 +26,7 @@ HOST = "127.0.0.1"
 MAX_BODY = 8 * 2**20  # bytes
 BODY_TIMEOUT_S = 30.0
 MAX_CONNECTIONS = 4096
+OPEN_FILES = 2 * MAX_CONNECTIONS + 1024  # both ends of each connection, and everything else
 STRANGER_TIMEOUT_S = 10.0  # until a connection has sent a request with a valid key
 CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
@@ -40,6 +43,7 @@ class EndpointServer:
         self.port = 0
 
     async def start(self, port: int = 0) -> None:
+        _allow_open_files()
         self._server = web.Server(
             self._handle,
             request_factory=self._make_request,
@@ -158,7 +162,18 @@ class EndpointServer:
             raise
 
 
+def _allow_open_files() -> None:
+    """Raise this process's limit of open files, often 256 or 1024, as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 async def _body(request: web.BaseRequest) -> bytes:
+    if request.headers.get("Expect", "").lower() == "100-continue":  # the client waits for this
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return await request.read()

@@ -176,10 +176,8 @@ class Conversation:
         try:
             await asyncio.shield(asyncio.wait({closing}, timeout=CLOSE_TIMEOUT_S))
         finally:
-            if closing.done() and not closing.cancelled() and (error := closing.exception()):
+            if closing.done() and not closing.cancelled() and (error := closing.result()):
                 log.warning("%s", self._raised(prompt, "close()", error))
-            elif not closing.done():
-                closing.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def _raised(self, prompt: Prompt, what: str, error: BaseException) -> RolloutError:
         return self._problem(prompt, f"{what} raised {describe_error(error)} ({line_of(error)})")
@@ -192,9 +190,16 @@ async def _reset(environment: Environment, prompt: Prompt) -> list[Message] | No
     return first_messages(await environment.reset(copied_row(prompt.row)))
 
 
-async def _closed(environment: Environment) -> None:
+async def _closed(environment: Environment) -> BaseException | None:
+    """Close the environment. Return what it raised: a task with SystemExit would end the run."""
     if close := getattr(environment, "close", None):  # an environment without resources has none
-        await close()
+        try:
+            await close()
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            return error
+    return None
 
 
 def _messages(reply: Reply) -> list[dict[str, Any]]:

@@ -33,6 +33,8 @@ class ToolFunction:
         self.name: str = getattr(function, "__name__", type(function).__name__)
         self.is_async = inspect.iscoroutinefunction(function)
         try:
+            if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+                raise TypeError("it is a generator; return the whole result instead")
             parameters = inspect.signature(function).parameters
             hints = get_type_hints(function)
             _check(parameters)

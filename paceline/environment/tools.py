@@ -118,11 +118,10 @@ class Toolbox:
                 result = await tool.function(**given)
             else:
                 async with self._room:
-                    result = await in_thread(partial(tool.function, **given))
+                    result = await in_thread(partial(_called, tool.function, given))
                 if inspect.isawaitable(result):  # a decorator hides that the function is async
                     result = await result
-            if not isinstance(result, str):
-                result = json.dumps(result, default=str, ensure_ascii=False)
+            result = _as_text(result)
         except ArgumentError as problem:
             return f"error: {problem}"
         except BaseException as error:
@@ -132,6 +131,22 @@ class Toolbox:
         if len(result) > OUTPUT_LENGTH:
             return f"{result[:OUTPUT_LENGTH]}\n… {len(result) - OUTPUT_LENGTH} characters more"
         return str(result)
+
+
+def _called(function: Tool, given: Mapping[str, Any]) -> Any:
+    """Return the result of a call as text; something to await as it is."""
+    result = function(**given)
+    return result if inspect.isawaitable(result) else _as_text(result)
+
+
+def _as_text(result: Any) -> str:
+    if isinstance(result, str):
+        return result
+    return json.dumps(result, default=_plain, ensure_ascii=False)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)  # of numpy or torch
 
 
 def _open(name: str) -> Tool:
@@ -173,6 +188,7 @@ async def in_thread(call: Callable[[], Any]) -> Any:
             # A future cannot have StopIteration.
             usable = isinstance(error, Exception) and not isinstance(error, StopIteration)
             failed = error if usable else RuntimeError(repr(error))
+            failed.__traceback__ = error.__traceback__  # for messages that name the line
         with suppress(RuntimeError):  # the event loop is closed
             loop.call_soon_threadsafe(finish, result, failed)
 

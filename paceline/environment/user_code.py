@@ -1,8 +1,9 @@
 """Failures of user code that runs in the event loop of a run."""
 
 import asyncio
-import traceback
 from pathlib import Path
+
+from paceline.errors import frames_of
 
 _OURS = str(Path(__file__).parents[1])
 
@@ -22,7 +23,7 @@ def is_failure(error: BaseException) -> bool:
 
 def line_of(error: BaseException) -> str:
     """Return file and line of an error: the last line outside of Paceline, else the last line."""
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = frames_of(error)
     theirs = [frame for frame in frames if not frame.filename.startswith(("<", _OURS))]
     frame = (theirs or frames)[-1]
     return f"{frame.filename}:{frame.lineno}"

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from paceline.errors import frames_of
 from paceline.printable import describe_error
 
 LARGEST = 3.4e38  # rewards are kept as float32
@@ -231,7 +232,7 @@ def _number(value: Any) -> float:
 
 def _line(error: BaseException, function: Callable[..., Any]) -> str:
     """Return the location of the error: the last line in the user's file, else the last line."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+    frames = [f for f in frames_of(error) if f.filename != __file__]
     code = getattr(inspect.unwrap(function), "__code__", None)
     own = [f for f in frames if code is not None and f.filename == code.co_filename]
     frame = (own or frames)[-1:]

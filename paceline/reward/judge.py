@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
 
 from pydantic import Field, field_validator, model_validator
@@ -93,9 +94,10 @@ class JudgeSettings(Settings):
             raise ValueError("reward.judge.prompt does not contain {completion}")
         if not self.range[0] < self.range[1]:
             raise ValueError(f"reward.judge.range = {list(self.range)}: expected low < high")
-        if not self.base_url.startswith(("http://", "https://")):
+        if not _is_address(self.base_url):
             raise ValueError(
-                f"reward.judge.base_url = {self.base_url!r}: expected http:// or https://"
+                f"reward.judge.base_url = {self.base_url!r}: expected http:// or https:// and a "
+                'valid host, for example "http://127.0.0.1:8000/v1"'
             )
         if given := {"model", "messages", "stream"} & self.options.keys():
             raise ValueError(f"reward.judge.options: {sorted(given)[0]!r} cannot be set there")
@@ -231,11 +233,12 @@ class JudgeReward:
                         response.status in RETRIED or response.status >= 500,
                         _seconds(response.headers.get("Retry-After")),
                     )
-            content = json.loads(text)["choices"][0]["message"]["content"]
         except TimeoutError:
             raise _Failed(f"no reply within {self._settings.timeout_s:g} s") from None
-        except aiohttp.ClientError as error:
+        except (aiohttp.ClientError, UnicodeError) as error:  # a redirect to no valid host name
             raise _Failed(f"{type(error).__name__}: {error}") from None
+        try:
+            content = json.loads(text)["choices"][0]["message"]["content"]
         except (ValueError, KeyError, IndexError, TypeError, RecursionError):
             raise _Failed(f"the reply is not a chat completion: {text[:300]}") from None
         return content if isinstance(content, str) else ""
@@ -292,6 +295,15 @@ class JudgeReward:
             self._file.flush()
         except (OSError, CheckpointError) as error:
             log.warning("a score of the judge is not kept: %s", error)
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        host = (parts.hostname or "").encode("idna")  # as for a request; "a..b" raises
+        return parts.scheme in ("http", "https") and bool(host) and parts.port != 0
+    except ValueError:
+        return False
 
 
 async def _text(response: "aiohttp.ClientResponse") -> str:

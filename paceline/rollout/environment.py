@@ -25,7 +25,7 @@ from paceline.environment.token_stream import ChatTemplate
 from paceline.environment.tool_use import ToolUse
 from paceline.environment.tools import Tool, Toolbox
 from paceline.environment.user_code import is_failure, line_of
-from paceline.errors import ConfigError, PacelineError, RolloutError
+from paceline.errors import ConfigError, PacelineError, RolloutError, first_error
 from paceline.plugins import PluginError
 from paceline.printable import describe_error
 from paceline.types import MAX_REWARD, Completion, Prompt, Trajectory, Turn, copied_row
@@ -96,6 +96,9 @@ class CustomEnvironment:
         except BaseException as error:
             if not is_failure(error):
                 raise
+            cause = first_error(error)
+            if isinstance(cause, PacelineError):  # of generate(), called in a task group
+                raise cause from error
             raise self._problem(
                 prompt, f"raised {describe_error(error)} ({line_of(error)})"
             ) from error

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 
 import openai
 import pytest
+from typer.testing import CliRunner
+
+from paceline.cli import app
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +68,8 @@ def test_served_model_is_greedy_at_temperatures_near_zero(client: openai.OpenAI)
     greedy = texts(client, temperature=0)
     for temperature in (1e-6, 1e-38, 1e-40, 1e-45):
         assert texts(client, temperature=temperature) == greedy
+
+
+def test_port_that_cannot_exist_is_rejected_before_the_model_is_loaded() -> None:
+    result = CliRunner().invoke(app, ["serve", "no-model", "--port", "99999"])
+    assert result.exit_code == 2 and "65535" in result.output

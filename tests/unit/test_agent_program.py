@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import resource
 import subprocess
 import sys
 from typing import Any
@@ -10,6 +12,7 @@ from urllib.request import proxy_bypass_environment
 import openai
 import pytest
 
+from paceline.endpoint.server import MAX_CONNECTIONS
 from paceline.environment.conversation import Limits
 from paceline.errors import RolloutError
 from paceline.types import End, Sampling
@@ -170,6 +173,7 @@ def test_separate_program_finds_endpoint_by_environment_variables() -> None:
         (float("nan"), "returned nan"),
         (ValueError("no"), "no"),
         (SystemExit(0), "raised SystemExit: 0"),
+        (ExceptionGroup("tasks", [ValueError("no")]), "raised ValueError: no"),
         (asyncio.CancelledError(), "raised CancelledError"),
     ],
 )
@@ -209,6 +213,78 @@ def test_program_without_completion_is_told_the_limit_that_it_exceeded(
     engine.hold = asyncio.Event()
     with pytest.raises(RolloutError, match=rf"ended without a completion \(.*{problem}"):
         episode(play, engine, limits=limits)
+
+
+def test_episodes_go_on_when_a_program_closes_its_client() -> None:
+    async def play(client: Any) -> None:
+        async with client:
+            await ask(client, [USER])
+
+    def plain(client: Any) -> None:
+        with client:
+            client.chat.completions.create(model="policy", messages=[USER])
+
+    async def run(play: Any) -> None:
+        engine = Engine()
+        agent = program(play, engine)
+        for _ in range(2):
+            assert len((await agent.run(PROMPT, engine)).turns) == 1
+        await agent.close()
+
+    asyncio.run(run(play))
+    asyncio.run(run(plain))
+
+
+def test_error_names_line_of_plain_function_that_exits() -> None:
+    def play(row: Any) -> None:
+        sys.exit(3)
+
+    with pytest.raises(RolloutError, match=r"SystemExit\(3\) .*test_agent_program.py:\d+"):
+        episode(play, Engine())
+
+
+@pytest.mark.parametrize("name", ["DefaultAsyncHttpxClient", "DefaultHttpxClient"])
+def test_client_has_as_many_connections_as_its_server(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    make = getattr(openai, name)
+    monkeypatch.setattr(openai, name, lambda **given: (made.append(given), make(**given))[1])
+
+    async def play(client: Any) -> None:
+        await ask(client, [USER])
+
+    def plain(client: Any) -> None:
+        client.chat.completions.create(model="policy", messages=[USER])
+
+    episode(play if "Async" in name else plain, Engine())
+    assert made[0]["limits"].max_connections == MAX_CONNECTIONS
+
+
+def test_episodes_may_need_more_open_files_than_usual_limit() -> None:
+    count, limits = 60, resource.getrlimit(resource.RLIMIT_NOFILE)
+    engine = Engine()
+    engine.hold = asyncio.Event()
+
+    async def play(client: Any) -> None:
+        await ask(client, [USER])
+
+    async def run() -> None:
+        agent = program(play, engine)
+        episodes = asyncio.gather(*(agent.run(PROMPT, engine) for _ in range(count)))
+        async with asyncio.timeout(60):
+            while len(engine.asked) < count:
+                await asyncio.sleep(0.01)
+            engine.hold.set()
+            await episodes
+        await agent.close()
+
+    used = len(os.listdir("/dev/fd"))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + count, limits[1]))
+        asyncio.run(run())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_object_with_async_call_is_async_program() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -282,6 +283,11 @@ class Silent(Base):
         return Reply()
 
 
+class Blank(Base):
+    async def step(self, message: Message) -> Any:
+        return Reply(" \n")
+
+
 class Hanging(Base):
     async def step(self, message: Message) -> Any:
         await asyncio.Event().wait()
@@ -364,6 +370,7 @@ class Panicking(Base):
         (Failing, r"step\(\) raised KeyError: 'no such tool' .*test_conversation.py:\d+"),
         (Infinite, r"step\(\) returned the reward inf; expected a finite number"),
         (Silent, r"step\(\) returned messages that are wrong: the list of messages is empty"),
+        (Blank, r"step\(\) returned messages that are wrong: the text is empty"),
         (Hanging, r"step\(\) took longer than rollout.environment_timeout_s = 0.2 s"),
     ],
 )
@@ -416,6 +423,22 @@ class NoReset:
 class PlainClose(Base):
     def close(self) -> None:  # type: ignore[override]
         return
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), SystemExit(1), asyncio.CancelledError()])
+def test_episode_counts_and_warns_when_close_fails(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(Base):
+        async def step(self, message: Message) -> Any:
+            return Reply(done=True)
+
+        async def close(self) -> None:
+            raise error
+
+    assert play(Failing, Model(said("1<|im_end|>"))).end is End.DONE
+    expected = rf"close\(\) raised {type(error).__name__}.*test_conversation.py:\d+"
+    assert re.search(expected, caplog.text)
 
 
 def test_environment_is_rejected_when_close_is_not_async() -> None:

@@ -146,7 +146,7 @@ BAD_ROWS = {
     "missing key": ({"question": "x"}, r"no 'prompt' \(data.prompt_key\); the row has 'question'"),
     "number": ({"prompt": 3}, "'prompt' is int; expected text or a list of chat messages"),
     "null": ({"prompt": None}, "'prompt' is NoneType"),
-    "empty": ({"prompt": " \n"}, "the prompt is empty"),
+    "empty": ({"prompt": " \n"}, "the text is empty"),
     "no messages": ({"prompt": []}, "the list of messages is empty"),
     "bad message": ({"prompt": [{"role": "user"}]}, "message 1 is not"),
     "answered": (

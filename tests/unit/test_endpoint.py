@@ -5,12 +5,13 @@ import json
 import random
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 
 from paceline.endpoint import server
 from paceline.endpoint.agent import AgentProgram, RunModel
-from paceline.endpoint.request import RequestError, read_chat
+from paceline.endpoint.request import RequestError, read_chat, read_request
 from paceline.endpoint.session import Chat, Session
 from paceline.types import End, Sampling
 from tests.chat_templates import TEMPLATES
@@ -233,6 +234,24 @@ def test_bad_request_is_rejected_with_name_of_field(field: str, options: dict[st
     episode(play, Engine())
 
 
+def test_list_that_is_too_long_is_not_called_text_that_is_expected() -> None:
+    with pytest.raises(RequestError, match=r"^stop: List should have at most 16 items"):
+        read_request(json.dumps({"model": "m", "messages": [USER], "stop": ["a"] * 17}).encode())
+
+
+def test_client_that_waits_before_its_body_is_told_to_continue() -> None:
+    async def play(env: dict[str, str]) -> None:
+        headers = {"Authorization": f"Bearer {env['OPENAI_API_KEY']}"}
+        url, body = f"{env['OPENAI_BASE_URL']}/chat/completions", {"model": "m", "messages": [USER]}
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.post(url, json=body, expect100=True) as reply,
+        ):
+            assert reply.status == 200
+
+    assert len(episode(play, Engine()).turns) == 1
+
+
 def test_wrong_key_body_and_path_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_BODY", 2000)
 
@@ -362,6 +381,7 @@ def test_connection_without_key_ends_at_deadline_or_when_there_are_too_many(
         agent = AgentProgram("agent", play, engine.tokenizer, Sampling(64), LIMITS)
         agent._server = endpoint
         agent._client = openai.AsyncOpenAI(base_url=endpoint.url, api_key="unset")
+        agent._disconnect = agent._client.close
         await agent.run(PROMPT, engine)
         monkeypatch.setattr(server, "STRANGER_TIMEOUT_S", 0.05)
         late = await asyncio.open_connection(server.HOST, endpoint.port)

@@ -114,6 +114,24 @@ class RestartingElsewhere(Restarting):
     prompt = (5,)
 
 
+class Together(Raising):
+    """Two agents generate at the same time, and one of them asks for nothing."""
+
+    async def run(self, prompt: Prompt, generate: Any) -> Any:
+        async with asyncio.TaskGroup() as agents:
+            agents.create_task(generate(prompt.tokens))
+            agents.create_task(self.fail())
+
+    async def fail(self) -> None:
+        raise self.error
+
+    error: Exception = KeyError("no such column")
+
+
+class Aborted(Together):
+    error = RolloutError("the completion was aborted")
+
+
 class Twice(Raising):
     """Has two agents with the same completion."""
 
@@ -141,6 +159,8 @@ def test_turn_that_restarts_begins_new_row() -> None:
         ),
         (Twice, r"agent 'b', turn 1 does not match a call of generate\(\)"),
         (Empty, "returned no Trajectory; expected at least one"),
+        (Together, r"Together, .* raised KeyError: 'no such column' \(.*test_environment.py:\d+\)"),
+        (Aborted, "^the completion was aborted$"),
         (
             Raising,
             r"environment Raising, prompt 'q': raised KeyError: 'no such column' "

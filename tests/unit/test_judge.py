@@ -140,6 +140,18 @@ def test_unreachable_and_slow_servers_are_errors() -> None:
     asyncio.run(run())
 
 
+def test_redirect_to_invalid_host_is_error() -> None:
+    async def reply(request: Any) -> web.Response:
+        return web.Response(status=307, headers={"Location": "http://judge..example/v1"})
+
+    async def run() -> None:
+        async with served(reply) as url:
+            with pytest.raises(RewardError, match=r"in 1 request\(s\): UnicodeError"):
+                await scores(url, "blue", retries=0)
+
+    asyncio.run(run())
+
+
 def test_scores_are_kept_in_run_directory_and_requests_limited(tmp_path: Path) -> None:
     asked, running, most = [], 0, 0
     full = asyncio.Event()  # as many requests at the same time as allowed
@@ -224,6 +236,9 @@ def test_judge_is_one_of_several_rewards_and_checks_columns() -> None:
         ({"judge": {"model": "m", "pattern": "("}}, "reward.judge.pattern"),
         ({"judge": {"model": "m", "range": [3, 3]}}, "expected low < high"),
         ({"judge": {"model": "m", "base_url": "localhost"}}, "expected http"),
+        ({"judge": {"model": "m", "base_url": "http://127.0.0.1:99999/v1"}}, "expected http"),
+        ({"judge": {"model": "m", "base_url": "http://judge..example/v1"}}, "expected http"),
+        ({"judge": {"model": "m", "base_url": "http:///v1"}}, "expected http"),
         ({"judge": {"model": "m", "options": {"stream": True}}}, "cannot be set there"),
         ({"judge": {"model": "m", "options": {"since": date(2026, 1, 1)}}}, "expected JSON values"),
     ],

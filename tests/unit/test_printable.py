@@ -55,6 +55,8 @@ class Speechless(Exception):
 def test_error_of_user_code_is_described_whatever_its_text_is() -> None:
     assert describe_error(ValueError("wrong")) == "ValueError: wrong"
     assert describe_error(Speechless()) == "Speechless: (its text cannot be shown: RuntimeError)"
+    groups = ExceptionGroup("tasks", [ExceptionGroup("tasks", [ValueError("wrong")]), KeyError()])
+    assert describe_error(groups) == "ValueError: wrong"
     described = describe_error(ValueError("x" * 10_000_000))
     assert described.startswith("ValueError: xxx") and described.endswith("(10000000 characters)")
     assert len(described) < 3000

@@ -75,6 +75,7 @@ def test_tiny_model_is_created_once_and_loads_like_any_model(quick: Path) -> Non
     model, tokenizer = load_model(folder), load_tokenizer(folder)
     assert not model.training
     assert tokenizer("sort é 12=").input_ids == tiny.make_tokenizer()("sort é 12=").input_ids
+    assert max(tokenizer("<|endoftext|>").input_ids) < model.config.vocab_size
     assert [p.name for p in quick.iterdir() if p.name.startswith(".")] == []
 
 

@@ -4,11 +4,13 @@ import asyncio
 import socket
 import threading
 import time
+from collections.abc import AsyncIterator, Iterator
 from enum import Enum
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 
 from paceline.data.chat import message_problem
@@ -239,9 +241,21 @@ def opaque(shelf: Shelf) -> None:
     """
 
 
+def streaming() -> Iterator[str]:
+    """Yield text."""
+    yield "a"
+
+
+async def streaming_later() -> AsyncIterator[str]:
+    """Yield text."""
+    yield "a"
+
+
 @pytest.mark.parametrize(
     ("function", "problem"),
     [
+        (streaming, "it is a generator; return the whole result instead"),
+        (streaming_later, "it is a generator"),
         (untyped, "missing a type hint"),
         (variadic, r"parameter '\*values: int' has no name"),
         (opaque, "JSON cannot express the type 'Shelf'"),
@@ -482,3 +496,24 @@ def test_result_as_json_keeps_characters_of_other_scripts() -> None:
         return {"name": "東京"}
 
     assert asyncio.run(Toolbox([city]).call("city", {})) == '{"name": "東京"}'
+
+
+def test_numbers_and_arrays_of_numpy_are_json_in_a_result() -> None:
+    def measure() -> Any:
+        """Measure."""
+        return {"mean": np.float32(1.5), "counts": np.arange(3), "any": np.bool_(True)}
+
+    expected = '{"mean": 1.5, "counts": [0, 1, 2], "any": true}'
+    assert asyncio.run(Toolbox([measure]).call("measure", {})) == expected
+
+
+def test_large_result_becomes_json_outside_of_the_event_loop() -> None:
+    class Slow:
+        def __str__(self) -> str:
+            return threading.current_thread().name
+
+    def look() -> Any:
+        """Look."""
+        return [Slow()]
+
+    assert asyncio.run(Toolbox([look]).call("look", {})) == '["tool"]'
