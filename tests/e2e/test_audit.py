@@ -32,7 +32,7 @@ SETTINGS: dict[str, Any] = {
     "placement.threads": 1,
     "evaluation.every": 2,
 }
-LINE_FILES = ("ledger", "metrics", "samples", "evaluations")
+LINE_FILES = ("ledger", "metrics", "samples", "evaluations", "distributions")
 Row = dict[str, Any]
 Edit = Callable[[list[Row]], object]
 
@@ -283,6 +283,11 @@ def test_audit_names_damaged_line(name: str, run: Path) -> None:
     lines[1] = lines[1].replace(b": ", b":  ", 1)
     path.write_bytes(b"".join(lines))
     assert f"{name}.jsonl:2: is damaged" in problems(run, "files")
+
+
+def test_audit_names_damaged_score_of_judge(run: Path) -> None:
+    (run / "judge.jsonl").write_bytes(encode_line({"score": 1.0}).replace(b"1", b"2", 1))
+    assert problems(run, "files") == "judge.jsonl:1: is damaged"
 
 
 def test_audit_finds_every_deleted_and_repeated_line_of_ledger(run: Path) -> None:
