@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import paceline
+from paceline.checksum import checksums
 from paceline.cli import app
 from paceline.errors import CheckpointError
 from paceline.line_file import encode_line, intact_rows
@@ -357,6 +358,19 @@ def test_audit_finds_error_of_checkpoint(name: str, run: Path) -> None:
     change, expected = CHECKPOINT_ERRORS[name]
     change(run / "checkpoints" / "step_00000004")
     assert expected in problems(run, "checkpoints")
+
+
+def test_audit_ignores_checkpoint_that_active_run_deletes_while_it_is_read(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oldest, *others = sorted(run.glob("checkpoints/step_*"))
+
+    def delete_and_read(files: list[Path], like: dict[Path, str]) -> list[str]:
+        shutil.rmtree(oldest, ignore_errors=True)
+        return checksums(files, like)
+
+    monkeypatch.setattr("paceline.auditor.checkpoints.checksums", delete_and_read)
+    assert assert_consistent(run).counts["checkpoints"] == len(others)
 
 
 def test_audit_finds_missing_last_checkpoint_and_wrong_best_one(run: Path) -> None:
