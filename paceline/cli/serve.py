@@ -21,7 +21,9 @@ def serve(
         ),
     ],
     settings: Overrides = None,
-    port: Annotated[int, typer.Option(help="Port on 127.0.0.1. 0: any free one.")] = 0,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1. 0: any free one.")
+    ] = 0,
 ) -> None:
     """Serve a model to OpenAI clients on this machine."""
     try:

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 
 import openai
 import pytest
+from typer.testing import CliRunner
+
+from paceline.cli import app
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +68,9 @@ def test_served_model_is_greedy_at_temperatures_near_zero(client: openai.OpenAI)
     greedy = texts(client, temperature=0)
     for temperature in (1e-6, 1e-38, 1e-40, 1e-45):
         assert texts(client, temperature=temperature) == greedy
+
+
+@pytest.mark.parametrize("port", ["-5", "65536"])
+def test_serve_rejects_port_that_cannot_exist(port: str) -> None:
+    result = CliRunner().invoke(app, ["serve", "tiny", "--port", port])
+    assert result.exit_code == 2 and "--port" in result.output
