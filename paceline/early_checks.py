@@ -182,12 +182,15 @@ def _check_package(setting: str, used: bool, package: str, extra: str) -> None:
 
 def _check_run_dir(folder: Path) -> None:
     try:
-        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        paths = (folder, *folder.absolute().parents)
+        existing = next(path for path in paths if path.exists() or path.is_symlink())
     except OSError as error:  # a name that is too long
         raise CheckpointError(
             f"run_dir = {folder} cannot be used: {error.strerror}; expected a writable directory"
         ) from None
     problem = "is not a directory" if not existing.is_dir() else "is not writable"
+    if not existing.exists():
+        problem = f"is a link to {os.readlink(existing)}, which does not exist"
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise CheckpointError(
             f"run_dir = {folder} cannot be used: {existing} {problem}; "

@@ -1,6 +1,7 @@
 """Recipes: TOML or YAML files of settings, found by path or by the name of a built-in one."""
 
 import difflib
+import json
 import tomllib
 from os import PathLike
 from pathlib import Path
@@ -80,6 +81,7 @@ def _read_yaml(path: Path, text: str) -> dict[str, Any]:
 
     try:
         values = yaml.safe_load(text)
+        json.dumps(values, default=str, skipkeys=True)  # raises if an alias contains itself
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"recipe {path} is not valid YAML: {error}") from None
     if not isinstance(values, dict):

@@ -9,8 +9,11 @@ from paceline.auditor.report import AuditReport
 from paceline.line_file import Line
 
 METRICS, SAMPLES, EVALUATIONS = "metrics.jsonl", "samples.jsonl", "evaluations.jsonl"
+DISTRIBUTIONS, JUDGE = "distributions.jsonl", "judge.jsonl"
 # The keys of each file that are compared; a long run has many lines with much text.
-KEYS = {
+KEYS: dict[str, set[str]] = {
+    DISTRIBUTIONS: set(),
+    JUDGE: set(),
     METRICS: {"step", "staleness/mean", "staleness/max", "evaluation/step", "evaluation/reward"},
     SAMPLES: {"step", "seq", "uid", "staleness"},
 }

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.auditor.agreement import (
+    DISTRIBUTIONS,
     EVALUATIONS,
+    JUDGE,
     KEYS,
     METRICS,
     SAMPLES,
@@ -69,6 +71,7 @@ class _Audit:
             self._check_last_batch(history, ended)
             check_metrics(metrics, history, report, complete=ended, active=active)
             check_samples(self._lines(SAMPLES, required=False), history, report)
+        self._lines(DISTRIBUTIONS, required=False)
         evaluations = self._lines(EVALUATIONS, required=False)
         keeps_best = bool(section(config, "evaluation").get("keep_best"))
         best = best_step(self.folder, report) if keeps_best else None
@@ -77,6 +80,7 @@ class _Audit:
         if ended:
             for name in self._open:
                 report.add("files", name, "ends with an incomplete line, but the run has ended")
+        self._lines(JUDGE, required=False)  # may keep an incomplete line of a killed run
         self._count(history, steps, checkpoints, evaluations, supervised)
         return report
 

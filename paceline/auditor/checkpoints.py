@@ -40,6 +40,8 @@ def read_checkpoints(run_dir: Path, report: AuditReport) -> list[Checkpoint]:
     found = []
     for folder in sorted(path for path in root.glob("step_*") if path.is_dir()):
         problems = list(_damage(folder))
+        if problems and not folder.exists():
+            continue  # an active run has deleted this old checkpoint while it was read
         for name, what in problems:
             report.add("checkpoints", f"checkpoints/{folder.name}/{name}", what)
         if not problems and (checkpoint := _state(folder, report)):

@@ -8,24 +8,34 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.text import Text
 
-from paceline.errors import PacelineError
+from paceline.errors import CheckpointError, PacelineError
 from paceline.observe.console import RunConsole, discard_output
 from paceline.printable import redacted
 
 
 class _App(typer.Typer):
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Run a command. An output that cannot be written ends it with a sentence."""
+        """Run a command. A file or an output that cannot be used ends it with a sentence."""
         try:
             return super().__call__(*args, **options)
-        except OSError as error:  # of the help, which typer prints
-            if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO):
-                raise
-            _print_error(PacelineError(f"the output cannot be written: {error.strerror}"))
+        except OSError as error:
+            problem = _problem(error)
         except PacelineError as error:
-            _print_error(error)
+            problem = error
+        _print_error(problem)
         discard_output()
-        sys.exit(1)
+        sys.exit(problem.exit_code)
+
+
+def _problem(error: OSError) -> PacelineError:
+    """Return what to tell about a file, or about the output; raise another error again."""
+    if error.filename is not None:
+        return CheckpointError(
+            f"{error.filename}: {error.strerror}; check this path, its rights and its disk"
+        )
+    if error.errno in (errno.ENOSPC, errno.EIO):  # of the help, which typer prints
+        return PacelineError(f"the output cannot be written: {error.strerror}")
+    raise error
 
 
 app = _App(

@@ -54,9 +54,20 @@ def report(
 
     target = output or runs[0] / NAME
     try:
+        for run in runs:
+            _check_run(run)
         write_report(runs, target)
     except OSError as error:
         fail(CheckpointError(f"{target} cannot be written: {error.strerror or error}"))
     except PacelineError as error:
         fail(error)
     console.print(f"{target}: {target.stat().st_size:,} bytes", highlight=False, soft_wrap=True)
+
+
+def _check_run(run: Path) -> None:
+    """Raise if a directory is not that of a run: its report would be empty."""
+    if run.is_dir() and not any((run / name).exists() for name in ("config.json", "metrics.jsonl")):
+        raise CheckpointError(
+            f"{run} has no config.json and no metrics.jsonl; expected the directory of a run, for "
+            "example runs/fully_async"
+        )

@@ -26,7 +26,7 @@ _PLAIN = str.maketrans(
 
 
 class RunConsole(Console):
-    """A console whose text has no markup and no control characters.
+    """A console whose text has no markup, no codes of emoji and no control characters.
 
     A string is printed as it is: styles are given as `Text`. If the output can no longer be
     written, as in `paceline train ... | head` or on a full disk, a console that `continues` stops
@@ -34,7 +34,7 @@ class RunConsole(Console):
     """
 
     def __init__(self, continues: bool = True, **options: Any) -> None:
-        super().__init__(markup=False, **options)
+        super().__init__(markup=False, emoji=False, **options)
         self.continues = continues
         self._problem: OSError | None = None
 

@@ -122,9 +122,16 @@ def read_samples(run_dir: Path, step: int | None = None) -> list[dict[str, Any]]
         raise CheckpointError(
             f"{path} does not exist; expected a run directory, for example runs/fully_async"
         )
-    steps = [at for row in intact_rows(path) if (at := step_of(row)) < math.inf]
+    try:
+        steps = [at for row in intact_rows(path) if (at := step_of(row)) < math.inf]
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror}; check its rights and its disk"
+        ) from error
     if not steps:
-        raise CheckpointError(f"{path} is empty: no step is complete yet, or save_samples = 0")
+        raise CheckpointError(
+            f"{path} has no complete line: no step is complete yet, or save_samples = 0"
+        )
     wanted = steps[-1] if step is None else step
     if wanted not in steps:
         raise CheckpointError(f"{path} has no step {wanted}; it has {steps[0]} to {steps[-1]}")

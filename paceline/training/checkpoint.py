@@ -164,7 +164,10 @@ def verify_checkpoint(folder: Path) -> None:
             f"checkpoint {folder} has schema {schema}; expected {SCHEMA}. Resume it with the "
             "version of Paceline that wrote it"
         )
-    found = _digests(folder, expected)
+    try:
+        found = _digests(folder, expected)
+    except OSError as error:  # a broken disk, missing rights, or a run that deletes it right now
+        raise CheckpointError(f"checkpoint {folder} cannot be read: {error}") from error
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
             problem = "is damaged"
@@ -176,12 +179,12 @@ def verify_checkpoint(folder: Path) -> None:
 
 
 def _is_complete(folder: Path) -> bool:
-    stamps = _stamps(folder)
-    if _VERIFIED.get(folder) == stamps:
-        return True
     try:
+        stamps = _stamps(folder)
+        if _VERIFIED.get(folder) == stamps:
+            return True
         verify_checkpoint(folder)
-    except CheckpointError:
+    except (CheckpointError, OSError):  # OSError: deleted by somebody else
         return False
     _VERIFIED[folder] = stamps
     return True

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline import __version__
-from paceline.errors import CheckpointError, ConfigError
+from paceline.errors import CheckpointError, ConfigError, PacelineError
 from paceline.training.checkpoint import (
     ADAPTER,
     MANIFEST,
@@ -79,7 +79,14 @@ def export_model(
         (temporary / MARK).write_text(json.dumps(mark, indent=1) + "\n")
         shutil.rmtree(to, ignore_errors=True)
         temporary.rename(to)
-    except OSError as error:
+    except (OSError, PacelineError) as error:
+        if not checkpoint.exists():
+            raise CheckpointError(
+                f"{checkpoint} was deleted during the export: an active run keeps only its last "
+                "keep_checkpoints checkpoints. Run the command again, or when the run has ended"
+            ) from error
+        if isinstance(error, PacelineError):
+            raise
         raise CheckpointError(f"cannot write the export to {to}: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -62,7 +62,7 @@ class PlannedWorker:
 def parse_nodes(text: str) -> list[Node]:
     """Return the nodes of a cluster that is not there: "4x8:80GB", or "8:80GB" for one node."""
     found = re.fullmatch(r"(?:(\d+)x)?(\d+):(\d+(?:\.\d+)?) ?GB", text.strip(), re.IGNORECASE)
-    if not found or not int(found[1] or 1) or not int(found[2]):
+    if not found or not (int(found[1] or 1) and int(found[2]) and float(found[3])):
         raise ConfigError(
             f"devices {text!r}: expected nodes x GPUs : memory of a GPU, for example 4x8:80GB, or "
             "8:24GB for one node"

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import paceline
+from paceline.checksum import checksums
 from paceline.cli import app
 from paceline.errors import CheckpointError
 from paceline.line_file import encode_line, intact_rows
@@ -32,7 +33,7 @@ SETTINGS: dict[str, Any] = {
     "placement.threads": 1,
     "evaluation.every": 2,
 }
-LINE_FILES = ("ledger", "metrics", "samples", "evaluations")
+LINE_FILES = ("ledger", "metrics", "samples", "evaluations", "distributions")
 Row = dict[str, Any]
 Edit = Callable[[list[Row]], object]
 
@@ -285,6 +286,11 @@ def test_audit_names_damaged_line(name: str, run: Path) -> None:
     assert f"{name}.jsonl:2: is damaged" in problems(run, "files")
 
 
+def test_audit_names_damaged_score_of_judge(run: Path) -> None:
+    (run / "judge.jsonl").write_bytes(encode_line({"score": 1.0}).replace(b"1", b"2", 1))
+    assert problems(run, "files") == "judge.jsonl:1: is damaged"
+
+
 def test_audit_finds_every_deleted_and_repeated_line_of_ledger(run: Path) -> None:
     """Without the checkpoints, whose record of the ledger finds the same."""
     shutil.rmtree(run / "checkpoints")
@@ -352,6 +358,19 @@ def test_audit_finds_error_of_checkpoint(name: str, run: Path) -> None:
     change, expected = CHECKPOINT_ERRORS[name]
     change(run / "checkpoints" / "step_00000004")
     assert expected in problems(run, "checkpoints")
+
+
+def test_audit_ignores_checkpoint_that_active_run_deletes_while_it_is_read(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oldest, *others = sorted(run.glob("checkpoints/step_*"))
+
+    def delete_and_read(files: list[Path], like: dict[Path, str]) -> list[str]:
+        shutil.rmtree(oldest, ignore_errors=True)
+        return checksums(files, like)
+
+    monkeypatch.setattr("paceline.auditor.checkpoints.checksums", delete_and_read)
+    assert assert_consistent(run).counts["checkpoints"] == len(others)
 
 
 def test_audit_finds_missing_last_checkpoint_and_wrong_best_one(run: Path) -> None:

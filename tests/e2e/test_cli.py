@@ -238,6 +238,20 @@ def test_python_m_paceline_runs_command_line() -> None:
 
 
 @pytest.mark.usefixtures("recipe")
+def test_command_ends_without_traceback_when_interrupted_during_its_imports() -> None:
+    program = (
+        "import os, runpy, signal, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'typer':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "runpy.run_module('paceline', run_name='__main__')\n"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (found.returncode, found.stderr) == (-signal.SIGINT, "")
+
+
 def test_train_suggests_recipe_when_path_is_misspelled(tmp_path: Path) -> None:
     result = paceline(tmp_path / "recipee.toml")
     assert_error(result, 2, "does not exist", "did you mean", "recipe.toml")

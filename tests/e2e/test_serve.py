@@ -70,6 +70,7 @@ def test_served_model_is_greedy_at_temperatures_near_zero(client: openai.OpenAI)
         assert texts(client, temperature=temperature) == greedy
 
 
-def test_port_that_cannot_exist_is_rejected_before_the_model_is_loaded() -> None:
-    result = CliRunner().invoke(app, ["serve", "no-model", "--port", "99999"])
-    assert result.exit_code == 2 and "65535" in result.output
+@pytest.mark.parametrize("port", ["-5", "65536"])
+def test_serve_rejects_port_that_cannot_exist(port: str) -> None:
+    result = CliRunner().invoke(app, ["serve", "tiny", "--port", port])
+    assert result.exit_code == 2 and "--port" in result.output

@@ -1,6 +1,7 @@
 """Checkpoints are complete or absent; damaged ones are logged and skipped."""
 
 import asyncio
+import errno
 import hashlib
 import json
 import os
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from paceline.checksum import checksums
 from paceline.errors import CheckpointError
 from paceline.training import checkpoint
 from paceline.training.checkpoint import (
@@ -125,6 +127,27 @@ def test_failed_save_leaves_previous_checkpoint_only(tmp_path: Path, fault: Faul
         asyncio.run(save_checkpoint(tmp_path, 2, {}, full_disk, 2))
     fault.fired()
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+
+
+@pytest.mark.fault("C2", "disk cannot read a file of the last checkpoint")
+def test_latest_skips_checkpoint_when_disk_cannot_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
+) -> None:
+    save(tmp_path, 2)
+    broken = save(tmp_path, 4)
+
+    def read(files: Sequence[Path], like: Mapping[Path, str] | None = None) -> list[str]:
+        if broken in files[0].parents:
+            fault.fired()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return checksums(files, like)
+
+    monkeypatch.setattr(checkpoint, "checksums", read)
+    with pytest.raises(CheckpointError, match=r"step_00000004 cannot be read: .*output error"):
+        verify_checkpoint(broken)
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert found.name == "step_00000002"
 
 
 def damage(folder: Path) -> None:

@@ -266,7 +266,12 @@ def test_unknown_recipe_is_explained(name: str, message: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "is empty"), ("- 1", "is a list"), ("a: [", "not valid YAML")],
+    [
+        ("", "is empty"),
+        ("- 1", "is a list"),
+        ("a: [", "not valid YAML"),
+        ("a: &a [*a]", "not valid YAML: Circular reference"),
+    ],
 )
 def test_unusable_yaml_is_explained(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(text)

@@ -304,3 +304,10 @@ def test_tracker_without_its_package_is_reported_with_command_to_install_it(
 def test_check_names_run_directory_whose_name_is_too_long(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="File name too long; expected a writable directory"):
         check_early(load_config(overrides=["data.task=copy:3", f"run_dir={'x' * 300}"]))
+
+
+@pytest.mark.parametrize("run_dir", ["link", "link/run"])
+def test_check_names_link_to_directory_that_does_not_exist(run_dir: str, folder: Path) -> None:
+    (folder / "link").symlink_to("/unmounted/disk")
+    with pytest.raises(CheckpointError, match="link is a link to /unmounted/disk, which does not"):
+        check_early(load_config(overrides=["data.task=copy:3", f"run_dir={folder}/{run_dir}"]))

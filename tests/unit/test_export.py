@@ -184,6 +184,21 @@ def test_export_rejects_damaged_checkpoint(run: Path, tmp_path: Path) -> None:
         export_model(copy, 4)
 
 
+def test_export_says_that_active_run_deleted_its_checkpoint(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(run, copy := tmp_path / "run")
+
+    def delete(actor: Path, *_: object) -> None:
+        shutil.rmtree(actor.parent)
+        raise CheckpointError(f"cannot read {actor}/model.safetensors: No such file or directory")
+
+    monkeypatch.setattr("paceline.training.export._write_model", delete)
+    with pytest.raises(CheckpointError, match="step_00000004 was deleted during the export: an ac"):
+        export_model(copy, to=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_export_keeps_directory_with_other_files(run: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(CheckpointError, match="is not an earlier export"):

@@ -42,7 +42,9 @@ def test_devices_are_parsed(text: str, nodes: int, gpus: int, memory: float) -> 
     assert {node.gpu_memory for node in found} == {int(memory * GB)}
 
 
-@pytest.mark.parametrize("text", ["", "8", "4x8", "0x8:80GB", "8:80", "axb:80GB", "4x0:80GB"])
+@pytest.mark.parametrize(
+    "text", ["", "8", "4x8", "0x8:80GB", "8:80", "axb:80GB", "4x0:80GB", "8:0GB"]
+)
 def test_devices_are_rejected_when_malformed(text: str) -> None:
     with pytest.raises(ConfigError, match="for example 4x8:80GB"):
         parse_nodes(text)

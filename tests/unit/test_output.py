@@ -36,6 +36,14 @@ def test_command_says_that_its_output_is_full(command: str, fault: Fault) -> Non
     assert "Traceback" not in result.stderr and "Exception" not in result.stderr
 
 
+def test_command_names_file_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step_00000001").mkdir(parents=True)
+    (tmp_path / "attempts.jsonl").mkdir()
+    result = paceline("export", str(tmp_path))
+    assert result.returncode == 10
+    assert result.stderr.startswith(f"error: {tmp_path}/attempts.jsonl: Is a directory; check")
+
+
 @needs_full
 def test_error_has_its_exit_code_when_stderr_is_full() -> None:
     with FULL.open("w") as full:

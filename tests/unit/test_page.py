@@ -230,6 +230,13 @@ def test_report_command_writes_one_file_for_all_runs(tmp_path: Path) -> None:
         assert result.exit_code == CheckpointError.exit_code
 
 
+def test_report_command_writes_nothing_into_directory_that_is_no_run(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", 1)
+    result = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert result.exit_code == CheckpointError.exit_code and "has no config.json" in result.output
+    assert not (tmp_path / "report.html").exists()
+
+
 @pytest.mark.parametrize("name", ["x.tmp", "x"])
 def test_report_leaves_other_files_alone(tmp_path: Path, name: str) -> None:
     run_dir = write_run(tmp_path / "run", 1)

@@ -47,6 +47,10 @@ def test_console_shows_hostile_text_as_text() -> None:
         assert "[/x]" in text and "[bold]" in text
 
 
+def test_console_keeps_numbers_of_lines_that_are_codes_of_emoji() -> None:
+    assert "rows.jsonl:100: is empty" in shown("rows.jsonl:100: is empty")
+
+
 class Speechless(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no text")

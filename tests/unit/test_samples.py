@@ -214,6 +214,13 @@ def test_panel_shows_where_context_was_rewritten_and_agent(tmp_path: Path) -> No
     ]
 
 
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs /proc")
+def test_read_samples_fails_with_cause_when_disk_cannot_read_file(tmp_path: Path) -> None:
+    (tmp_path / "samples.jsonl").symlink_to("/proc/self/mem")
+    with pytest.raises(CheckpointError, match=r"samples.jsonl cannot be read: Input/output error"):
+        read_samples(tmp_path)
+
+
 def test_read_samples_fails_when_file_or_step_is_missing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist; expected a run directory"):
         read_samples(tmp_path)
