@@ -50,6 +50,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "phimoe": EXPERTS,
     "qwen3_moe": EXPERTS | {"head_dim": 8},
     "olmoe": EXPERTS,
+    "ernie4_5_moe": EXPERTS | {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1},
     "smollm3": {"no_rope_layers": [1, 0]},
     "glm": {"head_dim": 8},
     "glm4": {"head_dim": 8},

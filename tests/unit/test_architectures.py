@@ -12,7 +12,8 @@ from paceline.algo.loss import LossTerms, TokenData, TokenOutputs
 from paceline.errors import ModelError
 from paceline.model.attention import packed_attention
 from paceline.model.engine_weights import ModuleWeights, engine_weights
-from paceline.model.loading import model_body
+from paceline.model.loading import load_model, model_body
+from paceline.model.stored_weights import load_onto
 from paceline.rollout.native.engine import NativeEngine
 from paceline.training.lora import LoraDevice
 from paceline.training.settings import LoraSettings, TrainSettings
@@ -144,6 +145,25 @@ def test_trainer_matches_transformers_and_updates_shared_engine(name: str, tmp_p
             tmp_path / "actor", attn_implementation="eager", dtype=torch.float32
         )
     )
+
+
+def test_trainer_keeps_parameters_frozen_that_the_model_freezes(tmp_path: Path) -> None:
+    tiny_architecture("ernie4_5_moe").save_pretrained(tmp_path / "model")
+    for model in (
+        load_onto(str(tmp_path / "model"), torch.device("cpu")),
+        load_model(str(tmp_path / "model")),
+    ):
+        before = copy.deepcopy(model.state_dict())
+        trainer = SingleDevice(model, TrainSettings())
+        tokens = np.random.default_rng(0).integers(3, 64, (4, 12)).astype(np.int32)
+        made = [Completion(row, np.zeros(12), np.zeros(12), Finish.LENGTH) for row in tokens]
+        trainer.forward_backward(batch(PROMPTS, made), Likelier())
+        trainer.optimizer_step(0.05)
+        trainer.save(tmp_path)
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / "actor").state_dict()
+        assert saved.keys() == before.keys()
+        for name, tensor in before.items():
+            assert torch.equal(saved[name], tensor) == name.endswith("e_score_correction_bias")
 
 
 @pytest.mark.parametrize(
