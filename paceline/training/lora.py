@@ -201,7 +201,7 @@ def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> list[str
     linear = {
         name.rpartition(".")[2]
         for name, module in model_body(model).named_modules()
-        if isinstance(module, nn.Linear | Conv1D)
+        if isinstance(module, nn.Linear | Conv1D) and not _is_router(module)
     }
     unknown = [name for name in targets if name not in linear]
     if unknown:
@@ -214,3 +214,8 @@ def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> list[str
             f"{type(model).__name__} has no linear layers for adapters; remove train.lora"
         )
     return list(targets) or sorted(linear)
+
+
+def _is_router(module: nn.Module) -> bool:
+    """Return whether a linear layer selects experts: it returns more than a linear layer does."""
+    return type(module).__name__.endswith("Router")

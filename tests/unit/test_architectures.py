@@ -204,8 +204,10 @@ def plain_gradients(model: PreTrainedModel, rows: Batch) -> dict[str, torch.Tens
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-# Transposed weights, custom linear layers, and two kinds of experts.
-@pytest.mark.parametrize("name", ["gpt2", "falcon", "mixtral", "deepseek_v3"])
+# Transposed weights, custom linear layers, two kinds of experts, and two routers that are linear.
+@pytest.mark.parametrize(
+    "name", ["gpt2", "falcon", "mixtral", "deepseek_v3", "phimoe", "llama4_text"]
+)
 def test_engine_gets_trained_adapters_as_merged_weights(name: str) -> None:
     model = tiny_architecture(name)
     engine = NativeEngine(
