@@ -41,6 +41,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "olmo3": MIXED,
     "granite": {"logits_scaling": 4.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5,
         "embedding_multiplier": 3.0},
+    "granitemoehybrid": EXPERTS | {"layer_types": ["attention"] * 2, "mamba_n_heads": 8,
+        "mamba_d_head": 8, "shared_intermediate_size": 16, "position_embedding_type": "rope"},
     "stablelm": {"use_qkv_bias": True},
     "cohere": {"logit_scale": 0.25},
     "cohere2": MIXED,

@@ -53,8 +53,10 @@ def check_generates(config: PretrainedConfig, max_length: int) -> None:
         raise ModelError(
             f"model_type {kind!r} is not a causal language model: use a decoder-only text model"
         )
-    other = sorted(set(getattr(text, "layer_types", None) or ()) - set(ATTENTION))
-    if other or getattr(model, "_is_stateful", False):
+    layers = set(getattr(text, "layer_types", None) or ())
+    other = sorted(layers - set(ATTENTION))
+    # Some hybrid architectures have models with attention in all layers, such as Granite 4.0.
+    if other or (getattr(model, "_is_stateful", False) and not layers):
         raise ModelError(
             f"model_type {kind!r} keeps more than a KV cache ({', '.join(other) or 'a state'}), "
             f"which the native engine does not support; {ALTERNATIVE}, or use a model with "
