@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from paceline.data.examples import ExampleSettings, ExampleTokenizer
 from paceline.data.prompts import DataSettings, PromptSource
@@ -63,6 +64,17 @@ def test_completion_is_trained_with_end_of_sequence_token() -> None:
 def test_end_of_sequence_token_is_not_repeated() -> None:
     row = example({"prompt": "2+3=", "completion": "5<eos>"}, chat=False)
     assert texts(row) == ("<bos>2+3=5<eos>", "5<eos>")
+
+
+def test_prompt_does_not_end_with_token_that_the_tokenizer_appends() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", EOS)]
+    )
+    row = {"prompt": "2+3=", "completion": "5"}
+    assert texts(example(row, tokenizer, chat=False)) == ("<bos>2+3=5<eos>", "5<eos>")
+    prompt = open_source(DataSettings(chat=False), tokenizer, 0, [row])[0]
+    assert tokenizer.decode(prompt.tokens) == "<bos>2+3="
 
 
 @pytest.mark.parametrize("chat", [True, False])
