@@ -174,6 +174,18 @@ def tokenize_texts(
             yield np.array(tokens[: len(tokens) - appended], np.int32)
 
 
+def tokenize_continuation(tokenizer: "PreTrainedTokenizerBase", text: str) -> NDArray[np.int32]:
+    """Tokenize a text that follows another one.
+
+    Tokenizers such as that of Llama 2 put a space in front of a text, but not in the middle of one.
+    """
+    for before in ("\n", "a"):
+        first, both = tokenize_texts(tokenizer, [before, before + text], special=False)
+        if np.array_equal(both[: len(first)], first):
+            return both[len(first) :]
+    return next(tokenize_texts(tokenizer, [text], special=False))
+
+
 def _appended(tokenizer: "PreTrainedTokenizerBase") -> int:
     """Return the number of special tokens that the tokenizer puts after a text."""
     whole, plain = (
