@@ -184,11 +184,16 @@ class TokenizerFiles:
 def load_generation_config(name: str) -> GenerationConfig:
     """Load the generation config, or derive it from the model's config. It lists the end tokens."""
     source = model_source(name)
+    file = Path(source, "generation_config.json")
     try:
         if not Path(source).is_file():  # files next to a GGUF file may belong to another model
             return GenerationConfig.from_pretrained(source)
-    except (OSError, ValueError):
-        pass
+    except (OSError, TypeError, ValueError) as error:
+        if file.is_file():
+            raise ModelError(
+                f"cannot read {file}: {str(error).rstrip('.')}; correct the file, download it "
+                "again, or remove it to use the end tokens of config.json"
+            ) from error
     return GenerationConfig.from_model_config(load_config(source))
 
 

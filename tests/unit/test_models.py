@@ -68,6 +68,14 @@ def test_generation_config_file_overrides_end_tokens_of_config(tmp_path: Path) -
     assert load_generation_config(str(folder)).eos_token_id == [2, 7]
 
 
+@pytest.mark.parametrize("content", ['{"eos_token_id": ', "[2]", '{"max_new_tokens": -1}'])
+def test_generation_config_fails_when_its_file_is_damaged(tmp_path: Path, content: str) -> None:
+    folder = Path(random_model(tmp_path))
+    (folder / "generation_config.json").write_text(content)
+    with pytest.raises(ModelError, match=r"generation_config\.json: .*; correct the file"):
+        load_generation_config(str(folder))
+
+
 def test_load_warns_when_architecture_has_no_fast_path(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
