@@ -170,7 +170,14 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> d
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # every mode starts with the same adapters
-        inject_adapter_in_model(config, model)
+        try:
+            inject_adapter_in_model(config, model)
+        except ValueError as error:
+            raise ConfigError(
+                f"train.lora.targets = {targets}: PEFT cannot add these adapters to "
+                f"{type(model).__name__} ({str(error).rstrip('.')}); name other layers, or remove "
+                "the setting to adapt all"
+            ) from error
     written = {
         key: sorted(value) if isinstance(value, set) else value
         for key, value in config.to_dict().items()
