@@ -1,5 +1,6 @@
 """Chat templates: messages to text, checks of messages, and the tokens that end a completion."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,8 @@ def conversation(
     """Return the prompt of a row as plain chat messages.
 
     Text becomes a user message and text parts are joined. Null fields are left out: tabular files
-    have every field in every message, and templates check whether a field is defined.
+    have every field in every message, and templates check whether a field is defined. Arguments of
+    tool calls that are JSON text, as in OpenAI's format, become objects, which templates expect.
     """
     messages: Sequence[Message] = (
         [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -56,9 +58,26 @@ def conversation(
         | {"content": _joined_text(m.get("content"))}
         for m in messages
     ]
+    for turn in turns:
+        if isinstance(turn.get("tool_calls"), list):
+            turn["tool_calls"] = [_readable_call(call) for call in turn["tool_calls"]]
     if system is not None and turns[0]["role"] != "system":
         turns.insert(0, {"role": "system", "content": system})
     return turns
+
+
+def _readable_call(call: Any) -> Any:
+    """Return a tool call with its arguments as an object, if they can be read."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _joined_text(content: Any) -> str:

@@ -22,6 +22,7 @@ from paceline.data.rows import (
     TokenizedRow,
     Unusable,
     likely_column,
+    tokenize_continuation,
     tokenize_texts,
     use_chat,
 )
@@ -179,7 +180,7 @@ class ExampleTokenizer:
             if np.array_equal(joint[: len(tokens)], tokens):
                 own = joint[len(tokens) :]
             else:
-                (own,) = tokenize_texts(self._tokenizer, [text], special=False)
+                own = tokenize_continuation(self._tokenizer, text)
             is_last = number == len(pieces)
             end = self._end(own) if trained else 0
             if is_last:

@@ -162,11 +162,38 @@ class RowTokenizer:
 def tokenize_texts(
     tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], special: bool
 ) -> Iterator[NDArray[np.int32]]:
-    """Tokenize in batches, because a tokenizer's other outputs take 100 bytes per token."""
+    """Tokenize in batches, because a tokenizer's other outputs take 100 bytes per token.
+
+    `special`: with the special tokens that the tokenizer puts first. Those that it puts last are
+    left out, because they end the text that a completion is to continue.
+    """
+    appended = _appended(tokenizer) if special else 0
     for start in range(0, len(texts), TOKENIZER_BATCH):
         batch = texts[start : start + TOKENIZER_BATCH]
         for tokens in tokenizer(batch, add_special_tokens=special)["input_ids"]:
-            yield np.array(tokens, np.int32)
+            yield np.array(tokens[: len(tokens) - appended], np.int32)
+
+
+def tokenize_continuation(tokenizer: "PreTrainedTokenizerBase", text: str) -> NDArray[np.int32]:
+    """Tokenize a text that follows another one.
+
+    Tokenizers such as that of Llama 2 put a space in front of a text, but not in the middle of one.
+    """
+    for before in ("\n", "a"):
+        first, both = tokenize_texts(tokenizer, [before, before + text], special=False)
+        if np.array_equal(both[: len(first)], first):
+            return both[len(first) :]
+    return next(tokenize_texts(tokenizer, [text], special=False))
+
+
+def _appended(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Return the number of special tokens that the tokenizer puts after a text."""
+    whole, plain = (
+        tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False)
+    )
+    added = len(whole) - len(plain)
+    counts = (n for n in range(added + 1) if whole[added - n : len(whole) - n] == plain)
+    return next(counts, 0)
 
 
 def check_columns(rows: Iterable[Mapping[str, Any]], origin: str, prompt_key: str) -> None:

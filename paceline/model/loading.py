@@ -60,8 +60,23 @@ def load_model(
     _check_loaded(source, info)
     if kind is AutoModelForCausalLM and info["unexpected_keys"]:
         _warn_unused(source, len(info["unexpected_keys"]), min(info["unexpected_keys"]))
+    if kind is AutoModelForCausalLM:
+        _correct_ties(model)
     model.eval()
     return model
+
+
+def _correct_ties(model: PreTrainedModel) -> None:
+    """Set the config to untied if the files have an output layer that is not the embedding.
+
+    transformers keeps both then, whatever the config says, and a checkpoint must have both.
+    """
+    output, text = model.get_output_embeddings(), model.config.get_text_config()
+    own = getattr(output, "weight", None)
+    if own is not None and own is not model.get_input_embeddings().weight:
+        for config in (model.config, text):
+            if getattr(config, "tie_word_embeddings", False):
+                config.tie_word_embeddings = False
 
 
 def _check_loaded(source: str, info: Mapping[str, Any]) -> None:
@@ -169,11 +184,16 @@ class TokenizerFiles:
 def load_generation_config(name: str) -> GenerationConfig:
     """Load the generation config, or derive it from the model's config. It lists the end tokens."""
     source = model_source(name)
+    file = Path(source, "generation_config.json")
     try:
         if not Path(source).is_file():  # files next to a GGUF file may belong to another model
             return GenerationConfig.from_pretrained(source)
-    except (OSError, ValueError):
-        pass
+    except (OSError, TypeError, ValueError) as error:
+        if file.is_file():
+            raise ModelError(
+                f"cannot read {file}: {str(error).rstrip('.')}; correct the file, download it "
+                "again, or remove it to use the end tokens of config.json"
+            ) from error
     return GenerationConfig.from_model_config(load_config(source))
 
 

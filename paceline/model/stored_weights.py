@@ -86,10 +86,12 @@ def load_onto(name: str, device: torch.device) -> PreTrainedModel:
     if opened is None:
         return load_model(name).to(device)
     model, weights = opened
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     allocate(model, device)
     with ThreadPoolExecutor(READERS) as threads:
         list(threads.map(partial(_fill, stored_tensors(model), weights), _shares(weights)))
-    model.requires_grad_(True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
     return model
 
 

@@ -53,19 +53,31 @@ def check_generates(config: PretrainedConfig, max_length: int) -> None:
         raise ModelError(
             f"model_type {kind!r} is not a causal language model: use a decoder-only text model"
         )
-    other = sorted(set(getattr(text, "layer_types", None) or ()) - set(ATTENTION))
-    if other or getattr(model, "_is_stateful", False):
+    layers = set(getattr(text, "layer_types", None) or ())
+    other = sorted(layers - set(ATTENTION))
+    # Some hybrid architectures have models with attention in all layers, such as Granite 4.0.
+    if other or (getattr(model, "_is_stateful", False) and not layers):
         raise ModelError(
             f"model_type {kind!r} keeps more than a KV cache ({', '.join(other) or 'a state'}), "
             f"which the native engine does not support; {ALTERNATIVE}, or use a model with "
             "attention only"
         )
-    limit = rope_limit(text)
-    if limit is not None and max_length > limit:
+    total = "data.max_prompt_length + rollout.max_response_length"
+    check_rope(config, max_length, total, ALTERNATIVE)
+
+
+def check_rope(config: PretrainedConfig, longest: int, name: str, action: str) -> None:
+    """Raise ModelError if rotary frequencies depend on the other sequences of a batch.
+
+    A sequence would have other log-probs when a longer one is in the same forward pass. The
+    longest one has `longest` tokens, which the message calls `name`.
+    """
+    limit = rope_limit(config.get_text_config())
+    if limit is not None and longest > limit:
         raise ModelError(
-            f"model_type {kind!r} changes its position encoding when a sequence of the batch is "
-            f"longer than {limit} tokens: data.max_prompt_length + rollout.max_response_length = "
-            f"{max_length} must not exceed that; {ALTERNATIVE}"
+            f"model_type {config.model_type!r} changes its position encoding when a sequence of "
+            f"the batch is longer than {limit} tokens: {name} = {longest} must not exceed that; "
+            f"{action}"
         )
 
 

@@ -22,6 +22,7 @@ from paceline.model.loading import (
     model_fingerprint,
 )
 from paceline.model.shape import position_limit
+from paceline.model.support import check_rope
 from paceline.supervised.config import SftConfig
 from paceline.types import Batch
 
@@ -145,3 +146,9 @@ def _check_model(model_path: str, source: Prompts, held_out: Sequence[TokenizedR
             f"the model has {positions} positions, and the longest row has {longest} tokens: "
             "exclude long rows (data.max_length, data.on_bad_row = 'skip')"
         )
+    check_rope(
+        model,
+        longest,
+        "tokens of the longest row",
+        "exclude long rows (data.max_length, data.on_bad_row = 'skip')",
+    )

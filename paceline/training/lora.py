@@ -170,7 +170,14 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> d
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # every mode starts with the same adapters
-        inject_adapter_in_model(config, model)
+        try:
+            inject_adapter_in_model(config, model)
+        except ValueError as error:
+            raise ConfigError(
+                f"train.lora.targets = {targets}: PEFT cannot add these adapters to "
+                f"{type(model).__name__} ({str(error).rstrip('.')}); name other layers, or remove "
+                "the setting to adapt all"
+            ) from error
     written = {
         key: sorted(value) if isinstance(value, set) else value
         for key, value in config.to_dict().items()
@@ -201,7 +208,7 @@ def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> list[str
     linear = {
         name.rpartition(".")[2]
         for name, module in model_body(model).named_modules()
-        if isinstance(module, nn.Linear | Conv1D)
+        if isinstance(module, nn.Linear | Conv1D) and not _is_router(module)
     }
     unknown = [name for name in targets if name not in linear]
     if unknown:
@@ -214,3 +221,8 @@ def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> list[str
             f"{type(model).__name__} has no linear layers for adapters; remove train.lora"
         )
     return list(targets) or sorted(linear)
+
+
+def _is_router(module: nn.Module) -> bool:
+    """Return whether a linear layer selects experts: it returns more than a linear layer does."""
+    return type(module).__name__.endswith("Router")

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from paceline.algo.loss import LossFn, LossTerms, TokenData, TokenOutputs
 from paceline.model.engine_weights import engine_weights
-from paceline.model.hub_names import HubFormat, TensorFormat, persistent_buffers
+from paceline.model.hub_names import HubFormat, TensorFormat, stored_tensors
 from paceline.model.loading import ROUNDED, default_device, model_body
 from paceline.model.packing import MicroBatch, grouped_micro_batches, micro_batches
 from paceline.model.stored_weights import load_onto
@@ -61,7 +61,7 @@ class SingleDevice(EngineWithHead):
         self._model: PreTrainedModel = model
         self._device = next(model.parameters()).device
         self._parameters = self._trained_parameters() | self._packed.value_parameters()
-        self._tensors = {**self._parameters, **persistent_buffers(model)}
+        self._tensors = {**stored_tensors(model), **self._packed.value_parameters()}
         self._form = hub or TensorFormat(self._tensors)
         self._optimizer = adamw(self._parameters, settings)
         self._fused = (
@@ -131,8 +131,11 @@ class SingleDevice(EngineWithHead):
             self._fused.limit_launches()
 
     def _trained_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that the optimizer updates, by their names in a checkpoint."""
-        return dict(self._model.named_parameters())
+        """Return the parameters that the optimizer updates, by their names in a checkpoint.
+
+        Some architectures freeze a parameter, such as the bias with which a router selects experts.
+        """
+        return {name: p for name, p in self._model.named_parameters() if p.requires_grad}
 
     # -- forward and backward
 

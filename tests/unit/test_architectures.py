@@ -12,7 +12,8 @@ from paceline.algo.loss import LossTerms, TokenData, TokenOutputs
 from paceline.errors import ModelError
 from paceline.model.attention import packed_attention
 from paceline.model.engine_weights import ModuleWeights, engine_weights
-from paceline.model.loading import model_body
+from paceline.model.loading import load_model, model_body
+from paceline.model.stored_weights import load_onto
 from paceline.rollout.native.engine import NativeEngine
 from paceline.training.lora import LoraDevice
 from paceline.training.settings import LoraSettings, TrainSettings
@@ -146,6 +147,25 @@ def test_trainer_matches_transformers_and_updates_shared_engine(name: str, tmp_p
     )
 
 
+def test_trainer_keeps_parameters_frozen_that_the_model_freezes(tmp_path: Path) -> None:
+    tiny_architecture("ernie4_5_moe").save_pretrained(tmp_path / "model")
+    for model in (
+        load_onto(str(tmp_path / "model"), torch.device("cpu")),
+        load_model(str(tmp_path / "model")),
+    ):
+        before = copy.deepcopy(model.state_dict())
+        trainer = SingleDevice(model, TrainSettings())
+        tokens = np.random.default_rng(0).integers(3, 64, (4, 12)).astype(np.int32)
+        made = [Completion(row, np.zeros(12), np.zeros(12), Finish.LENGTH) for row in tokens]
+        trainer.forward_backward(batch(PROMPTS, made), Likelier())
+        trainer.optimizer_step(0.05)
+        trainer.save(tmp_path)
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / "actor").state_dict()
+        assert saved.keys() == before.keys()
+        for name, tensor in before.items():
+            assert torch.equal(saved[name], tensor) == name.endswith("e_score_correction_bias")
+
+
 @pytest.mark.parametrize(
     ("name", "more"),
     [("mistral", {}), ("phimoe", {}), ("qwen2_moe", {"use_sliding_window": True})],
@@ -184,8 +204,10 @@ def plain_gradients(model: PreTrainedModel, rows: Batch) -> dict[str, torch.Tens
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-# Transposed weights, custom linear layers, and two kinds of experts.
-@pytest.mark.parametrize("name", ["gpt2", "falcon", "mixtral", "deepseek_v3"])
+# Transposed weights, custom linear layers, two kinds of experts, and two routers that are linear.
+@pytest.mark.parametrize(
+    "name", ["gpt2", "falcon", "mixtral", "deepseek_v3", "phimoe", "llama4_text"]
+)
 def test_engine_gets_trained_adapters_as_merged_weights(name: str) -> None:
     model = tiny_architecture(name)
     engine = NativeEngine(

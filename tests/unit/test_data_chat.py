@@ -88,6 +88,24 @@ def test_text_parts_are_joined_and_null_fields_removed(tmp_path: Path) -> None:
         text_of(write(tmp_path / "a.jsonl", {"prompt": messages}), chat_tokenizer(template))
 
 
+def test_arguments_of_tool_calls_become_objects_when_they_are_json_text(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }};"
+        "{% endfor %}{% endfor %}"
+    )
+    calls = [
+        {"type": "function", "function": {"name": "look", "arguments": arguments}}
+        for arguments in ('{"at": "sky"}', {"at": "sea"}, "not JSON")
+    ]
+    messages = [
+        {"role": "user", "content": "what is it?", "tool_calls": []},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "rain", "tool_calls": []},
+    ]
+    text = text_of(write(tmp_path / "a.jsonl", {"prompt": messages}), chat_tokenizer(template))
+    assert text == '{"at": "sky"};{"at": "sea"};"not JSON";'
+
+
 def test_row_is_bad_when_chat_template_rejects_it(tmp_path: Path) -> None:
     strict = chat_tokenizer("{{ raise_exception('no user role') }}")
     with pytest.raises(DataError, match=r"a\.jsonl:1: the chat template failed: no user role"):

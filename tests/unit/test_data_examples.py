@@ -5,6 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import Metaspace
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from paceline.data.examples import ExampleSettings, ExampleTokenizer
 from paceline.data.prompts import DataSettings, PromptSource
@@ -63,6 +68,33 @@ def test_completion_is_trained_with_end_of_sequence_token() -> None:
 def test_end_of_sequence_token_is_not_repeated() -> None:
     row = example({"prompt": "2+3=", "completion": "5<eos>"}, chat=False)
     assert texts(row) == ("<bos>2+3=5<eos>", "5<eos>")
+
+
+def test_prompt_does_not_end_with_token_that_the_tokenizer_appends() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", EOS)]
+    )
+    row = {"prompt": "2+3=", "completion": "5"}
+    assert texts(example(row, tokenizer, chat=False)) == ("<bos>2+3=5<eos>", "5<eos>")
+    prompt = open_source(DataSettings(chat=False), tokenizer, 0, [row])[0]
+    assert tokenizer.decode(prompt.tokens) == "<bos>2+3="
+
+
+def llama2_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer that puts a space in front of a text, as that of Llama 2 does."""
+    words = ["<bos>", "<eos>", "▁", "▁h", "s", "a", "y", ":", "h", "i", "\n"]
+    core = Tokenizer(BPE({word: n for n, word in enumerate(words)}, merges=[("▁", "h")]))
+    core.pre_tokenizer = Metaspace(prepend_scheme="always", split=False)
+    core.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<bos>", eos_token="<eos>")
+
+
+def test_completion_gets_no_space_when_its_tokens_would_merge_with_prompt() -> None:
+    tokenizer = llama2_tokenizer()
+    row = example({"prompt": "say: ", "completion": "hi"}, tokenizer)
+    assert texts(row, tokenizer) == ("say: hi<eos>", "hi<eos>")
+    assert tokenizer.convert_ids_to_tokens(row.tokens[row.mask].tolist()) == ["h", "i", "<eos>"]
 
 
 @pytest.mark.parametrize("chat", [True, False])

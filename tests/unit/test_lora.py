@@ -17,6 +17,7 @@ from paceline.model.weights import DecoderWeights
 from paceline.training.lora import LoraDevice, MergedWeights, adapted_layers
 from paceline.training.settings import LoraSettings, TrainSettings
 from paceline.training.single import SingleDevice
+from tests.architectures import tiny_architecture
 from tests.contract.test_train_engine import (
     LOSS,
     MODELS,
@@ -202,6 +203,14 @@ def test_targets_reject_unknown_layers() -> None:
     expected = "expected .* Qwen2ForCausalLM: down_proj, gate_proj"
     with pytest.raises(ConfigError, match=problem + expected):
         lora(settings=TrainSettings(lora=LoraSettings(targets=("q_proj", "lm_head"))))
+
+
+def test_targets_reject_part_of_fused_experts() -> None:
+    settings = TrainSettings(lora=LoraSettings(targets=("gate_proj",)))
+    with pytest.raises(
+        ConfigError, match=r"train\.lora\.targets = \['gate_proj'\].*also .*up_proj"
+    ):
+        LoraDevice(tiny_architecture("deepseek_v3"), settings)
 
 
 def test_error_names_extra_when_peft_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ from transformers import (
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     MistralConfig,
@@ -28,6 +30,8 @@ from paceline.model.engine_weights import engine_weights
 from paceline.model.loading import load_config, load_generation_config, load_model
 from paceline.model.shape import model_shape
 from paceline.rollout.native.engine import NativeEngine
+from paceline.supervised.config import load_sft_config
+from paceline.supervised.inputs import load_sft_inputs
 from paceline.types import Request, Sampling
 from tests.models import random_model
 
@@ -68,6 +72,14 @@ def test_generation_config_file_overrides_end_tokens_of_config(tmp_path: Path) -
     assert load_generation_config(str(folder)).eos_token_id == [2, 7]
 
 
+@pytest.mark.parametrize("content", ['{"eos_token_id": ', "[2]", '{"max_new_tokens": -1}'])
+def test_generation_config_fails_when_its_file_is_damaged(tmp_path: Path, content: str) -> None:
+    folder = Path(random_model(tmp_path))
+    (folder / "generation_config.json").write_text(content)
+    with pytest.raises(ModelError, match=r"generation_config\.json: .*; correct the file"):
+        load_generation_config(str(folder))
+
+
 def test_load_warns_when_architecture_has_no_fast_path(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -100,6 +112,19 @@ def test_load_fails_when_prompt_exceeds_positions(tmp_path: Path) -> None:
         match=r"the model has 4 positions.*exclude long prompts \(data\.max_prompt_length",
     ):
         load_inputs(chosen(model))
+
+
+def test_supervised_load_fails_when_row_changes_rotary_frequencies(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    size = len(make_tokenizer())
+    shape = LlamaConfig(**SHAPE, vocab_size=size, rope_parameters=rope, max_position_embeddings=32)
+    model = saved(LlamaForCausalLM(shape), tmp_path)
+    config = load_sft_config(None, [f"model={model}", "data.chat=false"])
+    load_sft_inputs(config, [{"prompt": "a" * 20, "completion": "b" * 10}])  # 32 tokens
+    with pytest.raises(
+        ModelError, match=r"longer than 32 tokens: tokens of the longest row = 33.*exclude"
+    ):
+        load_sft_inputs(config, [{"prompt": "a" * 20, "completion": "b" * 11}])
 
 
 def test_load_fails_when_architecture_keeps_more_than_kv_cache(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from paceline.model.support import check_generates
 from paceline.model.weights import DecoderWeights
 from paceline.rollout.native.engine import NativeEngine
 from paceline.types import Request, Sampling
+from tests.architectures import tiny_architecture
 
 SHAPE = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -177,6 +178,13 @@ def test_check_generates_rejects_unsupported_architectures(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         check_generates(config, 16)
+
+
+def test_check_generates_accepts_hybrid_architecture_when_all_layers_are_attention() -> None:
+    check_generates(tiny_architecture("granitemoehybrid").config, 16)
+    mixed = tiny_architecture("granitemoehybrid", layer_types=["mamba", "attention"]).config
+    with pytest.raises(ModelError, match="'granitemoehybrid' keeps more"):
+        check_generates(mixed, 16)
 
 
 def test_copied_weights_convert_dtype_when_loaded() -> None:

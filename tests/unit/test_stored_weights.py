@@ -5,12 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from paceline.model import tensor_file
 from paceline.model.engine_weights import engine_weights
-from paceline.model.loading import load_model
+from paceline.model.loading import load_config, load_model
 from paceline.model.stored_weights import load_onto, open_empty, open_stored
 from paceline.model.tensor_file import TensorFiles, model_shards
+from paceline.training.settings import TrainSettings
+from paceline.training.single import SingleDevice
 from tests.contract.test_train_engine import tiny
 
 
@@ -39,13 +42,32 @@ def test_empty_model_is_filled_like_loaded_model(name: str, tmp_path: Path) -> N
     assert all(torch.equal(found.named[key], expected.named[key]) for key in expected.named)
 
 
-def test_model_with_two_values_for_tied_weight_is_not_read_by_slices(tmp_path: Path) -> None:
-    tiny("qwen2-tied").save_pretrained(tmp_path)
-    path = tmp_path / "model.safetensors"
+def with_second_value_of_tied_weight(folder: Path) -> Tensor:
+    """Write a model whose output layer differs from its embedding, although its config ties them.
+
+    Return the output layer.
+    """
+    tiny("qwen2-tied").save_pretrained(folder)
+    path = folder / "model.safetensors"
     tensors = load_file(path)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     save_file(tensors, path, {"format": "pt"})
+    return tensors["lm_head.weight"]
+
+
+def test_model_with_two_values_for_tied_weight_is_not_read_by_slices(tmp_path: Path) -> None:
+    with_second_value_of_tied_weight(tmp_path)
     assert open_stored(str(tmp_path)) is None
+
+
+def test_model_with_two_values_for_tied_weight_is_saved_as_untied(tmp_path: Path) -> None:
+    output = with_second_value_of_tied_weight(tmp_path)
+    engine = SingleDevice(load_onto(str(tmp_path), torch.device("cpu")), TrainSettings())
+    engine.save(tmp_path)
+    assert not load_config(str(tmp_path / "actor")).tie_word_embeddings
+    saved = load_file(tmp_path / "actor" / "model.safetensors")
+    assert torch.equal(saved["lm_head.weight"], output)
+    torch.testing.assert_close(saved["model.embed_tokens.weight"], output - 1)
 
 
 def test_damaged_files_are_left_to_the_loader_that_reports_them(tmp_path: Path) -> None:
