@@ -12,7 +12,7 @@ from paceline.errors import ConfigError
 from paceline.translate.source import PROGRAM
 
 OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_]\w*(\.\w+)+=.*", re.DOTALL)
-ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?(?:([-=])([^{}]*)|\?[^{}]*))?\})")
 BRACES = re.compile(r"\$\{(?:[^{}]|\$\{[^{}]*\})*\}")
 ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
@@ -90,7 +90,8 @@ def read_script(text: str) -> dict[str, Any]:
             if OVERRIDE.fullmatch(word):
                 overrides.append(expanded)
             elif match := ASSIGNMENT.fullmatch(word):
-                variables[match[1]] = _expanded(match[2], variables)
+                before = variables.get(match[1], "") if match[2] else ""
+                variables[match[1]] = before + _expanded(match[3], variables)
             elif re.search(r"\bmain_ppo|fully_async|one_step_off", word):
                 program = word
     found = read_overrides(overrides)
@@ -104,8 +105,9 @@ def _words(line: str) -> list[str]:
         words = shlex.split(line, comments=True)
     except ValueError:  # a quote that ends on another line
         words = line.split()
-    # The parentheses of a bash array may touch its first and last element.
-    return [re.sub(r"^(\w+=)?\(|(?<!\()\)$", "", word).replace("\0", " ") for word in words]
+    # The parentheses of a bash array may touch its elements, and a semicolon any word.
+    ends = re.compile(r"^(\w+\+?=)?\(|(?<!\()\)?;?$")
+    return [ends.sub("", word).replace("\0", " ") for word in words]
 
 
 def _expanded(word: str, variables: dict[str, str]) -> str:

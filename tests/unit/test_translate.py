@@ -502,3 +502,13 @@ def test_options_of_hydra_are_ignored_with_remark() -> None:
 def test_script_may_have_comments_between_lines_of_command() -> None:
     script = "main_ppo a.b=1 `# the first` \\\n  c.d=2\n"
     assert read_script(script) == {"a.b": 1, "c.d": 2, PROGRAM: "main_ppo"}
+
+
+def test_script_may_append_to_arrays_and_variables() -> None:
+    script = "ARGS=(a.b=1)\nARGS+=(c.d=2)\nNAME=grpo\nNAME+=_small\nmain_ppo e.f=$NAME ${ARGS[@]}\n"
+    assert read_script(script) == {"a.b": 1, "c.d": 2, "e.f": "grpo_small", PROGRAM: "main_ppo"}
+
+
+def test_script_may_end_commands_with_semicolon() -> None:
+    script = "if true; then N=3; fi\nARGS=(a.b=1);\nmain_ppo c.d=$N e.f=4; echo done\n"
+    assert read_script(script) == {"a.b": 1, "c.d": 3, "e.f": 4, PROGRAM: "main_ppo"}
