@@ -22,7 +22,8 @@ _FRACTION = re.compile(
 )
 # "1,2" is not a number.
 _GROUPED = re.compile(rf"[-+{_MINUS}]?(?:(?:\d+|\d{{1,3}}(?:,\d{{3}})+)(?:\.\d+)?|\.\d+)")
-_NUMBER = re.compile(rf"(?:(?<!\d)[-+{_MINUS}])?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+# The 42 of "...42" has no decimal point.
+_NUMBER = re.compile(rf"(?:(?<!\d)[-+{_MINUS}])?\$?(?:\d[\d,]*(?:\.\d+)?|(?<!\.)\.\d+)")
 
 _DIGIT = re.compile(r"\d")
 _NUMBER_CHARACTERS = re.compile(rf"[-+{_MINUS}$\d,.]*")

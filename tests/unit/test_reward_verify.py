@@ -17,6 +17,8 @@ from paceline.reward.verify import boxed, exact, last_number, regex, tagged
         ("\u22123", "-3", 1),
         ("from 5-3", "#### 3", 1),
         ("72.0", "72", 1),
+        ("The answer is...72", "72", 1),
+        ("x = .5", "0.5", 1),
         ("7 2", "72", 0),
         ("no idea", "72", 0),
         ("72, or rather 73", "72", 0),
