@@ -168,7 +168,7 @@ def test_reader_fails_without_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("G6", "script in a prompt and a completion of the HTML report")
-def test_text_cannot_leave_the_data_of_the_report(tmp_path: Path, fault: Fault) -> None:
+def test_text_cannot_leave_data_of_report(tmp_path: Path, fault: Fault) -> None:
     run_dir = write_run(tmp_path / "run", 2)
     row = group(3, 0, 1)
     row["prompt"] = row["completions"][0]["text"] = HOSTILE
@@ -248,7 +248,9 @@ def test_report_command_fails_when_output_is_directory(
     assert result.exit_code == CheckpointError.exit_code
 
 
-def test_failed_report_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_report_that_fails_is_only_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run_dir = write_run(tmp_path / "run", 1)
     (run_dir / ".report.html.tmp").mkdir()
     try_report(run_dir)

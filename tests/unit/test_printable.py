@@ -111,7 +111,7 @@ def test_console_prints_any_text_when_output_has_no_unicode(encoding: str) -> No
     assert "first > last" in text and "\\u65e5" in text
 
 
-def test_everything_is_printed_with_the_console_and_logged_with_the_formatter() -> None:
+def test_package_prints_with_its_console_and_logs_with_its_formatter() -> None:
     names, found = ("Console", "logging.Formatter", "logging.basicConfig", "print"), []
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text()

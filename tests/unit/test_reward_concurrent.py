@@ -18,7 +18,7 @@ def functions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @in_loop
-async def test_async_function_scores_all_groups_at_the_same_time(functions: Path) -> None:
+async def test_async_function_scores_all_groups_concurrently(functions: Path) -> None:
     async with opened(f"{functions}:waiting") as reward:
         begun = time.monotonic()
         groups = await asyncio.gather(*(score(reward, *"abcdefgh") for _ in range(4)))

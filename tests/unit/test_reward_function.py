@@ -177,7 +177,7 @@ async def test_reward_may_be_function_of_module(
 
 
 @in_loop
-async def test_each_call_gets_a_copy_of_the_row(functions: Path) -> None:
+async def test_each_call_gets_copy_of_row(functions: Path) -> None:
     async with opened(f"{functions}:changing_row") as reward:
         assert await score(reward, "a", "b") == [1.0, 1.0]
 

@@ -67,12 +67,12 @@ def test_check_reward_accepts_names_that_exist(function: str) -> None:
         "(f := print)",
     ],
 )
-def test_check_reward_accepts_every_way_to_define_a_function(tmp_path: Path, source: str) -> None:
+def test_check_reward_accepts_every_way_to_define_function(tmp_path: Path, source: str) -> None:
     (tmp_path / "rewards.py").write_text(source)
     check(f"{tmp_path}/rewards.py:f")
 
 
-def test_check_reward_runs_no_code_of_the_file(tmp_path: Path) -> None:
+def test_check_reward_runs_no_code_of_file(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text("def f(c, r): ...\nraise SystemExit(1)")
     check(f"{tmp_path}/rewards.py:f", f"{tmp_path}/rewards.py:f.g")
 

@@ -270,7 +270,7 @@ async def test_open_reward_raises_when_processes_cannot_be_started(
 
 
 @in_loop
-async def test_close_lets_all_workers_exit_at_the_same_time(
+async def test_close_lets_all_workers_exit_concurrently(
     functions: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(child, "EXIT_TIMEOUT_S", 60.0)
@@ -332,7 +332,7 @@ def score(completion, row):
 
 @in_loop
 @pytest.mark.fault("G5", "reward function writes to its own channel")
-async def test_forged_reply_is_an_error_of_its_group_only(
+async def test_forged_reply_is_error_of_its_group_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
     monkeypatch.setattr(child, "EXIT_TIMEOUT_S", 0.05)  # these processes do not exit by themselves

@@ -192,7 +192,7 @@ async def test_deadline_excludes_time_in_line() -> None:
 
 @in_loop
 @pytest.mark.fault("B5", "reward function of the program hangs on every thread")
-async def test_hung_threads_do_not_occupy_the_pool(fault: Fault) -> None:
+async def test_hung_threads_do_not_occupy_pool(fault: Fault) -> None:
     async with opened(sleeping, timeout_s=1.0) as reward:
         hung = [score(reward, "hang") for _ in range(MAX_THREADS)]
         results = await asyncio.gather(*hung, score(reward, "fine"), return_exceptions=True)
@@ -202,7 +202,7 @@ async def test_hung_threads_do_not_occupy_the_pool(fault: Fault) -> None:
 
 
 @in_loop
-async def test_async_function_that_blocks_does_not_block_the_run() -> None:
+async def test_async_function_that_blocks_does_not_block_run() -> None:
     async with opened(blocking, timeout_s=0.3) as reward:
         call = asyncio.ensure_future(score(reward, "hang"))
         ticks = 0
@@ -297,7 +297,7 @@ async def test_class_is_rejected_when_it_needs_arguments() -> None:
 
 
 @in_loop
-async def test_function_that_sets_signal_is_referred_to_a_file() -> None:
+async def test_function_that_sets_signal_is_referred_to_file() -> None:
     def limited(completion: str, row: Row) -> float:
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
         return 1.0

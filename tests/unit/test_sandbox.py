@@ -66,7 +66,7 @@ def test_environment_of_caller_is_not_visible(mode: str, monkeypatch: pytest.Mon
     assert result.ok and "canary" not in result.stdout
 
 
-def test_any_text_is_a_program(mode: str) -> None:
+def test_any_text_is_program(mode: str) -> None:
     assert run("\ud800").exit_code == 1
     assert run("\0").exit_code == 1
     assert run("#" * 1_000_000 + "\nprint(1)").stdout == "1\n"
@@ -137,7 +137,7 @@ def test_forbidden_namespaces_are_reported() -> None:
 @needs_bubblewrap
 @pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
 @pytest.mark.skipif(not os.access("/usr/bin/python3", os.X_OK), reason="needs a Python for all")
-def test_user_without_privileges_has_a_sandbox() -> None:
+def test_user_without_privileges_has_sandbox() -> None:
     program = """if 1:
         import os, sys
         sys.path.insert(0, {!r})

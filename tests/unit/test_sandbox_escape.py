@@ -356,7 +356,7 @@ def test_libraries_work_in_sandbox(code: str) -> None:
     assert result.stdout == "10\n", result
 
 
-def test_program_uses_packages_of_the_environment() -> None:
+def test_program_uses_packages_of_environment() -> None:
     result = sandbox.run("import numpy, sys; print(numpy.arange(3).sum(), sys.prefix)")
     assert result.stdout == f"3 {sys.prefix}\n", result
 

@@ -100,7 +100,7 @@ def test_track_rejects_unknown_name() -> None:
         load_config(None, ["track=wand"])
 
 
-def test_track_rejects_a_tracker_that_is_named_twice() -> None:
+def test_track_rejects_tracker_that_is_named_twice() -> None:
     with pytest.raises(ConfigError, match="named twice"):
         load_config(None, ['track=["wandb", "wandb"]'])
 

@@ -48,13 +48,13 @@ def test_model_with_two_values_for_tied_weight_is_not_read_by_slices(tmp_path: P
     assert open_stored(str(tmp_path)) is None
 
 
-def test_damaged_files_are_left_to_the_loader_that_reports_them(tmp_path: Path) -> None:
+def test_damaged_files_are_left_to_loader_that_reports_them(tmp_path: Path) -> None:
     tiny("llama").save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
     assert open_stored(str(tmp_path)) is None
 
 
-def test_index_selects_the_files_of_a_model(tmp_path: Path) -> None:
+def test_index_selects_files_of_model(tmp_path: Path) -> None:
     tiny("llama").save_pretrained(tmp_path, max_shard_size="10KB")
     shards = model_shards(tmp_path)
     save_file({"other": torch.ones(1)}, tmp_path / "consolidated.safetensors")

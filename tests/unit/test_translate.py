@@ -476,7 +476,7 @@ def test_rollout_frequency_evaluates_when_that_of_trainer_is_off() -> None:
     assert load_config("hybrid", given).evaluation.every == 7
 
 
-def test_recipe_has_remark_when_value_is_a_date() -> None:
+def test_recipe_has_remark_when_value_is_date() -> None:
     values = read_overrides(["trainer.comment=2026-11-18"])
     text = recipe_text(translate(values, {}), values, "a script")
     assert '#   trainer.comment = "2026-11-18": Paceline has no use for it' in text

@@ -34,7 +34,7 @@ def make_trainer(tmp_path: Path, model: Any, **more: Any) -> GRPOTrainer:
     return GRPOTrainer(model, args=args, **given)
 
 
-def test_log_has_the_names_of_trl(tmp_path: Path, model: str) -> None:
+def test_log_has_names_of_trl(tmp_path: Path, model: str) -> None:
     trainer = make_trainer(tmp_path, model)
     output = trainer.train()
     assert output.global_step == 2
@@ -119,7 +119,7 @@ def test_resume_is_rejected_when_there_is_no_checkpoint(tmp_path: Path, model: s
         make_trainer(tmp_path, model).train(resume_from_checkpoint=True)
 
 
-def test_callback_stops_the_run(tmp_path: Path, model: str) -> None:
+def test_callback_stops_run(tmp_path: Path, model: str) -> None:
     events: list[str] = []
 
     class Stop:
@@ -195,7 +195,7 @@ def test_arguments_of_another_class_are_rejected() -> None:
         GRPOTrainer("model", variety, args={"max_steps": 1}, train_dataset=ROWS)  # type: ignore[arg-type]
 
 
-def test_evaluate_scores_the_trained_model(tmp_path: Path, model: str) -> None:
+def test_evaluate_scores_trained_model(tmp_path: Path, model: str) -> None:
     chosen = {"eval_dataset": ROWS[:2], "num_generations_eval": 2, "learning_rate": 0.1}
     trainer = make_trainer(tmp_path, model, **chosen)
     before = trainer.evaluate()
@@ -279,7 +279,7 @@ def test_dataset_without_prompts_is_rejected(
 
 
 @pytest.mark.parametrize("row", [{"text": "?"}, {"prompt": None}, {"prompt": [{"role": "user"}]}])
-def test_unusable_row_is_named_when_it_is_not_the_first(
+def test_unusable_row_is_named_when_it_is_not_first(
     tmp_path: Path, model: str, row: dict[str, Any]
 ) -> None:
     with pytest.raises(DataError, match=r"1 of 7 rows .*\n  row 7: "):
