@@ -170,7 +170,7 @@ async def test_worker_that_is_killed_between_calls_fails_its_episodes() -> None:
         ("wait", r"step\(\) took longer than rollout.environment_timeout_s = 1 s$"),
         ("fail", r"step\(\) raised KeyError: 'no such move' \(.*hosted_environments.py:\d+\)"),
         ("leave", r"step\(\) raised SystemExit: bye"),
-        ("flood", r"step\(\) returned 2000000\d\d bytes; expected at most"),
+        ("flood", r"step\(\) returned 90000\d\d bytes; expected at most"),
         ("odd", r"step\(\) returned what cannot be serialized as JSON: object is not"),
     ],
 )
