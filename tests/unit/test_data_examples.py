@@ -14,7 +14,6 @@ from paceline.data.tiny import make_tokenizer
 from paceline.errors import ConfigError, DataError
 
 TOKENIZER = make_tokenizer()
-EOS = TOKENIZER.eos_token_id
 # A line break follows the end of a turn, as in the template of Qwen.
 CHATML = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>\n{% endfor %}"

@@ -181,7 +181,7 @@ def test_text_cannot_leave_data_of_report(tmp_path: Path, fault: Fault) -> None:
     fault.fired()
 
 
-def test_report_allows_no_network_and_no_other_script(tmp_path: Path) -> None:
+def test_report_allows_no_network_and_no_other_script() -> None:
     html = document({"runs": []})
     assert "connect-src 'none'" in html and "default-src 'none'" in html
     assert "unsafe-inline" not in html and not re.search(r'(src|href)="(?!data:)', html)
