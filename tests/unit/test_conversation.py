@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,12 +20,11 @@ from paceline.errors import ConfigError, RolloutError
 from paceline.rollout.environment import open_environment
 from paceline.training.assembly import assemble
 from paceline.types import Batch, Completion, End, Finish, Group, Prompt, Trajectory
-from tests.chat_templates import END, TEMPLATES, chat_tokenizer
+from tests.chat_templates import END, TEMPLATES, tokenizer_of
+from tests.episodes import DATA
 
 LIMITS = Limits(max_turns=6, max_length=4000, timeout_s=30.0)
-DATA = DataSettings(path="rows.jsonl")
 ROW = {"prompt": "What is it?", "answer": "42"}
-tokenizer_of = cache(chat_tokenizer)
 
 
 def completion(tokens: Sequence[int], finish: Finish = Finish.STOP) -> Completion:

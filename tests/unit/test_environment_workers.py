@@ -7,29 +7,25 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from paceline.data.prompts import DataSettings
 from paceline.environment.conversation import Conversation, Limits
 from paceline.environment.pool import EnvironmentPool
 from paceline.environment.worker import Episodes, Server
 from paceline.errors import ConfigError, RolloutError
 from paceline.rollout.environment import open_environment
 from paceline.types import Completion, End, Prompt, Trajectory
-from tests.chat_templates import chat_tokenizer
+from tests.chat_templates import tokenizer_of
+from tests.episodes import DATA
 from tests.processes import children
 from tests.scoring import alive, in_loop, until
-from tests.unit.test_conversation import Model, said
+from tests.unit.test_conversation import LIMITS, Model, said
 
 FILE = Path(__file__).parent / "hosted_environments.py"
-DATA = DataSettings(path="rows.jsonl")
-LIMITS = Limits(max_turns=6, max_length=4000, timeout_s=30.0)
-tokenizer_of = cache(chat_tokenizer)
 
 
 @asynccontextmanager
