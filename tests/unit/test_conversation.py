@@ -22,6 +22,7 @@ from paceline.training.assembly import assemble
 from paceline.types import Batch, Completion, End, Finish, Group, Prompt, Trajectory
 from tests.chat_templates import END, TEMPLATES, tokenizer_of
 from tests.episodes import DATA
+from tests.exceptions import Panic, Speechless
 
 LIMITS = Limits(max_turns=6, max_length=4000, timeout_s=30.0)
 ROW = {"prompt": "What is it?", "answer": "42"}
@@ -327,17 +328,9 @@ class NumberReset(Base):
         return 5
 
 
-class Speechless(Base):
+class Indescribable(Base):
     async def step(self, message: Message) -> Any:
-        class Failure(Exception):
-            def __str__(self) -> str:
-                raise RuntimeError("no text")
-
-        raise Failure
-
-
-class Panic(BaseException):
-    """What a Rust library raises, for example."""
+        raise Speechless
 
 
 class Panicking(Base):
@@ -349,7 +342,7 @@ class Panicking(Base):
     ("environment", "message"),
     [
         (Panicking, r"step\(\) raised Panic: index out of bounds .*\.py:\d+"),
-        (Speechless, r"step\(\) raised Failure: \(its text cannot be shown.*\.py:\d+"),
+        (Indescribable, r"step\(\) raised Speechless: \(its text cannot be shown.*\.py:\d+"),
         (Exiting, r"step\(\) raised SystemExit: 0 .*test_conversation.py:\d+"),
         (Cancelling, r"step\(\) raised CancelledError"),
         (NoMessages, r"step\(\) .* Reply.messages = None; expected .*test_conversation.py:\d+"),

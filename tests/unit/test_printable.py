@@ -17,6 +17,7 @@ from paceline.observe.console import RunConsole
 from paceline.observe.samples import samples_panel
 from paceline.printable import LogFormatter, describe_error, printable, redacted
 from paceline.run_dir import log_file
+from tests.exceptions import Speechless
 
 PACKAGE = Path(__file__).parents[2] / "paceline"
 # Set the title, clear the screen, C1's escape, reverse the direction, a new line for some readers.
@@ -45,11 +46,6 @@ def test_console_shows_hostile_text_as_text() -> None:
     for text in map(shown, things):
         assert not CONTROLS.search(text)
         assert "[/x]" in text and "[bold]" in text
-
-
-class Speechless(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
 
 
 def test_error_of_user_code_is_described_whatever_its_text_is() -> None:

@@ -9,12 +9,7 @@ import pytest
 from paceline.errors import ConfigError, RewardError
 from paceline.reward.reward import RewardSettings, open_reward
 from tests.fault_report import Fault
-from tests.scoring import alive, in_loop, opened, score, write_functions
-
-
-@pytest.fixture(scope="module")
-def functions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_functions(tmp_path_factory.mktemp("rewards"))
+from tests.scoring import alive, in_loop, opened, score
 
 
 @in_loop

@@ -12,12 +12,7 @@ from paceline.reward.function import RewardFunctionError, as_reward, function_na
 from paceline.reward.reward import RewardSettings, open_reward
 from tests.fault_report import Fault
 from tests.processes import children
-from tests.scoring import in_loop, opened, score, write_functions
-
-
-@pytest.fixture(scope="module")
-def functions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_functions(tmp_path_factory.mktemp("rewards"))
+from tests.scoring import in_loop, opened, score
 
 
 @in_loop

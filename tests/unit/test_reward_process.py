@@ -17,12 +17,7 @@ from paceline.remote import child
 from paceline.reward.reward import RewardSettings, open_reward
 from tests.fault_report import Fault
 from tests.processes import children
-from tests.scoring import alive, in_loop, opened, run_program, score, until, write_functions
-
-
-@pytest.fixture(scope="module")
-def functions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_functions(tmp_path_factory.mktemp("rewards"))
+from tests.scoring import alive, in_loop, opened, run_program, score, until
 
 
 @pytest.mark.parametrize("name", ["sleeping", "looping", "holding_the_gil", "suspending"])

@@ -13,6 +13,7 @@ import pytest
 from paceline.errors import ConfigError, RewardError
 from paceline.reward.reward import Reward, RewardSettings, open_reward
 from paceline.reward.threads import MAX_THREADS, CallableReward
+from tests.exceptions import Panic, Speechless
 from tests.fault_report import Fault
 from tests.scoring import in_loop, run_program, score, until
 
@@ -77,10 +78,6 @@ async def test_callable_reward_may_be_async() -> None:
         ]
 
 
-class Panic(BaseException):
-    """As a panic of a library written in Rust."""
-
-
 def panics(completion: str, row: Row) -> float:
     raise Panic("index out of bounds")
 
@@ -91,11 +88,6 @@ def interrupted(completion: str, row: Row) -> float:
 
 def cancelled(completion: str, row: Row) -> float:
     raise asyncio.CancelledError
-
-
-class Speechless(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
 
 
 def speechless(completion: str, row: Row) -> float:
