@@ -1,14 +1,19 @@
 """GRPOTrainer: models and datasets as objects, resuming, callbacks, evaluation, rejections."""
 
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from paceline.errors import ConfigError, DataError, PacelineError
+from paceline.job import Step
 from paceline.trl import GRPOConfig, GRPOTrainer
 from paceline.trl.callbacks import Callbacks
-from paceline.trl.history import TrainerState
+from paceline.trl.history import History, Pending, TrainerState
+from paceline.trl.translate import plan
+from paceline.types import Completion, Finish, Group, Prompt, Trajectory, Turn
 from tests.models import random_model, random_reward_model
 
 ROWS = [{"prompt": f"Count to {n}:", "answer": n} for n in range(6)]
@@ -44,6 +49,19 @@ def test_log_has_names_of_trl(tmp_path: Path, model: str) -> None:
     names |= {"rewards/variety/mean", "rewards/variety/std"}
     names |= {f"completions/{name}_length" for name in ("mean", "min", "max", "mean_terminated")}
     assert names <= trainer.state.log_history[0].keys()
+
+
+def test_training_loss_is_mean_over_updates_that_are_not_skipped(tmp_path: Path) -> None:
+    args = GRPOConfig(str(tmp_path))
+    history, state = History(args, plan(args, rows=3), ["variety"], Pending()), TrainerState()
+    history.begin(state)
+    tokens = np.zeros(4, np.int32)
+    turn = Turn((1,), Completion(tokens, tokens.astype(np.float32), tokens, Finish.STOP))
+    group = Group(0, Prompt("q", (1,), "q", {}), (Trajectory((turn,), "", 1.0),) * 8, 0.0, 0.0)
+    for number, loss in enumerate((1.0, math.nan, 3.0), 1):
+        metrics = {"train/loss": loss, "rollout/tokens": 32.0}
+        history.add(state, Step(number, 1.0, metrics, [group]))
+    assert history.finish(state).training_loss == 2.0
 
 
 @pytest.mark.parametrize(
