@@ -372,3 +372,30 @@ def test_program_ends_on_interrupt_when_function_sleeps(name: str) -> None:
         program.send_signal(signal.SIGINT)
         _, errors = program.communicate(timeout=120)
     assert "KeyboardInterrupt" in errors
+
+
+SUSPENDED = """
+    from paceline import suspend
+
+    suspend.SUSPEND_THRESHOLD_S = 0.3
+
+    def slow(completion, row):
+        print("started", flush=True)
+        for _ in range(5):
+            time.sleep(0.1)
+        return 1.0
+
+    async def main():
+        reward = await open_reward(RewardSettings(timeout_s=1.5), None, slow)
+        print(await reward.score(Prompt("q7", (1,), "", {}), [Trajectory((), "a")]), flush=True)
+        await reward.close()
+"""
+
+
+def test_deadline_excludes_time_while_program_is_suspended() -> None:
+    with run_program(SUSPENDED) as program:
+        assert program.stdout is not None and program.stdout.readline() == "started\n"
+        program.send_signal(signal.SIGSTOP)
+        time.sleep(1.8)  # longer than the deadline
+        program.send_signal(signal.SIGCONT)
+        assert program.stdout.read() == "[1.0]\n"
