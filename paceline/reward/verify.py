@@ -15,7 +15,7 @@ Function = Callable[[str, Mapping[str, Any]], float]
 
 LONGEST_NUMBER = 60  # characters; longer ones are compared as text
 _MINUS = "\u2212"  # the typographic minus sign
-_FORMATTING = re.compile(r"\s|\$|\\left(?![a-z])|\\right(?![a-z])|\\[,!; ]")
+_FORMATTING = re.compile(r"\s|\\?\$|\\left(?![a-z])|\\right(?![a-z])|\\[,!; ]")
 _TEXT = re.compile(r"\\(?:text|mathrm|mbox)\{([^{}]*)\}")
 _FRACTION = re.compile(
     rf"([-{_MINUS}]?)(?:\\frac\{{(\d{{1,30}})\}}\{{(\d{{1,30}})\}}|(\d{{1,30}})/(\d{{1,30}}))"

@@ -62,6 +62,7 @@ def test_boxed_accepts_nested_braces() -> None:
         ("0.5", "1/2", 1),
         (r"-\frac{3}{6}", "-0.5", 1),
         ("$1,234$", "1234", 1),
+        (r"\$18.90", "18.9", 1),
         ("1,2", "12", 0),
         (r"\left( 1, 2 \right)", "(1,2)", 1),
         (r"x \leftarrow y", "xarrow y", 0),
