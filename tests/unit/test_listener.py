@@ -1,4 +1,4 @@
-"""Connections of a run: strangers get nothing, hold nothing and keep nobody waiting."""
+"""Connections of a run: clients without the token get nothing and delay no other client."""
 
 import _thread
 import os

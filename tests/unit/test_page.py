@@ -1,4 +1,4 @@
-"""The page of a run: what it reads, what its server refuses, and that texts stay texts."""
+"""The page of a run: what it reads, what its server rejects, and that texts stay texts."""
 
 import asyncio
 import http.client
@@ -276,7 +276,7 @@ def test_server_returns_page_and_data(tmp_path: Path) -> None:
             assert get(server, base + path)[0] == 404
 
 
-def test_server_refuses_other_hosts_and_tokens(tmp_path: Path) -> None:
+def test_server_rejects_other_hosts_and_tokens(tmp_path: Path) -> None:
     with serving(write_run(tmp_path / "run", 1)) as server:
         base = f"/{server.token}/"
         assert get(server, base, f"localhost:{server.server_port}")[0] == 200

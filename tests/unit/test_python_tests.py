@@ -1,4 +1,4 @@
-"""Reward `python_tests`: what passes, what cannot pass by a trick, and which rows it refuses."""
+"""Reward `python_tests`: what passes, what cannot pass by a trick, and which rows it rejects."""
 
 import asyncio
 import os
@@ -301,7 +301,7 @@ def test_tests_may_be_answer_column(row: dict[str, Any]) -> None:
         ({"tests": {"input": 3, "output": "9"}}, "a dict with 'input' and 'output' as text"),
     ],
 )
-def test_row_that_cannot_be_tested_is_refused(row: dict[str, Any], problem: str) -> None:
+def test_row_that_cannot_be_tested_is_rejected(row: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         row_tests(row)
 

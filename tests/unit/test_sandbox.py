@@ -102,7 +102,7 @@ def test_readable_directory_can_be_read_and_not_written(tmp_path: Path) -> None:
     assert result.stdout == "7\n" and "Read-only file system" in result.stderr
 
 
-def test_run_is_refused_without_bubblewrap(no_bubblewrap: None) -> None:
+def test_run_is_rejected_without_bubblewrap(no_bubblewrap: None) -> None:
     with pytest.raises(ConfigError, match=r"bubblewrap is not installed.*can use the network"):
         sandbox.run("print(1)")
 
@@ -119,7 +119,7 @@ def test_weak_mode_says_what_it_lacks(
 @pytest.mark.parametrize(
     "name", ["timeout_s", "cpu_s", "memory_mb", "processes", "output_kb", "disk_mb"]
 )
-def test_limit_of_zero_is_refused(name: str) -> None:
+def test_limit_of_zero_is_rejected(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name} = 0; expected more than 0"):
         run("pass", **{name: 0})
 

@@ -61,7 +61,7 @@ def test_index_selects_files_of_model(tmp_path: Path) -> None:
     assert len(shards) > 1 and model_shards(tmp_path) == shards
 
 
-def test_tensors_stay_readable_when_their_file_is_opened_anew(
+def test_tensors_stay_readable_when_their_file_is_reopened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensor_file, "MAX_MAPPED_BYTES", 0)

@@ -93,7 +93,7 @@ def test_blocked_event_loop_is_named_and_abandoned(
 
 
 @pytest.mark.fault("B7", "event loop blocked again and again")
-def test_run_that_blocks_again_and_again_is_told_to_fail(quick: None, fault: Fault) -> None:
+def test_run_fails_when_event_loop_blocks_again_and_again(quick: None, fault: Fault) -> None:
     """Its event loop does not count the time in which it is blocked."""
 
     async def run() -> str:
