@@ -20,7 +20,10 @@ from types import ModuleType
 from typing import Any, Self
 
 from paceline.errors import ConfigError
+from paceline.printable import describe_error
 
+# What user code raises if it fails. sys.exit() would end the run with the exit code of a success.
+FAILURES = (Exception, SystemExit)
 _registry = threading.Lock()  # cloudpickle's list of modules to pickle by value is global
 
 
@@ -77,8 +80,8 @@ class Plugin:
                 self._code = self._find(group, known)
             except PluginError:
                 raise
-            except Exception as e:
-                raise PluginError(f"importing {self._name!r} raised {type(e).__name__}: {e}") from e
+            except FAILURES as e:
+                raise PluginError(f"importing {self._name!r} raised {describe_error(e)}") from e
         return self._code
 
     def _find(self, group: str, known: Collection[str]) -> Callable[..., Any]:
@@ -255,11 +258,18 @@ def find_callable(spec: str, text: str | None = None) -> Callable[..., Any]:
     """Return the function or class that "module:name" or "file.py:name" names.
 
     `text` is the content of the file, for machines that do not have it. Raises PluginError if there
-    is no such function. Exceptions of the imported code itself pass through.
+    is no such function, or if importing it ends the program. Other exceptions of the imported code
+    pass through.
     """
     origin, _, name = spec.rpartition(":")
     is_file = origin.endswith(".py")
-    module = _load_file(Path(origin).expanduser(), text) if is_file else _load_module(origin)
+    try:
+        module = _load_file(Path(origin).expanduser(), text) if is_file else _load_module(origin)
+    except SystemExit as e:
+        raise PluginError(
+            f"importing {spec!r} raised SystemExit: {e}; put what only the program runs under "
+            '`if __name__ == "__main__":`'
+        ) from e
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):

@@ -1,5 +1,7 @@
 """Chat templates in the formats of five model families, and a tokenizer with their tokens."""
 
+from functools import cache
+
 from transformers import PreTrainedTokenizerFast
 
 CHATML = r"""
@@ -92,3 +94,9 @@ def chat_tokenizer(template: str) -> PreTrainedTokenizerFast:
         eos_token=END.get(template, "<|im_end|>"),
         chat_template=TEMPLATES[template],
     )
+
+
+@cache
+def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
+    """Return the tokenizer that tests share and must not change."""
+    return chat_tokenizer(template)

@@ -4,7 +4,6 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from functools import cache
 from typing import Any
 
 import aiohttp
@@ -14,12 +13,11 @@ from aiohttp import web
 from paceline.endpoint.agent import AgentProgram
 from paceline.environment.conversation import Limits
 from paceline.types import Completion, Finish, Prompt, Sampling, Trajectory, Turn
-from tests.chat_templates import END, chat_tokenizer
+from tests.chat_templates import END, tokenizer_of
 
 LIMITS = Limits(max_turns=64, max_length=20_000, timeout_s=30.0)
 PROMPT = Prompt("q", (1,), "", {"prompt": "What is it?"})
 USER = {"role": "user", "content": "What is it?"}
-tokenizer_of = cache(chat_tokenizer)
 
 
 class Engine:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from paceline.algo.settings import BUILT_IN, GROUPS, AlgorithmSettings
 from paceline.errors import ConfigError
-from paceline.plugins import Plugin, PluginError, accepted
+from paceline.plugins import FAILURES, Plugin, PluginError, accepted
+from paceline.printable import describe_error
 from paceline.types import Batch
 
 PARAMETERS = {
@@ -142,9 +143,9 @@ def _call(setting: str, plugin: Plugin, available: Mapping[str, Any]) -> Any:
         return function(**{name: available[name] for name in wanted})
     except (MemoryError, torch.OutOfMemoryError):
         raise  # the backend reports what holds the memory
-    except Exception as e:
+    except FAILURES as e:
         raise ConfigError(
-            f"{_name(setting, plugin)} raised {type(e).__name__}: {e} ({_place(e)})"
+            f"{_name(setting, plugin)} raised {describe_error(e)} ({_place(e)})"
         ) from e
 
 

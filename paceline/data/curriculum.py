@@ -4,12 +4,16 @@ A custom curriculum is a class `C(num_rows, seed)` with the methods of `Curricul
 `data.curriculum = "file.py:C"`.
 """
 
+import json
+import os
 import random
+import traceback
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from paceline.errors import ConfigError
-from paceline.plugins import PluginError, find_callable
+from paceline.errors import ConfigError, DataError
+from paceline.plugins import FAILURES, PluginError, find_callable
+from paceline.printable import describe_error
 
 
 class Curriculum(Protocol):
@@ -57,6 +61,46 @@ class Adaptive:
         self._means = {int(row): mean for row, mean in state.items()}
 
 
+class CustomCurriculum:
+    """Curriculum of the user. Its failures name the setting."""
+
+    def __init__(self, name: str, curriculum: Curriculum) -> None:
+        self._name, self._curriculum = name, curriculum
+
+    def pick(self, seq: int) -> int:
+        row: int = self._call("pick", seq)
+        return row
+
+    def observe(self, row: int, rewards: Sequence[float]) -> None:
+        self._call("observe", row, rewards)
+
+    def state(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._call("state")
+        try:
+            json.dumps(state)
+        except (TypeError, ValueError) as e:
+            raise DataError(
+                f"data.curriculum = {self._name!r}: state() is saved in checkpoints; expected JSON "
+                f"values ({e})"
+            ) from e
+        return state
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._call("load_state", state)
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self._curriculum, method)(*arguments)
+        except FAILURES as e:
+            raise DataError(f"data.curriculum = {self._name!r}: {method}() {_raised(e)}") from e
+
+
+def _raised(error: BaseException) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{os.path.basename(last.filename)}:{last.lineno}"
+    return f"raised {describe_error(error)} ({where})"
+
+
 def load_curriculum(name: str, num_rows: int, seed: int) -> Curriculum:
     if name == "adaptive":
         return Adaptive(num_rows, seed)
@@ -68,10 +112,12 @@ def load_curriculum(name: str, num_rows: int, seed: int) -> Curriculum:
         curriculum: Curriculum = find_callable(name)(num_rows, seed)
     except PluginError as problem:
         raise ConfigError(f"data.curriculum = {name!r}: {problem}") from None
+    except FAILURES as e:
+        raise ConfigError(f"data.curriculum = {name!r}: creating it {_raised(e)}") from e
     for method in ("pick", "observe", "state", "load_state"):
         if not hasattr(curriculum, method):
             raise ConfigError(
                 f"data.curriculum = {name!r} has no method {method!r}; "
                 "expected pick, observe, state and load_state"
             )
-    return curriculum
+    return CustomCurriculum(name, curriculum)

@@ -16,7 +16,8 @@ from paceline.data.prompts import (
 from paceline.data.rows import RowTokenizer
 from paceline.data.stream import PromptStream, RowStream
 from paceline.errors import ConfigError, DataError, PacelineError
-from paceline.plugins import Plugin, PluginError, call_by_name
+from paceline.plugins import FAILURES, Plugin, PluginError, call_by_name
+from paceline.printable import describe_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,8 +47,8 @@ def open_source(
     if _has_length(opened) or settings.limit:
         try:
             found = list(islice(opened, settings.limit))
-        except Exception as e:
-            raise DataError(f"{stream.origin} raised {type(e).__name__}: {e}") from e
+        except FAILURES as e:
+            raise DataError(f"{stream.origin} raised {describe_error(e)}") from e
         reads = [stream.parsed(row, number) for number, row in enumerate(found, 1)]
         return PromptSource(settings, tokenizer, seed, (stream.origin, reads), kind)
     if curriculum := curriculum_of(settings):
@@ -87,8 +88,8 @@ def _call(function: Callable[..., Any], seed: int, origin: str) -> Any:
         raise ConfigError(f"{origin} {problem}") from problem
     except PacelineError:
         raise
-    except Exception as e:
-        raise DataError(f"{origin} raised {type(e).__name__}: {e}") from e
+    except FAILURES as e:
+        raise DataError(f"{origin} raised {describe_error(e)}") from e
 
 
 def _records(rows: Any) -> Any:

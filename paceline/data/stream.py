@@ -16,6 +16,8 @@ from paceline.data.files import ParsedRow
 from paceline.data.fingerprint import stable_text
 from paceline.data.rows import BadRow, RowReader, TokenizedRow
 from paceline.errors import DataError
+from paceline.plugins import FAILURES
+from paceline.printable import describe_error
 from paceline.types import Group, Prompt
 
 if TYPE_CHECKING:
@@ -191,7 +193,7 @@ class PromptStream:
             row = next(self._iterator)
         except StopIteration:
             row = self._first_of_next_epoch()
-        except Exception as e:
+        except FAILURES as e:
             raise self._failed(e) from e
         self._taken += 1
         self._number += 1
@@ -217,7 +219,7 @@ class PromptStream:
             ) from None
         except DataError:
             raise
-        except Exception as e:
+        except FAILURES as e:
             raise self._failed(e) from e
 
     def _rewind(self, seq: int) -> None:
@@ -228,9 +230,9 @@ class PromptStream:
             )
         self._start(self._stream.open())
 
-    def _failed(self, error: Exception) -> DataError:
+    def _failed(self, error: BaseException) -> DataError:
         return DataError(
-            f"{self._stream.origin} raised {type(error).__name__} after {self._taken} rows: {error}"
+            f"{self._stream.origin} raised {describe_error(error)} (after {self._taken} rows)"
         )
 
     def _leave_out(self, row: BadRow) -> None:

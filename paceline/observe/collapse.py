@@ -1,8 +1,8 @@
 """Warning when the policy collapses, with the metrics that changed while the reward fell."""
 
 import logging
-import math
 from collections import deque
+from math import inf, isfinite, nan
 from statistics import fmean, stdev
 
 log = logging.getLogger(__name__)
@@ -27,17 +27,20 @@ class CollapseMonitor:
 
     def __init__(self) -> None:
         self._steps: deque[dict[str, float]] = deque(maxlen=WINDOW)
-        self._first = math.nan
+        self._first = nan
         self._best: dict[str, float] = {}
-        self._best_step, self._spread = 0, math.inf
+        self._best_step, self._spread = 0, inf
         self._warned = False
 
     def check(self, metrics: dict[str, float], step: int) -> None:
         """Log a warning if the policy has collapsed since the step with the best reward."""
-        if REWARD not in metrics:
+        # A skipped update has numbers that are not finite; the policy stays as it was.
+        kept = {
+            name: value for name in (REWARD, *SIGNS) if isfinite(value := metrics.get(name, nan))
+        }
+        if REWARD not in kept:
             return
-        kept = (REWARD, *SIGNS)
-        self._steps.append({name: metrics[name] for name in kept if name in metrics})
+        self._steps.append(kept)
         if len(self._steps) < LAST:
             return
         mean, full = self._mean(WINDOW), len(self._steps) == WINDOW
@@ -45,7 +48,7 @@ class CollapseMonitor:
             self._first = mean[REWARD]
         if not self._best or mean[REWARD] >= self._best[REWARD]:
             self._best, self._best_step, self._warned = mean, step + 1, False
-            self._spread = self._deviation() if full else math.inf
+            self._spread = self._deviation() if full else inf
             return
         lost = self._best[REWARD] - mean[REWARD] > LOST * (self._best[REWARD] - self._first)
         if full and lost and not self._warned and (found := self.changes(WINDOW)):

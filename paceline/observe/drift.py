@@ -42,6 +42,8 @@ class DriftMonitor:
         self._counts: dict[str, int] = {}
 
     def check(self, metrics: dict[str, float], step: int) -> None:
+        # Those of a skipped update are reported elsewhere, and have no mean.
+        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         for name, least in MIN_SPIKE.items():
             if name in metrics:
                 self._check_spike(name, abs(metrics[name]), least, step)

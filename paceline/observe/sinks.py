@@ -16,7 +16,8 @@ from typing import Any
 from paceline.config import SINKS, TRACKERS
 from paceline.errors import ConfigError
 from paceline.observe.trackers import Tracker
-from paceline.plugins import Plugin, PluginError, call_by_name
+from paceline.plugins import FAILURES, Plugin, PluginError, call_by_name
+from paceline.printable import describe_error
 
 log = logging.getLogger(__name__)
 
@@ -84,9 +85,9 @@ class Sink:
     def _call(self, function: Callable[..., Any], *args: Any) -> None:
         try:
             function(*args)
-        except Exception as error:
+        except FAILURES as error:
             log.debug("sink %r failed", self.name, exc_info=True)
-            self._disable(f"raised {type(error).__name__}: {error}")
+            self._disable(f"raised {describe_error(error)}")
 
     def _disable(self, reason: str) -> None:
         if not self._disabled:
@@ -142,8 +143,8 @@ def _make(plugin: Plugin, run_dir: Path, config: dict[str, Any]) -> Callable[...
             function = call_by_name(function, {"run_dir": run_dir, "config": config})
     except PluginError as problem:
         raise ConfigError(f"{name} {problem}") from problem
-    except Exception as e:
-        raise ConfigError(f"{name} raised {type(e).__name__} when it was made: {e}") from e
+    except FAILURES as e:
+        raise ConfigError(f"{name} raised {describe_error(e)} (when it was made)") from e
     if not callable(function):
         raise ConfigError(f"{name} is not callable; expected a method __call__(step, metrics)")
     if wrong := _call_problem(function):

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from paceline.errors import ConfigError, RewardError
-from paceline.remote.calls import GRACE_S, Calls, Hung, Interrupted, Overdue
+from paceline.remote.calls import GRACE_S, POLL_INTERVAL_S, Calls, Hung, Interrupted, Overdue
 from paceline.reward.calls import scores_of
 from paceline.reward.function import (
     RewardFunctionError,
@@ -166,9 +166,13 @@ class _FunctionThreads:
             if future.cancelled():
                 continue
             thread = self._idle.pop() if self._idle else _FunctionThread(self._finished)
-            timer = self._home.call_later(self._timeout_s, self._expire, thread)
-            self._busy[thread] = future, timer
+            self._busy[thread] = future, self._timer(thread, self._home.time() + self._timeout_s)
             thread.begin(work)
+
+    def _timer(self, thread: "_FunctionThread", deadline: float) -> asyncio.TimerHandle:
+        # The clock recognizes a suspended process only by a wait that is longer than planned.
+        next_time = min(deadline, self._home.time() + POLL_INTERVAL_S)
+        return self._home.call_at(next_time, self._check, thread, deadline)
 
     def _finished(self, thread: "_FunctionThread", value: Any, error: Exception | None) -> None:
         if thread not in self._busy:
@@ -182,8 +186,11 @@ class _FunctionThreads:
             future.set_result(value)
         self._dispatch()
 
-    def _expire(self, thread: "_FunctionThread") -> None:
+    def _check(self, thread: "_FunctionThread", deadline: float) -> None:
         future, _ = self._busy.pop(thread)
+        if self._home.time() < deadline:
+            self._busy[thread] = future, self._timer(thread, deadline)
+            return
         thread.abandon()
         _fail(future, Hung())
         self._dispatch()

@@ -15,14 +15,15 @@ Function = Callable[[str, Mapping[str, Any]], float]
 
 LONGEST_NUMBER = 60  # characters; longer ones are compared as text
 _MINUS = "\u2212"  # the typographic minus sign
-_FORMATTING = re.compile(r"\s|\$|\\left(?![a-z])|\\right(?![a-z])|\\[,!; ]")
+_FORMATTING = re.compile(r"\s|\\?\$|\\left(?![a-z])|\\right(?![a-z])|\\[,!; ]")
 _TEXT = re.compile(r"\\(?:text|mathrm|mbox)\{([^{}]*)\}")
 _FRACTION = re.compile(
     rf"([-{_MINUS}]?)(?:\\frac\{{(\d{{1,30}})\}}\{{(\d{{1,30}})\}}|(\d{{1,30}})/(\d{{1,30}}))"
 )
 # "1,2" is not a number.
 _GROUPED = re.compile(rf"[-+{_MINUS}]?(?:(?:\d+|\d{{1,3}}(?:,\d{{3}})+)(?:\.\d+)?|\.\d+)")
-_NUMBER = re.compile(rf"(?:(?<!\d)[-+{_MINUS}])?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+# The 42 of "...42" has no decimal point.
+_NUMBER = re.compile(rf"(?:(?<!\d)[-+{_MINUS}])?\$?(?:\d[\d,]*(?:\.\d+)?|(?<!\.)\.\d+)")
 
 _DIGIT = re.compile(r"\d")
 _NUMBER_CHARACTERS = re.compile(rf"[-+{_MINUS}$\d,.]*")

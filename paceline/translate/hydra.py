@@ -12,7 +12,7 @@ from paceline.errors import ConfigError
 from paceline.translate.source import PROGRAM
 
 OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_]\w*(\.\w+)+=.*", re.DOTALL)
-ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?(?:([-=])([^{}]*)|\?[^{}]*))?\})")
 BRACES = re.compile(r"\$\{(?:[^{}]|\$\{[^{}]*\})*\}")
 ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
@@ -92,7 +92,8 @@ def read_script(text: str) -> dict[str, Any]:
             if OVERRIDE.fullmatch(word):
                 overrides.append(expanded)
             elif match := ASSIGNMENT.fullmatch(word):
-                variables[match[1]] = _expanded(match[2], variables)
+                before = variables.get(match[1], "") if match[2] else ""
+                variables[match[1]] = before + _expanded(match[3], variables)
             elif re.search(r"\bmain_ppo|fully_async|one_step_off", word):
                 program = word
     found = read_overrides(overrides)
@@ -110,8 +111,8 @@ def _words(line: str) -> list[str]:
 
 
 def _element(word: str) -> str:
-    """Return a word without the parentheses of a bash array, which may touch its elements."""
-    word = re.sub(r"^(\w+=)?\(", "", word)
+    """Return a word without parentheses of a bash array and a semicolon, which may touch it."""
+    word = re.sub(r"^(\w+\+?=)?\(", "", word.removesuffix(";"))
     closes = word.endswith(")") and word.count(")") > word.count("(")  # not those of $(command)
     return word[:-1] if closes else word
 

@@ -114,7 +114,8 @@ class History:
         """Log the totals and return them."""
         seconds = max(time.perf_counter() - self._started, 1e-9)
         samples = self._plan.groups * self._args.num_generations * len(self._losses)
-        loss = fmean(self._losses) if self._losses else 0.0
+        known = [loss for loss in self._losses if math.isfinite(loss)]  # not of skipped updates
+        loss = fmean(known) if known else 0.0
         metrics = {
             "train_runtime": seconds,
             "train_samples_per_second": samples / seconds,

@@ -5,7 +5,6 @@ weights, so that episodes are the same however often they are interrupted."""
 import asyncio
 import random
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,13 @@ from paceline.errors import RolloutError
 from paceline.rollout.environment import CustomEnvironment, Generate, open_environment
 from paceline.rollout.in_flight_files import read_in_flight
 from paceline.types import Finish, Group, Prompt, Request, Trajectory, Turn
-from tests.chat_templates import chat_tokenizer
+from tests.chat_templates import tokenizer_of
 from tests.fakes import FakeEngine, World
 from tests.fault_report import Fault
 from tests.torture.test_in_flight import SAVED_STEP, killed, resumed
 from tests.torture.test_loop import MODES, random_world, staleness_in_data
 from tests.virtual import run_virtual
 
-tokenizer_of = cache(chat_tokenizer)
 TURNS = 4
 THOUGHT = tokenizer_of("thinking").encode("<think>six</think>", add_special_tokens=False)
 END = tokenizer_of("thinking").convert_tokens_to_ids("<|im_end|>")

@@ -63,7 +63,7 @@ class Misbehaving(Echo):
         raise KeyError("no such move")
 
     async def flood(self) -> Reply:
-        return Reply("x" * 200_000_000)
+        return Reply("x" * 9_000_000)
 
     async def flood_output(self) -> None:
         for _ in range(1000):
@@ -72,7 +72,7 @@ class Misbehaving(Echo):
     async def forge(self) -> None:
         for descriptor in range(3, 4096):  # one of them is the connection to the controller
             try:
-                os.write(descriptor, b"y" * 40_000_000)
+                os.write(descriptor, b"y" * 20_000_000)
             except OSError:
                 continue
 

@@ -203,7 +203,7 @@ def test_program_without_completion_fails_its_trajectory() -> None:
         (Limits(64, 3, 30.0), "messages: .* tokens; expected fewer than 3"),
     ],
 )
-def test_program_without_completion_is_told_the_limit_that_it_exceeded(
+def test_program_without_completion_names_limit_that_it_exceeded(
     limits: Limits, problem: str
 ) -> None:
     async def play(client: Any) -> None:

@@ -237,11 +237,6 @@ def test_advantages_fail_when_baseline_is_missing(
         advantages(small_batch(), algorithm)
 
 
-def test_advantages_are_zero_when_rewards_are_equal() -> None:
-    batch = replace(small_batch(), rewards=np.full(3, 0.1, np.float32))
-    assert not any(filled(batch, name="grpo"))
-
-
 def test_rare_reward_has_large_advantage_when_normalized_in_its_group() -> None:
     rewards = np.zeros(64, np.float32)
     rewards[0] = 1.0

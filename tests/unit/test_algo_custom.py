@@ -1,6 +1,7 @@
 """Custom advantages, losses and corrections: what they get, and what their results must be."""
 
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -119,6 +120,10 @@ def raises(**_: Any) -> None:
     raise KeyError("gone")
 
 
+def leaves(**_: Any) -> None:
+    sys.exit(0)
+
+
 LOSSES: list[tuple[Callable[..., Any], str]] = [
     (lambda logprobs: logprobs[:2], r"float32 tensor of shape \(2,\); expected .* shape \(5,\)"),
     (lambda logprobs: logprobs.sum(), r"tensor of shape \(\)"),
@@ -136,6 +141,7 @@ ADVANTAGES: list[tuple[Callable[..., Any], str]] = [
     (nothing, r"returned shape \(\); expected 6 numbers"),
     (lambda rewards: "text", "returned str; expected 6 numbers"),
     (raises, "raised KeyError: 'gone'"),
+    (leaves, r"raised SystemExit: 0 \(test_algo_custom.py, line \d+\)"),
 ]
 CORRECTIONS: list[tuple[Callable[..., Any], str]] = [
     (lambda log_weight: log_weight[1:], r"shape \(4,\); expected .* shape \(5,\)"),

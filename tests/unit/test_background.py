@@ -203,18 +203,6 @@ def test_second_interrupt_ends_program_whose_clean_up_hangs() -> None:
     assert "KeyboardInterrupt" in errors
 
 
-HANGING_CALL = """
-    import asyncio, time
-    from paceline.background import Background
-
-    async def work():
-        async with asyncio.timeout(0.5):
-            await asyncio.to_thread(time.sleep, 1000)
-
-    Background(work()).result()
-"""
-
-
 def test_clean_up_that_blocks_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "CLEAN_UP_BLOCKED_S", 0.5)
     started, end = threading.Event(), threading.Event()
@@ -232,6 +220,18 @@ def test_clean_up_that_blocks_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(asyncio.CancelledError):
         running.result()
     end.set()
+
+
+HANGING_CALL = """
+    import asyncio, time
+    from paceline.background import Background
+
+    async def work():
+        async with asyncio.timeout(0.5):
+            await asyncio.to_thread(time.sleep, 1000)
+
+    Background(work()).result()
+"""
 
 
 def test_program_ends_though_call_on_thread_never_returns() -> None:

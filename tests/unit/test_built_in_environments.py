@@ -86,7 +86,7 @@ def test_countdown_ends_after_last_try() -> None:
         ("007 + 1", "is not an expression"),
     ],
 )
-def test_countdown_answers_what_is_no_expression(text: str, reply: str) -> None:
+def test_countdown_replies_when_text_is_no_expression(text: str, reply: str) -> None:
     model = Model(text, "4 + 2 * 3")
     assert model.play("countdown", PROBLEM, max_length=20_000).total_reward == 1.0
     assert reply in model.seen[1]

@@ -62,13 +62,6 @@ def test_save_does_not_create_run_directory_that_is_gone(tmp_path: Path, fault: 
     assert not (tmp_path / "run").exists()
 
 
-def test_latest_returns_newest_checkpoint(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        save(tmp_path, step)
-    found = latest_checkpoint(tmp_path)
-    assert found and read_state(found) == {"step": 3}
-
-
 @pytest.mark.fault("C2", "each file of a checkpoint truncated at many bytes")
 def test_latest_skips_checkpoint_when_any_file_is_truncated(tmp_path: Path, fault: Fault) -> None:
     save(tmp_path, 1)

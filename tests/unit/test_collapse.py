@@ -1,6 +1,7 @@
 """Collapse monitor: it names a collapse with the metrics that changed, and nothing else."""
 
 import logging
+import math
 import random
 
 import pytest
@@ -60,6 +61,16 @@ def test_monitor_is_silent_when_reward_falls_without_change_of_policy(
     for number in range(100, 160):
         monitor.check(step(0.2), number)
     assert not caplog.records
+
+
+def test_monitor_ignores_metrics_of_skipped_update(caplog: pytest.LogCaptureFixture) -> None:
+    monitor = CollapseMonitor()
+    learn(monitor)
+    monitor.check(step(0.99, grad_norm=math.nan), 100)
+    for number in range(101, 160):
+        monitor.check(step(0.2), number)
+    monitor.check(step(0.2, entropy=math.inf), 160)
+    assert monitor.changes() == "" and not caplog.records
 
 
 def test_monitor_is_silent_when_run_does_not_learn(caplog: pytest.LogCaptureFixture) -> None:

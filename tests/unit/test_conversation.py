@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,12 +21,12 @@ from paceline.errors import ConfigError, RolloutError
 from paceline.rollout.environment import open_environment
 from paceline.training.assembly import assemble
 from paceline.types import Batch, Completion, End, Finish, Group, Prompt, Trajectory
-from tests.chat_templates import END, TEMPLATES, chat_tokenizer
+from tests.chat_templates import END, TEMPLATES, tokenizer_of
+from tests.episodes import DATA
+from tests.exceptions import Panic, Speechless
 
 LIMITS = Limits(max_turns=6, max_length=4000, timeout_s=30.0)
-DATA = DataSettings(path="rows.jsonl")
 ROW = {"prompt": "What is it?", "answer": "42"}
-tokenizer_of = cache(chat_tokenizer)
 
 
 def completion(tokens: Sequence[int], finish: Finish = Finish.STOP) -> Completion:
@@ -335,17 +334,9 @@ class NumberReset(Base):
         return 5
 
 
-class Speechless(Base):
+class Indescribable(Base):
     async def step(self, message: Message) -> Any:
-        class Failure(Exception):
-            def __str__(self) -> str:
-                raise RuntimeError("no text")
-
-        raise Failure
-
-
-class Panic(BaseException):
-    """What a Rust library raises, for example."""
+        raise Speechless
 
 
 class Panicking(Base):
@@ -357,7 +348,7 @@ class Panicking(Base):
     ("environment", "message"),
     [
         (Panicking, r"step\(\) raised Panic: index out of bounds .*\.py:\d+"),
-        (Speechless, r"step\(\) raised Failure: \(its text cannot be shown.*\.py:\d+"),
+        (Indescribable, r"step\(\) raised Speechless: \(its text cannot be shown.*\.py:\d+"),
         (Exiting, r"step\(\) raised SystemExit: 0 .*test_conversation.py:\d+"),
         (Cancelling, r"step\(\) raised CancelledError"),
         (NoMessages, r"step\(\) .* Reply.messages = None; expected .*test_conversation.py:\d+"),

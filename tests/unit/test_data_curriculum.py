@@ -41,6 +41,22 @@ class Beyond(Hardest):
 class Incomplete:
     def __init__(self, num_rows, seed): ...
     def pick(self, seq): ...
+
+class Failing(Hardest):
+    def __init__(self, num_rows):
+        super().__init__(num_rows, 0)
+
+class FailingPick(Hardest):
+    def pick(self, seq):
+        raise KeyError(seq)
+
+class Leaving(Hardest):
+    def observe(self, row, rewards):
+        raise SystemExit(0)
+
+class Unsaved(Hardest):
+    def state(self):
+        return {"worst": {1, 2}}
 """
 
 
@@ -70,6 +86,18 @@ def test_custom_curriculum_picks_rows_and_restores_state(tmp_path: Path) -> None
 def test_custom_curriculum_may_pick_rows_with_numpy(tmp_path: Path) -> None:
     source = make(tmp_path, "CUSTOM:Numpy")
     assert source[0].uid == "copy:3:2"
+
+
+def test_failure_of_custom_curriculum_names_setting_and_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"custom\.py:Failing': creating it raised TypeError: "):
+        make(tmp_path, "CUSTOM:Failing")
+    with pytest.raises(DataError, match=r"pick\(\) raised KeyError: 3 \(custom\.py:\d+\)"):
+        make(tmp_path, "CUSTOM:FailingPick")[3]
+    source = make(tmp_path, "CUSTOM:Leaving")
+    with pytest.raises(DataError, match=r"observe\(\) raised SystemExit: 0 \(custom\.py:\d+\)"):
+        source.observe([group(source, 0, 1.0)])
+    with pytest.raises(DataError, match=r"Unsaved': state\(\) is saved .* expected JSON values"):
+        make(tmp_path, "CUSTOM:Unsaved").state()
 
 
 def test_adaptive_prefers_rows_that_are_sometimes_solved() -> None:

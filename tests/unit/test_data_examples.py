@@ -19,7 +19,6 @@ from paceline.data.tiny import make_tokenizer
 from paceline.errors import ConfigError, DataError
 
 TOKENIZER = make_tokenizer()
-EOS = TOKENIZER.eos_token_id
 # A line break follows the end of a turn, as in the template of Qwen.
 CHATML = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>\n{% endfor %}"
@@ -73,7 +72,7 @@ def test_end_of_sequence_token_is_not_repeated() -> None:
 def test_prompt_does_not_end_with_token_that_the_tokenizer_appends() -> None:
     tokenizer = make_tokenizer()
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", EOS)]
+        single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", 2)]
     )
     row = {"prompt": "2+3=", "completion": "5"}
     assert texts(example(row, tokenizer, chat=False)) == ("<bos>2+3=5<eos>", "5<eos>")

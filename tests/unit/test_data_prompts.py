@@ -217,7 +217,7 @@ def test_pipe_is_rejected_instead_of_read(tmp_path: Path, fault: Fault) -> None:
 
 
 @pytest.mark.fault("D3", "integer with 5000 digits")
-def test_integer_with_thousands_of_digits_is_a_bad_row(tmp_path: Path, fault: Fault) -> None:
+def test_row_is_bad_when_integer_has_thousands_of_digits(tmp_path: Path, fault: Fault) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a"}\n{"prompt": "b", "n": ' + "9" * 5000 + "}\n")
     assert [bool(read.problem) for read in read_files([path])] == [False, True]
@@ -348,7 +348,7 @@ def test_file_without_rows_is_rejected(content: bytes, tmp_path: Path, fault: Fa
 
 
 @pytest.mark.fault("D5", "every row is bad")
-def test_skipping_all_rows_is_an_error(tmp_path: Path, fault: Fault) -> None:
+def test_error_is_raised_when_all_rows_are_skipped(tmp_path: Path, fault: Fault) -> None:
     with pytest.raises(DataError, match="no usable rows"):
         source(write(tmp_path / "a.jsonl", {"prompt": ""}), on_bad_row="skip")
     fault.fired()
@@ -425,7 +425,7 @@ def test_invalid_data_settings_are_rejected() -> None:
         PromptSource(DataSettings(), TOKENIZER, 0)
 
 
-def test_separator_of_csv_is_reported_when_it_is_not_that_of_the_extension(tmp_path: Path) -> None:
+def test_separator_of_csv_is_reported_when_extension_means_another(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("prompt;answer\nx;1\n")
     with pytest.raises(DataError, match=r"single field 'prompt;answer'.* instead of ';'"):
         source(str(tmp_path / "a.csv"))

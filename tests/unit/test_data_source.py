@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from paceline.data.stream import PromptStream
 from paceline.data.tiny import make_tokenizer
 from paceline.errors import ConfigError, DataError
 from paceline.types import Group
+from tests.exceptions import Speechless
 
 TOKENIZER = make_tokenizer()
 ROWS = [{"prompt": f"p{i}", "answer": str(i)} for i in range(5)]
@@ -288,13 +290,26 @@ def test_exception_in_stream_names_source() -> None:
         raise OSError("connection lost")
 
     source = custom(rows)
-    with pytest.raises(DataError, match=r"rows' raised OSError after 1 rows: connection lost"):
+    with pytest.raises(DataError, match=r"rows' raised OSError: connection lost \(after 1 rows\)"):
         texts(source, [1])
 
 
-def test_exception_in_source_function_names_source() -> None:
-    with pytest.raises(DataError, match="raised ZeroDivisionError"):
-        custom(lambda: 1 / 0)
+@pytest.mark.parametrize("error", [ZeroDivisionError, Speechless, SystemExit])
+def test_exception_in_source_function_names_source(error: type[BaseException]) -> None:
+    def fails() -> None:
+        raise error
+
+    with pytest.raises(DataError, match=f"fails' raised {error.__name__}: "):
+        custom(fails)
+
+
+def test_stream_that_ends_program_is_data_error() -> None:
+    def rows() -> Iterator[dict[str, Any]]:
+        yield ROWS[0]
+        sys.exit(0)
+
+    with pytest.raises(DataError, match=r"rows' raised SystemExit: 0 \(after 1 rows\)"):
+        texts(custom(rows), [1])
 
 
 def test_source_with_other_parameter_is_config_error() -> None:

@@ -36,6 +36,15 @@ def test_noise_is_not_spike(caplog: pytest.LogCaptureFixture) -> None:
     assert warnings(caplog, *steps) == []
 
 
+def test_spike_is_reported_after_skipped_updates(caplog: pytest.LogCaptureFixture) -> None:
+    steps = [{"train/grad_norm": noisy(0.5, n)} for n in range(80)]
+    for number in range(30, 52):
+        steps[number] = {"train/grad_norm": math.nan}
+    steps[55] = {"train/grad_norm": 40.0}
+    (found,) = warnings(caplog, *steps)
+    assert found.startswith("step 56: train/grad_norm = 40, where 0.")
+
+
 @pytest.mark.parametrize(
     ("name", "after", "meaning"),
     [

@@ -172,7 +172,7 @@ def test_check_accepts_functions_of_program() -> None:
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate", "plan"])
-def test_command_reports_typo_quickly_and_without_torch(command: str, folder: Path) -> None:
+def test_command_reports_typo_quickly_and_without_torch(command: str) -> None:
     program = (
         "import sys, atexit\n"
         "atexit.register(lambda: print({'torch', 'transformers', 'pyarrow'} & {*sys.modules}))\n"
@@ -301,7 +301,7 @@ def test_tracker_without_its_package_is_reported_with_command_to_install_it(
         check_early(config)
 
 
-def test_check_names_run_directory_whose_name_is_too_long(folder: Path) -> None:
+def test_check_names_run_directory_whose_name_is_too_long() -> None:
     with pytest.raises(CheckpointError, match="File name too long; expected a writable directory"):
         check_early(load_config(overrides=["data.task=copy:3", f"run_dir={'x' * 300}"]))
 

@@ -1,4 +1,4 @@
-"""Random and damaged inputs of every parser: accepted or refused with a typed error, in time.
+"""Random and damaged inputs of every parser: accepted or rejected with a typed error, in time.
 
 300 inputs a parser, in 10 seconds at most; PACELINE_FUZZ=10000 tries as many in any time,
 FUZZ_SEED=n others.
@@ -89,7 +89,7 @@ def generator(request: pytest.FixtureRequest) -> random.Random:
     return random.Random(f"{SEED} {request.node.name}")
 
 
-def refused(kinds: type[Exception] | tuple[type[Exception], ...], call: Callable[[], Any]) -> bool:
+def rejected(kinds: type[Exception] | tuple[type[Exception], ...], call: Callable[[], Any]) -> bool:
     """Return whether the call raised one of these errors. Any other error fails the test."""
     try:
         call()
@@ -141,7 +141,7 @@ def test_damaged_data_file_is_read_or_data_error(
         path = tmp_path / f"{number}{extension}"
         wrong = number < len(WRONG_JSON) and extension in (".json", ".jsonl")
         path.write_bytes(WRONG_JSON[number] if wrong else flipped(content, generator))
-        outcomes.add(refused(DataError, lambda p=path: list(read_files([p]))))
+        outcomes.add(rejected(DataError, lambda p=path: list(read_files([p]))))
         path.unlink()
     assert outcomes == {True, False} or extension == ".jsonl"  # its bad rows are reported singly
 
@@ -151,7 +151,7 @@ def test_any_row_is_prompt_or_data_error(tmp_path: Path, generator: random.Rando
     for _ in inputs(INPUTS // 3):
         rewrite(path, b"\n".join(damaged_json(row, generator) for row in ROWS))
         settings = DataSettings(path=str(path), on_bad_row=generator.choice(["fail", "skip"]))
-        refused(DataError, lambda s=settings: PromptSource(s, tokenizer, 0)[0])
+        rejected(DataError, lambda s=settings: PromptSource(s, tokenizer, 0)[0])
 
 
 def test_any_state_of_dataset_names_files_inside_it(
@@ -184,7 +184,7 @@ STATE = {"step": 3, "metrics_length": 0, "config": {"steps": 5}, "source": {}, "
 def test_any_wrong_manifest_is_checkpoint_error(checkpoint: Path, generator: random.Random) -> None:
     for _ in inputs():
         rewrite(checkpoint / "manifest.json", damaged_json(MANIFEST, generator))
-        assert refused(CheckpointError, lambda: verify_checkpoint(checkpoint))
+        assert rejected(CheckpointError, lambda: verify_checkpoint(checkpoint))
 
 
 def test_any_state_of_run_is_resumed_or_checkpoint_error(
@@ -194,8 +194,8 @@ def test_any_state_of_run_is_resumed_or_checkpoint_error(
     config = load_config(values={"run_dir": str(checkpoint.parents[1])})
     for _ in inputs():
         rewrite(checkpoint / "state.json", damaged_json(STATE, generator))
-        refused(CheckpointError, lambda: recorded_config(checkpoint.parents[1]))
-        refused(CheckpointError, lambda: find_start(config, {"config": {"steps": 5}}))
+        rejected(CheckpointError, lambda: recorded_config(checkpoint.parents[1]))
+        rejected(CheckpointError, lambda: find_start(config, {"config": {"steps": 5}}))
 
 
 def test_any_command_to_job_gets_reply(tmp_path: Path, generator: random.Random) -> None:
@@ -232,9 +232,9 @@ def test_any_recipe_and_any_setting_is_valid_or_config_error(
         text = b'model = "tiny"\nsteps = 3\n[data]\ntask = "sort:3"\n[rollout]\ntop_p = 0.5\n'
     for _ in inputs(INPUTS // 2):
         rewrite(recipe, flipped(text, generator))
-        refused((ConfigError, DataError), lambda: load_config(recipe))
+        rejected((ConfigError, DataError), lambda: load_config(recipe))
         settings = list(settings_text(generator))
-        refused((ConfigError, DataError), lambda s=settings: load_config(values={}, overrides=s))
+        rejected((ConfigError, DataError), lambda s=settings: load_config(values={}, overrides=s))
 
 
 SCRIPTS = ["python3 -m verl.trainer.main_ppo data.train_batch_size=$((N * 2)) a.b=[1,{c:2}]"]
@@ -246,4 +246,4 @@ def test_any_script_of_verl_is_read_or_config_error(generator: random.Random) ->
     for number in inputs():
         text = SCRIPTS[number % len(SCRIPTS)].encode()
         damaged = flipped(text, generator) if number >= len(SCRIPTS) else text
-        refused(ConfigError, lambda d=damaged: read_script(d.decode(errors="replace")))
+        rejected(ConfigError, lambda d=damaged: read_script(d.decode(errors="replace")))

@@ -24,7 +24,7 @@ from paceline.sync.meeting import REQUEST, Meeting, MemberStore, meet
 from paceline.training.skipped import Dump, read_dump, write_dump
 from paceline.types import Batch, Completion, Finish, Prompt, Trajectory, Turn
 from tests.files import rewrite
-from tests.unit.test_fuzz import INPUTS, damaged_json, flipped, generator, inputs, refused
+from tests.unit.test_fuzz import INPUTS, damaged_json, flipped, generator, inputs, rejected
 
 __all__ = ["generator"]
 
@@ -46,7 +46,7 @@ def test_any_gguf_file_is_converted_or_model_error(
         elif number % 4 == 1:
             damaged = content[:header] + flipped(content[header:], generator)
         rewrite(path, damaged if number else generator.randbytes(200))
-        outcomes.add(refused(ModelError, lambda: convert_to(path, folder)))
+        outcomes.add(rejected(ModelError, lambda: convert_to(path, folder)))
         shutil.rmtree(folder, ignore_errors=True)
     assert outcomes == {True, False}
 
@@ -91,7 +91,7 @@ def test_any_groups_in_flight_are_read_or_checkpoint_error(
         damaged = number % 3 > 0
         rewrite(groups, damaged_json(rows, generator) if damaged else json.dumps(rows).encode())
         rewrite(tokens, arrays if damaged else flipped(arrays, generator))
-        outcomes.add(refused(CheckpointError, lambda: use_in_flight(read_in_flight(tmp_path))))
+        outcomes.add(rejected(CheckpointError, lambda: use_in_flight(read_in_flight(tmp_path))))
     assert outcomes == {True, False}
 
 
@@ -146,7 +146,7 @@ def test_any_dump_of_update_is_read_or_data_error(tmp_path: Path, generator: ran
             output = io.BytesIO()
             np.savez(output, **wrong_arrays(arrays, generator))
             rewrite(path, output.getvalue())
-        outcomes.add(refused(DataError, use))
+        outcomes.add(rejected(DataError, use))
     assert outcomes == {True, False}
 
 

@@ -299,7 +299,7 @@ def test_requests_at_same_time_reach_setting_when_it_is_large() -> None:
     async def run() -> Any:
         async with served(reply) as url:
             texts = [f"text {number}" for number in range(count)]
-            return await scores(url, *texts, concurrency=count, timeout_s=5, retries=0)
+            return await scores(url, *texts, concurrency=count, timeout_s=60, retries=0)
 
     assert asyncio.run(run()) == [0.5] * count
 

@@ -29,7 +29,7 @@ def newest(run_dir: Path) -> str | None:
 
 
 @pytest.mark.fault("E4", "checkpoint of an abandoned future")
-def test_checkpoint_beyond_start_of_later_attempt_is_refused(tmp_path: Path, fault: Fault) -> None:
+def test_checkpoint_beyond_start_of_later_attempt_is_rejected(tmp_path: Path, fault: Fault) -> None:
     first = begin_attempt(tmp_path, 0)
     save(tmp_path, 10, first)
     abandoned = save(tmp_path, 20, first)

@@ -1,4 +1,4 @@
-"""Connections of a run: strangers get nothing, hold nothing and keep nobody waiting."""
+"""Connections of a run: clients without the token get nothing and delay no other client."""
 
 import _thread
 import os
@@ -132,7 +132,7 @@ def test_slow_or_silent_stranger_is_dropped_at_its_deadline(
 
 
 @pytest.mark.fault("G4", "1000 connections send random bytes")
-def test_random_bytes_are_refused_without_an_error(server: Listener, fault: Fault) -> None:
+def test_random_bytes_are_rejected_without_error(server: Listener, fault: Fault) -> None:
     generator = random.Random(0)
     for _ in range(1000):
         with (

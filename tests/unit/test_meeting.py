@@ -17,7 +17,7 @@ HOST, TOKEN = "127.0.0.1", b"t" * 32
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL uses torch's store")
 
 
-def test_members_form_a_group_and_broadcast() -> None:
+def test_members_form_group_and_broadcast() -> None:
     meeting = Meeting(HOST, TOKEN)
     use_interface(HOST)
 

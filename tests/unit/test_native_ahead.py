@@ -198,7 +198,7 @@ def test_completions_equal_synchronous_engine_when_backend_runs_ahead(
 
 
 @pytest.mark.parametrize("pages", [16, 20, 40])
-def test_completions_stay_the_same_when_pages_run_out(pages: int) -> None:
+def test_completions_do_not_change_when_pages_run_out(pages: int) -> None:
     module, expected = model_and_completions()
     engine = ahead_of(module, slots=8, pages=pages)
     done = run(engine, mixed())

@@ -115,7 +115,8 @@ def check_logprobs(module: PreTrainedModel, request: Request, completion: Comple
 
 def same(a: Completion, b: Completion) -> None:
     assert a.tokens.tolist() == b.tokens.tolist() and a.finish == b.finish
-    np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+    # Matmuls of other sizes round differently: by up to 1.2e-5 here, depending on the CPU.
+    np.testing.assert_allclose(a.logprobs, b.logprobs, atol=5e-5)
 
 
 @pytest.mark.parametrize("name", ["qwen2 tied", "one kv head"])

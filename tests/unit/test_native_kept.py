@@ -188,7 +188,7 @@ def test_pages_of_kept_contexts_are_freed_before_sequences_are_preempted() -> No
     assert engine.tokens_prefilled == 2 * len(OPENING)
 
 
-def test_resumed_completion_needs_no_prefill_when_weights_are_the_same(engine_of: Engine) -> None:
+def test_resumed_completion_needs_no_prefill_when_weights_did_not_change(engine_of: Engine) -> None:
     module = build()
     wanted = [turn((n, *OPENING), 20) for n in range(3)]
     whole, engine = run(engine_of(module), wanted), engine_of(module)
@@ -210,7 +210,7 @@ def test_prompt_is_reused_when_template_rewrites_last_message(engine_of: Engine)
     assert engine.tokens_reused == len(OPENING)
 
 
-def test_second_continuation_of_a_context_is_prefilled(engine_of: Engine) -> None:
+def test_second_continuation_of_context_is_prefilled(engine_of: Engine) -> None:
     module = build()
     engine, request = engine_of(module), turn(OPENING)
     completion = answer(engine, request)

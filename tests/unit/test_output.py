@@ -66,7 +66,7 @@ def test_command_prints_to_output_without_unicode(command: str) -> None:
 
 @needs_full
 @pytest.mark.fault("C1", "disk full while the tokenizer is written")
-def test_full_disk_at_tokenizer_is_an_os_error(tmp_path: Path, fault: Fault) -> None:
+def test_save_tokenizer_raises_os_error_when_disk_is_full(tmp_path: Path, fault: Fault) -> None:
     (tmp_path / "tokenizer.json").symlink_to(FULL)
     with pytest.raises(OSError, match="No space left on device") as raised:
         save_tokenizer(make_tokenizer(), tmp_path)

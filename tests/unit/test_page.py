@@ -1,4 +1,4 @@
-"""The page of a run: what it reads, what its server refuses, and that texts stay texts."""
+"""The page of a run: what it reads, what its server rejects, and that texts stay texts."""
 
 import asyncio
 import http.client
@@ -168,7 +168,7 @@ def test_reader_fails_without_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("G6", "script in a prompt and a completion of the HTML report")
-def test_text_cannot_leave_the_data_of_the_report(tmp_path: Path, fault: Fault) -> None:
+def test_text_cannot_leave_data_of_report(tmp_path: Path, fault: Fault) -> None:
     run_dir = write_run(tmp_path / "run", 2)
     row = group(3, 0, 1)
     row["prompt"] = row["completions"][0]["text"] = HOSTILE
@@ -181,7 +181,7 @@ def test_text_cannot_leave_the_data_of_the_report(tmp_path: Path, fault: Fault) 
     fault.fired()
 
 
-def test_report_allows_no_network_and_no_other_script(tmp_path: Path) -> None:
+def test_report_allows_no_network_and_no_other_script() -> None:
     html = document({"runs": []})
     assert "connect-src 'none'" in html and "default-src 'none'" in html
     assert "unsafe-inline" not in html and not re.search(r'(src|href)="(?!data:)', html)
@@ -255,7 +255,9 @@ def test_report_command_fails_when_output_is_directory(
     assert result.exit_code == CheckpointError.exit_code
 
 
-def test_failed_report_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_report_that_fails_is_only_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run_dir = write_run(tmp_path / "run", 1)
     (run_dir / ".report.html.tmp").mkdir()
     try_report(run_dir)
@@ -281,7 +283,7 @@ def test_server_returns_page_and_data(tmp_path: Path) -> None:
             assert get(server, base + path)[0] == 404
 
 
-def test_server_refuses_other_hosts_and_tokens(tmp_path: Path) -> None:
+def test_server_rejects_other_hosts_and_tokens(tmp_path: Path) -> None:
     with serving(write_run(tmp_path / "run", 1)) as server:
         base = f"/{server.token}/"
         assert get(server, base, f"localhost:{server.server_port}")[0] == 200

@@ -321,7 +321,7 @@ def test_added_worker_gets_least_used_gpu(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert [cluster.gpus(PlannedWorker(name, ())) for name in added] == [[2], [0], [2]]
 
 
-def test_added_group_gets_a_gpu_for_each_rank(
+def test_added_group_gets_gpu_for_each_rank(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(local, "_count_gpus", lambda: (4, 80 << 30))
@@ -333,7 +333,7 @@ def test_added_group_gets_a_gpu_for_each_rank(
         cluster.gpus(PlannedWorker("big", (), 8))
 
 
-def test_plan_fails_when_no_node_has_a_device() -> None:
+def test_plan_fails_when_no_node_has_device() -> None:
     with pytest.raises(ConfigError, match="no node has a GPU or a CPU slot"):
         plan_workers(load_config(), [Node("head", 0)])
 

@@ -104,7 +104,7 @@ def test_no_mode_is_faster_than_its_limit(devices: int) -> None:
             assert result.outcome.steps_per_s <= 1.05 * limit, result.mode
 
 
-def test_prediction_has_the_parts_of_the_proposal() -> None:
+def test_prediction_has_parts_of_proposal() -> None:
     found = proposed(GENERATES, "4:24GB")
     prediction = found.prediction()
     assert prediction.steps_per_s == found.result.outcome.steps_per_s

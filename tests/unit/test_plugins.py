@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.plugins import Plugin, PluginError
+from paceline.plugins import Plugin, PluginError, find_callable
 from paceline.settings import Settings
 
 GROUP = "paceline.losses"
@@ -88,6 +88,15 @@ def test_exception_at_import_becomes_config_error(tmp_path: Path) -> None:
     spec = write(tmp_path, "import nothing_like_this")
     with pytest.raises(ConfigError, match=r"importing '.*code.py:f' raised ModuleNotFoundError"):
         Plugin.of(spec).load(GROUP)
+
+
+def test_file_that_ends_program_is_config_error(tmp_path: Path) -> None:
+    spec = write(tmp_path, "def f(x): ...\nraise SystemExit(0)")
+    message = r"importing '.*code.py:f' raised SystemExit: 0; put what only .* __name__ =="
+    with pytest.raises(ConfigError, match=message):
+        Plugin.of(spec).load(GROUP)
+    with pytest.raises(PluginError, match=message):
+        find_callable(spec)
 
 
 @pytest.mark.parametrize(

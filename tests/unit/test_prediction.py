@@ -75,14 +75,14 @@ def test_run_as_fast_as_predicted_is_not_off() -> None:
         ({"rollout/trajectories": 20.0, "rollout/tokens": 2000.0}, "a step has 20 completions"),
     ],
 )
-def test_slow_run_names_the_part_that_differs(changed: dict[str, float], words: str) -> None:
+def test_slow_run_names_part_that_differs(changed: dict[str, float], words: str) -> None:
     found = compared(2.0, changed)
     assert found["off"]
     assert any(words in reason for reason in found["reasons"]), found["reasons"]
     assert found["error"] == pytest.approx(-0.5)
 
 
-def test_lengths_alone_explain_a_run_with_longer_completions() -> None:
+def test_run_with_longer_completions_is_explained_by_lengths_alone() -> None:
     longer = {"rollout/tokens": 2000.0, "time/train_s": 0.8, "device/generation_s": 1.2}
     assert compared(2.0, longer)["reasons"] == ["completions are longer: 200 tokens, predicted 100"]
 
@@ -93,7 +93,7 @@ def test_faster_run_is_off_too() -> None:
     )
 
 
-def test_other_staleness_bound_is_a_reason() -> None:
+def test_other_staleness_bound_is_reason() -> None:
     assert "max_staleness is 2, predicted 0" in compared(3.0, max_staleness=2)["reasons"]
 
 

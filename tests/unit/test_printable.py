@@ -17,6 +17,7 @@ from paceline.observe.console import RunConsole
 from paceline.observe.samples import samples_panel
 from paceline.printable import LogFormatter, describe_error, printable, redacted
 from paceline.run_dir import log_file
+from tests.exceptions import Speechless
 
 PACKAGE = Path(__file__).parents[2] / "paceline"
 # Set the title, clear the screen, C1's escape, reverse the direction, a new line for some readers.
@@ -49,11 +50,6 @@ def test_console_shows_hostile_text_as_text() -> None:
 
 def test_console_keeps_numbers_of_lines_that_are_codes_of_emoji() -> None:
     assert "rows.jsonl:100: is empty" in shown("rows.jsonl:100: is empty")
-
-
-class Speechless(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
 
 
 def test_error_of_user_code_is_described_whatever_its_text_is() -> None:
@@ -117,7 +113,7 @@ def test_console_prints_any_text_when_output_has_no_unicode(encoding: str) -> No
     assert "first > last" in text and "\\u65e5" in text
 
 
-def test_everything_is_printed_with_the_console_and_logged_with_the_formatter() -> None:
+def test_package_prints_with_its_console_and_logs_with_its_formatter() -> None:
     names, found = ("Console", "logging.Formatter", "logging.basicConfig", "print"), []
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text()

@@ -19,7 +19,7 @@ def shown(is_terminal: bool) -> str:
     return console.file.getvalue()
 
 
-def test_terminal_shows_what_the_start_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_shows_what_start_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal, "MIN_SHOWN_S", 0.0)
     assert re.search(r"reading prompts\[0\].jsonl\\u001b … \d+ s", shown(is_terminal=True))
 

@@ -1,4 +1,4 @@
-"""Reward `python_tests`: what passes, what cannot pass by a trick, and which rows it refuses."""
+"""Reward `python_tests`: what passes, what cannot pass by a trick, and which rows it rejects."""
 
 import asyncio
 import os
@@ -252,7 +252,7 @@ def test_right_solution_passes_from_another_process(name: str) -> None:
 
 @needs_bubblewrap
 @pytest.mark.parametrize("name", TRICKS)
-def test_program_cannot_pass_by_a_trick(name: str) -> None:
+def test_program_cannot_pass_by_trick(name: str) -> None:
     found = python_tests(
         TRICKS[name], {"tests": ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]}
     )
@@ -281,7 +281,7 @@ def test_code_is_last_block_or_whole_completion(completion: str, code: str) -> N
 
 
 @pytest.mark.parametrize("row", [{}, {"tests": None}], ids=["no tests", "tests are null"])
-def test_tests_may_be_the_answer_column(row: dict[str, Any]) -> None:
+def test_tests_may_be_answer_column(row: dict[str, Any]) -> None:
     assert row_tests(row | {"answer": ["assert f()"]}) == ["assert f()"]
 
 
@@ -301,7 +301,7 @@ def test_tests_may_be_the_answer_column(row: dict[str, Any]) -> None:
         ({"tests": {"input": 3, "output": "9"}}, "a dict with 'input' and 'output' as text"),
     ],
 )
-def test_row_that_cannot_be_tested_is_refused(row: dict[str, Any], problem: str) -> None:
+def test_row_that_cannot_be_tested_is_rejected(row: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         row_tests(row)
 
@@ -325,7 +325,7 @@ async def test_pool_keeps_its_processes_when_programs_hang_or_crash() -> None:
 
 @needs_bubblewrap
 @in_loop
-async def test_rows_are_checked_before_the_run() -> None:
+async def test_rows_are_checked_before_run() -> None:
     reward = await open_reward(RewardSettings(function=("python_tests", "exact")), task=None)
     assert isinstance(reward, WeightedReward)
     try:
@@ -337,7 +337,7 @@ async def test_rows_are_checked_before_the_run() -> None:
 
 
 @in_loop
-async def test_missing_bubblewrap_is_reported_before_the_run(
+async def test_missing_bubblewrap_is_reported_before_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(runner, "_find", lambda: "bubblewrap is not installed")
@@ -349,7 +349,9 @@ async def test_missing_bubblewrap_is_reported_before_the_run(
 
 
 @in_loop
-async def test_weak_sandbox_is_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_weak_sandbox_is_used_when_setting_allows_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # without bubblewrap, also for the reward process
     monkeypatch.setattr(runner, "_find", runner._find.__wrapped__)
     async with opened("python_tests", allow_weak_sandbox=True) as reward:
@@ -358,7 +360,7 @@ async def test_weak_sandbox_is_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 @in_loop
-async def test_failing_sandbox_is_an_error_and_no_score(
+async def test_failing_sandbox_is_error_and_no_score(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     bwrap = tmp_path / "bwrap"

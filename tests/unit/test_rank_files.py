@@ -49,7 +49,7 @@ def test_writer_uses_its_own_slice_and_skips_empty_ones() -> None:
 
 
 @pytest.mark.parametrize("columns", [False, True])
-def test_slices_join_to_the_full_tensor(columns: bool) -> None:
+def test_slices_join_to_full_tensor(columns: bool) -> None:
     full = torch.arange(12.0).view(3, 4)
     rows = [(slice(0, 2), slice(0, 4)), (slice(2, 3), slice(0, 4))]
     regions = [(slice(0, 3), slice(0, 3)), (slice(0, 3), slice(3, 4))] if columns else rows

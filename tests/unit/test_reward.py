@@ -140,7 +140,7 @@ async def test_score_raises_when_one_of_several_functions_raises() -> None:
 
 
 @in_loop
-async def test_equal_names_get_a_number() -> None:
+async def test_equal_names_get_number() -> None:
     def reward(completion: str, row: Row) -> float:
         return 10.0
 

@@ -83,7 +83,7 @@ def rewards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 @in_loop
 @pytest.mark.fault("G5", "child process of a reward function writes a reward: {name}")
-async def test_child_of_reward_function_cannot_set_the_reward(
+async def test_child_of_reward_function_cannot_set_reward(
     rewards: Path, name: str, fault: Fault
 ) -> None:
     async with opened(f"{rewards}:{name}") as reward:
@@ -95,6 +95,6 @@ async def test_child_of_reward_function_cannot_set_the_reward(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pidfd_getfd is a system call of Linux")
 @in_loop
-async def test_child_cannot_take_the_channel_out_of_the_process(rewards: Path) -> None:
+async def test_child_cannot_take_channel_out_of_process(rewards: Path) -> None:
     async with opened(f"{rewards}:taking") as reward:
         assert await score(reward, "a", "b", "c") == [0.0] * 3

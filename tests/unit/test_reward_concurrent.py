@@ -9,16 +9,11 @@ import pytest
 from paceline.errors import ConfigError, RewardError
 from paceline.reward.reward import RewardSettings, open_reward
 from tests.fault_report import Fault
-from tests.scoring import alive, in_loop, opened, score, write_functions
-
-
-@pytest.fixture(scope="module")
-def functions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_functions(tmp_path_factory.mktemp("rewards"))
+from tests.scoring import alive, in_loop, opened, score
 
 
 @in_loop
-async def test_async_function_scores_all_groups_at_the_same_time(functions: Path) -> None:
+async def test_async_function_scores_all_groups_concurrently(functions: Path) -> None:
     async with opened(f"{functions}:waiting") as reward:
         begun = time.monotonic()
         groups = await asyncio.gather(*(score(reward, *"abcdefgh") for _ in range(4)))

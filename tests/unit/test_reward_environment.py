@@ -49,7 +49,7 @@ def test_names_that_look_like_secrets_are_found() -> None:
     assert secret_names(environment) == sorted(SECRETS)
 
 
-def test_url_with_password_is_a_secret() -> None:
+def test_url_with_password_is_secret() -> None:
     urls = {"A": "postgres://me:pw@db/x", "B": "https://a.b/c", "C": "redis://:pw@db", "D": "a:b@c"}
     assert secret_names(urls) == ["A", "C"]
 
@@ -72,7 +72,7 @@ async def test_reward_process_does_not_get_secrets(
 
 
 @in_loop
-async def test_error_says_how_to_pass_a_secret(
+async def test_error_says_how_to_pass_secret(
     rewards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "canary")

@@ -12,12 +12,7 @@ from paceline.reward.function import RewardFunctionError, as_reward, function_na
 from paceline.reward.reward import RewardSettings, open_reward
 from tests.fault_report import Fault
 from tests.processes import children
-from tests.scoring import in_loop, opened, score, write_functions
-
-
-@pytest.fixture(scope="module")
-def functions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_functions(tmp_path_factory.mktemp("rewards"))
+from tests.scoring import in_loop, opened, score
 
 
 @in_loop
@@ -177,7 +172,7 @@ async def test_reward_may_be_function_of_module(
 
 
 @in_loop
-async def test_each_call_gets_a_copy_of_the_row(functions: Path) -> None:
+async def test_each_call_gets_copy_of_row(functions: Path) -> None:
     async with opened(f"{functions}:changing_row") as reward:
         assert await score(reward, "a", "b") == [1.0, 1.0]
 

@@ -8,16 +8,10 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.reward.reward import RewardSettings, check_reward
-from tests.scoring import write_functions
 
 
 def check(*functions: str) -> None:
     check_reward(RewardSettings(function=functions))
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    return write_functions(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -35,12 +29,12 @@ def file(tmp_path: Path) -> Path:
     ],
 )
 def test_check_reward_raises_when_name_does_not_exist(
-    file: Path, function: str, message: str
+    functions: Path, function: str, message: str
 ) -> None:
-    wrong = file.with_name("wrong.py")
+    wrong = functions.with_name("wrong.py")
     wrong.write_text("import os\ndef f(completion, row:\n")
     with pytest.raises(ConfigError, match=message):
-        check("exact", function.format(file=file, wrong=wrong))
+        check("exact", function.format(file=functions, wrong=wrong))
 
 
 @pytest.mark.parametrize(
@@ -67,12 +61,12 @@ def test_check_reward_accepts_names_that_exist(function: str) -> None:
         "(f := print)",
     ],
 )
-def test_check_reward_accepts_every_way_to_define_a_function(tmp_path: Path, source: str) -> None:
+def test_check_reward_accepts_every_way_to_define_function(tmp_path: Path, source: str) -> None:
     (tmp_path / "rewards.py").write_text(source)
     check(f"{tmp_path}/rewards.py:f")
 
 
-def test_check_reward_runs_no_code_of_the_file(tmp_path: Path) -> None:
+def test_check_reward_runs_no_code_of_file(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text("def f(c, r): ...\nraise SystemExit(1)")
     check(f"{tmp_path}/rewards.py:f", f"{tmp_path}/rewards.py:f.g")
 

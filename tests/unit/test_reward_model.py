@@ -84,9 +84,7 @@ def test_reward_model_uses_its_own_chat_template_for_messages(chat_dir: str) -> 
     assert found == pytest.approx(expected, abs=1e-5)
 
 
-def test_reward_model_scores_one_at_a_time_without_pad_token(
-    model_dir: str, tmp_path: Path
-) -> None:
+def test_reward_model_scores_one_by_one_without_pad_token(model_dir: str, tmp_path: Path) -> None:
     model, tokenizer = (
         AutoModelForSequenceClassification.from_pretrained(model_dir),
         AutoTokenizer.from_pretrained(model_dir),
@@ -100,7 +98,7 @@ def test_reward_model_scores_one_at_a_time_without_pad_token(
     )
 
 
-def test_check_rejects_model_that_is_not_a_reward_model(model_dir: str, tmp_path: Path) -> None:
+def test_check_rejects_model_that_is_not_reward_model(model_dir: str, tmp_path: Path) -> None:
     with pytest.raises(
         ModelError,
         match="is Qwen2ForCausalLM; expected a sequence-classification model with one label",

@@ -17,12 +17,7 @@ from paceline.remote import child
 from paceline.reward.reward import RewardSettings, open_reward
 from tests.fault_report import Fault
 from tests.processes import children
-from tests.scoring import alive, in_loop, opened, run_program, score, until, write_functions
-
-
-@pytest.fixture(scope="module")
-def functions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_functions(tmp_path_factory.mktemp("rewards"))
+from tests.scoring import alive, in_loop, opened, run_program, score, until
 
 
 @pytest.mark.parametrize("name", ["sleeping", "looping", "holding_the_gil", "suspending"])
@@ -270,7 +265,7 @@ async def test_open_reward_raises_when_processes_cannot_be_started(
 
 
 @in_loop
-async def test_close_lets_all_workers_exit_at_the_same_time(
+async def test_close_lets_all_workers_exit_concurrently(
     functions: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(child, "EXIT_TIMEOUT_S", 60.0)
@@ -332,7 +327,7 @@ def score(completion, row):
 
 @in_loop
 @pytest.mark.fault("G5", "reward function writes to its own channel")
-async def test_forged_reply_is_an_error_of_its_group_only(
+async def test_forged_reply_is_error_of_its_group_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
     monkeypatch.setattr(child, "EXIT_TIMEOUT_S", 0.05)  # these processes do not exit by themselves

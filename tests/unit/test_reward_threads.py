@@ -13,6 +13,7 @@ import pytest
 from paceline.errors import ConfigError, RewardError
 from paceline.reward.reward import Reward, RewardSettings, open_reward
 from paceline.reward.threads import MAX_THREADS, CallableReward
+from tests.exceptions import Panic, Speechless
 from tests.fault_report import Fault
 from tests.scoring import in_loop, run_program, score, until
 
@@ -77,10 +78,6 @@ async def test_callable_reward_may_be_async() -> None:
         ]
 
 
-class Panic(BaseException):
-    """As a panic of a library written in Rust."""
-
-
 def panics(completion: str, row: Row) -> float:
     raise Panic("index out of bounds")
 
@@ -91,11 +88,6 @@ def interrupted(completion: str, row: Row) -> float:
 
 def cancelled(completion: str, row: Row) -> float:
     raise asyncio.CancelledError
-
-
-class Speechless(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
 
 
 def speechless(completion: str, row: Row) -> float:
@@ -192,7 +184,7 @@ async def test_deadline_excludes_time_in_line() -> None:
 
 @in_loop
 @pytest.mark.fault("B5", "reward function of the program hangs on every thread")
-async def test_hung_threads_do_not_occupy_the_pool(fault: Fault) -> None:
+async def test_hung_threads_do_not_occupy_pool(fault: Fault) -> None:
     async with opened(sleeping, timeout_s=1.0) as reward:
         hung = [score(reward, "hang") for _ in range(MAX_THREADS)]
         results = await asyncio.gather(*hung, score(reward, "fine"), return_exceptions=True)
@@ -202,7 +194,7 @@ async def test_hung_threads_do_not_occupy_the_pool(fault: Fault) -> None:
 
 
 @in_loop
-async def test_async_function_that_blocks_does_not_block_the_run() -> None:
+async def test_async_function_that_blocks_does_not_block_run() -> None:
     async with opened(blocking, timeout_s=0.3) as reward:
         call = asyncio.ensure_future(score(reward, "hang"))
         ticks = 0
@@ -310,7 +302,7 @@ async def test_class_is_rejected_when_it_has_no_call() -> None:
 
 
 @in_loop
-async def test_function_that_sets_signal_is_referred_to_a_file() -> None:
+async def test_function_that_sets_signal_is_referred_to_file() -> None:
     def limited(completion: str, row: Row) -> float:
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
         return 1.0
@@ -393,3 +385,30 @@ def test_program_ends_on_interrupt_when_function_sleeps(name: str) -> None:
         program.send_signal(signal.SIGINT)
         _, errors = program.communicate(timeout=120)
     assert "KeyboardInterrupt" in errors
+
+
+SUSPENDED = """
+    from paceline import suspend
+
+    suspend.SUSPEND_THRESHOLD_S = 0.3
+
+    def slow(completion, row):
+        print("started", flush=True)
+        for _ in range(5):
+            time.sleep(0.1)
+        return 1.0
+
+    async def main():
+        reward = await open_reward(RewardSettings(timeout_s=1.5), None, slow)
+        print(await reward.score(Prompt("q7", (1,), "", {}), [Trajectory((), "a")]), flush=True)
+        await reward.close()
+"""
+
+
+def test_deadline_excludes_time_while_program_is_suspended() -> None:
+    with run_program(SUSPENDED) as program:
+        assert program.stdout is not None and program.stdout.readline() == "started\n"
+        program.send_signal(signal.SIGSTOP)
+        time.sleep(1.8)  # longer than the deadline
+        program.send_signal(signal.SIGCONT)
+        assert program.stdout.read() == "[1.0]\n"

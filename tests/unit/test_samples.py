@@ -53,7 +53,7 @@ def conversation() -> Group:
     return Group(0, prompt, (Trajectory(turns, "it is 5", reward=1.0),), 0.0, 0.0)
 
 
-def test_saved_tokens_have_advantages_of_the_batch(tmp_path: Path) -> None:
+def test_saved_tokens_have_advantages_of_batch(tmp_path: Path) -> None:
     """The batch has the groups in order of their numbers, with prompts between completions."""
     talk = conversation()
     first = replace(talk, seq=2, trajectories=talk.trajectories * 2)

@@ -66,7 +66,7 @@ def test_environment_of_caller_is_not_visible(mode: str, monkeypatch: pytest.Mon
     assert result.ok and "canary" not in result.stdout
 
 
-def test_any_text_is_a_program(mode: str) -> None:
+def test_any_text_is_program(mode: str) -> None:
     assert run("\ud800").exit_code == 1
     assert run("\0").exit_code == 1
     assert run("#" * 1_000_000 + "\nprint(1)").stdout == "1\n"
@@ -102,7 +102,7 @@ def test_readable_directory_can_be_read_and_not_written(tmp_path: Path) -> None:
     assert result.stdout == "7\n" and "Read-only file system" in result.stderr
 
 
-def test_run_is_refused_without_bubblewrap(no_bubblewrap: None) -> None:
+def test_run_is_rejected_without_bubblewrap(no_bubblewrap: None) -> None:
     with pytest.raises(ConfigError, match=r"bubblewrap is not installed.*can use the network"):
         sandbox.run("print(1)")
 
@@ -119,7 +119,7 @@ def test_weak_mode_says_what_it_lacks(
 @pytest.mark.parametrize(
     "name", ["timeout_s", "cpu_s", "memory_mb", "processes", "output_kb", "disk_mb"]
 )
-def test_limit_of_zero_is_refused(name: str) -> None:
+def test_limit_of_zero_is_rejected(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name} = 0; expected more than 0"):
         run("pass", **{name: 0})
 
@@ -137,7 +137,7 @@ def test_forbidden_namespaces_are_reported() -> None:
 @needs_bubblewrap
 @pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
 @pytest.mark.skipif(not os.access("/usr/bin/python3", os.X_OK), reason="needs a Python for all")
-def test_user_without_privileges_has_a_sandbox() -> None:
+def test_user_without_privileges_has_sandbox() -> None:
     program = """if 1:
         import os, sys
         sys.path.insert(0, {!r})

@@ -1,4 +1,4 @@
-"""Checkpoints are written beside training, one at a time; the loop waits where it must."""
+"""Checkpoints are written during training, one at a time; the loop waits where it must."""
 
 import asyncio
 import logging

@@ -157,7 +157,7 @@ def load_parts(loader: Loader, plan: Plan, missed: Callable[[str], None] = print
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("read", READS, ids=lambda read: read.__name__)
-def test_loader_gets_same_elements_from_the_parts_it_reads(read: Read, mode: Any) -> None:
+def test_loader_gets_same_elements_from_parts_it_reads(read: Read, mode: Any) -> None:
     whole, loader = Loader(read), Loader(read)
     with mode():
         whole.load(weights().items())
@@ -170,7 +170,7 @@ def test_loader_gets_same_elements_from_the_parts_it_reads(read: Read, mode: Any
         assert torch.equal(loader.loaded[name], tensor), name
 
 
-def test_loader_that_leaves_the_dispatcher_gets_whole_tensors(
+def test_loader_that_leaves_dispatcher_gets_whole_tensors(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def as_array(weight: Tensor, empty: Tensor) -> None:
@@ -185,7 +185,7 @@ def test_loader_that_leaves_the_dispatcher_gets_whole_tensors(
     assert torch.equal(loader.loaded["a"], WEIGHT)
 
 
-def test_other_reads_than_recorded_raise_and_the_next_plan_has_the_whole_tensor() -> None:
+def test_next_plan_has_whole_tensor_when_loader_reads_otherwise_than_recorded() -> None:
     rank = 0
 
     def moving(weight: Tensor, empty: Tensor) -> None:

@@ -18,7 +18,7 @@ def run(*args: str) -> tuple[int, str]:
     return found.exit_code, found.output
 
 
-def test_simulate_prints_every_mode_and_names_the_fastest() -> None:
+def test_simulate_prints_every_mode_and_names_fastest() -> None:
     code, output = run("simulate", "recipes/fully_async.toml", *SMALL, "--devices", "4")
     assert code == 0, output
     for words in ("hybrid sync", "one step off", "fully async", "async in turns", "fastest: "):
@@ -81,7 +81,7 @@ def test_simulate_rejects_costs_that_are_not_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_plan_probe_proposes_a_run_that_compares_itself(tmp_path: Path) -> None:
+def test_plan_probe_proposes_run_that_compares_itself(tmp_path: Path) -> None:
     """Real engine and trainer of the tiny model, on a thread."""
     path = tmp_path / "costs.json"
     settings = [*SMALL, f"run_dir={tmp_path / 'run'}", "steps=8"]

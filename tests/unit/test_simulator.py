@@ -51,7 +51,7 @@ def priced(**costs: Any) -> CostModel:
 
 
 @pytest.mark.parametrize("context_s", [0.0, 1e-7, 1e-4])
-def test_burst_is_the_sum_of_its_steps(context_s: float) -> None:
+def test_burst_is_sum_of_its_steps(context_s: float) -> None:
     costs = priced(decode_step_s=1e-3, decode_sequence_s=1e-5, decode_context_s=context_s)
     steps = sum(costs.burst_s(1, 7, 900 + 7 * step) for step in range(50))
     assert costs.burst_s(50, 7, 900) == pytest.approx(steps)
@@ -111,7 +111,7 @@ def test_missing_costs_are_rejected(tmp_path: Path) -> None:
 # --- fit ---
 
 
-def test_fit_finds_the_costs_that_made_the_points() -> None:
+def test_fit_finds_costs_that_made_points() -> None:
     costs = CostModel(decode_step_s=2e-3, decode_sequence_s=3e-6, decode_context_s=4e-9)
     points = [(n, n * c, costs.burst_s(1, n, n * c)) for n in (1, 8, 64, 512) for c in (50, 900)]
     fit = fit_decode(points)
@@ -140,11 +140,11 @@ def test_fit_is_at_least_as_good_as_random_coefficients() -> None:
         assert loss(best) <= loss(rng.random(3) * rng.choice([0.01, 1, 3], 3)) + 1e-12
 
 
-def test_fit_of_tokens_has_a_constant() -> None:
+def test_fit_of_tokens_has_constant() -> None:
     assert fit_tokens([(100, 1.1), (1000, 2.0)]).coefficients == pytest.approx((1.0, 1e-3))
 
 
-def test_fit_of_training_has_a_cost_of_long_rows() -> None:
+def test_fit_of_training_has_cost_of_long_rows() -> None:
     points = [(n, before, 0.1 + 1e-3 * n + 1e-6 * before) for n, before in ((9, 90), (70, 9000))]
     points += [(70, 70, 0.1 + 1e-3 * 70 + 1e-6 * 70)]
     assert fit_train(points).coefficients == pytest.approx((0.1, 1e-3, 1e-6))
@@ -158,21 +158,21 @@ def test_fit_rejects_points_without_time() -> None:
 # --- lengths ---
 
 
-def test_lognormal_lengths_have_the_median_and_the_tail() -> None:
+def test_lognormal_lengths_have_median_and_tail() -> None:
     lengths = read_distribution("lognormal:200,1.0")
     median, p99 = np.quantile([lengths[seed] for seed in range(50_000)], [0.5, 0.99])
     assert median == pytest.approx(200, rel=0.02)
     assert p99 == pytest.approx(200 * np.exp(2.326), rel=0.05)
 
 
-def test_lengths_are_read_from_a_run(tmp_path: Path) -> None:
+def test_lengths_are_read_from_run(tmp_path: Path) -> None:
     rows = [{"step": 1, "completions": [{"tokens": 3}, {"tokens": 5}]}]
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     lengths = read_distribution(str(tmp_path))
     assert [lengths[seed] for seed in range(4)] == [3, 5, 3, 5]
 
 
-def test_lengths_are_read_from_a_text_file(tmp_path: Path) -> None:
+def test_lengths_are_read_from_text_file(tmp_path: Path) -> None:
     (tmp_path / "lengths.txt").write_text("10\n20\n")
     lengths = read_distribution(str(tmp_path / "lengths.txt"))
     assert [lengths[seed] for seed in range(3)] == [10, 20, 10]
@@ -215,7 +215,7 @@ def test_hybrid_step_has_all_costs() -> None:
 
 
 @pytest.mark.parametrize("train_s", [0.5, 2.0, 11.0])
-def test_fully_async_step_is_the_longer_of_generation_and_training(train_s: float) -> None:
+def test_fully_async_step_is_longer_of_generation_and_training(train_s: float) -> None:
     costs = PLAIN.model_copy(update={"train_step_s": train_s})
     # One step generates at a time, so that generation takes 5 s per step.
     outcome = simulate(replace(SCENARIO, costs=costs, schedule=AHEAD, slots=128, steps=24))
@@ -258,13 +258,13 @@ def test_failed_engines_are_replaced_and_cost_time() -> None:
     assert outcome.steps_per_s < simulate(scenario).steps_per_s
 
 
-def test_environment_latency_delays_a_synchronous_step() -> None:
+def test_environment_latency_delays_synchronous_step() -> None:
     costs = PLAIN.model_copy(update={"environment_s": "fixed:3", "turns": 2})
     outcome = simulate(replace(SCENARIO, costs=costs, shared=True))
     assert outcome.step_s == pytest.approx(2 * (5 + 3) + 2)
 
 
-def test_controller_delays_a_synchronous_step_by_all_of_its_completions() -> None:
+def test_controller_delays_synchronous_step_by_all_of_its_completions() -> None:
     costs = PLAIN.model_copy(update={"host_completion_s": 0.01})
     busy = replace(SCENARIO, costs=costs, shared=True)
     assert simulate(busy).step_s == pytest.approx(5 + 128 * 0.01 + 2)
@@ -272,7 +272,7 @@ def test_controller_delays_a_synchronous_step_by_all_of_its_completions() -> Non
     assert simulate(ahead).step_s == pytest.approx(2, rel=0.1)
 
 
-def test_prompt_is_trained_once_for_the_completions_of_its_group() -> None:
+def test_prompt_is_trained_once_for_completions_of_its_group() -> None:
     trained = replace(SCENARIO, costs=priced(train_token_s=1e-3), shared=True, prompt_tokens=70)
     assert simulate(trained).train_s == pytest.approx((16 * 70 + 128 * 50) * 1e-3)
 
@@ -327,7 +327,7 @@ def test_training_of_long_rows_costs_more() -> None:
     assert long.train_s < 1.1 / limit_steps_per_s(replace(SCENARIO, costs=costs, lengths=steps))
 
 
-def test_split_placement_trains_actor_and_critic_at_the_same_time() -> None:
+def test_split_placement_trains_actor_and_critic_concurrently() -> None:
     together = replace(SCENARIO, shared=True, has_critic=True, train_devices=2)
     assert simulate(together).step_s == pytest.approx(5 + 2 + 2)
     divided = replace(together, train_devices=1, critic_devices=1)
@@ -351,7 +351,7 @@ def by_mode(found: Comparison) -> dict[str, Outcome]:
     return {result.mode: result.outcome for result in found.results}
 
 
-def test_every_mode_for_the_devices_is_compared() -> None:
+def test_every_mode_for_devices_is_compared() -> None:
     one = by_mode(compare_modes(config(), PLAIN, devices=1))
     assert list(one) == [HYBRID, "async in turns", "async overlap"]
     several = by_mode(compare_modes(config("algorithm.name=ppo"), PLAIN, devices=4))
@@ -378,7 +378,7 @@ def test_sync_is_named_when_it_is_faster() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["hybrid", "split", "fully_async", "one_gpu_async"])
-def test_settings_of_each_mode_are_accepted_by_the_recipe(recipe: str) -> None:
+def test_settings_of_each_mode_are_accepted_by_recipe(recipe: str) -> None:
     path = Path("recipes", f"{recipe}.toml")
     small = ["groups_per_step=2", "group_size=2"]
     found = compare_modes(load_config(path, small), PLAIN, devices=4, steps=4)

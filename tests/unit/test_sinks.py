@@ -14,6 +14,7 @@ from paceline.observe import sinks
 from paceline.observe.sinks import open_sinks
 from paceline.observe.trackers import Tracker
 from paceline.plugins import Plugin
+from tests.exceptions import Speechless
 
 CONFIG = {"steps": 2}
 
@@ -53,16 +54,25 @@ def test_class_gets_parameters_that_it_names_then_closes(tmp_path: Path) -> None
     assert seen == [(CONFIG, tmp_path), 1, 2, "closed"]
 
 
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (OSError("disk full"), "OSError: disk full"),
+        (SystemExit(0), "SystemExit: 0"),
+        (Speechless(), "Speechless: (its text cannot be shown: RuntimeError)"),
+    ],
+    ids=["error", "exit", "without text"],
+)
 def test_sink_that_raises_is_disabled_with_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    error: BaseException, text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(step: int, metrics: dict[str, float]) -> None:
-        raise OSError("disk full")
+        raise error
 
     with caplog.at_level(logging.WARNING):
         run(fail, tmp_path, steps=5)
     (record,) = caplog.records
-    assert "fail' raised OSError: disk full; it gets no more metrics" in record.getMessage()
+    assert f"fail' raised {text}; it gets no more metrics" in record.getMessage()
 
 
 def test_slow_sink_does_not_delay_put_or_close(
@@ -109,7 +119,7 @@ def test_track_rejects_unknown_name() -> None:
         load_config(None, ["track=wand"])
 
 
-def test_track_rejects_a_tracker_that_is_named_twice() -> None:
+def test_track_rejects_tracker_that_is_named_twice() -> None:
     with pytest.raises(ConfigError, match="named twice"):
         load_config(None, ['track=["wandb", "wandb"]'])
 

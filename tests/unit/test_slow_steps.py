@@ -18,11 +18,11 @@ def after_usual_steps(**longer: float) -> SlowSteps:
 
 
 @pytest.mark.parametrize("part", ["wait_s", "train_s", "sync_s", "save_s"])
-def test_slow_step_is_counted_by_the_part_that_took_longer(part: str) -> None:
+def test_slow_step_is_counted_by_part_that_took_longer(part: str) -> None:
     assert after_usual_steps(**{part: 1.0}).causes == {f"time/{part}": 1}
 
 
-def test_step_up_to_twice_the_median_is_not_slow() -> None:
+def test_step_up_to_twice_median_is_not_slow() -> None:
     assert not after_usual_steps(wait_s=0.4).causes
 
 

@@ -70,20 +70,20 @@ def test_model_with_two_values_for_tied_weight_is_saved_as_untied(tmp_path: Path
     torch.testing.assert_close(saved["model.embed_tokens.weight"], output - 1)
 
 
-def test_damaged_files_are_left_to_the_loader_that_reports_them(tmp_path: Path) -> None:
+def test_damaged_files_are_left_to_loader_that_reports_them(tmp_path: Path) -> None:
     tiny("llama").save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
     assert open_stored(str(tmp_path)) is None
 
 
-def test_index_selects_the_files_of_a_model(tmp_path: Path) -> None:
+def test_index_selects_files_of_model(tmp_path: Path) -> None:
     tiny("llama").save_pretrained(tmp_path, max_shard_size="10KB")
     shards = model_shards(tmp_path)
     save_file({"other": torch.ones(1)}, tmp_path / "consolidated.safetensors")
     assert len(shards) > 1 and model_shards(tmp_path) == shards
 
 
-def test_tensors_stay_readable_when_their_file_is_opened_anew(
+def test_tensors_stay_readable_when_their_file_is_reopened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensor_file, "MAX_MAPPED_BYTES", 0)

@@ -238,7 +238,7 @@ def test_slow_reader_gets_old_version_while_new_one_is_published(fault: Fault) -
 
 
 @pytest.mark.fault("F11", "1000 silent connections to the sender of weights")
-def test_engine_gets_weights_while_a_thousand_silent_connections_are_open(fault: Fault) -> None:
+def test_engine_gets_weights_while_1000_silent_connections_are_open(fault: Fault) -> None:
     trainer = source()
     weights = Weights(1, trainer.write(tensors(1), 1))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -76,7 +76,7 @@ def test_run_that_dies_is_restarted(end: str, tmp_path: Path, fault: Fault) -> N
 
 
 @pytest.mark.parametrize("end", [0, 11, 13, 14, 130, 143])
-def test_run_that_a_restart_cannot_cure_is_not_restarted(end: int, tmp_path: Path) -> None:
+def test_run_that_restart_cannot_cure_is_not_restarted(end: int, tmp_path: Path) -> None:
     assert supervise(tmp_path, f"{end},0") == (end, 1, [])
 
 
@@ -291,7 +291,7 @@ def test_saved_step_is_that_of_newest_checkpoint(tmp_path: Path) -> None:
     assert saved_step(tmp_path) == 12
 
 
-def test_stopped_run_names_its_last_checkpoint_beside_copies_of_the_user(tmp_path: Path) -> None:
+def test_stopped_run_names_its_last_checkpoint_beside_copies_of_user(tmp_path: Path) -> None:
     for name in ("step_00000004", "step_00000004.backup", "step_old"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     config = load_config("hybrid", [f"run_dir={tmp_path}"])

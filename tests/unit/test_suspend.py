@@ -19,15 +19,17 @@ from tests.fault_report import Fault
 
 PROGRAM = textwrap.dedent("""
     import asyncio
-    from paceline.suspend import ignore_suspended_time
+    from paceline import suspend
+
+    suspend.SUSPEND_THRESHOLD_S = 0.5
 
     async def main():
-        ignore_suspended_time(asyncio.get_running_loop())
-        ignore_suspended_time(asyncio.get_running_loop())  # a second time changes nothing
-        async with asyncio.timeout(3.0):
+        suspend.ignore_suspended_time(asyncio.get_running_loop())
+        suspend.ignore_suspended_time(asyncio.get_running_loop())  # a second time changes nothing
+        async with asyncio.timeout(1.5):
             print("started", flush=True)
-            for _ in range(10):
-                await asyncio.sleep(0.1)
+            for _ in range(5):
+                await asyncio.sleep(0.05)
         print("done", flush=True)
         try:
             async with asyncio.timeout(0.2):
@@ -50,7 +52,7 @@ def test_deadline_does_not_expire_while_process_is_suspended(fault: Fault) -> No
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == "started\n"
         process.send_signal(signal.SIGSTOP)
-        time.sleep(4)  # longer than the deadline
+        time.sleep(2)  # longer than the deadline
         process.send_signal(signal.SIGCONT)
         fault.fired()
         assert process.stdout.read() == "done\ndeadlines still expire\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_every_test_directory_has_a_command() -> None:
+def test_every_test_directory_has_command() -> None:
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     listed = pyproject["tool"]["pytest"]["ini_options"]["testpaths"]
     found = {str(path.parent.relative_to(ROOT)) for path in ROOT.glob("tests/*/__init__.py")}

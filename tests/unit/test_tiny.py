@@ -110,7 +110,7 @@ def test_two_processes_may_create_model_concurrently(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_failed_build_leaves_no_files(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_build_leaves_no_files(quick: Path) -> None:
     def fail(step: int, total: int) -> None:
         raise KeyboardInterrupt
 
@@ -124,9 +124,7 @@ def test_unknown_task_is_rejected() -> None:
         resolve_model("tiny:srot")
 
 
-def test_load_model_names_what_is_missing(
-    quick: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_load_model_names_what_is_missing(quick: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"model = './nowhere': no such file or directory"):
         load_model("./nowhere")
     (tmp_path / "empty").mkdir()
@@ -143,7 +141,7 @@ def test_load_model_names_what_is_missing(
         load_model(str(folder), dtype="float31")
 
 
-def test_load_model_raises_when_weights_are_missing(quick: Path, tmp_path: Path) -> None:
+def test_load_model_raises_when_weights_are_missing(quick: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     folder = Path(resolve_model("tiny"))

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from enum import Enum
-from functools import cache, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from paceline.data.chat import message_problem
-from paceline.data.prompts import DataSettings
 from paceline.environment.conversation import Limits
 from paceline.environment.search import MAX_BYTES
 from paceline.environment.tool_calls import ToolCall, parse_tool_calls
@@ -23,12 +22,11 @@ from paceline.environment.tools import MAX_THREADS, OUTPUT_LENGTH, Toolbox, calc
 from paceline.errors import ConfigError
 from paceline.rollout.environment import open_environment
 from paceline.types import End, Prompt, Trajectory
-from tests.chat_templates import chat_tokenizer
-from tests.episodes import Model
+from tests.chat_templates import chat_tokenizer, tokenizer_of
+from tests.episodes import DATA, Model
 from tests.sandboxes import needs_bubblewrap
 
-tokenizer_of = cache(chat_tokenizer)
-LIMITS, DATA = Limits(6, 4000, 60.0), DataSettings(path="rows.jsonl")
+LIMITS = Limits(6, 4000, 60.0)
 ROW = {"prompt": "What is 6 times 7?"}
 
 

@@ -49,7 +49,7 @@ def test_trace_is_valid_and_names_its_tracks(tmp_path: Path) -> None:
     assert {"group 7", "generated", "queued", "prefill", "decode/8", "dropped: stale"} <= {*slices}
 
 
-def test_trace_has_only_the_steps_asked_for(tmp_path: Path) -> None:
+def test_trace_has_only_requested_steps(tmp_path: Path) -> None:
     trace = convert(traced(tmp_path), "2:2")
     names = {event["name"] for event in trace["traceEvents"]}
     assert_valid_trace(trace)

@@ -493,7 +493,7 @@ def test_rollout_frequency_evaluates_when_that_of_trainer_is_off() -> None:
     assert load_config("hybrid", given).evaluation.every == 7
 
 
-def test_recipe_has_remark_when_value_is_a_date() -> None:
+def test_recipe_has_remark_when_value_is_date() -> None:
     values = read_overrides(["trainer.comment=2026-11-18"])
     text = recipe_text(translate(values, {}), values, "a script")
     assert '#   trainer.comment = "2026-11-18": Paceline has no use for it' in text
@@ -524,3 +524,13 @@ def test_script_may_have_comments_between_lines_of_command() -> None:
 def test_script_may_have_commands_in_backquotes_before_comments() -> None:
     script = "NOW=`date +%s`  # of the start\nmain_ppo a.b=1 \\\n  c.d=`hostname`\n"
     assert read_script(script) == {"a.b": 1, "c.d": "`hostname`", PROGRAM: "main_ppo"}
+
+
+def test_script_may_append_to_arrays_and_variables() -> None:
+    script = "ARGS=(a.b=1)\nARGS+=(c.d=2)\nNAME=grpo\nNAME+=_small\nmain_ppo e.f=$NAME ${ARGS[@]}\n"
+    assert read_script(script) == {"a.b": 1, "c.d": 2, "e.f": "grpo_small", PROGRAM: "main_ppo"}
+
+
+def test_script_may_end_commands_with_semicolon() -> None:
+    script = "if true; then N=3; fi\nARGS=(a.b=1);\nmain_ppo c.d=$N e.f=4; echo done\n"
+    assert read_script(script) == {"a.b": 1, "c.d": 3, "e.f": 4, PROGRAM: "main_ppo"}

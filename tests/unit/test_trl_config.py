@@ -21,7 +21,7 @@ def test_config_has_defaults_of_trl() -> None:
     assert (config.num_generations, config.max_completion_length) == (8, 512)
 
 
-def test_config_rejects_unknown_field_with_the_nearest_name() -> None:
+def test_config_rejects_unknown_field_with_nearest_name() -> None:
     with pytest.raises(ConfigError, match="no field 'num_generation'; did you mean 'num_gener"):
         GRPOConfig("out", num_generation=4)
 
@@ -33,13 +33,13 @@ def test_config_rejects_text_when_field_is_number(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REJECTED)
-def test_rejected_field_is_named_when_its_value_is_not_the_default(name: str) -> None:
+def test_rejected_field_is_named_when_its_value_is_not_default(name: str) -> None:
     with pytest.raises(ConfigError, match=f"GRPOConfig: {name} = 'other' cannot be honored"):
         GRPOConfig("out", **{name: "other"})
 
 
 @pytest.mark.parametrize("name", REJECTED)
-def test_rejected_field_is_accepted_when_its_value_is_the_default(name: str) -> None:
+def test_rejected_field_is_accepted_when_its_value_is_default(name: str) -> None:
     GRPOConfig("out", **{name: REJECTED[name][0]})
 
 

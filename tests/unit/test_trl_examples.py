@@ -142,7 +142,7 @@ def test_quick_start_runs_with_default_arguments(model: str) -> None:
     assert Path("model-GRPO", "summary.json").exists()
 
 
-def test_single_reward_example_saves_a_model(model: str) -> None:
+def test_single_reward_example_saves_model(model: str) -> None:
     from transformers import AutoModelForCausalLM
 
     trainer = run_script(LENGTH, model, PLAIN)

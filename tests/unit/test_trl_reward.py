@@ -117,7 +117,7 @@ def test_function_is_left_out_where_it_returns_none() -> None:
     assert score(some, all_of_them)[0] == {"reward": 1.0, "all_of_them": 1.0}
 
 
-def test_completion_without_any_reward_gets_the_mean_of_its_group() -> None:
+def test_completion_without_any_reward_gets_mean_of_its_group() -> None:
     def some(completions: list[str], **kwargs: Any) -> list[float | None]:
         return [None, 2.0, 4.0]
 
@@ -157,7 +157,7 @@ def test_async_callable_object_is_awaited() -> None:
         ({0: 1.0, 1: 0.5}, "expected a list of numbers or None"),
     ],
 )
-def test_wrong_result_is_an_error_with_the_name_of_the_function(result: Any, problem: str) -> None:
+def test_wrong_result_is_error_with_name_of_function(result: Any, problem: str) -> None:
     def wrong(completions: list[str], **kwargs: Any) -> Any:
         return result
 
@@ -165,7 +165,7 @@ def test_wrong_result_is_an_error_with_the_name_of_the_function(result: Any, pro
         score(wrong)
 
 
-def test_exception_of_function_is_a_reward_error() -> None:
+def test_exception_of_function_is_reward_error() -> None:
     def broken(completions: list[str], **kwargs: Any) -> list[float]:
         raise KeyError("answer")
 
@@ -207,7 +207,7 @@ def test_function_may_need_a_column_that_some_rows_have() -> None:
     check_arguments({"reference": reference}, rows)
 
 
-def test_function_that_hangs_is_a_reward_error() -> None:
+def test_function_that_hangs_is_reward_error() -> None:
     async def stuck(completions: list[str], **kwargs: Any) -> list[float]:
         await asyncio.Event().wait()
         return []
@@ -267,6 +267,6 @@ def test_think_format_reward_wants_one_thought() -> None:
     assert think_format_reward(answers) == [1.0, 0.0, 0.0]
 
 
-def test_soft_overlong_punishment_falls_over_the_last_tokens() -> None:
+def test_soft_overlong_punishment_falls_over_last_tokens() -> None:
     penalty = get_soft_overlong_punishment(max_completion_len=10, soft_punish_cache=4)
     assert penalty([[0] * count for count in (6, 8, 10, 11)]) == [0.0, -0.5, -1.0, -1.0]

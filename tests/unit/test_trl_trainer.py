@@ -1,17 +1,22 @@
 """GRPOTrainer: models and datasets as objects, resuming, callbacks, evaluation, rejections."""
 
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 
 import paceline.trl
 from paceline.api import Steps
 from paceline.errors import ConfigError, DataError, PacelineError
+from paceline.job import Step
 from paceline.trl import GRPOConfig, GRPOTrainer
 from paceline.trl.callbacks import Callbacks
-from paceline.trl.history import TrainerState
+from paceline.trl.history import History, Pending, TrainerState
+from paceline.trl.translate import plan
+from paceline.types import Completion, Finish, Group, Prompt, Trajectory, Turn
 from tests.audits import assert_consistent
 from tests.models import random_model, random_reward_model
 
@@ -38,7 +43,7 @@ def make_trainer(tmp_path: Path, model: Any, **more: Any) -> GRPOTrainer:
     return GRPOTrainer(model, args=args, **given)
 
 
-def test_log_has_the_names_of_trl(tmp_path: Path, model: str) -> None:
+def test_log_has_names_of_trl(tmp_path: Path, model: str) -> None:
     trainer = make_trainer(tmp_path, model)
     output = trainer.train()
     assert output.global_step == 2
@@ -48,6 +53,19 @@ def test_log_has_the_names_of_trl(tmp_path: Path, model: str) -> None:
     names |= {"rewards/variety/mean", "rewards/variety/std"}
     names |= {f"completions/{name}_length" for name in ("mean", "min", "max", "mean_terminated")}
     assert names <= trainer.state.log_history[0].keys()
+
+
+def test_training_loss_is_mean_over_updates_that_are_not_skipped(tmp_path: Path) -> None:
+    args = GRPOConfig(str(tmp_path))
+    history, state = History(args, plan(args, rows=3), ["variety"], Pending()), TrainerState()
+    history.begin(state)
+    tokens = np.zeros(4, np.int32)
+    turn = Turn((1,), Completion(tokens, tokens.astype(np.float32), tokens, Finish.STOP))
+    group = Group(0, Prompt("q", (1,), "q", {}), (Trajectory((turn,), "", 1.0),) * 8, 0.0, 0.0)
+    for number, loss in enumerate((1.0, math.nan, 3.0), 1):
+        metrics = {"train/loss": loss, "rollout/tokens": 32.0}
+        history.add(state, Step(number, 1.0, metrics, [group]))
+    assert history.finish(state).training_loss == 2.0
 
 
 @pytest.mark.parametrize(
@@ -123,7 +141,7 @@ def test_resume_is_rejected_when_there_is_no_checkpoint(tmp_path: Path, model: s
         make_trainer(tmp_path, model).train(resume_from_checkpoint=True)
 
 
-def test_callback_stops_the_run(tmp_path: Path, model: str) -> None:
+def test_callback_stops_run(tmp_path: Path, model: str) -> None:
     events: list[str] = []
 
     class Stop:
@@ -270,7 +288,7 @@ def test_arguments_of_another_class_are_rejected() -> None:
         GRPOTrainer("model", variety, args={"max_steps": 1}, train_dataset=ROWS)  # type: ignore[arg-type]
 
 
-def test_evaluate_scores_the_trained_model(tmp_path: Path, model: str) -> None:
+def test_evaluate_scores_trained_model(tmp_path: Path, model: str) -> None:
     chosen = {"eval_dataset": ROWS[:2], "num_generations_eval": 2, "learning_rate": 0.1}
     trainer = make_trainer(tmp_path, model, **chosen)
     before = trainer.evaluate()
@@ -418,7 +436,7 @@ def test_dataset_without_prompts_is_rejected(
 
 
 @pytest.mark.parametrize("row", [{"text": "?"}, {"prompt": None}, {"prompt": [{"role": "user"}]}])
-def test_unusable_row_is_named_when_it_is_not_the_first(
+def test_unusable_row_is_named_when_it_is_not_first(
     tmp_path: Path, model: str, row: dict[str, Any]
 ) -> None:
     with pytest.raises(DataError, match=r"1 of 7 rows .*\n  row 7: "):

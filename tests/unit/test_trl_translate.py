@@ -124,7 +124,7 @@ def test_cispo_bounds_weight_at_epsilon_high() -> None:
 
 
 @pytest.mark.parametrize(("corrected", "estimator"), [(True, "k2"), (False, "k3")])
-def test_beta_adds_kl_with_the_gradient_of_trl(corrected: bool, estimator: str) -> None:
+def test_beta_adds_kl_with_gradient_of_trl(corrected: bool, estimator: str) -> None:
     algorithm = translated(beta=0.04, use_bias_correction_kl=corrected).algorithm
     assert (algorithm.kl_coef, algorithm.kl_estimator) == (0.04, estimator)
 

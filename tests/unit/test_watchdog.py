@@ -29,7 +29,7 @@ from tests.scoring import opened, score, write_functions
 QUIET, BUSY = Patience(10, "stall_timeout_s"), Patience(100, "rollout.episode_timeout_s")
 
 
-def test_no_token_and_no_group_is_a_stall() -> None:
+def test_no_token_and_no_group_is_stall() -> None:
     monitor = StallMonitor(0.0)
     assert monitor.check(Progress((1,), 5), 1.0, QUIET, BUSY) is None
     assert monitor.check(Progress((1,), 5), 11.0, QUIET, BUSY) is None
@@ -37,7 +37,7 @@ def test_no_token_and_no_group_is_a_stall() -> None:
     assert found == "no progress for 10 s (stall_timeout_s = 10)"
 
 
-def test_tokens_without_groups_are_a_stall_later() -> None:
+def test_tokens_without_groups_are_stall_later() -> None:
     monitor = StallMonitor(0.0)
     for now in range(101):
         assert monitor.check(Progress((), now), now, QUIET, BUSY) is None
@@ -93,7 +93,7 @@ def test_blocked_event_loop_is_named_and_abandoned(
 
 
 @pytest.mark.fault("B7", "event loop blocked again and again")
-def test_run_that_blocks_again_and_again_is_told_to_fail(quick: None, fault: Fault) -> None:
+def test_run_fails_when_event_loop_blocks_again_and_again(quick: None, fault: Fault) -> None:
     """Its event loop does not count the time in which it is blocked."""
 
     async def run() -> str:

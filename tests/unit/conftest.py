@@ -1,0 +1,13 @@
+"""Fixtures that several modules of unit tests use."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.scoring import write_functions
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a file with reward functions, most of which misbehave."""
+    return write_functions(tmp_path_factory.mktemp("rewards"))
