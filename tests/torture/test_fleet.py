@@ -14,7 +14,7 @@ from paceline.rollout import quarantine
 from paceline.rollout.fleet import Fleet
 from paceline.rollout.member import Member, State
 from paceline.sync.weights import Weights
-from tests.fakes import FakeEngine, World
+from tests.fakes import FakeEngine, SteadyEngine, World
 from tests.fault_report import Fault
 from tests.torture.test_loop import MODES, random_world, staleness_in_data
 from tests.virtual import run_virtual
@@ -253,6 +253,35 @@ def test_engine_is_replaced_without_limit_if_it_finishes_completions(fault: Faul
     )
     assert world.fleet.replaced == 10
     fault.fired()
+
+
+def test_generation_timeout_starts_over_when_engine_dies() -> None:
+    async def script(world: World) -> None:
+        await asyncio.sleep(150)  # of 200 s that a completion takes
+        world.engines[0].die()
+
+    world = World(schedule=MODES["async swap"], elastic=True, steps=1, generation_timeout=250)
+    world.make_engine, world.engine_s = SteadyEngine, 10.0
+    play(world, script)
+    assert world.fleet.replaced == 1
+    assert max(group.finished_s - group.started_s for group in world.observer.groups) > 250
+
+
+def test_tokens_from_before_an_interruption_survive_death_of_engine() -> None:
+    async def script(world: World) -> None:
+        await asyncio.sleep(35)
+        await world.rollouter.pause_rollout()
+        await world.rollouter.resume_rollout()
+        await asyncio.sleep(15)
+        kept = world.engines[0].resumed
+        assert kept >= 4
+        world.engines[0].die()
+        await asyncio.sleep(15)  # the replacement starts
+        assert world.engines[1].resumed == kept
+
+    world = World(schedule=MODES["async interrupt"], elastic=True, steps=1)
+    world.make_engine, world.engine_s = SteadyEngine, 10.0
+    play(world, script)
 
 
 def test_other_engines_resume_completions_of_removed_engine() -> None:

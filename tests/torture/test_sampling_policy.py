@@ -69,6 +69,12 @@ def test_dynamic_sampling_fails_when_all_rewards_are_equal(fault: Fault) -> None
     fault.fired()
 
 
+def test_dynamic_sampling_continues_when_equal_rewards_are_not_in_a_row() -> None:
+    world = World(dynamic_sampling=True, score=half_equal, groups_per_step=1, steps=150)
+    run_virtual(world.build().run())
+    assert world.ledger.dropped["equal_rewards"] > 50, "the limit is 50 batches in a row"
+
+
 @pytest.mark.fault("B8", "one completion of a group is late")
 def test_group_continues_without_late_trajectories_down_to_min_size(fault: Fault) -> None:
     sizes = []
