@@ -159,9 +159,7 @@ def measure(
         "sync_max_ms": round(1e3 * max(row["time/sync_s"] for row in steady), 2),
         "staleness_max": max(row["staleness/max"] for row in steady),
         "seconds": [round(t, 3) for t in times],
-        "logprob_diff_mean": steady[-1].get(
-            "mismatch/logprob_diff_mean", steady[-1].get("train/logprob_diff_mean")
-        ),
+        "logprob_diff_mean": steady[-1].get("train/logprob_diff_mean"),
     }
 
 
