@@ -19,7 +19,6 @@ import itertools
 import json
 import logging
 import math
-import random
 import statistics
 import sys
 import tempfile
@@ -39,6 +38,7 @@ import paceline.run  # noqa: E402
 from benchmarks import gpu_loop  # noqa: E402
 from benchmarks.gpu_load import bandwidth, matmul_rate  # noqa: E402
 from benchmarks.report import RESULTS, command_line, gpu_circumstances, read_metrics, write  # noqa: E402
+from benchmarks.teach_tasks import sums  # noqa: E402
 from paceline import generation  # noqa: E402
 from paceline.config import RunConfig, load_config  # noqa: E402
 from paceline.reward import verify  # noqa: E402
@@ -160,12 +160,7 @@ def limit_of(model: str, prompts: str, key: str, rates: tuple[float, float]) -> 
 
 def arithmetic(path: Path) -> str:
     """Write sums that a small chat model answers in a few tokens."""
-    numbers = random.Random(0)
-    with path.open("w") as file:
-        for _ in range(8192):
-            a, b = numbers.randint(2, 99), numbers.randint(2, 99)
-            row = {"prompt": f"What is {a} + {b}? Answer with the number.", "answer": str(a + b)}
-            file.write(json.dumps(row) + "\n")
+    path.write_text("".join(json.dumps(row) + "\n" for row in sums(8192, 0)))
     return str(path)
 
 
