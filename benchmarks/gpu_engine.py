@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -194,8 +195,8 @@ def tail_limit(
 
     Also return the resulting rate as a fraction of a steady state at `limit`.
     """
-    waiting, live = lengths[::-1], []  # live: (tokens remaining, context)
-    seconds = 0.0
+    waiting, seconds = lengths[::-1], 0.0
+    live: list[tuple[int, int]] = []  # tokens remaining, context
     while waiting or live:
         while waiting and len(live) < TAIL_SLOTS:
             live.append((waiting.pop(), PROMPT))
@@ -381,8 +382,8 @@ def main() -> None:
         shapes = ("0.5B",) if options.quick else ("0.5B", "1.5B")
         both = [(variant, slots) for variant in FP8_VARIANTS for slots in (16, 32)]
         for shape in shapes:
-            record(shape, lambda shape=shape: fp8_throughput(shape, (64, 256, 1024), rounds))
-            record(f"sync {shape}", lambda shape=shape: load_weights(shape, quantized=True))
+            record(shape, partial(fp8_throughput, shape, (64, 256, 1024), rounds))
+            record(f"sync {shape}", partial(load_weights, shape, quantized=True))
         record("accuracy", lambda: [accuracy("0.5B", torch.bfloat16, n, v) for v, n in both])
         return
     record("0.5B", lambda: throughput("0.5B", (64, 256, 512), rounds, ceilings))

@@ -120,6 +120,14 @@ async def no_checkpoint(*_: Any) -> None:
     """Skip the checkpoint, because only the train step is measured."""
 
 
+def prepare_runs() -> None:
+    """Let all runs of this program have the reward `varied`, no checkpoints and no warnings."""
+    # a random model learns nothing, which the run would report as a warning
+    logging.getLogger("paceline").setLevel(logging.ERROR)
+    verify.IN_PROCESS["varied"] = varied
+    mock.patch.object(paceline.run, "save_checkpoint", no_checkpoint).start()
+
+
 def measure(
     model: str, run_dir: Path, mode: str, load: str, steps: int, extra: list[str]
 ) -> dict[str, Any]:
@@ -174,10 +182,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu_loop.json")
     options = parser.parse_args()
-    # a random model learns nothing, which the run would report as a warning
-    logging.getLogger("paceline").setLevel(logging.ERROR)
-    verify.IN_PROCESS["varied"] = varied
-    paceline.run.save_checkpoint = no_checkpoint  # type: ignore[assignment]
+    prepare_runs()
     results: dict[str, Any] = gpu_circumstances() | {
         "load": "GRPO, 0.5B, 32 prompts x 8 completions, 128-token prompts, bfloat16 matmuls; "
         "mean of steady steps",

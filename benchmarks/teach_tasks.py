@@ -35,7 +35,8 @@ class Task:
 
 def sums(count: int, seed: int) -> Iterator[dict[str, Any]]:
     """Yield sums of two numbers, all different."""
-    numbers, seen = random.Random(seed), set()
+    numbers = random.Random(seed)
+    seen: set[tuple[int, ...]] = set()
     while len(seen) < count:
         terms = tuple(numbers.randint(2, 99) for _ in range(2))
         if terms not in seen:
