@@ -242,11 +242,14 @@ class FakeTransport:
 
 
 class FakeSource:
+    def __init__(self) -> None:
+        self.observed: list[int] = []
+
     def __getitem__(self, seq: int) -> Prompt:
         return Prompt(f"p{seq}", (seq,), str(seq), {})
 
     def observe(self, groups: Sequence[Group]) -> None:
-        return
+        self.observed += [group.seq for group in groups]
 
 
 class FakeReward:
@@ -347,6 +350,7 @@ class World:
             heartbeat_s=1.0 if self.elastic else 5.0,
             max_restarts=self.max_restarts,
         )
+        self.source = FakeSource()
         self.reward = FakeReward(self.score)
         self.trainer = FakeTrainer(rng, self.train_s)
         self.observer = RecordingObserver()
@@ -396,7 +400,7 @@ class World:
                 episode_timeout_s=self.episode_timeout_s or 10 * self.generation_timeout,
                 takes_turns=self.takes_turns,
             ),
-            source=FakeSource(),
+            source=self.source,
             rollouter=self.rollouter,
             fleet=self.fleet,
             queue=MessageQueueClient(self.queue, self.schedule.max_staleness),

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from paceline.errors import ConfigError, WorkerDied
+from paceline.errors import ConfigError, SyncError, WorkerDied
 from paceline.rollout import quarantine
 from paceline.rollout.fleet import Fleet
 from paceline.rollout.member import Member, State
@@ -375,6 +375,54 @@ def test_sync_does_not_wait_for_engine_that_is_loading(mode: str, fault: Fault) 
     busy.make_engine = UnresponsiveWhileLoading
     world = play(busy, script)
     assert max(world.synchronizer.seconds) < 15 and world.fleet.replaced == 0
+
+
+def test_engine_that_does_not_reply_while_it_loads_is_kept() -> None:
+    """Loading takes longer than the heartbeat timeout of 20 s; sync.timeout_s is the limit."""
+
+    async def script(world: World) -> None:
+        await asyncio.sleep(10)
+        world.engines[1].load_s = 40.0
+        await asyncio.sleep(60)
+        world.engines[1].load_s = 0.1
+
+    world = World(schedule=MODES["async swap"], num_engines=2, elastic=True, steps=100)
+    world.make_engine, world.train_s = UnresponsiveWhileLoading, 5.0
+    assert play(world, script).fleet.replaced == 0
+
+
+def test_loads_that_newer_weights_overtake_do_not_count_as_failures() -> None:
+    async def scenario() -> None:
+        world = World(schedule=MODES["async swap"], elastic=True)
+        world.build()
+        await world.synchronizer.sync_weights(0)
+        (member,), engine, loads = world.fleet, world.engines[0], 0
+
+        async def load(weights: Weights) -> None:
+            nonlocal loads
+            loads += 1
+            if loads <= 10:
+                world.synchronizer._weights = Weights(loads)  # published meanwhile
+                raise SyncError("these weights are gone")
+
+        engine.load_weights = load  # type: ignore[method-assign]
+        member.state = State.CATCHING_UP
+        await world.synchronizer.catch_up(member)
+        assert member.state is State.LIVE and not engine.worker.died.done()
+
+    run_virtual(scenario())
+
+
+def test_waiting_turns_look_for_an_engine_again_when_theirs_falls_behind() -> None:
+    async def scenario() -> int:
+        world = World(num_engines=2, elastic=True)
+        world.build()
+        looked: list[None] = []
+        world.fleet.on_change = lambda: looked.append(None)
+        world.fleet.fell_behind(next(iter(world.fleet)))
+        return len(looked)
+
+    assert run_virtual(scenario()) == 1
 
 
 def test_fleet_cannot_change_when_it_shares_worker_with_trainer() -> None:

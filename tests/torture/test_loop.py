@@ -235,6 +235,12 @@ def test_run_ends_when_weight_check_fails() -> None:
     assert len(world.trainer.steps) in (2, 3)
 
 
+def test_source_observes_every_trained_group_once() -> None:
+    world = World(schedule=MODES["async swap"])
+    run_virtual(world.build().run())
+    assert world.source.observed == [group.seq for group in world.observer.groups]
+
+
 def test_run_fails_when_worker_dies() -> None:
     async def scenario() -> None:
         died: asyncio.Future[None] = asyncio.get_running_loop().create_future()

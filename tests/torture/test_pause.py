@@ -38,6 +38,22 @@ def test_pause_stops_generation_until_resume(mode: str) -> None:
     assert [g.seq for g in world.observer.groups] == list(range(8 * 3))
 
 
+def test_generation_stays_paused_until_everyone_who_paused_it_resumes() -> None:
+    async def scenario() -> None:
+        world = World(schedule=MODES["async swap"])
+        run = asyncio.create_task(world.build().run())
+        await asyncio.sleep(3)
+        await world.rollouter.pause_rollout("one")
+        await world.rollouter.pause_rollout("other")
+        await world.rollouter.resume_rollout("one")
+        assert (await world.engines[0].stats()).paused
+        await world.rollouter.resume_rollout("other")
+        assert not (await world.engines[0].stats()).paused
+        await run
+
+    run_virtual(scenario())
+
+
 def test_generation_timeout_excludes_paused_time() -> None:
     async def scenario() -> World:
         world = World(schedule=MODES["async swap"], generation_timeout=300)
