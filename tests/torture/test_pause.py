@@ -38,7 +38,7 @@ def test_pause_stops_generation_until_resume(mode: str) -> None:
     assert [g.seq for g in world.observer.groups] == list(range(8 * 3))
 
 
-def test_generation_stays_paused_until_everyone_who_paused_it_resumes() -> None:
+def test_generation_stays_paused_until_every_caller_resumes() -> None:
     async def scenario() -> None:
         world = World(schedule=MODES["async swap"])
         run = asyncio.create_task(world.build().run())

@@ -8,8 +8,8 @@ import pytest
 
 from paceline.errors import RolloutError
 from paceline.rollout.environment import Generate, SingleTurn
-from paceline.types import Prompt, Trajectory
-from tests.fakes import World
+from paceline.types import Completion, Prompt, Request, Trajectory
+from tests.fakes import FakeEngine, FakeSource, World
 from tests.fault_report import Fault
 from tests.torture.test_loop import MODES, random_world, staleness_in_data
 from tests.virtual import run_virtual
@@ -99,6 +99,29 @@ def test_greedy_completion_is_baseline_and_not_trained() -> None:
     for batch in world.trainer.batches:
         assert batch.num_rows == 6 and batch.baselines is not None
         assert batch.baselines.tolist() == [0.75] * 6 and batch.rewards.tolist() == [0.25, 0.5] * 3
+
+
+class NeverGreedy(FakeEngine):
+    async def _produce(self, request: Request) -> Completion:
+        if request.sampling.temperature == 0:
+            raise RolloutError("planted")
+        return await super()._produce(request)
+
+
+def test_group_fails_when_its_greedy_completion_fails() -> None:
+    world = World(group_size=3, min_group_size=2, greedy_baseline=True, make_engine=NeverGreedy)
+    with pytest.raises(RolloutError, match="planted"):
+        run_virtual(world.build().run())
+
+
+def test_evaluation_has_no_greedy_baseline() -> None:
+    async def scenario() -> None:
+        world = World(greedy_baseline=True)
+        world.build()
+        group = await world.rollouter.variant(0.0, 2).run(0, FakeSource()[0])
+        assert len(group.trajectories) == len(world.engines[0].seen) == 2
+
+    run_virtual(scenario())
 
 
 def test_baseline_includes_turn_rewards() -> None:
