@@ -19,7 +19,8 @@ EXPRESSION = re.compile(r"[\d+\-*/() ]*\d[\d+\-*/() ]*")
 
 def rows(count: int, seed: int) -> Iterator[dict[str, Any]]:
     """Yield solvable rows, all different."""
-    numbers, seen = random.Random(seed), set()
+    numbers = random.Random(seed)
+    seen: set[tuple[Any, ...]] = set()
     while len(seen) < count:
         chosen = tuple(numbers.randint(1, LARGEST) for _ in range(3))
         first, second = (numbers.choice((operator.add, operator.sub, operator.mul)) for _ in "12")

@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,14 +118,6 @@ def fp8_throughput(shape: str, sizes: tuple[int, ...], rounds: int) -> list[dict
     return rows
 
 
-def fp8_load(shape: str) -> dict[str, float]:
-    """Return the milliseconds to quantize a float32 model on the same GPU."""
-    model = make_model(shape, torch.float32)
-    weights = fp8_weights(DecoderWeights.from_module(model, share=False, dtype=torch.bfloat16))
-    engine = NativeEngine(model.config, weights, slots=8, max_length=PROMPT + NEW)
-    return {"milliseconds": load_time(engine, model)}
-
-
 def steady_rate(engine: NativeEngine, n: int, new: int) -> float:
     """Return tokens per second while all slots decode, without prefill."""
     engine.submit(make_requests([new] * n, 77))
@@ -202,8 +195,8 @@ def tail_limit(
 
     Also return the resulting rate as a fraction of a steady state at `limit`.
     """
-    waiting, live = lengths[::-1], []  # live: (tokens remaining, context)
-    seconds = 0.0
+    waiting, seconds = lengths[::-1], 0.0
+    live: list[tuple[int, int]] = []  # tokens remaining, context
     while waiting or live:
         while waiting and len(live) < TAIL_SLOTS:
             live.append((waiting.pop(), PROMPT))
@@ -281,15 +274,15 @@ def step_times(shape: str) -> dict[int, float]:
     return times
 
 
-def load_weights(shape: str) -> dict[str, float]:
-    """Return the milliseconds to load a float32 model on the same GPU into a bfloat16 engine."""
+def load_weights(shape: str, quantized: bool = False) -> dict[str, float]:
+    """Return the milliseconds to load a float32 model on the same GPU into a bfloat16 engine.
+
+    `quantized`: into one with FP8 weights.
+    """
     model = make_model(shape, torch.float32)
     weights = DecoderWeights.from_module(model, share=False, dtype=torch.bfloat16)
+    weights = fp8_weights(weights) if quantized else weights
     engine = NativeEngine(model.config, weights, slots=8, max_length=PROMPT + NEW)
-    return {"milliseconds": load_time(engine, model)}
-
-
-def load_time(engine: NativeEngine, model: Qwen2ForCausalLM) -> float:
     times = []
     for version in range(6):
         torch.cuda.synchronize()
@@ -297,7 +290,7 @@ def load_time(engine: NativeEngine, model: Qwen2ForCausalLM) -> float:
         engine.load(dict(model.named_parameters()), version)
         torch.cuda.synchronize()
         times.append((time.perf_counter() - start) * 1e3)
-    return round(statistics.median(times[1:]), 2)
+    return {"milliseconds": round(statistics.median(times[1:]), 2)}
 
 
 def memory_growth(admissions: int) -> dict[str, Any]:
@@ -389,8 +382,8 @@ def main() -> None:
         shapes = ("0.5B",) if options.quick else ("0.5B", "1.5B")
         both = [(variant, slots) for variant in FP8_VARIANTS for slots in (16, 32)]
         for shape in shapes:
-            record(shape, lambda shape=shape: fp8_throughput(shape, (64, 256, 1024), rounds))
-            record(f"sync {shape}", lambda shape=shape: fp8_load(shape))
+            record(shape, partial(fp8_throughput, shape, (64, 256, 1024), rounds))
+            record(f"sync {shape}", partial(load_weights, shape, quantized=True))
         record("accuracy", lambda: [accuracy("0.5B", torch.bfloat16, n, v) for v, n in both])
         return
     record("0.5B", lambda: throughput("0.5B", (64, 256, 512), rounds, ceilings))

@@ -120,6 +120,14 @@ async def no_checkpoint(*_: Any) -> None:
     """Skip the checkpoint, because only the train step is measured."""
 
 
+def prepare_runs() -> None:
+    """Let all runs of this program have the reward `varied`, no checkpoints and no warnings."""
+    # a random model learns nothing, which the run would report as a warning
+    logging.getLogger("paceline").setLevel(logging.ERROR)
+    verify.IN_PROCESS["varied"] = varied
+    mock.patch.object(paceline.run, "save_checkpoint", no_checkpoint).start()
+
+
 def measure(
     model: str, run_dir: Path, mode: str, load: str, steps: int, extra: list[str]
 ) -> dict[str, Any]:
@@ -159,9 +167,7 @@ def measure(
         "sync_max_ms": round(1e3 * max(row["time/sync_s"] for row in steady), 2),
         "staleness_max": max(row["staleness/max"] for row in steady),
         "seconds": [round(t, 3) for t in times],
-        "logprob_diff_mean": steady[-1].get(
-            "mismatch/logprob_diff_mean", steady[-1].get("train/logprob_diff_mean")
-        ),
+        "logprob_diff_mean": steady[-1].get("train/logprob_diff_mean"),
     }
 
 
@@ -176,10 +182,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu_loop.json")
     options = parser.parse_args()
-    # a random model learns nothing, which the run would report as a warning
-    logging.getLogger("paceline").setLevel(logging.ERROR)
-    verify.IN_PROCESS["varied"] = varied
-    paceline.run.save_checkpoint = no_checkpoint  # type: ignore[assignment]
+    prepare_runs()
     results: dict[str, Any] = gpu_circumstances() | {
         "load": "GRPO, 0.5B, 32 prompts x 8 completions, 128-token prompts, bfloat16 matmuls; "
         "mean of steady steps",

@@ -13,7 +13,6 @@ on a CPU.
 
 import asyncio
 import json
-import logging
 import sys
 import tempfile
 from pathlib import Path
@@ -24,7 +23,6 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import paceline.run  # noqa: E402
 from benchmarks import gpu_loop  # noqa: E402
 from benchmarks.gpu_real import LOADS, Load, arithmetic  # noqa: E402
 from benchmarks.prediction import Row, add, compare, measure, predict, show  # noqa: E402
@@ -32,7 +30,6 @@ from benchmarks.report import RESULTS, command_line  # noqa: E402
 from paceline import generation  # noqa: E402
 from paceline.config import RunConfig, load_config  # noqa: E402
 from paceline.inputs import load_inputs  # noqa: E402
-from paceline.reward import verify  # noqa: E402
 from paceline.rollout.client import EngineClient  # noqa: E402
 from paceline.simulator.lengths import Distribution, read_distribution  # noqa: E402
 from paceline.simulator.probe import probe  # noqa: E402
@@ -99,9 +96,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="tiny model, no file written")
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu_prediction.json")
     options = parser.parse_args()
-    logging.getLogger("paceline").setLevel(logging.ERROR)
-    verify.IN_PROCESS["varied"] = gpu_loop.varied
-    paceline.run.save_checkpoint = gpu_loop.no_checkpoint  # type: ignore[assignment]
+    gpu_loop.prepare_runs()
     with tempfile.TemporaryDirectory() as folder:
         scratch, rows = Path(folder), []
         for name in options.loads.split(","):

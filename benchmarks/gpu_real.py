@@ -17,9 +17,7 @@ steps as the longest completion has tokens.
 import asyncio
 import itertools
 import json
-import logging
 import math
-import random
 import statistics
 import sys
 import tempfile
@@ -35,14 +33,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import paceline.run  # noqa: E402
 from benchmarks import gpu_loop  # noqa: E402
-from benchmarks.gpu_load import bandwidth, matmul_rate  # noqa: E402
+from benchmarks.gpu_load import PROMPT, bandwidth, matmul_rate  # noqa: E402
 from benchmarks.report import RESULTS, command_line, gpu_circumstances, read_metrics, write  # noqa: E402
+from benchmarks.teach_tasks import sums  # noqa: E402
 from paceline import generation  # noqa: E402
 from paceline.config import RunConfig, load_config  # noqa: E402
-from paceline.reward import verify  # noqa: E402
 from paceline.rollout.client import EngineClient  # noqa: E402
+from paceline.run import train  # noqa: E402
 
 WARM_UP = 3
 MOST_SLOTS = 1024
@@ -65,7 +63,7 @@ class Load:
 RANDOM = [
     "groups_per_step=32",
     "group_size=8",
-    f"data.max_prompt_length={gpu_loop.PROMPT}",
+    f"data.max_prompt_length={PROMPT}",
     "data.chat=false",
     "reward.function=varied",
     "rollout.generation_timeout=600",
@@ -160,12 +158,7 @@ def limit_of(model: str, prompts: str, key: str, rates: tuple[float, float]) -> 
 
 def arithmetic(path: Path) -> str:
     """Write sums that a small chat model answers in a few tokens."""
-    numbers = random.Random(0)
-    with path.open("w") as file:
-        for _ in range(8192):
-            a, b = numbers.randint(2, 99), numbers.randint(2, 99)
-            row = {"prompt": f"What is {a} + {b}? Answer with the number.", "answer": str(a + b)}
-            file.write(json.dumps(row) + "\n")
+    path.write_text("".join(json.dumps(row) + "\n" for row in sums(8192, 0)))
     return str(path)
 
 
@@ -179,7 +172,7 @@ def measure(load: Load, mode: str, by_hand: bool, given: list[str], limit: Limit
         client = gpu_loop.fixed_lengths(load.long_tail, config.rollout.max_response_length)
     begun = time.time()
     with mock.patch.object(generation, "EngineClient", client):
-        asyncio.run(paceline.run.train(config))
+        asyncio.run(train(config))
     rows = read_metrics(config.run_dir)
     times = [b["wall_time_s"] - a["wall_time_s"] for a, b in itertools.pairwise(rows)]
     times, steady = times[WARM_UP - 1 :], rows[WARM_UP:]
@@ -238,9 +231,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="additional key=value")
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu_real.json")
     options = parser.parse_args()
-    logging.getLogger("paceline").setLevel(logging.ERROR)
-    verify.IN_PROCESS["varied"] = gpu_loop.varied
-    paceline.run.save_checkpoint = gpu_loop.no_checkpoint  # type: ignore[assignment]
+    gpu_loop.prepare_runs()
     rates = gpu_rates() if torch.cuda.is_available() else (1e10, 1e11)
     results: Metrics = gpu_circumstances() | {
         "bandwidth_TB_s": round(rates[0] / 1e12, 2),

@@ -40,21 +40,20 @@ COMPLETION = 512
 TARGET_FRACTION = 0.45
 
 
-def make_batch(rows: int, group: int, lengths: list[int] | None = None) -> Batch:
+def make_batch(rows: int, group: int) -> Batch:
     """Return a batch in which every `group` rows have the same prompt."""
     rng = np.random.default_rng(0)
-    completions = lengths or [COMPLETION] * rows
     prompts = rng.integers(0, VOCABULARY, (-(-rows // group), PROMPT))
     tokens = np.concatenate(
         [
-            np.concatenate((prompts[i // group], rng.integers(0, VOCABULARY, n)))
-            for i, n in enumerate(completions)
+            np.concatenate((prompts[i // group], rng.integers(0, VOCABULARY, COMPLETION)))
+            for i in range(rows)
         ]
     )
-    mask = np.concatenate([np.arange(PROMPT + n) >= PROMPT for n in completions])
+    mask = np.tile(np.arange(PROMPT + COMPLETION) >= PROMPT, rows)
     return Batch(
         tokens=tokens.astype(np.int32),
-        lengths=np.array([PROMPT + n for n in completions], np.int32),
+        lengths=np.full(rows, PROMPT + COMPLETION, np.int32),
         mask=mask,
         logprobs=np.where(mask, -12.0, 0.0).astype(np.float32),
         versions=np.where(mask, 0, -1).astype(np.int32),

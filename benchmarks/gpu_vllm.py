@@ -9,7 +9,6 @@ Random weights in the shape of Qwen2.5-0.5B.
 
 import asyncio
 import json
-import logging
 import statistics
 import sys
 import tempfile
@@ -24,14 +23,14 @@ from transformers import AutoModelForCausalLM
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import paceline.run  # noqa: E402
 from benchmarks.gpu_load import PROMPT  # noqa: E402
-from benchmarks.gpu_loop import make_model, make_prompts, no_checkpoint  # noqa: E402
+from benchmarks.gpu_loop import make_model, make_prompts, prepare_runs  # noqa: E402
 from benchmarks.report import RESULTS, command_line, gpu_circumstances, read_metrics, write  # noqa: E402
 from paceline.config import RunConfig, load_config  # noqa: E402
 from paceline.remote.process import ProcessWorker  # noqa: E402
 from paceline.rollout.client import EngineClient  # noqa: E402
 from paceline.rollout.vllm_settings import VllmSettings, check_vllm  # noqa: E402
+from paceline.run import train  # noqa: E402
 from paceline.sync.connect import connect  # noqa: E402
 from paceline.types import Completion, Request, Role, Sampling  # noqa: E402
 from paceline.workers.build import build_parts  # noqa: E402
@@ -153,8 +152,7 @@ def hybrid(config: RunConfig) -> dict[str, Any]:
 
     vLLM sleeps during train steps; the trainer's state is offloaded to host memory otherwise.
     """
-    paceline.run.save_checkpoint = no_checkpoint  # type: ignore[assignment]
-    summary = asyncio.run(paceline.run.train(config))
+    summary = asyncio.run(train(config))
     rows = read_metrics(config.run_dir)
     shown = (
         "time/wait_s",
@@ -234,8 +232,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu_vllm.json")
     options = parser.parse_args()
-    # a random model learns nothing, which the run would report as a warning
-    logging.getLogger("paceline").setLevel(logging.ERROR)
+    prepare_runs()
     results = gpu_circumstances() | {
         "vllm": check_vllm(),
         "targets": TARGETS,

@@ -54,7 +54,7 @@ def measure(model: str, ranks: int, settings: list[str]) -> dict[str, float]:
     """Return generated tokens per second of waiting for groups, and the number of engines."""
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(
-            "recipes/fsdp_hybrid.toml",
+            "fsdp_hybrid",
             [f"model={model}", f"run_dir={folder}", *SETTINGS, *settings],
         )
         chosen = first_engine if ranks == 1 else engine_workers

@@ -17,7 +17,7 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -67,7 +67,9 @@ class SlowReward:
     def __init__(self, reward: Reward) -> None:
         self._reward = reward
 
-    async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[float]:
+    async def score(
+        self, prompt: Prompt, trajectories: Sequence[Trajectory]
+    ) -> Sequence[float | Mapping[str, float]]:
         await asyncio.sleep(
             random.Random(prompt.uid).lognormvariate(math.log(0.1), math.log(8) / 2.326)
         )

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import spawn
+from torch.multiprocessing.spawn import spawn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 sys.path.append(str(Path(__file__).parents[1]))  # after PYTHONPATH, which may name a version

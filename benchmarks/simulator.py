@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.report import RESULTS, circumstances, command_line, write
@@ -20,7 +21,7 @@ from paceline.simulator.lengths import read_distribution
 from paceline.simulator.simulation import Scenario, simulate
 from paceline.types import OnSync
 
-MODES = {
+MODES: dict[str, dict[str, Any]] = {
     "hybrid sync": {"schedule": ScheduleSettings(), "shared": True, "engines": 1000},
     "fully async": {
         "schedule": ScheduleSettings(max_staleness=2, on_sync=OnSync.SWAP),

@@ -34,7 +34,7 @@ from paceline.errors import PacelineError
 ROOT = Path(__file__).resolve().parents[1]
 FILE = RESULTS / "stability.json"
 PLOT = ROOT / "docs" / "images" / "stability.svg"
-SEEDS = (0, 1, 2)
+SEEDS: tuple[int, ...] = (0, 1, 2)
 WINDOW = 25  # steps of a mean: single batches of 16 prompts vary by 0.04
 
 SORT = ("fully_async", "data.task=sort:5", "steps=200", "schedule.max_staleness=4")

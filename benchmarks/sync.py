@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,15 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.report import RESULTS, command_line, origin, write
+from paceline.remote.group import use_interface
 from paceline.remote.message import Deferred
 from paceline.remote.process import ProcessWorker
 from paceline.rollout.service import RolloutService
-from paceline.sync.collective import BroadcastGroup, Collective
-from paceline.sync.meeting import Meeting
+from paceline.sync.collective import Collective
 from paceline.sync.shared_memory import SharedMemory
 from paceline.sync.stream import Stream
 from paceline.sync.transport import SOURCE, TARGET, WeightSource
-from paceline.workers.local import available_cores
+from paceline.workers.cluster import available_cores
 
 TRANSPORTS: dict[str, Any] = {
     "shared memory": SharedMemory,
@@ -45,7 +46,8 @@ TRANSPORTS: dict[str, Any] = {
 }
 MB = 1_000_000
 TENSOR = 1 << 20  # elements per tensor
-TOKEN = bytes(32)  # of the raw broadcast
+GLOO_TIMEOUT = timedelta(seconds=60)
+dist: Any = torch.distributed
 
 Workers = tuple[ProcessWorker, list[ProcessWorker]]
 
@@ -90,8 +92,8 @@ class Raw:
         self._data = data.view(torch.uint8)
         self._shared: Tensor | None = None
         self._socket = socket.create_server(("127.0.0.1", 0))
-        self._group: BroadcastGroup | None = None
-        self._meeting: Meeting | None = None
+        self._stores: list[Any] = []  # a process group does not keep its store alive
+        self._group: Any = None
 
     def port(self) -> int:
         return int(self._socket.getsockname()[1])
@@ -124,15 +126,20 @@ class Raw:
         self._data.copy_(self._shared)
 
     def store(self) -> int:
-        self._meeting = Meeting("127.0.0.1", TOKEN)
-        return self._meeting.address[1]
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._stores.append(store)
+        return int(store.port)
 
     def join(self, port: int, rank: int, size: int) -> None:
-        self._group = BroadcastGroup(("127.0.0.1", port), TOKEN, 0, rank, size)
+        use_interface("127.0.0.1")
+        self._stores.append(dist.TCPStore("127.0.0.1", port, is_master=False))
+        self._group = dist.ProcessGroupGloo(self._stores[-1], rank, size, GLOO_TIMEOUT)
 
-    def broadcast(self, send: bool) -> None:
-        assert self._group
-        self._group.start(self._data, send)()
+    def broadcast(self) -> None:
+        """Broadcast the data of rank 0."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._group.broadcast([self._data], options).wait()
 
 
 def build(size: int, role: str) -> Mapping[str, Any]:
@@ -145,7 +152,7 @@ def build(size: int, role: str) -> Mapping[str, Any]:
     return raw | {role: engine, TARGET: engine.weight_target}
 
 
-async def raw_stream(workers: Workers) -> Callable[[], Awaitable[Any]]:
+async def raw_stream(workers: Workers, size: int) -> Callable[[], Awaitable[Any]]:
     trainer, engines = workers
     ports = [await engine.call("raw", "port") for engine in engines]
     return lambda: asyncio.gather(
@@ -168,7 +175,7 @@ async def raw_memory(workers: Workers, size: int) -> Callable[[], Awaitable[Any]
     return copy
 
 
-async def raw_collective(workers: Workers) -> Callable[[], Awaitable[Any]]:
+async def raw_collective(workers: Workers, size: int) -> Callable[[], Awaitable[Any]]:
     trainer, engines = workers
     port = await trainer.call("raw", "store")
     workers_by_rank = [trainer, *engines]
@@ -178,21 +185,15 @@ async def raw_collective(workers: Workers) -> Callable[[], Awaitable[Any]]:
             for rank, worker in enumerate(workers_by_rank)
         )
     )
-    return lambda: asyncio.gather(
-        *(worker.call("raw", "broadcast", worker is trainer) for worker in workers_by_rank)
-    )
+    return lambda: asyncio.gather(*(worker.call("raw", "broadcast") for worker in workers_by_rank))
+
+
+RAW = {"shared memory": raw_memory, "stream": raw_stream, "collective": raw_collective}
 
 
 async def measure(name: str, workers: Workers, size: int, repeats: int) -> dict[str, Any]:
     trainer, engines = workers
-    raw = {
-        "shared memory": raw_memory(workers, size),
-        "stream": raw_stream(workers),
-        "collective": raw_collective(workers),
-    }
-    send_raw = await raw.pop(name)
-    for other in raw.values():
-        other.close()
+    send_raw = await RAW[name](workers, size)
     await asyncio.gather(*(engine.call("rollout", "forget") for engine in engines))
     transport = await TRANSPORTS[name].connect(trainer, engines)
     found: dict[str, list[float]] = {"raw_s": [], "arrived_s": [], "live_s": []}

@@ -70,7 +70,7 @@ def accuracy(model: Any, tokenizer: Any, rows: Rows, settings: dict[str, Any]) -
     return statistics.mean(scores)
 
 
-class Clock(TrainerCallback):  # type: ignore[misc]
+class Clock(TrainerCallback):
     """Evaluates every few steps and counts the seconds of training without evaluations."""
 
     def __init__(self, score: Any, every: int) -> None:

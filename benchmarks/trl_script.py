@@ -80,4 +80,5 @@ def dataset(rows: list[dict[str, Any]]) -> Any:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], *map(int, sys.argv[4:]))
+    library, model, output_dir, *steps = sys.argv[1:]
+    main(library, model, output_dir, *map(int, steps))

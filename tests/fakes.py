@@ -210,6 +210,23 @@ class FakeEngine:
             self.worker.died.result()
 
 
+class SteadyEngine(FakeEngine):
+    """Makes 20 tokens, the most that a world asks for, each in exactly the same time."""
+
+    class _Even(random.Random):
+        def expovariate(self, lambd: float = 1.0) -> float:
+            return 1 / lambd
+
+        def random(self) -> float:
+            return 1.0
+
+    def __init__(self, rng: random.Random, mean_s: float = 1.0, name: str = "rollout") -> None:
+        super().__init__(self._Even(), mean_s, name)
+
+    def _length(self, request: Request) -> int:
+        return 20
+
+
 def _completion(tokens: list[int], versions: list[int], finish: Finish) -> Completion:
     zeros = np.zeros(len(tokens), np.float32)
     return Completion(np.array(tokens, np.int32), zeros, np.array(versions, np.int32), finish)
@@ -225,11 +242,14 @@ class FakeTransport:
 
 
 class FakeSource:
+    def __init__(self) -> None:
+        self.observed: list[int] = []
+
     def __getitem__(self, seq: int) -> Prompt:
         return Prompt(f"p{seq}", (seq,), str(seq), {})
 
     def observe(self, groups: Sequence[Group]) -> None:
-        return
+        self.observed += [group.seq for group in groups]
 
 
 class FakeReward:
@@ -330,6 +350,7 @@ class World:
             heartbeat_s=1.0 if self.elastic else 5.0,
             max_restarts=self.max_restarts,
         )
+        self.source = FakeSource()
         self.reward = FakeReward(self.score)
         self.trainer = FakeTrainer(rng, self.train_s)
         self.observer = RecordingObserver()
@@ -379,7 +400,7 @@ class World:
                 episode_timeout_s=self.episode_timeout_s or 10 * self.generation_timeout,
                 takes_turns=self.takes_turns,
             ),
-            source=FakeSource(),
+            source=self.source,
             rollouter=self.rollouter,
             fleet=self.fleet,
             queue=MessageQueueClient(self.queue, self.schedule.max_staleness),

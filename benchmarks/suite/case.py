@@ -16,34 +16,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import paceline.run
 from benchmarks.forced_lengths import forced_length, forcing_client
-from benchmarks.suite.watcher import Pause, Watcher
+from benchmarks.suite.watcher import Watcher, train_watched
 from paceline import generation
 from paceline.config import RunConfig, load_config
-from paceline.errors import PacelineError, first_error
+from paceline.errors import PacelineError
 from paceline.loop import Metrics
 from paceline.types import OnSync
 
 ROOT = Path(__file__).resolve().parents[2]
-PAUSE_POLLS = 2
-
-
-async def run(
-    config: RunConfig, watcher: Watcher, pause: bool
-) -> tuple[dict[str, Any], Pause | None]:
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            training = tasks.create_task(paceline.run.train(config, watcher.begin))
-            training.add_done_callback(watcher.end)
-            pausing = (
-                tasks.create_task(watcher.pause_and_resume(Path(config.run_dir), PAUSE_POLLS))
-                if pause
-                else None
-            )
-    except BaseExceptionGroup as failed:
-        raise first_error(failed) from None
-    return training.result(), pausing.result() if pausing else None
 
 
 def steady_metrics(
@@ -125,7 +106,7 @@ def main() -> int:
             ROOT / "recipes" / f"{spec['recipe']}.toml" if spec["recipe"] else None,
             spec["settings"],
         )
-        summary, pause = asyncio.run(run(config, watcher, spec["pause"]))
+        summary, pause = asyncio.run(train_watched(config, watcher, spec["pause"]))
     except PacelineError as error:
         logging.error("%s: %s", type(error).__name__, error)
         result.write_text(

@@ -95,11 +95,11 @@ def read_target(environment: Mapping[str, str]) -> float | None:
     return target
 
 
-def choice_from_environment(environment: Mapping[str, str] = os.environ) -> Choice:
+def choice_from_environment() -> Choice:
     """Read the variables and hide the other GPUs from this process and its children."""
     import torch
 
-    choice = read_choice(environment, torch.cuda.device_count())
+    choice = read_choice(os.environ, torch.cuda.device_count())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
         str(index) for index in range(choice.gpus)
     )

@@ -20,14 +20,14 @@ from typing import Any
 import psutil
 from rich.console import Console
 
+from benchmarks.report import read_metrics
 from benchmarks.suite.choice import Choice, choice_from_environment
 from benchmarks.suite.criteria import CheckResult, ledger
 from benchmarks.suite.memory import MB, Memory
-from benchmarks.suite.watcher import Pause, Watcher
+from benchmarks.suite.watcher import Pause, Watcher, train_watched
 from paceline.config import RunConfig, load_config
-from paceline.errors import ConfigError, ModelError, PacelineError, first_error
+from paceline.errors import ConfigError, ModelError, PacelineError
 from paceline.queue.message_queue import MessageQueue, MessageQueueClient
-from paceline.run import train
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "e2e_minimal.toml"
@@ -52,23 +52,11 @@ class Run:
 
     async def go(self, pause: bool = False) -> "Run":
         self.memory.poll()
+        polling = asyncio.create_task(self._poll_memory())
         try:
-            async with asyncio.TaskGroup() as tasks:
-                training = tasks.create_task(train(self.config, self.watcher.begin))
-                polling = tasks.create_task(self._poll_memory())
-                training.add_done_callback(lambda _: polling.cancel())
-                training.add_done_callback(self.watcher.end)
-                pausing = (
-                    tasks.create_task(
-                        self.watcher.pause_and_resume(Path(self.config.run_dir), polls=2)
-                    )
-                    if pause
-                    else None
-                )
-        except BaseExceptionGroup as failed:
-            raise first_error(failed) from None
-        self.summary = training.result()
-        self.pause = pausing.result() if pausing else None
+            self.summary, self.pause = await train_watched(self.config, self.watcher, pause)
+        finally:
+            polling.cancel()
         return self
 
     async def _poll_memory(self) -> None:
@@ -125,8 +113,7 @@ def pause_and_resume(pause: Pause) -> Iterator[CheckResult]:
 
 
 def checkpoint_resumed(run: Run) -> CheckResult:
-    lines = (Path(run.config.run_dir) / "metrics.jsonl").read_text().splitlines()
-    steps = [int(json.loads(line)["step"]) for line in lines]
+    steps = [row["step"] for row in read_metrics(run.config.run_dir)]
     ok = run.watcher.first_step == FIRST_STEPS and steps == list(range(1, ALL_STEPS + 1))
     observed = (
         f"continued after step {run.watcher.first_step}, "

@@ -136,9 +136,9 @@ def sweep(
                     f"about {left:.0f} s remaining"
                 )
     merged = [merge_rounds(case, rounds[case.name]) for case in cases]
-    for case in merged:
-        if case["state"] == "ok":
-            case["checks"] = [asdict(check) for check in check_case(case, work)]
+    for found in merged:
+        if found["state"] == "ok":
+            found["checks"] = [asdict(check) for check in check_case(found, work)]
     return merged
 
 

@@ -10,12 +10,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from paceline.config import RunConfig
 from paceline.control import send_command
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, first_error
 from paceline.loop import Metrics
 from paceline.notifier import Notifier
 from paceline.rollout.engine import EngineStats
+from paceline.run import train
 from paceline.types import Group
 
 log = logging.getLogger(__name__)
@@ -23,6 +26,7 @@ log = logging.getLogger(__name__)
 # Engines report once a second, and polls are one second apart: after three polls, every engine's
 # statistics are from after the pause.
 POLLS_UNTIL_CURRENT = 3
+PAUSE_POLLS = 2  # of a pause, after these
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,3 +133,21 @@ class Watcher:
             resumed=resumed is True,
             resume_s=time.monotonic() - resuming,
         )
+
+
+async def train_watched(
+    config: RunConfig, watcher: Watcher, pause: bool
+) -> tuple[dict[str, Any], Pause | None]:
+    """Run with this observer; return its summary, and what a pause did if there was one."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            training = tasks.create_task(train(config, watcher.begin))
+            training.add_done_callback(watcher.end)
+            pausing = (
+                tasks.create_task(watcher.pause_and_resume(Path(config.run_dir), PAUSE_POLLS))
+                if pause
+                else None
+            )
+    except BaseExceptionGroup as failed:
+        raise first_error(failed) from None
+    return training.result(), pausing.result() if pausing else None

@@ -66,8 +66,10 @@ def report(
 
 def _check_run(run: Path) -> None:
     """Raise if a directory is not that of a run: its report would be empty."""
-    if run.is_dir() and not any((run / name).exists() for name in ("config.json", "metrics.jsonl")):
+    if run.is_dir() and not any(
+        (run / name).exists() for name in ("settings.json", "metrics.jsonl")
+    ):
         raise CheckpointError(
-            f"{run} has no config.json and no metrics.jsonl; expected the directory of a run, for "
+            f"{run} has no settings.json and no metrics.jsonl; expected the directory of a run, for "
             "example runs/fully_async"
         )

@@ -39,6 +39,13 @@ def commands_in(text: str) -> Iterator[list[str]]:
                 command = []
 
 
+def split_output(text: str) -> tuple[str, str]:
+    """Divide a block into the command, which may have several lines, and what it prints."""
+    found = re.match(r"(?:.*\\\n)*.*\n", text)
+    assert found
+    return found[0], text[found.end() :]
+
+
 def _without_variables(words: list[str]) -> list[str]:
     while len(words) > 1 and re.match(r"[A-Z_]+=", words[0]):
         words = words[1:]

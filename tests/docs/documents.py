@@ -76,6 +76,11 @@ def all_blocks(*languages: str) -> list[Block]:
     return [block for block in blocks if block.language in languages]
 
 
+def printed_commands() -> list[Block]:
+    """Return the blocks with a command and its output."""
+    return [block for block in all_blocks("") if block.text.startswith("$ paceline ")]
+
+
 def prose_of(page: Path) -> str:
     """Return the page without its code blocks and inline code."""
     kept, inside = [], False

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import tomllib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ import paceline
 from paceline.config import RunConfig, describe_settings, load_config
 from paceline.errors import ConfigError
 from paceline.supervised.config import SftConfig, load_sft_config
-from tests.docs.commands import check_inline, problems_of
-from tests.docs.documents import ROOT, Block, all_blocks, blocks_of, documents
+from tests.docs.commands import check_inline, problems_of, split_output
+from tests.docs.documents import ROOT, all_blocks, blocks_of, documents, printed_commands
 from tests.models import random_model
 
 LANGUAGES = {"", "bash", "json", "python", "text", "toml", "yaml"}
@@ -74,20 +75,11 @@ def test_block_has_known_language() -> None:
 
 @pytest.mark.usefixtures("folder")
 def test_command_in_block_has_valid_options_and_settings() -> None:
-    blocks = all_blocks("bash") + [
-        block for block in all_blocks("") if block.text.startswith("$ paceline ")
+    printed = [replace(block, text=split_output(block.text)[0]) for block in printed_commands()]
+    problems = [
+        problem for block in (*all_blocks("bash"), *printed) for problem in problems_of(block)
     ]
-    problems = [problem for block in blocks for problem in problems_of(_command_part(block))]
     assert not problems, "\n".join(problems)
-
-
-def _command_part(block: Block) -> Block:
-    """Leave out the output below a command."""
-    if block.language:
-        return block
-    found = re.match(r"(?:.*\\\n)*.*\n", block.text)
-    assert found
-    return Block(block.page, block.line, "bash", found[0], block.needs, block.is_excerpt)
 
 
 def test_script_in_block_is_valid_bash() -> None:

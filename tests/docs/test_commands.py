@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import app
-from tests.docs.commands import commands_in
-from tests.docs.documents import ROOT, Block, all_blocks, blocks_of, documents
+from tests.docs.commands import commands_in, split_output
+from tests.docs.documents import ROOT, Block, blocks_of, documents, printed_commands
 from tests.docs.test_blocks import named, write_files_of_reader
 from tests.models import random_model
 
@@ -115,10 +115,7 @@ def run(words: list[str]) -> int:
     return 0
 
 
-PRINTED = [block for block in all_blocks("") if block.text.startswith("$ paceline ")]
-
-
-@pytest.mark.parametrize("block", PRINTED, ids=lambda block: block.place)
+@pytest.mark.parametrize("block", printed_commands(), ids=lambda block: block.place)
 def test_command_prints_output_of_block(
     block: Block, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,10 +125,3 @@ def test_command_prints_output_of_block(
     run(words[1:])
     shown = capsys.readouterr()
     assert (shown.out + shown.err).split() == printed.split()
-
-
-def split_output(text: str) -> tuple[str, str]:
-    """Divide a block into the command, which may have several lines, and what it prints."""
-    found = re.match(r"(?:.*\\\n)*.*\n", text)
-    assert found
-    return found[0], text[found.end() :]

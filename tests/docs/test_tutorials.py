@@ -1,14 +1,13 @@
 """The tutorials run as printed, in a real Jupyter kernel, an empty directory and an empty home."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import nbclient
 import nbformat
 import pytest
 
 from tests.docs.documents import ROOT
+from tests.small_runs import steps_of
 
 FOLDER = ROOT / "docs" / "tutorials"
 TUTORIALS = sorted(FOLDER.glob("*.ipynb"))
@@ -33,10 +32,6 @@ def execute(name: str, folder: Path) -> None:
     nbclient.NotebookClient(notebook, timeout=240, resources=resources).execute()
 
 
-def metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_every_tutorial_is_executed() -> None:
     assert [path.stem for path in TUTORIALS] == ["agent", "gsm8k", "tiny_model"]
 
@@ -44,20 +39,20 @@ def test_every_tutorial_is_executed() -> None:
 def test_tutorial_of_tiny_model_raises_reward_in_both_modes(folder: Path) -> None:
     execute("tiny_model", folder)
     for run in ("runs/tutorial_sync", "runs/tutorial_async"):
-        rewards = [row["reward/mean"] for row in metrics(folder / run)]
+        rewards = [row["reward/mean"] for row in steps_of(folder / run)]
         assert len(rewards) == 40
         assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1, rewards
 
 
 def test_tutorial_of_agent_makes_its_steps_with_calls_of_tool(folder: Path) -> None:
     execute("agent", folder)
-    turns = [row["episode/turns_mean"] for row in metrics(folder / "runs/tutorial_agent")]
+    turns = [row["episode/turns_mean"] for row in steps_of(folder / "runs/tutorial_agent")]
     assert len(turns) == 10 and max(turns) > 1, turns
 
 
 def test_tutorial_of_gsm8k_makes_its_steps_with_stand_in(folder: Path) -> None:
     execute("gsm8k", folder)
-    assert len(metrics(folder / "runs/tutorial_gsm8k")) == 2
+    assert len(steps_of(folder / "runs/tutorial_gsm8k")) == 2
 
 
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)

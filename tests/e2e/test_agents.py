@@ -12,7 +12,7 @@ from paceline.errors import ConfigError, RewardError
 from paceline.run import train
 from tests.audits import assert_consistent
 from tests.endpoints import said, served
-from tests.small_runs import SEPARATE, SMALL, steps_of
+from tests.small_runs import SEPARATE, SMALL, config, steps_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agent_openai.py"
 REWARDS = Path(__file__).parents[1] / "rewards.py"
@@ -90,9 +90,12 @@ def test_agent_contradicts_other_environments(model: str, tmp_path: Path) -> Non
     chosen = [f"model={model}", f"run_dir={tmp_path}", *SMALL, f"rollout.agent={EXAMPLE}:play"]
     with pytest.raises(ConfigError, match=r"rollout\.agent .*contradicts rollout\.tools"):
         load_config(None, [*chosen, 'rollout.tools=["calculator"]'])
-    with pytest.raises(ConfigError, match="parameter 'robot'"):
-        config = load_config(None, [*chosen[:-1], f"rollout.agent={__file__}:wrong"])
-        asyncio.run(train(config))
 
 
 def wrong(robot: Any) -> None: ...
+
+
+def test_program_with_unknown_parameter_is_rejected(model: str, tmp_path: Path) -> None:
+    chosen = config(model, tmp_path, f"rollout.agent={__file__}:wrong")
+    with pytest.raises(ConfigError, match="parameter 'robot'"):
+        asyncio.run(train(chosen))

@@ -1,6 +1,5 @@
 """Distillation in complete runs: in every mode, with and without a reward."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from paceline.errors import CheckpointError
 from paceline.types import Role
 from paceline.workers.build import build_parts
 from tests.models import random_model
-from tests.small_runs import SEPARATE, config, run, weights
+from tests.small_runs import SEPARATE, config, run, steps_of, weights
 
 ROWS = [{"prompt": f"copy {letter}="} for letter in "abcdefgh"]
 # On threads; the slow tests have the teacher and the engine in other processes.
@@ -50,8 +49,7 @@ def sharpened(model: str, folder: Path) -> str:
 
 
 def kl(folder: Path) -> list[float]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["distill/kl"] for line in lines]
+    return [step["distill/kl"] for step in steps_of(folder)]
 
 
 def test_kl_falls_without_reward(model: str, teacher: str, tmp_path: Path) -> None:

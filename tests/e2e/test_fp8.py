@@ -1,12 +1,11 @@
 """Runs whose engine has an FP8 KV cache and FP8 weights, on a CPU."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.test_runs import MODES
-from tests.small_runs import SEPARATE, run, weights
+from tests.small_runs import SEPARATE, run, steps_of, weights
 
 FP8 = ["rollout.kv_cache_dtype=fp8", "rollout.weight_dtype=fp8"]
 
@@ -24,9 +23,7 @@ def test_fp8_run_reports_difference_of_engine_and_trainer(
     model: str, tmp_path: Path, setting: str
 ) -> None:
     run(model, tmp_path, setting)
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line) for line in lines]
-    differences = [step["train/logprob_diff_mean"] for step in steps]
+    differences = [step["train/logprob_diff_mean"] for step in steps_of(tmp_path)]
     assert len(differences) == 4 and all(1e-5 < each < 0.3 for each in differences)
 
 

@@ -1,7 +1,6 @@
 """A wrong tensor in the engine ends the run within one step, in every mode."""
 
 import asyncio
-import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from paceline.errors import MismatchError
 from paceline.run import train
 from tests.fault_report import Fault
-from tests.small_runs import SEPARATE, config
+from tests.small_runs import SEPARATE, config, steps_of
 from tests.vllm import faults
 
 
@@ -39,4 +38,4 @@ def test_run_fails_within_one_step_when_engine_has_wrong_tensor(
     with pytest.raises(MismatchError, match=message):
         asyncio.run(train(config(model, tmp_path, "steps=6", *settings)))
     fault.fired()
-    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] <= 3
+    assert steps_of(tmp_path)[-1]["step"] <= 3

@@ -144,8 +144,9 @@ def test_killed_process_resumes_bit_for_bit(model: str, tmp_path: Path, fault: F
     assert process.stdout is not None
     next(line for line in process.stdout if line.startswith("step   20  loss"))
     process.kill()
-    fault.fired()
     process.communicate()
+    assert process.returncode == -signal.SIGKILL, "the run ended before it was killed"
+    fault.fired()
     run(model, tmp_path / "killed", *steps)
     fault.recovered()
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.audits import assert_consistent
+from tests.small_runs import steps_of
 
 SMALL = """
 steps = 2
@@ -47,8 +48,7 @@ def test_run_trains_in_environment_by_name(
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
     assert done.returncode == 0, done.stderr[-3000:]
     assert_consistent(run)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert len(rows) == 2
+    assert len(steps_of(run)) == 2
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     found = [len(c.get("turns", [0])) for sample in samples for c in sample["completions"]]
     assert max(found) <= turns

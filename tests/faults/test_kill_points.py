@@ -43,10 +43,8 @@ POINTS = [
     Point("A11", "at the end of an epoch", f"{LEDGER}.trained", ROWS, "after", slow=False),
     Point("A11", "after its last step", "observe.recorder:Recorder.step_done", STEPS, "after"),
     Point("A11", "before its summary is written", "observe.recorder:Recorder.summary", 1),
-    Point("A6", "with groups in its queue", "queue.message_queue:MessageQueue.put", 10, "after"),
-    Point(
-        "A6", "with groups taken for a step", "queue.message_queue:MessageQueue.take", 3, "after"
-    ),
+    Point("A6", "with groups in its queue", f"{QUEUE}.put", 10, "after"),
+    Point("A6", "with groups taken for a step", f"{QUEUE}.take", 3, "after"),
     Point("A7", "before forward and backward", f"{ENGINE}.forward_backward", 3),
     Point("A7", "between backward and step", f"{ENGINE}.optimizer_step", 3, slow=False),
     Point("A7", "between step and publication", f"{ENGINE}.optimizer_step", 3, "after"),

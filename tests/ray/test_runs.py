@@ -20,7 +20,7 @@ from paceline.remote.worker import Worker
 from paceline.run import train
 from tests.audits import assert_consistent
 from tests.fault_report import Fault
-from tests.small_runs import SEPARATE, SMALL, OnStep, config, run, weights
+from tests.small_runs import SEPARATE, SMALL, OnStep, config, run, steps_of, weights
 
 FAULTS = 5  # percent of Ray's calls
 SPLIT = [
@@ -149,8 +149,9 @@ def test_every_prompt_is_trained_once_when_worker_is_killed_or_suspended(
     chosen = config(model, tmp_path, "cluster=ray", f"ray.address={address}", *settings)
     asyncio.run(train(chosen, lambda _: OnStep(sabotage)))
     assert trained(tmp_path) == list(range(240)), "a prompt was lost or repeated"
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert min(row["fleet/engines"] for row in rows) == 1, "no engine was ever missing"
+    assert min(row["fleet/engines"] for row in steps_of(tmp_path)) == 1, (
+        "no engine was ever missing"
+    )
     fault.fired()
     fault.audited(tmp_path)
     assert not workers_left()
@@ -169,7 +170,7 @@ def test_run_on_new_cluster_trains_first_step_within_30_seconds(model: str, tmp_
     ]
     command = [sys.executable, "-m", "paceline", "train", "recipes/ray_async.toml", *settings]
     subprocess.run(command, env=env, check=True, timeout=120, cwd=Path(__file__).parents[2])
-    first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    first = steps_of(tmp_path / "run")[0]
     assert first["wall_time_s"] - started <= 30
     processes = subprocess.run(["ps", "axww"], capture_output=True, text=True).stdout
     assert str(tmp_path) not in processes, "a process is still running"

@@ -13,7 +13,7 @@ from paceline.queue.admission import Admission
 from paceline.queue.ledger import Ledger, LedgerState
 from paceline.types import Prompt
 from tests.fakes import World
-from tests.torture.test_loop import MODES, random_world
+from tests.torture.test_loop import MODES, random_world, return_tickets_early
 from tests.virtual import run_virtual
 
 
@@ -75,12 +75,7 @@ def test_audit_finds_nothing_in_history_of_real_loop(mode: str, tmp_path: Path) 
 def test_audit_finds_tickets_that_return_before_weights_are_live(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def take(self: Admission, seqs: list[int]) -> None:
-        for seq in seqs:
-            del self._coming[seq]
-        self.changed.notify_all()
-
-    monkeypatch.setattr(Admission, "take", take)
+    return_tickets_early(monkeypatch)
     found = 0
     for seed in range(20):
         path = tmp_path / f"{seed}.jsonl"

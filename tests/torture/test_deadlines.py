@@ -15,11 +15,13 @@ from tests.virtual import run_virtual
 
 @pytest.mark.fault("B7", "comparison of weights never ends")
 def test_run_continues_when_weight_check_never_ends(fault: Fault) -> None:
-    world = World(schedule=MODES["async swap"])
-    world.check_weights = lambda groups, version: asyncio.sleep(1e9)
+    async def never(*_: object) -> None:
+        fault.fired()
+        await asyncio.sleep(1e9)
+
+    world = World(schedule=MODES["async swap"], check_weights=never)
     run_virtual(world.build().run())
     assert len(world.trainer.steps) == world.steps
-    fault.fired()
 
 
 def test_run_fails_when_generation_times_out() -> None:
@@ -135,11 +137,12 @@ def test_endless_episode_fails_at_its_deadline(fault: Fault) -> None:
 
 def test_episode_deadline_excludes_paused_time() -> None:
     async def scenario() -> None:
-        world = World(episode_timeout_s=100)
+        world = World(schedule=MODES["async swap"], episode_timeout_s=100)
         loop = world.build()
         running = asyncio.ensure_future(loop.run())
         await asyncio.sleep(1)
         await world.rollouter.pause_rollout()
+        assert world.engines[0].running, "no episode is open during the pause"
         await asyncio.sleep(1000)
         await world.rollouter.resume_rollout()
         await running

@@ -126,6 +126,7 @@ def test_further_turns_do_not_wait_for_episodes_that_have_not_begun() -> None:
 def test_interrupted_turns_resume_when_all_places_are_taken(
     on_sync: OnSync, staleness: int
 ) -> None:
+    resumed = 0
     for seed in range(5):
         world = World(
             schedule=ScheduleSettings(max_staleness=staleness, on_sync=on_sync),
@@ -140,3 +141,5 @@ def test_interrupted_turns_resume_when_all_places_are_taken(
         world.slots = 3
         play(world, lambda _: asyncio.sleep(0))
         assert not world.ledger.dropped
+        resumed += world.engines[0].resumed
+    assert bool(resumed) == (on_sync is OnSync.INTERRUPT)

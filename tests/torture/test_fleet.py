@@ -9,12 +9,12 @@ from collections import Counter
 
 import pytest
 
-from paceline.errors import ConfigError, WorkerDied
+from paceline.errors import ConfigError, SyncError, WorkerDied
 from paceline.rollout import quarantine
 from paceline.rollout.fleet import Fleet
 from paceline.rollout.member import Member, State
 from paceline.sync.weights import Weights
-from tests.fakes import FakeEngine, World
+from tests.fakes import FakeEngine, SteadyEngine, World
 from tests.fault_report import Fault
 from tests.torture.test_loop import MODES, random_world, staleness_in_data
 from tests.virtual import run_virtual
@@ -255,6 +255,35 @@ def test_engine_is_replaced_without_limit_if_it_finishes_completions(fault: Faul
     fault.fired()
 
 
+def test_generation_timeout_starts_over_when_engine_dies() -> None:
+    async def script(world: World) -> None:
+        await asyncio.sleep(150)  # of 200 s that a completion takes
+        world.engines[0].die()
+
+    world = World(schedule=MODES["async swap"], elastic=True, steps=1, generation_timeout=250)
+    world.make_engine, world.engine_s = SteadyEngine, 10.0
+    play(world, script)
+    assert world.fleet.replaced == 1
+    assert max(group.finished_s - group.started_s for group in world.observer.groups) > 250
+
+
+def test_tokens_from_before_an_interruption_survive_death_of_engine() -> None:
+    async def script(world: World) -> None:
+        await asyncio.sleep(35)
+        await world.rollouter.pause_rollout()
+        await world.rollouter.resume_rollout()
+        await asyncio.sleep(15)
+        kept = world.engines[0].resumed
+        assert kept >= 4
+        world.engines[0].die()
+        await asyncio.sleep(15)  # the replacement starts
+        assert world.engines[1].resumed == kept
+
+    world = World(schedule=MODES["async interrupt"], elastic=True, steps=1)
+    world.make_engine, world.engine_s = SteadyEngine, 10.0
+    play(world, script)
+
+
 def test_other_engines_resume_completions_of_removed_engine() -> None:
     async def script(world: World) -> None:
         await asyncio.sleep(3)
@@ -346,6 +375,54 @@ def test_sync_does_not_wait_for_engine_that_is_loading(mode: str, fault: Fault) 
     busy.make_engine = UnresponsiveWhileLoading
     world = play(busy, script)
     assert max(world.synchronizer.seconds) < 15 and world.fleet.replaced == 0
+
+
+def test_engine_that_does_not_reply_while_it_loads_is_kept() -> None:
+    """Loading takes longer than the heartbeat timeout of 20 s; sync.timeout_s is the limit."""
+
+    async def script(world: World) -> None:
+        await asyncio.sleep(10)
+        world.engines[1].load_s = 40.0
+        await asyncio.sleep(60)
+        world.engines[1].load_s = 0.1
+
+    world = World(schedule=MODES["async swap"], num_engines=2, elastic=True, steps=100)
+    world.make_engine, world.train_s = UnresponsiveWhileLoading, 5.0
+    assert play(world, script).fleet.replaced == 0
+
+
+def test_loads_that_newer_weights_overtake_do_not_count_as_failures() -> None:
+    async def scenario() -> None:
+        world = World(schedule=MODES["async swap"], elastic=True)
+        world.build()
+        await world.synchronizer.sync_weights(0)
+        (member,), engine, loads = world.fleet, world.engines[0], 0
+
+        async def load(weights: Weights) -> None:
+            nonlocal loads
+            loads += 1
+            if loads <= 10:
+                world.synchronizer._weights = Weights(loads)  # published meanwhile
+                raise SyncError("these weights are gone")
+
+        engine.load_weights = load  # type: ignore[method-assign]
+        member.state = State.CATCHING_UP
+        await world.synchronizer.catch_up(member)
+        assert member.state is State.LIVE and not engine.worker.died.done()
+
+    run_virtual(scenario())
+
+
+def test_waiting_turns_look_for_an_engine_again_when_theirs_falls_behind() -> None:
+    async def scenario() -> int:
+        world = World(num_engines=2, elastic=True)
+        world.build()
+        looked: list[None] = []
+        world.fleet.on_change = lambda: looked.append(None)
+        world.fleet.fell_behind(next(iter(world.fleet)))
+        return len(looked)
+
+    assert run_virtual(scenario()) == 1
 
 
 def test_fleet_cannot_change_when_it_shares_worker_with_trainer() -> None:

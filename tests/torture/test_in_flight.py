@@ -1,9 +1,11 @@
 """The real loop in virtual time, killed and resumed with the groups in flight of a checkpoint."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from paceline.errors import CheckpointError
@@ -12,7 +14,7 @@ from paceline.queue.ledger import Ledger, LedgerState
 from paceline.rollout.environment import Generate
 from paceline.rollout.in_flight import GroupInFlight, fresh_enough
 from paceline.rollout.in_flight_files import FOLDER, read_in_flight
-from paceline.types import Finish, Prompt, Trajectory, Turn
+from paceline.types import Completion, Finish, Prompt, Trajectory, Turn
 from tests.fakes import World
 from tests.torture.test_loop import MODES, random_world, staleness_in_data
 from tests.virtual import run_virtual
@@ -105,6 +107,35 @@ def test_engine_gets_saved_tokens_once_and_samples_none_of_them(tmp_path: Path) 
         assert sum(engine.resumed for engine in second.engines) == sum(unfinished)
         saved_tokens += sum(unfinished)
     assert saved_tokens
+
+
+def test_group_of_another_prompt_is_generated_again(tmp_path: Path) -> None:
+    """A curriculum may choose another prompt for the position of a group."""
+    first, second = twins(0, "async swap")
+    state = killed(first, tmp_path)
+    saved = read_in_flight(tmp_path / str(SAVED_STEP))
+    resumed(second, state, {seq: replace(group, uid="other") for seq, group in saved.items()})
+    assert saved and not any(engine.resumed for engine in second.engines)
+
+
+def made(versions: list[int]) -> Completion:
+    tokens = np.array(versions, np.int32)
+    return Completion(tokens, tokens.astype(np.float32), tokens, Finish.INTERRUPT)
+
+
+@pytest.mark.parametrize(
+    ("partials", "versions"),
+    [({"r": [1, 1, 2]}, [1, 1]), ({"r": [1], "r+": [1, 1, 1]}, [1, 1, 1]), ({"r": [2]}, None)],
+    ids=["newer tokens", "hedged", "only newer tokens"],
+)
+def test_group_is_saved_with_tokens_of_its_version(
+    partials: dict[str, list[int]], versions: list[int] | None
+) -> None:
+    group = GroupInFlight("p")
+    group.begin_call(0, 0, (1,)).request_id = "r"
+    saved = group.up_to(1, {name: made(found) for name, found in partials.items()})
+    found = [call.completion for call in saved.calls[0]]
+    assert [each.versions.tolist() for each in found if each] == ([versions] if versions else [])
 
 
 def test_stale_trajectory_is_generated_again(tmp_path: Path) -> None:

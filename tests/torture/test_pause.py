@@ -7,7 +7,7 @@ import pytest
 
 from paceline.errors import RolloutError
 from paceline.types import OnSync
-from tests.fakes import World
+from tests.fakes import SteadyEngine, World
 from tests.torture.test_loop import MODES, staleness_in_data
 from tests.virtual import run_virtual
 
@@ -38,6 +38,22 @@ def test_pause_stops_generation_until_resume(mode: str) -> None:
     assert [g.seq for g in world.observer.groups] == list(range(8 * 3))
 
 
+def test_generation_stays_paused_until_every_caller_resumes() -> None:
+    async def scenario() -> None:
+        world = World(schedule=MODES["async swap"])
+        run = asyncio.create_task(world.build().run())
+        await asyncio.sleep(3)
+        await world.rollouter.pause_rollout("one")
+        await world.rollouter.pause_rollout("other")
+        await world.rollouter.resume_rollout("one")
+        assert (await world.engines[0].stats()).paused
+        await world.rollouter.resume_rollout("other")
+        assert not (await world.engines[0].stats()).paused
+        await run
+
+    run_virtual(scenario())
+
+
 def test_generation_timeout_excludes_paused_time() -> None:
     async def scenario() -> World:
         world = World(schedule=MODES["async swap"], generation_timeout=300)
@@ -52,6 +68,21 @@ def test_generation_timeout_excludes_paused_time() -> None:
     world = run_virtual(scenario())
     assert len(world.observer.groups) == world.steps * world.groups_per_step
     assert not world.ledger.dropped
+
+
+def test_generation_timeout_includes_time_before_interruptions() -> None:
+    async def scenario() -> None:
+        world = World(schedule=MODES["async interrupt"], generation_timeout=100, engine_s=10)
+        world.make_engine = SteadyEngine
+        run = asyncio.create_task(world.build().run())
+        while not run.done():
+            await asyncio.sleep(30)
+            await world.rollouter.pause_rollout()
+            await world.rollouter.resume_rollout()
+        await run
+
+    with pytest.raises(RolloutError, match=r"took longer than rollout\.generation_timeout = 100 s"):
+        run_virtual(scenario())
 
 
 def test_deadlines_stay_when_resumed_while_draining() -> None:

@@ -3,16 +3,19 @@
 import asyncio
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from paceline.rollout.engine import EngineStats
 from paceline.rollout.environment import Generate
 from paceline.rollout.member import Member, State
 from paceline.rollout.router import EngineAssignment, Router
-from paceline.types import Completion, Prompt, Request, Trajectory, Turn
+from paceline.types import Completion, Finish, Prompt, Request, Sampling, Trajectory, Turn
 from tests.fakes import FakeEngine, World
 from tests.fault_report import Fault
 from tests.torture.test_fleet import play
 from tests.torture.test_loop import MODES
+from tests.virtual import run_virtual
 
 
 class _Engine:
@@ -63,6 +66,51 @@ def test_prompts_go_to_least_loaded_engine_and_groups_stay_together() -> None:
         World(schedule=MODES["one step off"], num_engines=2, groups_per_step=4, group_size=4),
         script,
     )
+
+
+@pytest.mark.parametrize(
+    ("stats", "loads", "chosen"),
+    [
+        ([(8, 0.0), (4, 0.0)], (4, 3), "a"),
+        ([(8, 0.99), (8, 0.1)], (1, 5), "b"),
+        ([(8, 0.1), (8, 0.99)], (5, 0), "b"),
+    ],
+    ids=["fewest per slot", "KV cache full", "KV cache full of kept contexts"],
+)
+def test_prompt_goes_to_engine_with_room_for_it(
+    stats: list[tuple[int, float]], loads: tuple[int, int], chosen: str
+) -> None:
+    async def scenario() -> str:
+        members = [Member(name, number, _Engine()) for number, name in enumerate("ab")]  # type: ignore[arg-type]
+        for member, load, (slots, kv_used) in zip(members, loads, stats, strict=True):
+            member.load = load
+            member.stats = EngineStats(0, load, 0, 0, 0.0, False, slots, kv_used)
+        found = Router(members).choose()
+        assert found
+        return found.name
+
+    assert asyncio.run(scenario()) == chosen
+
+
+def test_longer_of_two_interrupted_completions_counts_when_hedged() -> None:
+    class Interrupted(_Engine):
+        def __init__(self, after_s: float, tokens: int) -> None:
+            super().__init__()
+            self._after_s, self._tokens = after_s, tokens
+
+        async def generate(self, request: Request) -> Completion:
+            await asyncio.sleep(self._after_s)
+            made = np.zeros(self._tokens, np.int32)
+            return Completion(made, made.astype(np.float32), made, Finish.INTERRUPT)
+
+    async def scenario() -> Completion:
+        engines = [Interrupted(10, 5), Interrupted(8, 2)]
+        members = [Member(str(number), number, each) for number, each in enumerate(engines)]  # type: ignore[arg-type]
+        assignment = EngineAssignment(Router(members, hedge_after_s=5), [0], "p")
+        assert assignment.assign()
+        return await assignment.generate(Request("r", (1,), 0, Sampling(9)))
+
+    assert len(run_virtual(scenario())) == 5
 
 
 def test_later_turns_go_to_engine_of_first_turn() -> None:

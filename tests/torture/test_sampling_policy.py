@@ -8,8 +8,8 @@ import pytest
 
 from paceline.errors import RolloutError
 from paceline.rollout.environment import Generate, SingleTurn
-from paceline.types import Prompt, Trajectory
-from tests.fakes import World
+from paceline.types import Completion, Prompt, Request, Trajectory
+from tests.fakes import FakeEngine, FakeSource, World
 from tests.fault_report import Fault
 from tests.torture.test_loop import MODES, random_world, staleness_in_data
 from tests.virtual import run_virtual
@@ -69,6 +69,12 @@ def test_dynamic_sampling_fails_when_all_rewards_are_equal(fault: Fault) -> None
     fault.fired()
 
 
+def test_dynamic_sampling_continues_when_equal_rewards_are_not_in_a_row() -> None:
+    world = World(dynamic_sampling=True, score=half_equal, groups_per_step=1, steps=150)
+    run_virtual(world.build().run())
+    assert world.ledger.dropped["equal_rewards"] > 50, "the limit is 50 batches in a row"
+
+
 @pytest.mark.fault("B8", "one completion of a group is late")
 def test_group_continues_without_late_trajectories_down_to_min_size(fault: Fault) -> None:
     sizes = []
@@ -93,6 +99,29 @@ def test_greedy_completion_is_baseline_and_not_trained() -> None:
     for batch in world.trainer.batches:
         assert batch.num_rows == 6 and batch.baselines is not None
         assert batch.baselines.tolist() == [0.75] * 6 and batch.rewards.tolist() == [0.25, 0.5] * 3
+
+
+class NeverGreedy(FakeEngine):
+    async def _produce(self, request: Request) -> Completion:
+        if request.sampling.temperature == 0:
+            raise RolloutError("planted")
+        return await super()._produce(request)
+
+
+def test_group_fails_when_its_greedy_completion_fails() -> None:
+    world = World(group_size=3, min_group_size=2, greedy_baseline=True, make_engine=NeverGreedy)
+    with pytest.raises(RolloutError, match="planted"):
+        run_virtual(world.build().run())
+
+
+def test_evaluation_has_no_greedy_baseline() -> None:
+    async def scenario() -> None:
+        world = World(greedy_baseline=True)
+        world.build()
+        group = await world.rollouter.variant(0.0, 2).run(0, FakeSource()[0])
+        assert len(group.trajectories) == len(world.engines[0].seen) == 2
+
+    run_virtual(scenario())
 
 
 def test_baseline_includes_turn_rewards() -> None:

@@ -80,6 +80,15 @@ def test_run_fails_after_skipped_updates_in_a_row(fault: Fault) -> None:
     assert counts["dropped"] == {"update_skipped": 4 * world.groups_per_step}
 
 
+def test_engine_that_takes_turns_gets_weights_again_after_skipped_update() -> None:
+    """It may have freed its own weights for the train step."""
+    world = World(steps=4, takes_turns=True)
+    turns = itertools.cycle([True, False])
+    trainer = build(world, lambda: next(turns))
+    run_virtual(world.loop.run())
+    assert len(world.synchronizer.seconds) == 4 + trainer.skipped == 8
+
+
 def test_run_continues_when_skipped_updates_are_not_in_a_row() -> None:
     world = World(steps=50)
     turns = itertools.cycle([False, True])

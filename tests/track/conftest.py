@@ -1,7 +1,11 @@
 """Trackers without an account or a network, with their files in a temporary directory."""
 
 import os
+import shutil
 import tempfile
+from collections.abc import Iterator
+
+import pytest
 
 # trackio and wandb read these when they are imported.
 _folder = tempfile.mkdtemp(prefix="paceline-track-")
@@ -20,3 +24,15 @@ os.environ |= {
 }
 for _name in ("WANDB_API_KEY", "WANDB_PROJECT", "MLFLOW_EXPERIMENT_NAME", "TRACKIO_SPACE_ID"):
     os.environ.pop(_name, None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _files() -> Iterator[None]:
+    yield
+    shutil.rmtree(_folder, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Allow for slow imports of the packages on a loaded machine."""
+    monkeypatch.setattr("paceline.observe.trackers.Tracker.close_timeout_s", 200.0)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from paceline.config import load_config
-from paceline.observe import trackers
 from paceline.run import train
 from tests.track.readers import READERS
 
@@ -27,10 +26,7 @@ SETTINGS = [
 ]
 
 
-def test_trackers_have_what_the_run_directory_has(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trackers.Tracker, "close_timeout_s", 200.0)
+def test_trackers_have_what_the_run_directory_has(model: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "continued"
     for steps in (2, 3):
         chosen = [f"model={model}", f"run_dir={run_dir}", *SETTINGS, f"steps={steps}"]

@@ -1,8 +1,6 @@
 """Each tracker, with its real package, stores the same run under the same names."""
 
 import logging
-import os
-import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,25 +9,12 @@ from typing import Any
 import pytest
 
 from paceline.config import TRACKERS
-from paceline.observe import trackers
 from paceline.observe.sinks import Sinks, open_sinks
 from paceline.plugins import Plugin
 from tests.track.readers import READERS
 
 CONFIG = {"steps": 5, "seed": 7}
 SUMMARY = {"steps": 5, "reward_last": 0.75, "ledger": {"issued": 80}}
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _files() -> Iterator[None]:
-    yield
-    shutil.rmtree(os.path.dirname(os.environ["TRACKIO_DIR"]), ignore_errors=True)
-
-
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allow for slow imports of the packages on a loaded machine."""
-    monkeypatch.setattr(trackers.Tracker, "close_timeout_s", 200.0)
 
 
 def open_all(run_dir: Path, *names: str, goes_back: bool = False) -> Sinks:

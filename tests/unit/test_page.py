@@ -233,7 +233,7 @@ def test_report_command_writes_one_file_for_all_runs(tmp_path: Path) -> None:
 def test_report_command_writes_nothing_into_directory_that_is_no_run(tmp_path: Path) -> None:
     write_run(tmp_path / "run", 1)
     result = CliRunner().invoke(app, ["report", str(tmp_path)])
-    assert result.exit_code == CheckpointError.exit_code and "has no config.json" in result.output
+    assert result.exit_code == CheckpointError.exit_code and "has no settings.json" in result.output
     assert not (tmp_path / "report.html").exists()
 
 

@@ -1,13 +1,13 @@
 """Agent programs with vLLM: the endpoint reaches every engine through the same `generate`."""
 
 import asyncio
-import json
 from pathlib import Path
 
 from paceline.config import load_config
 from paceline.run import train
 from tests.audits import assert_consistent
 from tests.models import random_model
+from tests.small_runs import steps_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agent_openai.py"
 
@@ -20,5 +20,4 @@ def test_agent_program_trains_with_vllm(tmp_path: Path) -> None:
     chosen += ["rollout.max_response_length=16", "data.max_prompt_length=64"]
     asyncio.run(train(load_config(None, [*chosen, f"rollout.agent={EXAMPLE}:play"])))
     assert_consistent(run_dir)
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert max(row["episode/turns_mean"] for row in rows) > 1
+    assert max(row["episode/turns_mean"] for row in steps_of(run_dir)) > 1

@@ -7,7 +7,8 @@ import pytest
 
 from paceline.run import train
 from tests.models import random_model
-from tests.vllm.test_vllm_runs import SEPARATE, check_ledger, config, rows
+from tests.small_runs import steps_of
+from tests.vllm.test_vllm_runs import SEPARATE, check_ledger, config
 
 pytest.importorskip("ray", reason="Ray is not installed: make test-vllm")
 
@@ -25,6 +26,6 @@ def test_engine_of_two_ranks_on_ray_agrees_with_trainer(
     chosen = config(model, tmp_path / "run", *settings)
     summary = asyncio.run(train(chosen))
     check_ledger(summary, 3, chosen.schedule.max_staleness)
-    found = rows(tmp_path / "run")
+    found = steps_of(tmp_path / "run")
     assert all(row["fleet/engines"] == 1 for row in found)
     assert max(row.get("train/logprob_diff_max", 0.0) for row in found) < 1e-4

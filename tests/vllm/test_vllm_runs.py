@@ -4,7 +4,6 @@ vLLM takes half of each test's time to start, so each run checks several propert
 """
 
 import asyncio
-import json
 import os
 import signal
 import time
@@ -20,7 +19,7 @@ from paceline.training.phases import MEASURED
 from tests.fault_report import Fault
 from tests.models import random_model
 from tests.processes import children, worker_pids
-from tests.small_runs import OnStep
+from tests.small_runs import OnStep, steps_of
 from tests.vllm import faults
 
 SEPARATE = [
@@ -60,10 +59,6 @@ def config(model: str, directory: Path, *settings: str) -> RunConfig:
     return load_config(None, [f"model={model}", f"run_dir={directory}", *SMALL, *settings])
 
 
-def rows(directory: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
 def check_ledger(summary: dict[str, Any], steps: int, max_staleness: int) -> None:
     assert summary["steps"] == steps and 0 <= summary["staleness_max"] <= max_staleness
     ledger = summary["ledger"]
@@ -78,7 +73,7 @@ def test_fully_async_run_balances_ledger_and_engine_agrees_with_trainer(
     settings = ["steps=10", f"rollout.tensor_parallel={ranks}", *SEPARATE]
     summary = asyncio.run(train(config(model, tmp_path, *settings)))
     check_ledger(summary, 10, 2)
-    fresh = [row for row in rows(tmp_path) if "train/logprob_diff_max" in row]
+    fresh = [row for row in steps_of(tmp_path) if "train/logprob_diff_max" in row]
     assert fresh and all(
         row["train/logprob_diff_max"] < 1e-3 and row["train/mismatch_outlier_fraction"] == 0
         for row in fresh
@@ -95,12 +90,12 @@ def test_hybrid_run_alternates_phases_and_reports_their_memory(
         train(config(model, tmp_path, "steps=4", "train.offload=true", *adapters))
     )
     check_ledger(summary, 4, 0)
-    for row in rows(tmp_path):
+    for row in steps_of(tmp_path):
         assert row["train/logprob_diff_max"] < 1e-3, "the engine did not have the trainer's weights"
-    for row in rows(tmp_path)[:MEASURED]:
+    for row in steps_of(tmp_path)[:MEASURED]:
         assert min(row[f"memory/{phase}_bytes"] for phase in ("generate", "train", "sync")) > 0
     assert set(summary["memory_phases"]) == {"start", "generate", "train", "sync"}
-    assert all(row["train/weights_changed"] == 1 for row in rows(tmp_path))
+    assert all(row["train/weights_changed"] == 1 for row in steps_of(tmp_path))
 
 
 @pytest.mark.parametrize(("ranks", "victim"), [(1, "rollout"), (2, "rollout.1")])
@@ -139,7 +134,7 @@ def test_run_fails_within_one_step_when_engine_has_wrong_tensor(
     ):
         asyncio.run(train(config(model, tmp_path, "steps=6", "train.offload=true")))
     fault.fired()
-    assert len(rows(tmp_path)) == 2
+    assert len(steps_of(tmp_path)) == 2
 
 
 @pytest.mark.parametrize(("staleness", "transport"), [(0, "auto"), (2, "auto"), (0, "stream")])
@@ -152,7 +147,7 @@ def test_run_fails_within_one_step_when_one_rank_has_wrong_shard(
     with pytest.raises(MismatchError, match=r"do not have the same weights .*version 2|step 3: .*"):
         asyncio.run(train(chosen))
     # Two steps before the engine got version 2. An asynchronous trainer may have made the third.
-    assert len(rows(tmp_path)) in ([2] if staleness == 0 else [2, 3])
+    assert len(steps_of(tmp_path)) in ([2] if staleness == 0 else [2, 3])
 
 
 def test_train_rejects_unsupported_vllm_version_before_start(
