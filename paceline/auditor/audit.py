@@ -36,12 +36,17 @@ def audit(run_dir: str | Path) -> AuditReport:
     Reads every file of every checkpoint.
     """
     folder = Path(run_dir)
-    if not (folder / "settings.json").exists() and not (folder / "metrics.jsonl").exists():
+    check_is_run(folder)
+    return _Audit(folder, AuditReport(folder)).run()
+
+
+def check_is_run(folder: Path) -> None:
+    """Raise CheckpointError for a directory without files of a run."""
+    if not any((folder / name).exists() for name in ("settings.json", METRICS)):
         raise CheckpointError(
             f"run_dir = {folder} has no settings.json and no metrics.jsonl; expected the directory "
             "of a run, for example runs/fully_async"
         )
-    return _Audit(folder, AuditReport(folder)).run()
 
 
 @dataclass

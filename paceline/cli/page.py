@@ -50,26 +50,16 @@ def report(
     ] = None,
 ) -> None:
     """Write the page of runs as one HTML file of at most 3 MB that needs no network."""
+    from paceline.auditor.audit import check_is_run
     from paceline.page.report import NAME, write_report
 
     target = output or runs[0] / NAME
     try:
-        for run in runs:
-            _check_run(run)
+        for run in filter(Path.is_dir, runs):
+            check_is_run(run)  # its report would be empty
         write_report(runs, target)
     except OSError as error:
         fail(CheckpointError(f"{target} cannot be written: {error.strerror or error}"))
     except PacelineError as error:
         fail(error)
     console.print(f"{target}: {target.stat().st_size:,} bytes", highlight=False, soft_wrap=True)
-
-
-def _check_run(run: Path) -> None:
-    """Raise if a directory is not that of a run: its report would be empty."""
-    if run.is_dir() and not any(
-        (run / name).exists() for name in ("settings.json", "metrics.jsonl")
-    ):
-        raise CheckpointError(
-            f"{run} has no settings.json and no metrics.jsonl; expected the directory of a run, for "
-            "example runs/fully_async"
-        )
