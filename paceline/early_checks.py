@@ -40,7 +40,7 @@ def check_early(
     if not has_rows and (config.data.has_origin or environment is None):
         _check_data(config.data)  # otherwise the environment may bring its own rows
     if trains and config.evaluation.path is not None:
-        _check_data(config.evaluation.data(config.data))
+        _check_data(config.evaluation.data(config.data), "evaluation")
     if not has_reward and (config.algorithm.uses_rewards or not trains):
         _check_reward(config)
     if environment is not None:
@@ -90,11 +90,13 @@ def check_model_name(model: str, setting: str = "model") -> None:
         get_task(task)
 
 
-def check_given_rows(data: DataSettings, rows: Iterable[Any], argument: str) -> None:
+def check_given_rows(
+    data: DataSettings, rows: Iterable[Any], argument: str, section: str = "data"
+) -> None:
     """Raise DataError if rows that a program gives as `argument` lack a column of the settings."""
     if data.on_bad_row == "fail":
         found = first_given_rows(rows, data.limit)
-        _check_columns(data, found, f"the rows given as {argument}")
+        _check_columns(data, found, f"the rows given as {argument}", section)
 
 
 def first_given_rows(rows: Any, limit: int | None = None) -> list[Mapping[str, Any]]:
@@ -109,7 +111,7 @@ def first_given_rows(rows: Any, limit: int | None = None) -> list[Mapping[str, A
     return [row for row in first if isinstance(row, Mapping)]
 
 
-def _check_data(data: DataSettings) -> None:
+def _check_data(data: DataSettings, section: str = "data") -> None:
     if not data.has_origin:
         raise ConfigError(
             "there are no prompts: set data.task (for example 'sort:5') "
@@ -119,20 +121,24 @@ def _check_data(data: DataSettings) -> None:
         return
     files = find_files((data.path,) if isinstance(data.path, str) else data.path)
     if data.on_bad_row == "fail":  # otherwise the first rows may be bad and others good
-        _check_columns(data, [read.row for read in first_rows(files[0])], str(files[0]))
+        rows = [read.row for read in first_rows(files[0])]
+        _check_columns(data, rows, str(files[0]), section)
 
 
-def _check_columns(data: DataSettings, rows: Sequence[Mapping[str, Any]], origin: str) -> None:
-    check_columns(rows, origin, data.prompt_key)
+def _check_columns(
+    data: DataSettings, rows: Sequence[Mapping[str, Any]], origin: str, section: str
+) -> None:
+    check_columns(rows, origin, data.prompt_key, section)
     columns = {name: None for row in rows for name in row}
     name = data.answer_key
     if name and columns and not {name, name.partition(".")[0]} & columns.keys():
         names = [*map(str, columns)]
         close = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
+        other = "" if section == "data" else f". Set {section}.answer_key for these rows"
         raise DataError(
             f"data.answer_key = {name!r}: no such column in {origin}; "
-            f"columns found: {', '.join(names)}{hint}"
+            f"columns found: {', '.join(names)}{hint}{other}"
         )
 
 

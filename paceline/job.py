@@ -141,7 +141,7 @@ class Job:
             check_given_rows(data, self.rows, "data")
         if self.held_out is not None:
             held_out = self.config.evaluation.data(data)
-            check_given_rows(held_out, self.held_out, "evaluation_data")
+            check_given_rows(held_out, self.held_out, "evaluation_data", "evaluation")
 
 
 @dataclass

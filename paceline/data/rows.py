@@ -196,14 +196,16 @@ def _appended(tokenizer: "PreTrainedTokenizerBase") -> int:
     return next(counts, 0)
 
 
-def check_columns(rows: Iterable[Mapping[str, Any]], origin: str, prompt_key: str) -> None:
-    """Raise DataError if no row has the prompt's column."""
+def check_columns(
+    rows: Iterable[Mapping[str, Any]], origin: str, prompt_key: str, section: str = "data"
+) -> None:
+    """Raise DataError if no row has the prompt's column. `section`: of the settings of the rows."""
     columns = dict.fromkeys(name for row in rows for name in row)
     if columns and prompt_key not in columns:
         likely = likely_column(prompt_key, columns, LIKELY_PROMPT_KEYS)
         raise DataError(
             f"no column {prompt_key!r} in {origin}; columns found: {', '.join(map(str, columns))}. "
-            f"Select the prompt column, for example data.prompt_key={likely}"
+            f"Select the prompt column, for example {section}.prompt_key={likely}"
         )
 
 

@@ -1,8 +1,9 @@
 """The table of verl's settings: what each name becomes in Paceline, and verl's own defaults."""
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from paceline.translate import algorithm_groups, groups
@@ -338,10 +339,21 @@ def find_entry(name: str) -> Entry | None:
     parts = name.split(".")
     patterns = (".".join([*parts[:end], "*"]) for end in range(len(parts), 0, -1))
     entry = next((TABLE[pattern] for pattern in patterns if pattern in TABLE), None)
-    siblings = {
-        known.rpartition(".")[2]: known
-        for known in TABLE
-        if known.rpartition(".")[0] == ".".join(parts[:-1])
-    }
-    close = difflib.get_close_matches(parts[-1], siblings, n=1, cutoff=0.88)
-    return Missing(f"did you mean {siblings[close[0]]!r}?") if entry and close else entry
+    meant = _similar_name(parts)
+    return Missing(f"did you mean {meant!r}?") if entry and meant else entry
+
+
+def _similar_name(parts: Sequence[str]) -> str | None:
+    """Return the known name that differs in the first unknown part, if that part is similar."""
+    for end, part in enumerate(parts):
+        before = tuple(parts[:end])
+        siblings = {name[end] for name in _names() if name[:end] == before and len(name) > end}
+        if part not in siblings:
+            close = difflib.get_close_matches(part, siblings - {"*"}, n=1, cutoff=0.88)
+            return ".".join([*parts[:end], *close, *parts[end + 1 :]]) if close else None
+    return None
+
+
+@cache
+def _names() -> list[tuple[str, ...]]:
+    return [tuple(name.split(".")) for name in TABLE]

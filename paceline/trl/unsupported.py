@@ -62,7 +62,8 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 def check_subclass(kind: type, base: type) -> None:
     """Raise ConfigError if a class overrides a method of TRL's trainer that is never called."""
     for each in kind.__mro__[: kind.__mro__.index(base)]:
-        for name in METHODS.keys() & vars(each).keys():
-            raise ConfigError(
-                f"{each.__name__} overrides {name}, which Paceline does not call; {METHODS[name]}"
-            )
+        for name, action in METHODS.items():
+            if name in vars(each):
+                raise ConfigError(
+                    f"{each.__name__} overrides {name}, which Paceline does not call; {action}"
+                )

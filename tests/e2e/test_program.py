@@ -225,6 +225,15 @@ def test_evaluate_scores_rows_with_function_of_program(small: dict[str, Any]) ->
         ({"data": "nothing.jsonl", "reward": "exact"}, "nothing.jsonl"),
         ({"data": [{"question": "1"}], "reward": score}, "data.prompt_key=question"),
         ({"data": [], "reward": score}, "no usable rows"),
+        (
+            {"data": ROWS, "reward": score, "evaluation_data": [{"question": "1"}]},
+            "for example evaluation.prompt_key=question",
+        ),
+        (
+            {"data": ROWS, "data.answer_key": "answer", "reward": score}
+            | {"evaluation_data": [{"prompt": "1", "label": "1"}]},
+            "columns found: prompt, label. Set evaluation.answer_key for these rows",
+        ),
         ({"data": {"prompt": ["a", "b"]}, "reward": score}, "rows as a list of dicts"),
         ({"data": {"promptkey": "x"}}, "did you mean 'data.prompt_key'?"),
         ({"data": {"train_files": "nothing.jsonl"}, "reward": "exact"}, "nothing.jsonl"),

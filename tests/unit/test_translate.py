@@ -294,6 +294,7 @@ def test_setting_without_effect_on_algorithm_is_dropped() -> None:
         ("critic.optim.lr=1e-5", "train.learning_rate"),
         (f"{ROLLOUT}multi_turn.enable=True", "rollout.environment"),
         ("trainer.total_trainig_steps=3", "did you mean 'trainer.total_training_steps'?"),
+        ("actor_rollout_ref.rolout.n=4", "did you mean 'actor_rollout_ref.rollout.n'?"),
         ("algorithm.adv_estimator=grpo_passk", "expected one of gae, grpo"),
         (f"{ACTOR}policy_loss.loss_mode=kl_cov", "expected one of vanilla, gspo"),
         ("algorithm.adv_estimator=[gae, grpo]", "expected one of gae, grpo"),
