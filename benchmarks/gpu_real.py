@@ -158,7 +158,7 @@ def limit_of(model: str, prompts: str, key: str, rates: tuple[float, float]) -> 
 
 def arithmetic(path: Path) -> str:
     """Write sums that a small chat model answers in a few tokens."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in sums(8192, 0)))
+    path.write_text("".join(json.dumps(row) + "\n" for row in sums(8192, 0, largest=99)))
     return str(path)
 
 

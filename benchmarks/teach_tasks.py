@@ -34,9 +34,9 @@ class Task:
     sft: dict[str, Any] | None = None  # supervised fine-tuning on the answers comes first
 
 
-def sums(count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield different sums of two numbers, so small that a small model sometimes solves them."""
-    pairs = list(product(range(2, 31), repeat=2))
+def sums(count: int, seed: int, largest: int = 30) -> Iterator[dict[str, Any]]:
+    """Yield different sums of two numbers; up to 30, a small model sometimes solves them."""
+    pairs = list(product(range(2, largest + 1), repeat=2))
     random.Random(seed).shuffle(pairs)
     for first, second in pairs[:count]:
         text = f"What is {first} + {second}? Answer with the number."
