@@ -89,6 +89,7 @@ class Session:
         self.failure: PacelineError | None = None
         self.end: End | None = None  # the limit that a request exceeded
         self.exceeded = ""  # what the request was told
+        self._recovered = False  # a later request did not exceed it
 
     async def complete(self, request: ChatRequest) -> tuple[Start, list[Choice]]:
         """Generate the completions of a request. Raises RequestError."""
@@ -98,6 +99,7 @@ class Session:
         start = self._start(request)
         self._take_turns(request)
         completions = await self._own(self._generate(start, request))
+        self._recovered = self.end is not None
         choices = [self._choice(start, request, completion) for completion in completions]
         return start, choices
 
@@ -111,7 +113,9 @@ class Session:
         turns = self._branches.turns()
         if not turns:
             return None
-        return Trajectory(turns, self._branches.text, reward, details, self.end or End.DONE)
+        limited = self.end is not None and (reward is None or not self._recovered)
+        end = self.end if limited else End.DONE
+        return Trajectory(turns, self._branches.text, reward, details, end)
 
     async def close(self) -> None:
         """Abort the requests that are still in progress, and reject later ones."""
@@ -144,7 +148,7 @@ class Session:
 
     def _ended_by(self, end: End, problem: str, param: str | None, code: str) -> RequestError:
         """Return the error of a request that exceeds a limit of the episode."""
-        self.end, self.exceeded = end, problem
+        self.end, self.exceeded, self._recovered = end, problem, False
         return RequestError(400, problem, param, code)
 
     async def _own(self, work: Coroutine[Any, Any, T]) -> T:

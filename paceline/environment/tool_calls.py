@@ -102,6 +102,9 @@ def _call(found: Any) -> ToolCall:
     expected = 'expected {"name": …, "arguments": {…}}'
     if not isinstance(found, Mapping) or not isinstance(found.get("name"), str):
         return ToolCall("", {}, f"the call has no name; {expected}")
+    if any("\ud800" <= letter <= "\udfff" for letter in found["name"]):
+        # No client can send such a message back. In arguments these are escapes.
+        return ToolCall("", {}, f"the name of the call contains a lone surrogate; {expected}")
     arguments = found.get("arguments", found.get("parameters", {}))
     if isinstance(arguments, str):
         try:

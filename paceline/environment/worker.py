@@ -98,9 +98,11 @@ class Server:
         self._hosted, self._link, self._timeout_s = hosted, link, timeout_s
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._process = os.getpid()
+        self._main: asyncio.Task[Any] | None = None
 
     async def run(self) -> None:
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        self._main = asyncio.current_task()
         ignore_suspended_time(loop)
 
         def receive(request: Any) -> None:
@@ -128,7 +130,8 @@ class Server:
 
         def done(task: asyncio.Task[None]) -> None:
             self._tasks.pop(number, None)
-            if task.cancelled():  # before it began: the parent must not wait for its deadline
+            # Cancelled before it began: the parent must not wait for its deadline.
+            if task.cancelled() and not self._dying():
                 with suppress(OSError):
                     self._link.reply(number=number, problem=f"{method}() was cancelled")
 
@@ -144,6 +147,8 @@ class Server:
         except EnvironmentFailure as error:
             problem = str(error)
         except asyncio.CancelledError:
+            if self._dying():
+                raise
             problem = f"{method}() was cancelled"
         except BaseException as error:  # also SystemExit, which would end the process
             if isinstance(error, TimeoutError) and deadline.expired():
@@ -152,6 +157,14 @@ class Server:
             problem = f"{method}() raised {describe_error(error)} ({line_of(error)})"
         with suppress(OSError):  # the parent has disconnected
             self._link.reply(number=number, problem=problem[:4000])
+
+    def _dying(self) -> bool:
+        """Return whether sys.exit in a task of the environment, or a signal, ends this process.
+
+        The parent then gets no replies, but the exit code.
+        """
+        main = self._main
+        return main is not None and (main.done() or main.cancelling() > 0)
 
     def _call(self, method: str, episode: int, argument: Any) -> Awaitable[Any]:
         return self._in_parent(getattr(self._hosted, method)(episode, argument))

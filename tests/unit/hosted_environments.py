@@ -59,6 +59,13 @@ class Misbehaving(Echo):
     async def leave(self) -> None:
         sys.exit("bye")
 
+    async def leave_in_task(self) -> None:
+        await asyncio.gather(self.leave())
+
+    async def interrupt(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(600)
+
     async def fail(self) -> None:
         raise KeyError("no such move")
 

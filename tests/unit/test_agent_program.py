@@ -134,6 +134,22 @@ def test_limit_ends_episode_with_its_reason(limits: Limits, end: End, code: str)
     assert_exact(trajectory, engine)
 
 
+@pytest.mark.parametrize(("recovers", "end"), [(True, End.DONE), (False, End.CONTEXT)])
+def test_limit_does_not_end_an_episode_that_continues_with_a_shorter_request(
+    recovers: bool, end: End
+) -> None:
+    async def play(client: Any) -> float:
+        await ask(client, [USER])
+        with pytest.raises(openai.BadRequestError, match="expected fewer than 60"):
+            await ask(client, [{"role": "user", "content": "x " * 200}])
+        if recovers:
+            await ask(client, [{"role": "user", "content": "summary"}])
+        return 1.0
+
+    trajectory = episode(play, Engine(), limits=Limits(64, 60, 30.0))
+    assert (trajectory.end, trajectory.reward) == (end, 1.0)
+
+
 def test_greedy_run_accepts_every_temperature() -> None:
     async def play(client: Any) -> None:
         await ask(client, [USER], temperature=0.3, top_p=0.5)

@@ -156,13 +156,16 @@ def test_unreadable_call_is_text_and_choice_none_reads_no_calls() -> None:
     episode(play, Engine("<tool_call>{oops</tool_call>", CALL, template="chatml with tools"))
 
 
-def test_stream_is_complete_when_name_is_not_valid_text() -> None:
+def test_call_whose_name_is_not_valid_text_is_text_that_a_client_can_return() -> None:
+    call = r'<tool_call>{"name": "\ud800"}</tool_call>'
+
     async def play(client: Any) -> None:
         message = await streamed(client, [USER], tools=[ADD])
-        assert message["tool_calls"][0]["function"]["arguments"] == "{}"
+        assert message["content"] == call
+        await ask(client, [USER, message, USER], tools=[ADD])
 
-    engine = Engine(r'<tool_call>{"name": "\ud800"}</tool_call>', template="chatml with tools")
-    assert len(episode(play, engine).turns) == 1
+    engine = Engine(call, template="chatml with tools")
+    assert len(rows_of(episode(play, engine))) == 1
 
 
 def test_options_of_request_shape_reply() -> None:

@@ -130,7 +130,13 @@ async def test_blocked_worker_is_killed_and_only_its_episodes_fail(what: str) ->
 
 
 @pytest.mark.parametrize(
-    ("what", "cause"), [("exit", "exit code 3"), ("segfault", "signal SIGSEGV")]
+    ("what", "cause"),
+    [
+        ("exit", "exit code 3"),
+        ("segfault", "signal SIGSEGV"),
+        ("leave_in_task", "exit code 1"),
+        ("interrupt", "signal SIGINT"),
+    ],
 )
 @in_loop
 async def test_crashed_worker_is_replaced_and_episode_names_it(what: str, cause: str) -> None:

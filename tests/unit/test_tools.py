@@ -64,6 +64,7 @@ def test_calls_of_three_formats_are_read(text: str, calls: list[Any]) -> None:
         ("<tool_call>" + "[" * 9000, "not valid JSON"),
         ("<tool_call>[1]</tool_call>", "has no name"),
         ('<tool_call>{"name": "f", "arguments": 3}</tool_call>', "not an object"),
+        (r'<tool_call>{"name": "\ud800"}</tool_call>', "lone surrogate"),
         ("[TOOL_CALLS] nonsense", "not valid JSON"),
         ('{"name": "f", "parameters": {', "not valid JSON"),
         ('<tool_call>{"name": "f", "arguments": ' + "9" * 9000, "not valid JSON"),
