@@ -238,7 +238,7 @@ def _check_positions(
         return
     rope = getattr(text, "rope_parameters", None) or {}
     trained = getattr(text, "max_position_embeddings", None) or float("inf")
-    trained *= rope.get("factor", 1.0)
+    trained *= rope.get("factor") or 1.0
     if source.longest + response_length > trained:
         log.warning(
             "the %s was trained on %d tokens; the longest prompt has %d and "

@@ -37,6 +37,12 @@ log = logging.getLogger(__name__)
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "spiece*")
 # Mean relative difference of log-probs from a plain forward pass: in float32 and in bfloat16.
 EXACT, ROUNDED = 1e-4, 0.05
+# What to do if a model cannot be loaded, by a part of the error of transformers.
+ACTIONS = {
+    "custom code": "Paceline runs no custom code; use a model that transformers itself supports",
+    "does not recognize this architecture": "update transformers, or use another model",
+    "quantiz": "use the model without quantization",
+}
 
 
 def load_model(
@@ -244,14 +250,17 @@ def _load(files: ModelFiles, load: Callable[[], Any]) -> Any:
         reason = next(
             (line.strip() for line in str(e).splitlines() if line.strip()), type(e).__name__
         )
+        action = next((action for part, action in ACTIONS.items() if part in reason), None)
         if files.is_local:
             where = Path(files.name, files.gguf or "")
             raise ModelError(
-                f"cannot load the model in {where}: {reason}; check its files, or download it again"
+                f"cannot load the model in {where}: {reason.rstrip('. ')}; "
+                f"{action or 'check its files, or download it again'}"
             ) from e
+        action = action or "without network, use a local directory or a GGUF file"
         raise ModelError(
-            f"cannot get model {files.name!r} from the Hugging Face hub: {reason.rstrip('.')}. "
-            "Without network, use a local directory or a GGUF file"
+            f"cannot get model {files.name!r} from the Hugging Face hub: {reason.rstrip('. ')}. "
+            f"{action[0].upper()}{action[1:]}"
         ) from e
 
 

@@ -7,6 +7,7 @@ import difflib
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import ModelError
 
@@ -25,8 +26,10 @@ class ModelFiles:
     gguf: str | None = None  # name of the GGUF file to load from that directory
 
     @property
-    def options(self) -> dict[str, str]:
-        return {"gguf_file": self.gguf} if self.gguf else {}
+    def options(self) -> dict[str, Any]:
+        # Unless the option is False, transformers asks in the terminal whether to run their code.
+        options: dict[str, Any] = {"trust_remote_code": False}
+        return options | ({"gguf_file": self.gguf} if self.gguf else {})
 
     @property
     def is_local(self) -> bool:

@@ -80,6 +80,32 @@ def test_generation_config_fails_when_its_file_is_damaged(tmp_path: Path, conten
         load_generation_config(str(folder))
 
 
+@pytest.mark.parametrize(
+    ("changes", "action"),
+    [
+        ({"model_type": "unheard"}, "update transformers, or use another model"),
+        (
+            {"model_type": "unheard", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}},
+            "Paceline runs no custom code; use a model that transformers itself supports",
+        ),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "use the model without quantization",
+        ),
+        ({"rope_parameters": {"rope_type": "unheard"}}, "check its files, or download it again"),
+    ],
+)
+def test_load_says_what_to_do_when_transformers_cannot_load_model(
+    tmp_path: Path, changes: dict[str, Any], action: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(random_model(tmp_path))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("transformers asks the user"))
+    with pytest.raises(ModelError, match=f"cannot load the model in .*; {action}$"):
+        load_model(str(folder))
+
+
 def test_load_warns_when_architecture_has_no_fast_path(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -183,7 +209,7 @@ def test_load_fails_when_path_names_unknown_user() -> None:
 def test_load_error_has_one_period_after_reason_of_hub(
     reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(name: str) -> None:
+    def fail(name: str, **options: Any) -> None:
         raise OSError(reason)
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", fail)
