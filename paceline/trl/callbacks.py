@@ -62,6 +62,12 @@ class Callbacks:
                 ) from e
         self._callbacks.append(one)
 
+    def remove(self, callback: Any) -> None:
+        """Remove a callback, or the first one of a class."""
+        for one in self._callbacks:
+            if one is callback or (isinstance(callback, type) and isinstance(one, callback)):
+                return self._callbacks.remove(one)
+
     @property
     def stop_requested(self) -> bool:
         return bool(self._control.should_training_stop)

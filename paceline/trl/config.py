@@ -10,10 +10,11 @@ import math
 import os
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.config.loading import given_settings
 from paceline.errors import ConfigError
+from paceline.trl.fields import dataclass_of
 
 TRANSLATED: dict[str, Any] = {
     "output_dir": None,
@@ -213,6 +214,10 @@ _RANKS = (
     "Paceline starts its processes itself; use paceline={'train.backend': 'fsdp', "
     "'placement.train_ranks': N}"
 )
+UPLOAD = (
+    "upload the directory that trainer.save_model(directory) writes, for example with "
+    "huggingface_hub.upload_folder"
+)
 _BEST = (
     "set paceline={'evaluation.keep_best': True}; the best model is in "
     "output_dir/checkpoints/best/actor"
@@ -261,11 +266,7 @@ REJECTED: dict[str, tuple[Any, str]] = {
     "parallelism_config": (None, _RANKS),
     "data_seed": (None, "the data order follows seed"),
     "load_best_model_at_end": (False, _BEST),
-    "push_to_hub": (
-        False,
-        "upload the directory that trainer.save_model(directory) writes, for example with "
-        "huggingface_hub.upload_folder",
-    ),
+    "push_to_hub": (False, UPLOAD),
     "log_completions_hub_repo": (None, "completions are in samples.jsonl of output_dir"),
     "multi_objective_aggregation": (
         "sum_then_normalize",
@@ -285,13 +286,21 @@ REJECTED: dict[str, tuple[Any, str]] = {
 DEFAULTS = TRANSLATED | ACCEPTED | {name: default for name, (default, _) in REJECTED.items()}
 
 
-class GRPOConfig:
+Fields = dataclass_of({"output_dir": None, "paceline": None} | DEFAULTS)
+
+
+class GRPOConfig(Fields):  # type: ignore[valid-type, misc]
     """TRL's training arguments for GRPO.
 
     `paceline` holds further settings by their Paceline names, for example
     `{"schedule.max_staleness": 2}` or `{"schedule": {"max_staleness": 2}}`; they override what the
     other fields translate to.
     """
+
+    if TYPE_CHECKING:  # annotations that exist would be types for the parser
+        output_dir: str
+        paceline: dict[str, Any]
+        greater_is_better: bool | None
 
     def __init__(
         self,
@@ -305,18 +314,22 @@ class GRPOConfig:
             close = difflib.get_close_matches(name, DEFAULTS, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ConfigError(f"GRPOConfig has no field {name!r}{hint}")
-        metric = fields.get("metric_for_best_model")
-        if metric is not None and fields.get("greater_is_better") is None:
-            fields["greater_is_better"] = not str(metric).endswith("loss")
-        if not isinstance(paceline, Mapping | None):
-            raise ConfigError(
-                f"GRPOConfig: paceline = {paceline!r}; expected a dict of settings, for example "
-                "{'schedule.max_staleness': 2}"
-            )
-        self.paceline = dict(given_settings((), paceline))  # by dotted names
-        for name, value in (DEFAULTS | fields | {"output_dir": output_dir}).items():
+        given = DEFAULTS | fields | {"output_dir": output_dir, "paceline": paceline}
+        for name, value in given.items():
             setattr(self, name, value)
-        self.output_dir: str = os.path.expanduser(output_dir or "trainer_output")
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        """Complete the fields. A subclass that is a dataclass has only this of the constructor."""
+        if self.metric_for_best_model is not None and self.greater_is_better is None:
+            self.greater_is_better = not str(self.metric_for_best_model).endswith("loss")
+        if not isinstance(self.paceline, Mapping | None):
+            raise ConfigError(
+                f"GRPOConfig: paceline = {self.paceline!r}; expected a dict of settings, for "
+                "example {'schedule.max_staleness': 2}"
+            )
+        self.paceline = dict(given_settings((), self.paceline))  # by dotted names
+        self.output_dir = os.path.expanduser(self.output_dir or "trainer_output")
         self.check()
 
     def check(self) -> None:

@@ -1,10 +1,13 @@
 """State and log of a run under TRL's names, from Paceline's steps."""
 
+import json
 import math
+import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,6 +60,9 @@ class TrainerState:
     best_model_checkpoint: str | None = None
     is_local_process_zero: bool = True
     is_world_process_zero: bool = True
+
+    def save_to_json(self, json_path: str | os.PathLike[str]) -> None:
+        Path(json_path).write_text(json.dumps(vars(self), indent=2), encoding="utf-8")
 
     def note_best(self, args: GRPOConfig, metrics: Mapping[str, float]) -> None:
         """Keep the best value of `metric_for_best_model`, which EarlyStoppingCallback reads."""

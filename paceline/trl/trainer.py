@@ -18,7 +18,7 @@ from paceline.observe.completions import print_completions
 from paceline.printable import printable
 from paceline.trl import translate, unsupported
 from paceline.trl.callbacks import Callbacks
-from paceline.trl.config import GRPOConfig
+from paceline.trl.config import UPLOAD, GRPOConfig
 from paceline.trl.history import History, Pending, TrainerState, TrainOutput
 from paceline.trl.model import (
     longest_prompt,
@@ -82,7 +82,7 @@ class GRPOTrainer:
         self.state = TrainerState()
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.reward_funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-        self.accelerator = SimpleNamespace(is_main_process=True, print=print)
+        self.accelerator = one_process()
         self._given_model, self._tokenizer = model, processing_class
         self._lora = lora_settings(peft_config) if peft_config is not None else {}
         self._pending = Pending()
@@ -194,6 +194,14 @@ class GRPOTrainer:
     def add_callback(self, callback: Any) -> None:
         self._callbacks.add(callback)
 
+    def remove_callback(self, callback: Any) -> None:
+        self._callbacks.remove(callback)
+
+    def is_world_process_zero(self) -> bool:
+        return True
+
+    is_local_process_zero = is_world_process_zero
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Copy the trained model, with its tokenizer, to a directory. Adapters are merged."""
         if self._checkpoint is None:
@@ -202,9 +210,19 @@ class GRPOTrainer:
         unwanted = shutil.ignore_patterns("optimizer*")
         shutil.copytree(self._checkpoint, target, ignore=unwanted, dirs_exist_ok=True)
 
+    def create_model_card(self, *_args: Any, **_fields: Any) -> None:
+        """Copy the card of the trained model, which says how it was trained, to output_dir."""
+        if self._checkpoint is None:
+            raise ConfigError("create_model_card(): there is no trained model yet")
+        shutil.copy(self._checkpoint / "README.md", self.args.output_dir)
+
+    def push_to_hub(self, *_args: Any, **_fields: Any) -> None:
+        raise ConfigError(f"push_to_hub() is not supported: {UPLOAD}")
+
     def save_state(self) -> None:
         """Write trainer_state.json, which has the log, to output_dir."""
-        self._write("trainer_state.json", vars(self.state))
+        self._output_dir.mkdir(parents=True, exist_ok=True)
+        self.state.save_to_json(self._output_dir / "trainer_state.json")
 
     def save_metrics(self, split: str, metrics: Mapping[str, float]) -> None:
         self._write(f"{split}_results.json", dict(metrics))
@@ -366,6 +384,20 @@ class GRPOTrainer:
     def _write(self, name: str, values: Mapping[str, Any]) -> None:
         self._output_dir.mkdir(parents=True, exist_ok=True)
         (self._output_dir / name).write_text(json.dumps(dict(values), indent=2))
+
+
+def one_process() -> SimpleNamespace:
+    """Return what scripts use of an accelerator; the script is one process."""
+    return SimpleNamespace(
+        is_main_process=True,
+        is_local_main_process=True,
+        process_index=0,
+        local_process_index=0,
+        num_processes=1,
+        print=print,
+        wait_for_everyone=lambda: None,
+        unwrap_model=lambda model, *_args, **_options: model,
+    )
 
 
 def _has_run(directory: Path) -> bool:

@@ -46,8 +46,7 @@ _TRL = "import it from trl"
 NAMES = {
     **dict.fromkeys(("SFTTrainer", "SFTConfig"), _SFT),
     **dict.fromkeys(("RLOOTrainer", "RLOOConfig"), _RLOO),
-    **dict.fromkeys(("ModelConfig", "ScriptArguments", "get_peft_config"), _TRL),
-    "TrlParser": "read arguments with argparse: GRPOConfig is not a dataclass",
+    **dict.fromkeys(("ModelConfig", "ScriptArguments", "TrlParser", "get_peft_config"), _TRL),
 }
 
 

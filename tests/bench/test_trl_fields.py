@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,3 +81,12 @@ def test_rewards_are_those_of_trl() -> None:
     ours = get_soft_overlong_punishment(10, 4)(ids)
     theirs = trl_rewards.get_soft_overlong_punishment(10, 4)(completion_ids=ids)
     assert ours == pytest.approx(theirs)
+
+
+def test_parser_of_trl_reads_command_line_and_file(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("learning_rate: 1.0e-5\nreward_weights: [0.5, 1.0]\nuse_vllm: true\n")
+    arguments = ["--config", str(file), "--max_steps", "3"]
+    (config,) = trl.TrlParser((GRPOConfig,)).parse_args_and_config(arguments)
+    assert (config.learning_rate, config.max_steps, config.use_vllm) == (1e-5, 3, True)
+    assert config.reward_weights == [0.5, 1.0]

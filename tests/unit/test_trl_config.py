@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -62,3 +64,48 @@ def test_settings_of_paceline_may_be_nested() -> None:
 def test_settings_of_paceline_are_rejected_when_they_are_no_dict() -> None:
     with pytest.raises(ConfigError, match="paceline = 'x'; expected a dict of settings"):
         GRPOConfig("out", paceline="x")  # type: ignore[arg-type]
+
+
+@dataclass
+class DerivedConfig(GRPOConfig):
+    benchmarks: list[str] = field(default_factory=list)
+
+
+def parsed(arguments: str, kind: Any = GRPOConfig) -> Any:
+    from transformers import HfArgumentParser
+
+    (config,) = HfArgumentParser(kind).parse_args_into_dataclasses(arguments.split())
+    return config
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("--learning_rate 1e-5", 1e-5),
+        ("--max_steps 3", 3),
+        ("--beta .5", 0.5),
+        ("--output_dir out", "out"),
+        ("--report_to none", "none"),
+        ("--bf16 true", True),
+        ("--use_cpu", True),
+        ("--no_shuffle_dataset", False),
+        ("--reward_weights 0.5 1", [0.5, 1.0]),
+        ('--paceline {"schedule.max_staleness":2}', {"schedule.max_staleness": 2}),
+    ],
+)
+def test_parser_of_command_lines_reads_field(argument: str, value: Any) -> None:
+    name = argument.split()[0].removeprefix("--no_").removeprefix("--")
+    assert getattr(parsed(argument), name) == value
+
+
+def test_parsed_config_is_that_of_same_arguments() -> None:
+    parser = parsed("--output_dir out --max_steps 3 --metric_for_best_model reward")
+    assert vars(parser) == vars(GRPOConfig("out", max_steps=3, metric_for_best_model="reward"))
+
+
+def test_derived_dataclass_has_further_fields_and_checks() -> None:
+    config = parsed("--benchmarks a b --max_steps 3", DerivedConfig)
+    assert (config.benchmarks, config.max_steps) == (["a", "b"], 3)
+    assert (config.paceline, config.output_dir) == ({}, "trainer_output")
+    with pytest.raises(ConfigError, match="top_p"):
+        DerivedConfig(top_p=0.5)

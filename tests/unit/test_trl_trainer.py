@@ -1,5 +1,6 @@
 """GRPOTrainer: models and datasets as objects, resuming, callbacks, evaluation, rejections."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -306,6 +307,30 @@ def test_save_model_keeps_the_run_when_its_target_is_output_dir(tmp_path: Path, 
     trainer.save_model()
     assert_consistent(tmp_path / "out")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.model_type == "qwen2"
+
+
+def test_end_of_training_script_runs(tmp_path: Path, model: str) -> None:
+    """What the scripts of TRL and Open R1 do after training."""
+    trainer = make_trainer(tmp_path, model, callbacks=[Recorder])
+    trainer.remove_callback(Recorder)
+    result = trainer.train()
+    trainer.save_metrics("train", result.metrics)
+    trainer.save_state()
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    assert state["global_step"] == result.global_step and not Recorder.called
+    trainer.accelerator.wait_for_everyone()
+    assert trainer.accelerator.is_main_process and trainer.is_world_process_zero()
+    trainer.create_model_card(dataset_name="x", tags=["y"])
+    assert "GRPO" in (tmp_path / "out" / "README.md").read_text().upper()
+    with pytest.raises(ConfigError, match="upload_folder"):
+        trainer.push_to_hub(dataset_name="x")
+
+
+class Recorder:
+    called = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        Recorder.called = True
 
 
 def test_reward_model_scores(tmp_path: Path, model: str) -> None:
