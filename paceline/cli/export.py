@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.app import app, console, fail
+from paceline.cli.app import app, console, fail, log_to_console
 from paceline.errors import PacelineError
 
 
@@ -35,6 +35,7 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier export.")] = False,
 ) -> None:
     """Write a trained model as a directory that transformers, vLLM and SGLang load."""
+    log_to_console()
     try:
         from paceline.training.export import export_model
 
