@@ -85,6 +85,11 @@ TRL = {
     "GRPOTrainer.evaluate": "self, eval_dataset=None, metric_key_prefix='eval'",
     "GRPOTrainer.save_model": "self, output_dir=None, _internal_call=False",
     "GRPOTrainer.add_callback": "self, callback",
+    "GRPOTrainer.remove_callback": "self, callback",
+    "GRPOTrainer.is_world_process_zero": "self",
+    "GRPOTrainer.is_local_process_zero": "self",
+    "GRPOTrainer.create_model_card": "self, _args, **_fields",
+    "GRPOTrainer.push_to_hub": "self, _args, **_fields",
     "GRPOTrainer.save_state": "self",
     "GRPOTrainer.save_metrics": "self, split, metrics",
     "GRPOTrainer.log_metrics": "self, split, metrics",
@@ -182,7 +187,8 @@ def test_trl_exports_exactly_public_names() -> None:
     assert set(trl.__all__) == {"GRPOConfig", "GRPOTrainer"}
     methods = {name.partition(".")[2] for name in TRL if name.startswith("GRPOTrainer.")}
     assert public_members(trl.GRPOTrainer) == methods | {"model", "processing_class"}
-    assert public_members(trl.GRPOConfig) == {"check", "to_dict"}
+    fields = {*trl.config.DEFAULTS, "paceline"}
+    assert public_members(trl.GRPOConfig) == fields | {"check", "to_dict"}
     own = {name for name, value in vars(trl.rewards).items() if inspect.isfunction(value)}
     assert {f"rewards.{name}" for name in own - {"boxed"}} == {n for n in TRL if "rewards." in n}
 
