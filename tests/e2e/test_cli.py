@@ -237,7 +237,6 @@ def test_python_m_paceline_runs_command_line() -> None:
     assert "Usage: paceline" in output
 
 
-@pytest.mark.usefixtures("recipe")
 def test_command_ends_without_traceback_when_interrupted_during_its_imports() -> None:
     program = (
         "import os, runpy, signal, sys\n"
@@ -252,6 +251,7 @@ def test_command_ends_without_traceback_when_interrupted_during_its_imports() ->
     assert (found.returncode, found.stderr) == (-signal.SIGINT, "")
 
 
+@pytest.mark.usefixtures("recipe")
 def test_train_suggests_recipe_when_path_is_misspelled(tmp_path: Path) -> None:
     result = paceline(tmp_path / "recipee.toml")
     assert_error(result, 2, "does not exist", "did you mean", "recipe.toml")

@@ -123,7 +123,7 @@ def test_run_does_not_start_when_vocabulary_of_teacher_differs(tmp_path: Path) -
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["<think>"])
     tokenizer.save_pretrained(teacher)
-    with pytest.raises(ModelError, match=r"teacher = .* 2 differ, for example '<think>'; expected"):
+    with pytest.raises(ModelError, match=r"teacher = .* 1 differ, for example '<think>'; expected"):
         load_inputs(load_config(None, settings_for(model, teacher)))
 
 

@@ -187,8 +187,8 @@ def test_export_rejects_damaged_checkpoint(run: Path, tmp_path: Path) -> None:
 def test_export_command_warns_when_last_checkpoint_is_damaged(run: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(run, tmp_path / "run")
     (copy / "checkpoints" / "step_00000004" / "state.json").write_text("{}")
-    result = CliRunner().invoke(app, ["export", str(copy)])
-    assert "exported step 2" in result.stdout
+    result = CliRunner().invoke(app, ["export", str(copy), "--to", str(tmp_path / "out")])
+    assert "exported step 2" in result.stdout, result.output
     assert "warning: checkpoint" in result.stdout and "state.json is damaged" in result.stdout
 
 
