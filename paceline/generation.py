@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.collection import rare_collections
 from paceline.config import RunConfig
 from paceline.data.chat import stop_token_ids
 from paceline.environment.conversation import Conversation
@@ -134,6 +135,7 @@ async def open_generation(
     Without a `scorer`, the reward model among the workers scores. `quarantine`: file of the prompts
     on which engines died.
     """
+    stack.enter_context(rare_collections())
     cluster, plans, workers = await open_workers(stack, config, roles, inputs.model_path, logs)
     if launch := cluster.launcher():
         await _start_pool(stack, environment, launch)

@@ -309,7 +309,7 @@ class Rollouter:
         self, episode: Awaitable[Trajectory | tuple[Trajectory, ...]], index: int, prompt: Prompt
     ) -> tuple[Trajectory, ...]:
         try:
-            async with self._deadlines.within(self._episode_s):
+            with self._deadlines.within(self._episode_s):
                 made = await episode
                 return made if isinstance(made, tuple) else (made,)
         except TimeoutError:
@@ -336,7 +336,8 @@ class Rollouter:
             max_new_tokens: int | None = None,
             stop: tuple[str, ...] = (),
         ) -> Completion:
-            sampling = _limited(usual, max_new_tokens, stop, name)
+            limited = max_new_tokens is not None or stop
+            sampling = _limited(usual, max_new_tokens, stop, name) if limited else usual
             number = next(turns)
             seed = _seed(self._seed, seq, index, number)
             call = progress.begin_call(index, number, context)
@@ -359,16 +360,15 @@ class Rollouter:
                     )
                     call.request_id = request.id
                     try:
-                        async with self._deadlines.within(left) as seconds_left:
+                        with self._deadlines.within(left) as deadline:
                             completion = await assignment.generate(request)
-                            left = seconds_left()
                     except TimeoutError:
                         raise RolloutError(
                             f"{name} took longer than rollout.generation_timeout = "
                             f"{self._timeout:g} s"
                         ) from None
                     if completion.finish is Finish.INTERRUPT:
-                        call.completion = completion
+                        call.completion, left = completion, deadline.seconds_left
                     if assignment.losses > losses:  # an engine was lost: the timeout starts over
                         left, losses = self._timeout, assignment.losses
             finally:

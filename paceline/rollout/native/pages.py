@@ -3,14 +3,16 @@
 Sequences with a common prefix share its pages. Page 0 is never allocated: idle rows write to it.
 """
 
-import numpy as np
+from collections import Counter
+from itertools import chain
 
 
 class Pages:
     def __init__(self, count: int, size: int) -> None:
         self.size = size
         self._free = list(range(count - 1, 0, -1))
-        self._holders = np.zeros(count, np.int32)
+        # A list, because a sequence has a few pages: too few for an operation of numpy to pay.
+        self._holders = [0] * count
 
     @property
     def free(self) -> int:
@@ -18,10 +20,10 @@ class Pages:
 
     def used(self, without: list[list[int]]) -> float:
         """Return the fraction of pages with holders, not counting the holders of these lists."""
-        holders = self._holders.copy()
-        for pages in without:
-            holders[pages] -= 1  # a list has no page twice
-        return np.count_nonzero(holders > 0) / max(1, len(holders) - 1)
+        counts = Counter(chain.from_iterable(without))  # a list has no page twice
+        unused = sum(self._holders[page] == count for page, count in counts.items())
+        pages = len(self._holders) - 1
+        return (pages - len(self._free) - unused) / max(1, pages)
 
     def needed(self, tokens: int) -> int:
         return -(-tokens // self.size)
@@ -32,12 +34,16 @@ class Pages:
             return None
         taken = self._free[len(self._free) - count :]
         del self._free[len(self._free) - count :]
-        self._holders[taken] = 1
+        for page in taken:
+            self._holders[page] = 1
         return taken
 
     def share(self, pages: list[int]) -> None:
-        self._holders[pages] += 1
+        for page in pages:
+            self._holders[page] += 1
 
     def give_back(self, pages: list[int]) -> None:
-        self._holders[pages] -= 1
-        self._free += [page for page in pages if self._holders[page] == 0]
+        for page in pages:
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._free.append(page)
