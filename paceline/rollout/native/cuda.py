@@ -38,6 +38,7 @@ FORWARD_TOKENS = 8192  # maximum tokens per prefill pass, to bound its memory
 # Numbers of tokens with a CUDA graph for prefill, and the tokens per sequence that it has room for.
 PREFILL_SIZES = (128, 256, 512, 1024, 2048, 4096)
 SEQUENCE_TOKENS = 16
+COPIED_PAGES = 128  # at once, to bound the memory of the copy
 FP8_CAPABILITY = (8, 9)  # the first GPUs that convert float8_e4m3fn
 # Batch sizes with a CUDA graph; larger ones are multiples of 128.
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
@@ -113,6 +114,7 @@ class CudaBackend:
         self._table = np.zeros((self.slots, self.forward.pages_each), np.int32)
         self._held = np.zeros(self.slots, np.int64)  # number of pages of each row
         self._table_changed = False
+        self._copied_pages: list[tuple[int, int]] = []  # as (source, target)
         self._live = 0  # number of rows that are decoded
         self._used = 0  # all rows from this one on are idle
 
@@ -214,16 +216,24 @@ class CudaBackend:
                 self._prefill(batch)
 
     def fork(self, source: Sequence, row: int, copies: list[Sequence], target: int) -> None:
-        """Copy the partly filled page for each of `copies`; `reserve` has shared the full pages."""
+        """Copy the partly filled page for each of `copies`; `reserve` has shared the full pages.
+
+        `place`, which follows, copies those of all prompts at once.
+        """
         length = len(copies[0].context) - 1
         if length % PAGE:
             last = length // PAGE
-            pages = np.array([copy.pages[last] for copy in copies], np.int32)
-            with self._on_stream():
-                kv, page = self.cache.kv, source.pages[last]
-                kv = kv.view(torch.uint8) if kv.itemsize == 1 else kv  # not all kernels support FP8
-                repeated = kv[:, page : page + 1].expand(-1, len(copies), -1, -1, -1, -1)
-                kv.index_copy_(1, self._upload(pages).long(), repeated)
+            self._copied_pages += [(source.pages[last], copy.pages[last]) for copy in copies]
+
+    def _copy_pages(self) -> None:
+        """Copy pages for `fork`; no page is both a source and a target."""
+        pairs, self._copied_pages = self._copied_pages, []
+        kv = self.cache.kv
+        kv = kv.view(torch.uint8) if kv.itemsize == 1 else kv  # not all kernels support FP8
+        for start in range(0, len(pairs), COPIED_PAGES):
+            both = np.array(pairs[start : start + COPIED_PAGES], np.int32).T
+            sources, targets = self._upload(np.ascontiguousarray(both)).long()
+            kv.index_copy_(1, targets, kv.index_select(1, sources))
 
     def place(self, slots: Slots, row: int) -> None:
         n = len(slots.live)
@@ -240,6 +250,7 @@ class CudaBackend:
         words[State.TOP_K] = np.minimum(slots.top_k[new], 2**31 - 1)
         words[State.TOP_P] = slots.top_p[new].view(np.int32)
         with self._on_stream():
+            self._copy_pages()
             self.state[:, new] = self._upload(words)
         for index in range(row, n):
             pages = slots.live[index].pages
