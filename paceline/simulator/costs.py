@@ -27,6 +27,9 @@ class CostModel(Settings):
     """Seconds that each token in the KV cache adds to a decode step."""
     prefill_token_s: float = Field(1.4e-6, ge=0)
     """Seconds per token of a prompt that is prefilled."""
+    prefill_sequence_s: float = Field(0.0, ge=0)
+    """Seconds that each sequence adds when it starts, also if another one with its prompt is
+    prefilled: messages and bookkeeping of the engine."""
     train_step_s: float = Field(0.011, ge=0)
     """Seconds of a train step, independent of the batch: optimizer, communication, messages."""
     train_token_s: float = Field(6.6e-6, ge=0)

@@ -222,7 +222,7 @@ class SimulatedEngine:
 
     def _admit(self) -> None:
         """Prefill waiting sequences that have a slot. Equal prompts are prefilled once."""
-        tokens = 0
+        tokens, before = 0, len(self._live)
         while self._waiting and len(self._live) < self._slots:
             request = self._waiting.popleft()
             made = int(request.partial.tokens.sum()) if request.partial else 0
@@ -234,10 +234,11 @@ class SimulatedEngine:
             end = self._step + length - made
             heappush(self._live, Running(request, self._step, end, context))
             self._context += context
-        if tokens:
-            seconds = self._slowdown * self._costs.prefill_token_s * tokens
-            self._at += seconds
-            self.busy.prefill += seconds
+        costs, started = self._costs, len(self._live) - before
+        if started:
+            work = costs.prefill_token_s * tokens + costs.prefill_sequence_s * started
+            self._at += self._slowdown * work
+            self.busy.prefill += self._slowdown * work
 
     def _release(self, running: Running, finish: Finish) -> Completion:
         """Return the completion of a sequence that is no longer live."""

@@ -59,9 +59,12 @@ def fit_decode(points: Sequence[tuple[int, int, float]]) -> Fit:
     return fit_line(rows, [s for *_, s in points])
 
 
-def fit_tokens(points: Sequence[tuple[int, float]]) -> Fit:
-    """Fit a constant and a cost per token to points (tokens, seconds)."""
-    return fit_line([(1, tokens) for tokens, _ in points], [seconds for _, seconds in points])
+def fit_prefill(points: Sequence[tuple[int, int, float]]) -> Fit:
+    """Fit waves of sequences that start together, measured as (sequences, tokens, seconds).
+
+    The coefficients are a constant, prefill_token_s and prefill_sequence_s.
+    """
+    return fit_line([(1, tokens, n) for n, tokens, _ in points], [s for *_, s in points])
 
 
 def fit_train(points: Sequence[tuple[int, int, float]]) -> Fit:

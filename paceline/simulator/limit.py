@@ -11,7 +11,8 @@ def limit_steps_per_s(scenario: Scenario) -> float:
     costs, rows = scenario.costs, scenario.groups_per_step * scenario.group_size
     prefill_s = costs.prefill_token_s * scenario.groups_per_step * scenario.prompt_tokens
     made = scenario.groups_per_step * scenario.generated * costs.turns
-    generate_s = (made * _completion_s(scenario) + prefill_s) / scenario.engines
+    started_s = costs.prefill_sequence_s * made
+    generate_s = (made * _completion_s(scenario) + prefill_s + started_s) / scenario.engines
     lengths, prompt = scenario.lengths, scenario.prompt_tokens  # a row has one turn or several
     tokens = scenario.groups_per_step * prompt + rows * costs.turns * lengths.mean
     squares = 2 * prompt * costs.turns * lengths.mean + costs.turns * (

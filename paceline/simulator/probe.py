@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 from transformers import PretrainedConfig
@@ -23,7 +24,7 @@ from paceline.model.loading import load_config
 from paceline.remote.worker import Worker
 from paceline.rollout.client import EngineClient
 from paceline.simulator.costs import CostModel
-from paceline.simulator.fit import Fit, fit_decode, fit_tokens, fit_train
+from paceline.simulator.fit import Fit, fit_decode, fit_prefill, fit_train
 from paceline.simulator.host import host_completion_s
 from paceline.training.assembly import assemble
 from paceline.types import Batch, Group, Prompt, Request, Role, Sampling, Trajectory, Turn
@@ -53,7 +54,7 @@ class Probe:
     costs: CostModel
     prompt_tokens: int  # the mean of the recipe's prompts
     decode: tuple[tuple[int, int, float], ...]  # (sequences, context tokens, seconds of a step)
-    prefill: tuple[tuple[int, float], ...]  # (tokens, seconds)
+    prefill: tuple[tuple[int, int, float], ...]  # (sequences, tokens, seconds)
     train: tuple[tuple[int, int, float], ...]  # (tokens, tokens before each of them, seconds)
     errors: dict[str, Fit]
 
@@ -100,16 +101,18 @@ class _Measurement:
         slowdown = {} if self._config.takes_turns else await self._both()
         fits = {
             "decode": fit_decode(decode),
-            "prefill": fit_tokens(prefill),
+            "prefill": fit_prefill(prefill),
             "train": fit_train(train),
         }
         counts = sorted({sequences for sequences, *_ in decode})
         *steps, context_s = fits["decode"].coefficients
+        _, prefill_token_s, prefill_sequence_s = fits["prefill"].coefficients
         train_step_s, train_token_s, train_context_s = fits["train"].coefficients
         costs = CostModel(
             decode_points=tuple(zip(counts, steps, strict=True)),
             decode_context_s=context_s,
-            prefill_token_s=fits["prefill"].coefficients[1],
+            prefill_token_s=prefill_token_s,
+            prefill_sequence_s=prefill_sequence_s,
             train_step_s=train_step_s,
             train_token_s=train_token_s * self._train_ranks,
             train_context_s=train_context_s * self._train_ranks,
@@ -138,31 +141,40 @@ class _Measurement:
 
     async def _generation(
         self,
-    ) -> tuple[list[tuple[int, int, float]], list[tuple[int, float]]]:
+    ) -> tuple[list[tuple[int, int, float]], list[tuple[int, int, float]]]:
         """Measure waves of sequences: all of them start and end together.
 
         Contexts of different lengths are measured in one wave, as a run has them: an engine may
-        read the KV cache of all sequences up to the longest one.
+        read the KV cache of all sequences up to the longest one. Waves of groups, whose sequences
+        share a prompt, tell the cost of a sequence from that of its prompt.
         """
         decode: list[tuple[int, int, float]] = []
-        prefill: list[tuple[int, float]] = []
-        await self._generate(self._config.slots, self._prompt, 2)  # compiles and allocates
+        prefill: list[tuple[int, int, float]] = []
+        await self._wave(self._config.slots, self._prompt, 2)  # compiles and allocates
         end = time.perf_counter() + GENERATION_S
         for sequences, prompt in self._waves():
             if time.perf_counter() > end and len(decode) > 1:  # one point has no slope
                 break
             self._report(f"measuring {sequences} sequences with contexts of {prompt} tokens")
             spread = prompt - self._prompt
-            filled = await self._median(partial(self._generate, sequences, prompt, 1, spread))
+            filled = await self._wave(sequences, prompt, 1, spread)
             if not spread:  # else shorter prompts may be padded, which those of a run rarely are
-                prefill.append((sequences * (prompt - 1), filled))
+                prefill.append((sequences, sequences * (prompt - 1), filled))
+                prefill += await self._groups(sequences)
             new, step_s = self._new, filled
             if new > 1:
-                work = partial(self._generate, sequences, prompt, new, spread)
-                whole = await self._median(work)
+                whole = await self._wave(sequences, prompt, new, spread)
                 step_s = (whole - filled) / (new - 1)
             decode.append((sequences, sequences * (prompt + new // 2), step_s))
         return above_zero(decode), prefill
+
+    async def _groups(self, sequences: int) -> list[tuple[int, int, float]]:
+        """Measure a wave of groups; a wave of less than two says little."""
+        size = self._config.group_size
+        if size == 1 or sequences < 2 * size:
+            return []
+        filled = await self._wave(sequences, self._prompt, 1, size=size)
+        return [(sequences, -(-sequences // size) * (self._prompt - 1), filled)]
 
     def _waves(self) -> list[tuple[int, int]]:
         """Return loads as (sequences, context), those first that say most."""
@@ -174,26 +186,44 @@ class _Measurement:
         between = {*BETWEEN, slots // 4} - {*counts}
         return few + more + [(n, self._prompt) for n in sorted(between) if 0 < n < slots]
 
-    async def _generate(self, sequences: int, prompt: int, new: int, spread: int = 0) -> None:
-        """Generate from prompts with the mean length `prompt`, of which the longest have `spread`
-        tokens more."""
-        sampling = Sampling(max_new_tokens=new)
-        requests = []
+    async def _wave(
+        self, sequences: int, prompt: int, new: int, spread: int = 0, size: int = 1
+    ) -> float:
+        """Return the seconds of a wave. See `_requests`."""
+        return await self._median(
+            self._generate, lambda: self._requests(sequences, prompt, new, spread, size)
+        )
+
+    async def _generate(self, requests: Sequence[Request]) -> None:
+        self._completions = await asyncio.gather(*map(self._engine.generate, requests))
+
+    def _requests(
+        self, sequences: int, prompt: int, new: int, spread: int = 0, size: int = 1
+    ) -> list[Request]:
+        """Return requests for `new` tokens each, with prompts of `prompt` tokens on average.
+
+        The longest prompts have `spread` tokens more. Each has `size` sequences.
+        """
+        sampling, requests = Sampling(max_new_tokens=new), list[Request]()
         for number in range(sequences):
             self._number += 1
-            length = prompt + round(spread * ((2 * number + 1) / sequences - 1))
-            prompt_tokens = self._tokens(length)
-            requests.append(Request(f"{self._number}.0.0", prompt_tokens, self._number, sampling))
-        self._completions = await asyncio.gather(*map(self._engine.generate, requests))
+            if number % size == 0:
+                length = prompt + round(spread * ((2 * number + 1) / sequences - 1))
+                tokens = self._tokens(length)
+            requests.append(Request(f"{self._number}.0.0", tokens, self._number, sampling))
+        return requests
 
     def _tokens(self, count: int) -> tuple[int, ...]:
         return tuple(self._random.integers(0, self._vocabulary, count).tolist())
 
-    async def _median(self, work: Callable[[], Awaitable[None]]) -> float:
+    async def _median(
+        self, work: Callable[[Any], Awaitable[None]], make: Callable[[], Any]
+    ) -> float:
+        """Return the seconds of `work` with what `make` returns, which is not measured."""
         seconds: list[float] = []
         while len(seconds) < REPEATS and sum(seconds) < ENOUGH_S:
-            begun = time.perf_counter()
-            await work()
+            given, begun = make(), time.perf_counter()
+            await work(given)
             seconds.append(time.perf_counter() - begun)
         return statistics.median_low(seconds)  # of two: kernels may be compiled in the first one
 
@@ -205,7 +235,6 @@ class _Measurement:
         shapes = [(max(1, rows // part), self._new) for part in (8, 2)]
         shapes += [(max(1, rows // part), max(self._new, longest)) for part in (32, 8)]
         shapes += [(rows, self._new)]
-        await self._update(self._batch(self._lengths(*shapes[0])))  # compiles and allocates
         points: list[tuple[int, int, float]] = []
         begun = time.perf_counter()
         for count, new in dict.fromkeys(shapes):
@@ -213,13 +242,17 @@ class _Measurement:
             batch, (tokens, before) = self._batch(lengths), self._fed(lengths)
             known = max((s / n for n, _, s in points), default=0.0)
             if len(points) > 1:
-                expected = time.perf_counter() - begun + known * tokens
+                expected = time.perf_counter() - begun + 2 * known * tokens
                 if expected > TRAINING_S:
                     continue
             self._report(f"measuring a train step of {tokens:,} tokens")
-            seconds = await self._median(partial(self._update, batch))
+            seconds = await self._timed_update(batch)
             points.append((tokens, before, seconds))
         return points
+
+    async def _timed_update(self, batch: Batch) -> float:
+        await self._update(batch)  # compiles and allocates for batches of this size
+        return await self._median(self._update, lambda: batch)
 
     async def _update(self, batch: Batch) -> None:
         await self._workers[Role.ACTOR][0].call(Role.ACTOR, "update", batch, 0, 0.0)
@@ -269,17 +302,24 @@ class _Measurement:
         self._report("measuring generation and training at the same time")
         rows = self._config.groups_per_step * self._config.group_size
         batch = self._batch(self._lengths(max(1, rows // 2), self._new))
-        works = {
-            "decode": partial(self._generate, self._config.slots, self._prompt, self._new),
-            "train": partial(self._update, batch),
+        full = partial(self._requests, self._config.slots, self._prompt, self._new)
+        works: dict[str, tuple[Callable[[Any], Awaitable[None]], Callable[[], Any]]] = {
+            "decode": (self._generate, full),
+            "train": (self._update, lambda: batch),
         }
-        alone = {name: await self._median(work) for name, work in works.items()}
+        alone = {name: await self._median(*work) for name, work in works.items()}
         found = []
         for _ in range(2 * REPEATS):
+            given = {name: make() for name, (_, make) in works.items()}
             begun, ends = time.perf_counter(), dict[str, float]()
 
-            async def run(name: str, begun: float = begun, ends: dict[str, float] = ends) -> None:
-                await works[name]()
+            async def run(
+                name: str,
+                given: dict[str, Any] = given,
+                begun: float = begun,
+                ends: dict[str, float] = ends,
+            ) -> None:
+                await works[name][0](given[name])
                 ends[name] = time.perf_counter() - begun
 
             await asyncio.gather(*map(run, works))
@@ -337,7 +377,8 @@ def summary(found: Probe) -> Sequence[str]:
     return (
         f"decode step by sequences: {steps}; + {costs.decode_context_s * 1e9:.3g} ns per token in "
         f"the KV cache (error {errors['decode'].error:.0%})",
-        f"prefill: {costs.prefill_token_s * 1e6:.3g} µs per token "
+        f"prefill: {costs.prefill_token_s * 1e6:.3g} µs per token + "
+        f"{costs.prefill_sequence_s * 1e6:.3g} µs per sequence "
         f"(error {errors['prefill'].error:.0%})",
         f"train step: {costs.train_step_s * 1e3:.3g} ms + {costs.train_token_s * 1e6:.3g} µs per "
         f"token + {costs.train_context_s * 1e9:.3g} ns per token before it in its row "

@@ -12,7 +12,7 @@ from paceline.config import RunConfig, load_config
 from paceline.errors import ConfigError
 from paceline.schedule import ScheduleSettings
 from paceline.simulator.costs import CostModel, read_costs, write_costs
-from paceline.simulator.fit import fit_decode, fit_line, fit_tokens, fit_train
+from paceline.simulator.fit import fit_decode, fit_line, fit_prefill, fit_train
 from paceline.simulator.lengths import read_distribution
 from paceline.simulator.limit import limit_steps_per_s
 from paceline.simulator.modes import HYBRID, Comparison, compare_modes
@@ -140,8 +140,10 @@ def test_fit_is_at_least_as_good_as_random_coefficients() -> None:
         assert loss(best) <= loss(rng.random(3) * rng.choice([0.01, 1, 3], 3)) + 1e-12
 
 
-def test_fit_of_tokens_has_constant() -> None:
-    assert fit_tokens([(100, 1.1), (1000, 2.0)]).coefficients == pytest.approx((1.0, 1e-3))
+def test_fit_of_prefill_tells_cost_of_sequence_from_that_of_its_prompt() -> None:
+    waves = [(1, 50), (8, 50), (8, 400), (64, 400), (64, 3200)]
+    points = [(n, tokens, 0.1 + 1e-3 * tokens + 2e-2 * n) for n, tokens in waves]
+    assert fit_prefill(points).coefficients == pytest.approx((0.1, 1e-3, 2e-2))
 
 
 def test_fit_of_training_has_cost_of_long_rows() -> None:
@@ -202,6 +204,7 @@ def test_hybrid_step_has_all_costs() -> None:
         decode_sequence_s=1e-4,
         decode_context_s=1e-6,
         prefill_token_s=1e-3,
+        prefill_sequence_s=2e-3,
         train_step_s=1.0,
         train_token_s=1e-3,
         publish_s=0.5,
@@ -210,7 +213,8 @@ def test_hybrid_step_has_all_costs() -> None:
     )
     outcome = simulate(replace(SCENARIO, costs=costs, shared=True, train_devices=4))
     decode = costs.burst_s(50, 128, 128 * 100)
-    prefill, train = 16 * 100 * 1e-3, 1.0 + (16 * 100 + 128 * 50) * 1e-3 / 4
+    prefill = 16 * 100 * 1e-3 + 128 * 2e-3
+    train = 1.0 + (16 * 100 + 128 * 50) * 1e-3 / 4
     assert outcome.step_s == pytest.approx(decode + prefill + train + 0.5 + 0.25 + 2 * 0.125)
 
 
