@@ -13,6 +13,7 @@ On a GPU, benchmarks/gpu_prediction.py does the same with other loads and modes.
 """
 
 import asyncio
+import itertools
 import json
 import logging
 import math
@@ -79,13 +80,18 @@ def predict(config: RunConfig, found: Probe, lengths: Distribution) -> Outcome:
 
 
 def measure(config: RunConfig, warm_up: int) -> Row:
-    """Run the recipe; return its steps per second and the mean parts of a step."""
+    """Run the recipe; return its steps per second, the mean parts of a step, and all steps."""
     asyncio.run(train(config))
     rows = read_metrics(config.run_dir)
     steady = rows[warm_up:]
     seconds = steady[-1]["wall_time_s"] - rows[warm_up - 1]["wall_time_s"]
     means = {part: statistics.mean(row[f"time/{part}_s"] for row in steady) for part in PARTS}
-    return {"steps_per_s": len(steady) / seconds, **{f"{part}_s": s for part, s in means.items()}}
+    steps = itertools.pairwise(row["wall_time_s"] for row in rows[warm_up - 1 :])
+    return {
+        "steps_per_s": len(steady) / seconds,
+        **{f"{part}_s": s for part, s in means.items()},
+        "seconds": [round(end - begin, 3) for begin, end in steps],
+    }
 
 
 def compare(load: str, mode: str, predicted: Outcome, measured: Row) -> Row:
