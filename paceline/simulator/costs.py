@@ -60,8 +60,11 @@ class CostModel(Settings):
     environment_s: str = "fixed:0"
     """Seconds of tools and reward after each generation, as a distribution (see --lengths)."""
     host_completion_s: float = Field(0.0, ge=0)
-    """Seconds of the controller per completion: text, reward, queue and batch. It handles one
+    """Seconds of the controller per completion: messages, text, reward and queue. It handles one
     completion at a time, while devices work."""
+    host_trained_s: float = Field(0.0, ge=0)
+    """Seconds of the controller per trained completion: batch, metrics and records. The trainer
+    waits for them."""
     failures_per_hour: float = Field(0.0, ge=0)
     """Failures per hour of an engine in a separate pool."""
     restart_s: float = Field(60.0, ge=0)

@@ -1,18 +1,27 @@
 """Measurement of the controller: its seconds per completion, without devices.
 
-The controller is one thread: it admits prompts, turns tokens into text, scores, queues and builds
-batches. Reward functions of the user run elsewhere and are not part of it.
+The controller is one thread. Before the queue, it admits prompts, exchanges messages with engines,
+turns tokens into text and scores them, while devices work. With a batch, it assembles, measures and
+records the completions, while the trainer waits. Reward functions of the user run elsewhere and are
+not part of it.
 """
 
 import asyncio
+import pickle
+import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
 from paceline.config import RunConfig
 from paceline.data.chat import text_decoder
+from paceline.group_metrics import measure
 from paceline.inputs import Inputs
+from paceline.observe.recorder import Recorder
+from paceline.observe.samples import Samples
 from paceline.reward.lookup import builtin
 from paceline.reward.reward import NoReward, Reward, open_reward
 from paceline.schedule import ScheduleSettings
@@ -20,7 +29,7 @@ from paceline.simulator.costs import CostModel
 from paceline.simulator.lengths import read_distribution
 from paceline.simulator.simulation import Scenario, simulate
 from paceline.training.assembly import assemble
-from paceline.types import Completion, Finish, Group, Trajectory, Turn
+from paceline.types import Completion, Finish, Group, Request, Sampling, Trajectory, Turn
 
 LOOP_STEPS = 4  # of the loop without devices
 MOST_COMPLETIONS = 1024  # that are handled in a measurement
@@ -31,11 +40,17 @@ NO_COSTS = CostModel.model_validate(
 )
 
 
-async def host_completion_s(config: RunConfig, inputs: Inputs) -> float:
-    """Return the seconds of the controller per completion of this recipe."""
-    groups = max(1, min(config.groups_per_step, MOST_COMPLETIONS // config.group_size))
-    loop_s = await asyncio.to_thread(_loop_s, groups, config.group_size)
-    return (loop_s + await _handling_s(config, inputs, groups)) / (groups * config.group_size)
+async def host_costs(config: RunConfig, inputs: Inputs) -> dict[str, float]:
+    """Return `host_completion_s` and `host_trained_s` of this recipe."""
+    count = max(1, min(config.groups_per_step, MOST_COMPLETIONS // config.group_size))
+    loop_s = await asyncio.to_thread(_loop_s, count, config.group_size)
+    groups, handling_s = await _handled(config, inputs, count)
+    decode, size = text_decoder(inputs.tokenizer), count * config.group_size
+    recording_s = min(_recording_s(groups, config.save_samples, decode) for _ in range(3))
+    return {
+        "host_completion_s": (loop_s + handling_s) / size,
+        "host_trained_s": recording_s / size,
+    }
 
 
 def _loop_s(groups: int, group_size: int) -> float:
@@ -55,8 +70,8 @@ def _loop_s(groups: int, group_size: int) -> float:
     return (time.perf_counter() - begun) / LOOP_STEPS
 
 
-async def _handling_s(config: RunConfig, inputs: Inputs, count: int) -> float:
-    """Return the seconds to decode, score and assemble a batch of this many groups."""
+async def _handled(config: RunConfig, inputs: Inputs, count: int) -> tuple[list[Group], float]:
+    """Return groups that were received, decoded and scored, and the seconds of that."""
     decode, random = text_decoder(inputs.tokenizer), np.random.default_rng(0)
     length = max(1, config.rollout.max_response_length // 2)
     vocabulary = len(inputs.tokenizer)
@@ -70,9 +85,12 @@ async def _handling_s(config: RunConfig, inputs: Inputs, count: int) -> float:
         for _ in range(config.group_size)
     ]
     reward, groups = await _reward(config), list[Group]()
+    prompts, sampling = [inputs.source[seq] for seq in range(count)], Sampling(length)
+    reply = pickle.dumps([completions for _ in prompts])
     begun = time.perf_counter()
-    for seq in range(count):
-        prompt = inputs.source[seq]
+    pickle.loads(reply)
+    for seq, prompt in enumerate(prompts):
+        pickle.dumps([Request("", prompt.tokens, seq, sampling) for _ in completions])
         made = [
             Trajectory((Turn(prompt.tokens, each),), decode(each.tokens.tolist()))
             for each in completions
@@ -81,8 +99,18 @@ async def _handling_s(config: RunConfig, inputs: Inputs, count: int) -> float:
         assert len(scores) == len(made)
         scored = tuple(replace(each, reward=0.0) for each in made)
         groups.append(Group(seq, prompt, scored, 0, 0))
-    assemble(groups)
-    return time.perf_counter() - begun
+    return groups, time.perf_counter() - begun
+
+
+def _recording_s(groups: list[Group], saved: int, decode: Callable[[list[int]], str]) -> float:
+    """Return the seconds to assemble, measure and record a batch."""
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = Recorder(Path(folder), 0, Samples(Path(folder), saved, 0, decode))
+        begun = time.perf_counter()
+        recorder.step_done(1, measure(groups, assemble(groups)), groups)
+        seconds = time.perf_counter() - begun
+        recorder.close()
+    return seconds
 
 
 async def _reward(config: RunConfig) -> Reward:

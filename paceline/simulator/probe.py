@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 from transformers import PretrainedConfig
@@ -25,7 +24,7 @@ from paceline.remote.worker import Worker
 from paceline.rollout.client import EngineClient
 from paceline.simulator.costs import CostModel
 from paceline.simulator.fit import Fit, fit_decode, fit_prefill, fit_train
-from paceline.simulator.host import host_completion_s
+from paceline.simulator.host import host_costs
 from paceline.training.assembly import assemble
 from paceline.types import Batch, Group, Prompt, Request, Role, Sampling, Trajectory, Turn
 from paceline.workers.engines import engine_workers
@@ -73,8 +72,8 @@ async def probe(config: RunConfig, report: Report = lambda what: None) -> Probe:
         engine = EngineClient(engine_workers(config, plans, workers[Role.ROLLOUT])[0])
         prompt = round(statistics.mean(lengths))
         found = await _Measurement(config, engine, workers, model, prompt, report).run()
-    host_s = await host_completion_s(config, inputs)
-    return replace(found, costs=found.costs.model_copy(update={"host_completion_s": host_s}))
+    host = await host_costs(config, inputs)
+    return replace(found, costs=found.costs.model_copy(update=host))
 
 
 class _Measurement:
@@ -189,10 +188,18 @@ class _Measurement:
     async def _wave(
         self, sequences: int, prompt: int, new: int, spread: int = 0, size: int = 1
     ) -> float:
-        """Return the seconds of a wave. See `_requests`."""
-        return await self._median(
-            self._generate, lambda: self._requests(sequences, prompt, new, spread, size)
-        )
+        """Return the seconds in which the engine works on a wave. See `_requests`.
+
+        The controller's part is in `host_completion_s`.
+        """
+
+        async def measure() -> float:
+            requests = self._requests(sequences, prompt, new, spread, size)
+            before = (await self._engine.stats()).busy_s
+            await self._generate(requests)
+            return (await self._engine.stats()).busy_s - before
+
+        return await _median(measure)
 
     async def _generate(self, requests: Sequence[Request]) -> None:
         self._completions = await asyncio.gather(*map(self._engine.generate, requests))
@@ -216,17 +223,6 @@ class _Measurement:
     def _tokens(self, count: int) -> tuple[int, ...]:
         return tuple(self._random.integers(0, self._vocabulary, count).tolist())
 
-    async def _median(
-        self, work: Callable[[Any], Awaitable[None]], make: Callable[[], Any]
-    ) -> float:
-        """Return the seconds of `work` with what `make` returns, which is not measured."""
-        seconds: list[float] = []
-        while len(seconds) < REPEATS and sum(seconds) < ENOUGH_S:
-            given, begun = make(), time.perf_counter()
-            await work(given)
-            seconds.append(time.perf_counter() - begun)
-        return statistics.median_low(seconds)  # of two: kernels may be compiled in the first one
-
     # --- training ---
 
     async def _training(self) -> list[tuple[int, int, float]]:
@@ -246,13 +242,10 @@ class _Measurement:
                 if expected > TRAINING_S:
                     continue
             self._report(f"measuring a train step of {tokens:,} tokens")
-            seconds = await self._timed_update(batch)
+            await self._update(batch)  # compiles and allocates for batches of this size
+            seconds = await _median(partial(_timed, partial(self._update, batch)))
             points.append((tokens, before, seconds))
         return points
-
-    async def _timed_update(self, batch: Batch) -> float:
-        await self._update(batch)  # compiles and allocates for batches of this size
-        return await self._median(self._update, lambda: batch)
 
     async def _update(self, batch: Batch) -> None:
         await self._workers[Role.ACTOR][0].call(Role.ACTOR, "update", batch, 0, 0.0)
@@ -303,27 +296,16 @@ class _Measurement:
         rows = self._config.groups_per_step * self._config.group_size
         batch = self._batch(self._lengths(max(1, rows // 2), self._new))
         full = partial(self._requests, self._config.slots, self._prompt, self._new)
-        works: dict[str, tuple[Callable[[Any], Awaitable[None]], Callable[[], Any]]] = {
-            "decode": (self._generate, full),
-            "train": (self._update, lambda: batch),
-        }
-        alone = {name: await self._median(*work) for name, work in works.items()}
-        found = []
-        for _ in range(2 * REPEATS):
-            given = {name: make() for name, (_, make) in works.items()}
-            begun, ends = time.perf_counter(), dict[str, float]()
+        update = partial(_timed, partial(self._update, batch))
 
-            async def run(
-                name: str,
-                given: dict[str, Any] = given,
-                begun: float = begun,
-                ends: dict[str, float] = ends,
-            ) -> None:
-                await works[name][0](given[name])
-                ends[name] = time.perf_counter() - begun
+        async def generate() -> float:
+            return await _timed(partial(self._generate, full()))
 
-            await asyncio.gather(*map(run, works))
-            found.append(slowdowns(alone["decode"], alone["train"], ends["decode"], ends["train"]))
+        alone = await _median(generate), await _median(update)
+        found = [
+            slowdowns(*alone, *await asyncio.gather(generate(), update()))
+            for _ in range(2 * REPEATS)
+        ]
         decode, train = (statistics.median(each) for each in zip(*found, strict=True))
         where = "overlap" if self._config.placement.overlap else "pool"
         return {f"{where}_decode": decode, f"{where}_train": train}
@@ -343,6 +325,20 @@ class _Measurement:
             published.append(middle - begun)
             loaded.append(time.perf_counter() - middle)
         return statistics.median(published), statistics.median(loaded)
+
+
+async def _timed(work: Callable[[], Awaitable[None]]) -> float:
+    begun = time.perf_counter()
+    await work()
+    return time.perf_counter() - begun
+
+
+async def _median(measure: Callable[[], Awaitable[float]]) -> float:
+    """Return the median of some measurements, fewer if they take long."""
+    seconds: list[float] = []
+    while len(seconds) < REPEATS and sum(seconds) < ENOUGH_S:
+        seconds.append(await measure())
+    return statistics.median_low(seconds)  # of two: kernels may be compiled in the first one
 
 
 def slowdowns(
@@ -385,7 +381,8 @@ def summary(found: Probe) -> Sequence[str]:
         f"(error {errors['train'].error:.0%})",
         f"weight sync: {costs.publish_s * 1e3:.3g} ms to publish, {costs.load_s * 1e3:.3g} ms to "
         "load",
-        f"controller: {costs.host_completion_s * 1e6:.3g} µs per completion",
+        f"controller: {costs.host_completion_s * 1e6:.3g} µs per completion + "
+        f"{costs.host_trained_s * 1e6:.3g} µs while the trainer waits",
         *(
             []
             if found.config.takes_turns

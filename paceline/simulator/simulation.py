@@ -259,6 +259,8 @@ class _Trainer:
         if costs.train_context_s:
             rows = np.add.reduceat(batch.tokens, batch.offsets[:-1], dtype=np.float64)
             context = float((rows**2).sum() - again * prompt**2) / 2
+        if costs.host_trained_s:
+            await asyncio.sleep(costs.host_trained_s * (len(batch.offsets) - 1))
         actor = costs.train_s(tokens, scenario.train_devices, context=context)
         critic, critic_devices = 0.0, scenario.critic_devices or scenario.train_devices
         if scenario.has_critic:

@@ -276,6 +276,15 @@ def test_controller_delays_synchronous_step_by_all_of_its_completions() -> None:
     assert simulate(ahead).step_s == pytest.approx(2, rel=0.1)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_trainer_waits_for_batch_of_controller(shared: bool) -> None:
+    costs = PLAIN.model_copy(update={"host_trained_s": 0.05})
+    scenario = replace(
+        SCENARIO, costs=costs, shared=shared, schedule=AHEAD if not shared else SCENARIO.schedule
+    )
+    assert simulate(scenario).train_s == pytest.approx(2 + 128 * 0.05)
+
+
 def test_prompt_is_trained_once_for_completions_of_its_group() -> None:
     trained = replace(SCENARIO, costs=priced(train_token_s=1e-3), shared=True, prompt_tokens=70)
     assert simulate(trained).train_s == pytest.approx((16 * 70 + 128 * 50) * 1e-3)
