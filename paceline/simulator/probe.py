@@ -34,7 +34,10 @@ from paceline.workers.transport import open_transport
 
 REPEATS = 3  # of which the median counts; fewer if they take long
 ENOUGH_S = 0.5  # after which a measurement is not repeated
-NEW_TOKENS = 32  # generated per sequence, if the recipe allows it
+# Generated per sequence in a short and in a long wave, if the recipe allows it. Engines decode in
+# bursts of up to 8 steps, also if a sequence ends within one: both are whole bursts.
+FIRST_TOKENS, NEW_TOKENS = 8, 40
+BOTH_S = 0.6  # a longer train step is not repeated beside generation
 PROMPTS = 64  # that are read to find their mean length
 SIGMA = 0.8  # of the lengths of completions, as in a simulation without --lengths
 BETWEEN = (8, 16, 32, 64)  # sequences, at which GPUs may change kernels
@@ -90,14 +93,17 @@ class _Measurement:
         self._model, self._prompt, self._report = model, max(2, prompt), report
         self._vocabulary = model.get_text_config().vocab_size
         self._random = np.random.default_rng(0)
-        self._new = min(NEW_TOKENS, config.rollout.max_response_length)
+        longest = config.rollout.max_response_length
+        self._new = min(NEW_TOKENS, longest)
+        self._first = FIRST_TOKENS if longest >= 2 * FIRST_TOKENS else 1
+        self._updates: list[tuple[float, Batch]] = []  # with their seconds
         self._number = 0
 
     async def run(self) -> Probe:
         publish_s, load_s = await self._sync()
         decode, prefill = await self._generation()
         train = await self._training()
-        slowdown = {} if self._config.takes_turns else await self._both()
+        slowdown = {} if self._config.takes_turns else await self._both(decode[0][2])
         fits = {
             "decode": fit_decode(decode),
             "prefill": fit_prefill(prefill),
@@ -155,25 +161,26 @@ class _Measurement:
             if time.perf_counter() > end and len(decode) > 1:  # one point has no slope
                 break
             self._report(f"measuring {sequences} sequences with contexts of {prompt} tokens")
-            spread = prompt - self._prompt
-            filled = await self._wave(sequences, prompt, 1, spread)
-            if not spread:  # else shorter prompts may be padded, which those of a run rarely are
-                prefill.append((sequences, sequences * (prompt - 1), filled))
-                prefill += await self._groups(sequences)
-            new, step_s = self._new, filled
-            if new > 1:
+            spread, first, new = prompt - self._prompt, self._first, self._new
+            begun = await self._wave(sequences, prompt, first, spread)
+            step_s = begun / first
+            if new > first:
                 whole = await self._wave(sequences, prompt, new, spread)
-                step_s = (whole - filled) / (new - 1)
-            decode.append((sequences, sequences * (prompt + new // 2), step_s))
-        return above_zero(decode), prefill
+                step_s = (whole - begun) / (new - first)
+            decode.append((sequences, sequences * (prompt + (first + new) // 2), step_s))
+            if not spread:  # else shorter prompts may be padded, which those of a run rarely are
+                prefill.append((sequences, sequences * (prompt - 1), begun - first * step_s))
+                prefill += await self._groups(sequences, first * step_s)
+        known = [point for point in prefill if point[2] > 0]
+        return above_zero(decode), known or [(1, self._prompt, 1e-7)]
 
-    async def _groups(self, sequences: int) -> list[tuple[int, int, float]]:
-        """Measure a wave of groups; a wave of less than two says little."""
+    async def _groups(self, sequences: int, decode_s: float) -> list[tuple[int, int, float]]:
+        """Measure the prefill of a wave of groups; a wave of less than two says little."""
         size = self._config.group_size
         if size == 1 or sequences < 2 * size:
             return []
-        filled = await self._wave(sequences, self._prompt, 1, size=size)
-        return [(sequences, -(-sequences // size) * (self._prompt - 1), filled)]
+        begun = await self._wave(sequences, self._prompt, self._first, size=size)
+        return [(sequences, -(-sequences // size) * (self._prompt - 1), begun - decode_s)]
 
     def _waves(self) -> list[tuple[int, int]]:
         """Return loads as (sequences, context), those first that say most."""
@@ -231,6 +238,7 @@ class _Measurement:
         shapes = [(max(1, rows // part), self._new) for part in (8, 2)]
         shapes += [(max(1, rows // part), max(self._new, longest)) for part in (32, 8)]
         shapes += [(rows, self._new)]
+        shapes += [(max(1, rows // part), max(self._new, longest)) for part in (4, 2)]
         points: list[tuple[int, int, float]] = []
         begun = time.perf_counter()
         for count, new in dict.fromkeys(shapes):
@@ -245,6 +253,7 @@ class _Measurement:
             await self._update(batch)  # compiles and allocates for batches of this size
             seconds = await _median(partial(_timed, partial(self._update, batch)))
             points.append((tokens, before, seconds))
+            self._updates.append((seconds, batch))
         return points
 
     async def _update(self, batch: Batch) -> None:
@@ -290,16 +299,22 @@ class _Measurement:
 
     # --- both at the same time ---
 
-    async def _both(self) -> dict[str, float]:
-        """Return how much engine and trainer slow each other down on one device or machine."""
+    async def _both(self, step_s: float) -> dict[str, float]:
+        """Return how much engine and trainer slow each other down on one device or machine.
+
+        `step_s`: seconds of a decode step of all slots.
+        """
         self._report("measuring generation and training at the same time")
-        rows = self._config.groups_per_step * self._config.group_size
-        batch = self._batch(self._lengths(max(1, rows // 2), self._new))
-        full = partial(self._requests, self._config.slots, self._prompt, self._new)
+        short = [each for each in self._updates if each[0] <= BOTH_S] or self._updates[:1]
+        train_s, batch = max(short, key=lambda each: each[0])
+        slots, size = self._config.slots, self._config.group_size
+        # Generation that takes about as long. The prompts are shared, as those of a run.
+        new = max(self._new, min(round(train_s / step_s), self._config.rollout.max_response_length))
+        requests = partial(self._requests, slots, self._prompt, new, size=size)
         update = partial(_timed, partial(self._update, batch))
 
         async def generate() -> float:
-            return await _timed(partial(self._generate, full()))
+            return await _timed(partial(self._generate, requests()))
 
         alone = await _median(generate), await _median(update)
         found = [
