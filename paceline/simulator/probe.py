@@ -32,7 +32,7 @@ from paceline.workers.layout import plan_that_fits
 from paceline.workers.pools import open_workers
 from paceline.workers.transport import open_transport
 
-REPEATS = 3  # of which the median counts; fewer if they take long
+REPEATS = 3  # of which the fastest counts, because others only delay; fewer if they take long
 ENOUGH_S = 0.5  # after which a measurement is not repeated
 # Generated per sequence in a short and in a long wave, if the recipe allows it. Engines decode in
 # bursts of up to 8 steps, also if a sequence ends within one: both are whole bursts.
@@ -96,7 +96,7 @@ class _Measurement:
         longest = config.rollout.max_response_length
         self._new = min(NEW_TOKENS, longest)
         self._first = FIRST_TOKENS if longest >= 2 * FIRST_TOKENS else 1
-        self._updates: list[tuple[float, Batch]] = []  # with their seconds
+        self._updates: list[tuple[float, list[int]]] = []  # seconds, and the lengths of the rows
         self._number = 0
 
     async def run(self) -> Probe:
@@ -150,8 +150,8 @@ class _Measurement:
         """Measure waves of sequences: all of them start and end together.
 
         Contexts of different lengths are measured in one wave, as a run has them: an engine may
-        read the KV cache of all sequences up to the longest one. Waves of groups, whose sequences
-        share a prompt, tell the cost of a sequence from that of its prompt.
+        read the KV cache of all sequences up to the longest one. Sequences share prompts, also as
+        in a run. Waves of different prompts tell the cost of a prompt from that of its sequences.
         """
         decode: list[tuple[int, int, float]] = []
         prefill: list[tuple[int, int, float]] = []
@@ -162,25 +162,19 @@ class _Measurement:
                 break
             self._report(f"measuring {sequences} sequences with contexts of {prompt} tokens")
             spread, first, new = prompt - self._prompt, self._first, self._new
-            begun = await self._wave(sequences, prompt, first, spread)
-            step_s = begun / first
-            if new > first:
-                whole = await self._wave(sequences, prompt, new, spread)
-                step_s = (whole - begun) / (new - first)
+            size = self._config.group_size if sequences >= 2 * self._config.group_size else 1
+            wave = partial(self._wave, sequences, prompt, spread=spread, size=size)
+            begun = await wave(first)
+            step_s = (await wave(new) - begun) / (new - first) if new > first else begun / first
             decode.append((sequences, sequences * (prompt + (first + new) // 2), step_s))
-            if not spread:  # else shorter prompts may be padded, which those of a run rarely are
-                prefill.append((sequences, sequences * (prompt - 1), begun - first * step_s))
-                prefill += await self._groups(sequences, first * step_s)
+            if spread:  # shorter prompts may be padded, which those of a run rarely are
+                continue
+            for each in dict.fromkeys((size, 1)):
+                took = begun if each == size else await self._wave(sequences, prompt, first)
+                fed = -(-sequences // each) * (prompt - 1)
+                prefill.append((sequences, fed, took - first * step_s))
         known = [point for point in prefill if point[2] > 0]
         return above_zero(decode), known or [(1, self._prompt, 1e-7)]
-
-    async def _groups(self, sequences: int, decode_s: float) -> list[tuple[int, int, float]]:
-        """Measure the prefill of a wave of groups; a wave of less than two says little."""
-        size = self._config.group_size
-        if size == 1 or sequences < 2 * size:
-            return []
-        begun = await self._wave(sequences, self._prompt, self._first, size=size)
-        return [(sequences, -(-sequences // size) * (self._prompt - 1), begun - decode_s)]
 
     def _waves(self) -> list[tuple[int, int]]:
         """Return loads as (sequences, context), those first that say most."""
@@ -206,7 +200,7 @@ class _Measurement:
             await self._generate(requests)
             return (await self._engine.stats()).busy_s - before
 
-        return await _median(measure)
+        return await _fastest(measure)
 
     async def _generate(self, requests: Sequence[Request]) -> None:
         self._completions = await asyncio.gather(*map(self._engine.generate, requests))
@@ -238,26 +232,29 @@ class _Measurement:
         shapes = [(max(1, rows // part), self._new) for part in (8, 2)]
         shapes += [(max(1, rows // part), max(self._new, longest)) for part in (32, 8)]
         shapes += [(rows, self._new)]
-        shapes += [(max(1, rows // part), max(self._new, longest)) for part in (4, 2)]
+        shapes += [(max(1, rows // part), max(self._new, longest)) for part in (4, 2, 1)]
         points: list[tuple[int, int, float]] = []
         begun = time.perf_counter()
         for count, new in dict.fromkeys(shapes):
             lengths = self._lengths(count, new)
-            batch, (tokens, before) = self._batch(lengths), self._fed(lengths)
+            tokens, before = self._fed(lengths)
             known = max((s / n for n, _, s in points), default=0.0)
             if len(points) > 1:
                 expected = time.perf_counter() - begun + 2 * known * tokens
                 if expected > TRAINING_S:
                     continue
             self._report(f"measuring a train step of {tokens:,} tokens")
-            await self._update(batch)  # compiles and allocates for batches of this size
-            seconds = await _median(partial(_timed, partial(self._update, batch)))
+            await self._update(self._batch(lengths))  # compiles and allocates
+            seconds = await _fastest(partial(self._update, self._batch(lengths)))
             points.append((tokens, before, seconds))
-            self._updates.append((seconds, batch))
+            self._updates.append((seconds, lengths))
         return points
 
-    async def _update(self, batch: Batch) -> None:
+    async def _update(self, batch: Batch) -> float:
+        """Return the seconds of a train step."""
+        begun = time.perf_counter()
         await self._workers[Role.ACTOR][0].call(Role.ACTOR, "update", batch, 0, 0.0)
+        return time.perf_counter() - begun
 
     def _lengths(self, rows: int, mean: int) -> list[int]:
         """Return lengths that vary as those of a run: a trainer may pad rows to the longest."""
@@ -306,17 +303,19 @@ class _Measurement:
         """
         self._report("measuring generation and training at the same time")
         short = [each for each in self._updates if each[0] <= BOTH_S] or self._updates[:1]
-        train_s, batch = max(short, key=lambda each: each[0])
+        train_s, lengths = max(short, key=lambda each: each[0])
         slots, size = self._config.slots, self._config.group_size
-        # Generation that takes about as long. The prompts are shared, as those of a run.
+        # Generation that takes about as long.
         new = max(self._new, min(round(train_s / step_s), self._config.rollout.max_response_length))
-        requests = partial(self._requests, slots, self._prompt, new, size=size)
-        update = partial(_timed, partial(self._update, batch))
+        update = partial(self._update, self._batch(lengths))
 
         async def generate() -> float:
-            return await _timed(partial(self._generate, requests()))
+            requests = self._requests(slots, self._prompt, new, size=size)
+            begun = time.perf_counter()
+            await self._generate(requests)
+            return time.perf_counter() - begun
 
-        alone = await _median(generate), await _median(update)
+        alone = await _fastest(generate), await _fastest(update)
         found = [
             slowdowns(*alone, *await asyncio.gather(generate(), update()))
             for _ in range(2 * REPEATS)
@@ -342,18 +341,12 @@ class _Measurement:
         return statistics.median(published), statistics.median(loaded)
 
 
-async def _timed(work: Callable[[], Awaitable[None]]) -> float:
-    begun = time.perf_counter()
-    await work()
-    return time.perf_counter() - begun
-
-
-async def _median(measure: Callable[[], Awaitable[float]]) -> float:
-    """Return the median of some measurements, fewer if they take long."""
+async def _fastest(measure: Callable[[], Awaitable[float]]) -> float:
+    """Return the fastest of some measurements, fewer if they take long."""
     seconds: list[float] = []
     while len(seconds) < REPEATS and sum(seconds) < ENOUGH_S:
         seconds.append(await measure())
-    return statistics.median_low(seconds)  # of two: kernels may be compiled in the first one
+    return min(seconds)
 
 
 def slowdowns(
