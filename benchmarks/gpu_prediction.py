@@ -65,8 +65,8 @@ def run(load: Load, name: str, given: list[str], scratch: Path) -> list[Row]:
             measured = measure(config, WARM_UP)
         lengths = lengths or _lengths(load, config)
         predicted = predict(_planned(config), found, lengths)
-        row = compare(name, mode, predicted, measured)
-        rows.append(row | {"costs": found.costs.model_dump(), "points": points})
+        probed = {} if rows else {"costs": found.costs.model_dump(), "points": points}
+        rows.append(compare(name, mode, predicted, measured) | probed)
         print(json.dumps({key: rows[-1][key] for key in ("load", "mode", "error")}), flush=True)
     return rows
 
