@@ -53,7 +53,7 @@ def run(load: Load, name: str, given: list[str], scratch: Path) -> list[Row]:
         place = f"run_dir={scratch / f'{name}-{mode}'.replace(' ', '-')}"
         return load_config(None, [*load.settings, *given, *MODES[mode], place, "save_every=0"])
 
-    found, rows = asyncio.run(probe(configure("overlap"))), []
+    found, rows = asyncio.run(probe(configure("overlap"))), list[Row]()
     points = {"decode": found.decode, "prefill": found.prefill, "train": found.train}
     lengths: Distribution | None = None
     for mode in MODES:
