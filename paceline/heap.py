@@ -10,8 +10,8 @@ LARGE = 32 * 2**20  # larger blocks are returned at once
 def keep_freed_memory() -> None:
     """Keep freed blocks of up to 32 MiB for the next allocation.
 
-    The system clears memory before it hands it out again. That is 7 % of a train step of a small
-    model. glibc sets the same limits itself once a block of 32 MiB is freed, but the tensors of a
+    The system clears memory before it hands it out again, which slows down the train steps of small
+    models. glibc sets the same limits itself once a block of 32 MiB is freed, but the tensors of a
     small model are smaller. Other C libraries are left as they are.
     """
     with suppress(OSError, AttributeError):
