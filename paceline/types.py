@@ -76,7 +76,9 @@ def copied_row(row: Mapping[str, Any]) -> dict[str, Any]:
 def _copied(value: Any) -> Any:
     if type(value) is dict:  # not a defaultdict, which would lose its methods
         return {name: _copied(each) for name, each in value.items()}
-    return list(map(_copied, value)) if type(value) is list else value
+    if type(value) is list:  # which may have the tokens of all completions of a group
+        return [_copied(each) if type(each) in (dict, list) else each for each in value]
+    return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,35 @@
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+# torch multiplies float32 matrices with MKL, which uses only half of the vector width on AMD
+# processors. oneDNN uses all of it, but a call costs 10 us more: it pays for larger matrices.
+LARGE_MATRIX = 2**16
+_ONEDNN = torch.backends.mkldnn.is_available() and "AVX" in torch.backends.cpu.get_cpu_capability()
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x @ weight.t() + bias."""
+    if uses_onednn(x, weight):
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+        return out
+    return functional.linear(x, weight, bias)
+
+
+def uses_onednn(x: Tensor, weight: Tensor) -> bool:
+    """Return whether `linear` calls oneDNN, which computes no gradients.
+
+    It depends on the weight alone and not on the number of rows, so that a row has the same result
+    in every batch.
+    """
+    return (
+        x.is_cpu
+        and x.dtype == torch.float32
+        and weight.numel() > LARGE_MATRIX
+        and _ONEDNN
+        and not torch.is_grad_enabled()
+    )
 
 
 def next_power_of_two(n: int) -> int:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from paceline.errors import ModelError, SyncError
 from paceline.model.fp8 import dequantized, quantize
+from paceline.model.operations import linear, uses_onednn
 from paceline.model.shape import head_dim
 from paceline.model.support import ALTERNATIVE, check_fast
 
@@ -43,11 +44,15 @@ class Linear:
     scale: Tensor | None = None  # factor of each output, if the weight is FP8
 
     def __call__(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self._matrix(x.dtype), self.bias)
+        return linear(x, self._matrix(x.dtype), self.bias)
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
-        """Compute residual += self(x) without a temporary result."""
-        residual.addmm_(x, self._matrix(x.dtype).t())
+        """Compute residual += self(x), in most cases without a temporary result."""
+        matrix = self._matrix(x.dtype)
+        if uses_onednn(x, matrix):
+            residual.add_(linear(x, matrix, self.bias))
+            return
+        residual.addmm_(x, matrix.t())
         if self.bias is not None:
             residual.add_(self.bias)
 

@@ -27,7 +27,7 @@ class TokenDetails:
     ) -> dict[str, Any]:
         """Return the details of a completion with this text; nothing if it cannot be divided."""
         tokens = completion.tokens[:MAX_TOKENS].tolist()
-        counts = characters(text, list(self._texts(tokens)))
+        counts = characters(text, self._texts(tokens))
         if counts is None or not tokens:
             return {}
         found = {} if advantages is None else {"advantages": _runs(_short(advantages))}
@@ -37,8 +37,13 @@ class TokenDetails:
             "versions": _runs(completion.versions[:MAX_TOKENS].tolist()),
         }
 
-    def _texts(self, tokens: Sequence[int]) -> Iterator[str]:
-        """Yield the text of each token. The first of those that share a character has it."""
+    def _texts(self, tokens: Sequence[int]) -> list[str]:
+        """Return the text of each token. The first of those that share a character has it."""
+        pieces = [self._piece(token) for token in tokens]
+        shared = REPLACEMENT in "".join(pieces)
+        return list(self._divided(tokens)) if shared else pieces
+
+    def _divided(self, tokens: Sequence[int]) -> Iterator[str]:
         for partial, run in groupby(tokens, lambda token: REPLACEMENT in self._piece(token)):
             shared = list(run)
             if partial:
@@ -91,6 +96,8 @@ def characters(text: str, pieces: Sequence[str]) -> list[int] | None:
     Some tokenizers drop the space before a token that is decoded alone, and decoders may strip the
     ends of a text.
     """
+    if "".join(pieces) == text:
+        return list(map(len, pieces))
     at, counts = 0, []
     for piece in pieces:
         if at == len(text):

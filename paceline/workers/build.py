@@ -16,6 +16,7 @@ import torch
 from paceline.config import RunConfig
 from paceline.data.tiny import resolve_model
 from paceline.data.tiny_reward import resolve_reward_model
+from paceline.heap import keep_freed_memory
 from paceline.model.engine_weights import engine_weights
 from paceline.model.fp8 import FP8
 from paceline.model.fp8_weights import fp8_weights
@@ -56,6 +57,7 @@ def first_rank_only(roles: Sequence[Role]) -> frozenset[str]:
 def build_parts(roles: Sequence[Role], config: RunConfig, model_path: str, threads: int) -> Parts:
     concurrent = config.placement.overlap and {Role.ACTOR, Role.ROLLOUT} <= set(roles)
     torch.set_num_threads(max(1, threads // 2) if concurrent else threads)
+    keep_freed_memory()
     parts: dict[str, Any] = {}
     actor: ActorService | None = None
     engine: TrainEngine | None = None

@@ -33,6 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "notifier",
         "suspend",
         "openmp",
+        "heap",
         "progress",
         "temporary",
         "version",

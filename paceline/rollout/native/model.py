@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from paceline.model.fp8 import rounded
+from paceline.model.operations import linear
 from paceline.model.shape import head_dim
 from paceline.model.weights import DecoderWeights, Layer
 
@@ -103,7 +104,7 @@ class Decoder:
                 attended[long] = again.view(len(long), -1)
             layer.out.add_to(x, attended)
             self._mlp(layer, x)
-        return torch.mm(self._norm(x, self.weights.norm), self.weights.head.t())
+        return linear(self._norm(x, self.weights.norm), self.weights.head)
 
     @torch.inference_mode()
     def prefill(self, tokens: Tensor, starts: NDArray[np.int64], slot: int) -> None:
