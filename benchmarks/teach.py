@@ -3,14 +3,16 @@
     python benchmarks/teach.py gsm8k --model FOLDER --train train.jsonl --test test.jsonl
     python benchmarks/teach.py gsm8k_sft --model FOLDER --train train.jsonl --test test.jsonl
     python benchmarks/teach.py sums --model FOLDER [--steps 100] [--seeds 0,1,2] [--modes hybrid]
+    python benchmarks/teach.py reasoning_gym --model FOLDER --train train.jsonl --test test.jsonl
     python benchmarks/teach.py countdown --model FOLDER
     python benchmarks/teach.py tools --model FOLDER
 
 Each run evaluates the first version, every few steps and the last one on all held-out rows (greedy,
 one completion each). Time counts from the start of the first evaluation, after the model has been
 loaded, and includes all evaluations. No checkpoint is written. gsm8k_sft fine-tunes the model on
-the answers of the data set first, once for all runs. Writes benchmarks/results/teach_TASK.json and,
-if matplotlib is installed, docs/images/teach_TASK.svg.
+the answers of the data set first, once for all runs. reasoning_gym_rows.py writes the files of
+reasoning_gym. Writes benchmarks/results/teach_TASK.json and, if matplotlib is installed,
+docs/images/teach_TASK.svg.
 """
 
 import argparse

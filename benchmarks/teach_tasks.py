@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks import countdown, staff
+from benchmarks import countdown, reasoning_gym_rows, staff
 
 Rows = list[dict[str, Any]]
 ANNOTATION = re.compile(r"<<.*?>>")  # of a calculator, in the answers of GSM8K
@@ -29,7 +29,7 @@ class Task:
     settings: dict[str, Any]
     every: int  # steps between evaluations
     steps: int
-    rows: Callable[[int, int], Iterator[dict[str, Any]]] | None = None  # None: GSM8K, from files
+    rows: Callable[[int, int], Iterator[dict[str, Any]]] | None = None  # None: from files
     cpu: dict[str, Any] = field(default_factory=dict)  # smaller, for two cores
     sft: dict[str, Any] | None = None  # supervised fine-tuning on the answers comes first
 
@@ -88,6 +88,20 @@ TASKS = {
         every=10,
         steps=100,
         rows=sums,
+        cpu={"groups_per_step": 8},
+    ),
+    "reasoning_gym": Task(  # from the files of reasoning_gym_rows.py
+        reasoning_gym_rows.named,
+        {
+            "groups_per_step": 64,
+            "group_size": 8,
+            "data.max_prompt_length": 200,
+            "rollout.max_response_length": 16,
+            "rollout.temperature": 0.7,  # at 1, this small model rarely names anyone
+            "train.learning_rate": 1e-5,
+        },
+        every=10,
+        steps=100,
         cpu={"groups_per_step": 8},
     ),
     "countdown": Task(
