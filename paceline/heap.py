@@ -1,6 +1,7 @@
 """The memory that the C library keeps after it was freed, instead of returning it to the system."""
 
 import ctypes
+import os
 from contextlib import suppress
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
@@ -12,8 +13,10 @@ def keep_freed_memory() -> None:
 
     The system clears memory before it hands it out again, which slows down the train steps of small
     models. glibc sets the same limits itself once a block of 32 MiB is freed, but the tensors of a
-    small model are smaller. Other C libraries are left as they are.
+    small model are smaller. Other C libraries, and limits from the environment, stay as they are.
     """
+    if any(name.startswith("MALLOC_") for name in os.environ):
+        return
     with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         mallopt(MMAP_THRESHOLD, LARGE)

@@ -7,7 +7,11 @@ from torch.nn import functional
 # torch multiplies float32 matrices with MKL, which uses only half of the vector width on AMD
 # processors. oneDNN uses all of it, but a call costs 10 us more: it pays for larger matrices.
 LARGE_MATRIX = 2**16
-_ONEDNN = torch.backends.mkldnn.is_available() and "AVX" in torch.backends.cpu.get_cpu_capability()
+_ONEDNN = (
+    torch.backends.mkldnn.is_available()
+    and "AVX" in torch.backends.cpu.get_cpu_capability()
+    and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # private, so a later torch may lack it
+)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
