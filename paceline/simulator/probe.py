@@ -32,12 +32,12 @@ from paceline.workers.layout import plan_that_fits
 from paceline.workers.pools import open_workers
 from paceline.workers.transport import open_transport
 
-REPEATS = 3  # of which the fastest counts, because others only delay; fewer if they take long
+REPEATS = 3  # of which the median counts; fewer if they take long
 ENOUGH_S = 0.5  # after which a measurement is not repeated
 # Generated per sequence in a short and in a long wave, if the recipe allows it. Engines decode in
 # bursts of up to 8 steps, also if a sequence ends within one: both are whole bursts.
 FIRST_TOKENS, NEW_TOKENS = 8, 40
-BOTH_S = 0.6  # a longer train step is not repeated beside generation
+BOTH_S = 0.6  # the longest train step that is measured beside generation
 PROMPTS = 64  # that are read to find their mean length
 SIGMA = 0.8  # of the lengths of completions, as in a simulation without --lengths
 BETWEEN = (8, 16, 32, 64)  # sequences, at which GPUs may change kernels
@@ -155,7 +155,6 @@ class _Measurement:
         """
         decode: list[tuple[int, int, float]] = []
         prefill: list[tuple[int, int, float]] = []
-        await self._wave(self._config.slots, self._prompt, 2)  # compiles and allocates
         end = time.perf_counter() + GENERATION_S
         for sequences, prompt in self._waves():
             if time.perf_counter() > end and len(decode) > 1:  # one point has no slope
@@ -200,7 +199,7 @@ class _Measurement:
             await self._generate(requests)
             return (await self._engine.stats()).busy_s - before
 
-        return await _fastest(measure)
+        return await _usual(measure)
 
     async def _generate(self, requests: Sequence[Request]) -> None:
         self._completions = await asyncio.gather(*map(self._engine.generate, requests))
@@ -244,8 +243,7 @@ class _Measurement:
                 if expected > TRAINING_S:
                     continue
             self._report(f"measuring a train step of {tokens:,} tokens")
-            await self._update(self._batch(lengths))  # compiles and allocates
-            seconds = await _fastest(partial(self._update, self._batch(lengths)))
+            seconds = await _usual(partial(self._update, self._batch(lengths)))
             points.append((tokens, before, seconds))
             self._updates.append((seconds, lengths))
         return points
@@ -315,7 +313,7 @@ class _Measurement:
             await self._generate(requests)
             return time.perf_counter() - begun
 
-        alone = await _fastest(generate), await _fastest(update)
+        alone = await _usual(generate), await _usual(update)
         found = [
             slowdowns(*alone, *await asyncio.gather(generate(), update()))
             for _ in range(2 * REPEATS)
@@ -341,12 +339,16 @@ class _Measurement:
         return statistics.median(published), statistics.median(loaded)
 
 
-async def _fastest(measure: Callable[[], Awaitable[float]]) -> float:
-    """Return the fastest of some measurements, fewer if they take long."""
+async def _usual(measure: Callable[[], Awaitable[float]]) -> float:
+    """Return the median of some measurements, fewer if they take long.
+
+    The first one, which compiles and allocates, does not count.
+    """
+    await measure()
     seconds: list[float] = []
     while len(seconds) < REPEATS and sum(seconds) < ENOUGH_S:
         seconds.append(await measure())
-    return min(seconds)
+    return statistics.median_low(seconds)
 
 
 def slowdowns(
