@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 
 
 @contextmanager
@@ -20,20 +21,26 @@ def collection_paused() -> Iterator[None]:
 # Container objects that are created before a collection; Python's default is 700. A run creates
 # tens of thousands per step, which are freed without it. Visiting those in flight every time took
 # two fifths of the controller's time.
-OBJECTS = 50_000
-
-
-def collect_rarely() -> None:
-    first, *others = gc.get_threshold()
-    if first:  # else the program collects itself
-        gc.set_threshold(max(first, OBJECTS), *others)
+OBJECTS = 20_000
+_lock = Lock()
+_open = 0  # contexts of all threads
+_before: tuple[int, int, int] = gc.get_threshold()
 
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    before = gc.get_threshold()
-    collect_rarely()
+    """Collect rarely while any thread is in such a context."""
+    global _open, _before
+    with _lock:
+        if _open == 0:
+            _before = gc.get_threshold()
+            if _before[0]:  # else the program collects itself
+                gc.set_threshold(max(_before[0], OBJECTS), *_before[1:])
+        _open += 1
     try:
         yield
     finally:
-        gc.set_threshold(*before)
+        with _lock:
+            _open -= 1
+            if _open == 0:
+                gc.set_threshold(*_before)

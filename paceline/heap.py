@@ -6,6 +6,7 @@ from contextlib import suppress
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
 LARGE = 32 * 2**20  # larger blocks are returned at once
+SET = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_"}
 
 
 def keep_freed_memory() -> None:
@@ -15,7 +16,7 @@ def keep_freed_memory() -> None:
     models. glibc sets the same limits itself once a block of 32 MiB is freed, but the tensors of a
     small model are smaller. Other C libraries, and limits from the environment, stay as they are.
     """
-    if any(name.startswith("MALLOC_") for name in os.environ):
+    if SET & os.environ.keys() or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return
     with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt

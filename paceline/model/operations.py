@@ -1,5 +1,7 @@
 """Small tensor operations that the rollout engine and the trainer share."""
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -7,8 +9,18 @@ from torch.nn import functional
 # torch multiplies float32 matrices with MKL, which uses only half of the vector width on AMD
 # processors. oneDNN uses all of it, but a call costs 10 us more: it pays for larger matrices.
 LARGE_MATRIX = 2**16
+
+
+def _on_amd() -> bool:
+    try:
+        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
 _ONEDNN = (
-    torch.backends.mkldnn.is_available()
+    _on_amd()
+    and torch.backends.mkldnn.is_available()
     and "AVX" in torch.backends.cpu.get_cpu_capability()
     and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # private, so a later torch may lack it
 )
@@ -26,7 +38,7 @@ def uses_onednn(x: Tensor, weight: Tensor) -> bool:
     """Return whether `linear` calls oneDNN, which computes no gradients.
 
     It depends on the weight alone and not on the number of rows, so that a row has the same result
-    in every batch.
+    in every batch of two or more rows.
     """
     return (
         x.is_cpu

@@ -23,7 +23,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
-from paceline.collection import collect_rarely
 from paceline.printable import log_to_stderr
 from paceline.remote.device_clock import DeviceClock, doing, use_clock
 from paceline.remote.message import Call, Deferred, Event, Reply, pickled, portable
@@ -247,7 +246,6 @@ def build_and_serve(channel: Channel) -> None:
         log.exception("the worker failed to start")
         return channel.send(Reply(0, error=portable(error)))
     gc.freeze()  # collections then skip what the libraries hold, which takes tenths of a second
-    collect_rarely()
     channel.send(Reply(0))
     parts = Parts({**parts, "host": ProcessStats()}, concurrent_parts(parts), clock_of(parts))
     serve_parts(channel, parts)

@@ -78,7 +78,8 @@ async def _handled(config: RunConfig, inputs: Inputs, count: int) -> tuple[list[
     reward, groups = await _reward(config), list[Group]()
     prompts, sampling = [inputs.source[seq] for seq in range(count)], Sampling(length)
     each = range(config.group_size)
-    made = [[_completion(length, len(inputs.tokenizer)) for _ in each] for _ in prompts]
+    random, vocabulary = np.random.default_rng(0), len(inputs.tokenizer)
+    made = [[_completion(random, length, vocabulary) for _ in each] for _ in prompts]
     begun = time.perf_counter()
     received = _sent(made)
     for seq, (prompt, completions) in enumerate(zip(prompts, received, strict=True)):
@@ -94,8 +95,8 @@ async def _handled(config: RunConfig, inputs: Inputs, count: int) -> tuple[list[
     return groups, time.perf_counter() - begun
 
 
-def _completion(length: int, vocabulary: int) -> Completion:
-    tokens = np.random.default_rng(length).integers(0, vocabulary, length).astype(np.int32)
+def _completion(random: np.random.Generator, length: int, vocabulary: int) -> Completion:
+    tokens = random.integers(0, vocabulary, length).astype(np.int32)
     return Completion(tokens, np.zeros(length, np.float32), np.zeros(length, np.int32), Finish.STOP)
 
 

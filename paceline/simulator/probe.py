@@ -94,8 +94,9 @@ class _Measurement:
         self._vocabulary = model.get_text_config().vocab_size
         self._random = np.random.default_rng(0)
         longest = config.rollout.max_response_length
-        self._new = min(NEW_TOKENS, longest)
-        self._first = FIRST_TOKENS if longest >= 2 * FIRST_TOKENS else 1
+        whole = min(NEW_TOKENS, longest // FIRST_TOKENS * FIRST_TOKENS)
+        # Shorter completions than two bursts are measured as they are: too fast on a GPU.
+        self._first, self._new = (FIRST_TOKENS, whole) if whole > FIRST_TOKENS else (1, longest)
         self._updates: list[tuple[float, list[int]]] = []  # seconds, and the lengths of the rows
         self._number = 0
 
@@ -103,7 +104,9 @@ class _Measurement:
         publish_s, load_s = await self._sync()
         decode, prefill = await self._generation()
         train = await self._training()
-        slowdown = {} if self._config.takes_turns else await self._both(decode[0][2])
+        slots = self._config.slots
+        full = max(decode, key=lambda point: (point[0] == slots, point[2]))  # the longest of them
+        slowdown = {} if self._config.takes_turns else await self._both(full[2])
         fits = {
             "decode": fit_decode(decode),
             "prefill": fit_prefill(prefill),
@@ -114,7 +117,8 @@ class _Measurement:
         _, prefill_token_s, prefill_sequence_s = fits["prefill"].coefficients
         train_step_s, train_token_s, train_context_s = fits["train"].coefficients
         costs = CostModel(
-            decode_points=tuple(zip(counts, steps, strict=True)),
+            # A fit of noisy points may give one of them no time at all; others stand for it.
+            decode_points=[point for point in zip(counts, steps, strict=True) if point[1] > 0],
             decode_context_s=context_s,
             prefill_token_s=prefill_token_s,
             prefill_sequence_s=prefill_sequence_s,
@@ -215,8 +219,8 @@ class _Measurement:
         for number in range(sequences):
             self._number += 1
             if number % size == 0:
-                length = prompt + round(spread * ((2 * number + 1) / sequences - 1))
-                tokens = self._tokens(length)
+                end = min(number + size, sequences)
+                tokens = self._tokens(prompt + round(spread * ((number + end) / sequences - 1)))
             requests.append(Request(f"{self._number}.0.0", tokens, self._number, sampling))
         return requests
 

@@ -43,3 +43,14 @@ def test_threshold_of_program_stays_when_collections_are_off_or_rarer(chosen: in
     gc.set_threshold(chosen)
     with rare_collections():
         assert gc.get_threshold()[0] == chosen
+
+
+def test_collections_stay_rare_until_last_of_overlapping_contexts_ends() -> None:
+    gc.set_threshold(700)
+    first, second = rare_collections(), rare_collections()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert gc.get_threshold()[0] == OBJECTS
+    second.__exit__(None, None, None)
+    assert gc.get_threshold()[0] == 700

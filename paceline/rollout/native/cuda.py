@@ -38,7 +38,7 @@ FORWARD_TOKENS = 8192  # maximum tokens per prefill pass, to bound its memory
 # Numbers of tokens with a CUDA graph for prefill, and the tokens per sequence that it has room for.
 PREFILL_SIZES = (128, 256, 512, 1024, 2048, 4096)
 SEQUENCE_TOKENS = 16
-COPIED_PAGES = 128  # at once, to bound the memory of the copy
+COPIED_BYTES = 64 * 2**20  # at once, to bound the memory of the copy
 FP8_CAPABILITY = (8, 9)  # the first GPUs that convert float8_e4m3fn
 # Batch sizes with a CUDA graph; larger ones are multiples of 128.
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
@@ -230,8 +230,9 @@ class CudaBackend:
         pairs, self._copied_pages = self._copied_pages, []
         kv = self.cache.kv
         kv = kv.view(torch.uint8) if kv.itemsize == 1 else kv  # not all kernels support FP8
-        for start in range(0, len(pairs), COPIED_PAGES):
-            both = np.array(pairs[start : start + COPIED_PAGES], np.int32).T
+        count = max(1, COPIED_BYTES // self.forward.page_bytes)
+        for start in range(0, len(pairs), count):
+            both = np.array(pairs[start : start + count], np.int32).T
             sources, targets = self._upload(np.ascontiguousarray(both)).long()
             kv.index_copy_(1, targets, kv.index_select(1, sources))
 
