@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from paceline.errors import ModelError, SyncError
 from paceline.model.fp8 import dequantized, quantize
-from paceline.model.operations import linear, uses_onednn
+from paceline.model.linear import TrainedLinear, linear, uses_onednn
 from paceline.model.shape import head_dim
 from paceline.model.support import ALTERNATIVE, check_fast
 
@@ -302,7 +302,7 @@ class _WeightReader:
 
     def layer(self, prefix: str, module: nn.Module) -> Layer:
         for name, part in module.named_modules():
-            if name.endswith("_proj") and type(part) is not nn.Linear:
+            if name.endswith("_proj") and type(part) not in (nn.Linear, TrainedLinear):
                 raise ModelError(
                     f"{prefix}.{name} is a {type(part).__name__}; the native engine needs plain "
                     "Linear layers: merge adapters first"

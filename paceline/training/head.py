@@ -14,10 +14,12 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from paceline.algo.loss import TokenOutputs
+from paceline.model.linear import product
 from paceline.model.operations import matmul_float32
 
 # Logits in memory at once: about the size of a CPU cache, or enough for large matmuls on a GPU.
 CHUNK_LOGITS = {"cpu": 2**20, "cuda": 2**29}
+CHUNK_ROWS = 128  # or more, also with a large vocabulary: every chunk reads the whole weight
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 BLOCK = 4096  # logits that a GPU kernel program processes at a time
 
@@ -79,7 +81,7 @@ class ChunkedLogprobs(torch.autograd.Function):
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
             d_logits = d_logits.to(hidden.dtype)
-            torch.mm(d_logits, matrix, out=d_hidden[rows])
+            d_hidden[rows] = product(d_logits, matrix)
             if d_weight is None:
                 continue
             if d_weight.dtype == d_logits.dtype:
@@ -166,6 +168,11 @@ class FusedLogprobs(torch.autograd.Function):
         return d_hidden, returned, None, None, None, None, None
 
 
+def chunk_rows(device: str, vocabulary: int) -> int:
+    """Return the number of rows whose logits are in memory at once."""
+    return max(CHUNK_ROWS, CHUNK_LOGITS.get(device, CHUNK_LOGITS["cpu"]) // vocabulary)
+
+
 def chunks(count: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, count, size)]
 
@@ -202,7 +209,7 @@ def chunked_logprobs(
     GPU does not recompute the logits, at the cost of 2 bytes for each.
     """
     if chunk is None:
-        chunk = max(1, CHUNK_LOGITS.get(hidden.device.type, 2**20) // len(weight))
+        chunk = chunk_rows(hidden.device.type, len(weight))
     on_gpu = hidden.is_cuda and hidden.dtype == torch.bfloat16 and HAS_TRITON
     if on_gpu and bias is None and cap is None:
         keep = keep and torch.is_grad_enabled() and hidden.requires_grad

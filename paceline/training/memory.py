@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig
 from paceline.model.attention import SHORT_ROW
 from paceline.model.shape import model_shape
 from paceline.model.support import trains_fast
-from paceline.training.head import CHUNK_LOGITS
+from paceline.training.head import CHUNK_LOGITS, chunk_rows
 from paceline.training.settings import TrainSettings
 
 FLOAT = 4  # bytes; all parameters are float32
@@ -110,10 +110,8 @@ def activation_bound(
     # The first pipeline stage has a micro-batch in flight for each stage.
     layers = -(-shape.layers // stages) * stages if train else 1
     kept = layers * residual + layer if settings.gradient_checkpointing else layers * layer
-    logits = (
-        0 if critic else 3 * min(CHUNK_LOGITS["cuda" if gpu else "cpu"], tokens * shape.vocabulary)
-    )
-    return tokens * (kept + 8 * hidden * FLOAT) + logits * FLOAT
+    rows = 0 if critic else min(tokens, chunk_rows("cuda" if gpu else "cpu", shape.vocabulary))
+    return tokens * (kept + 8 * hidden * FLOAT) + 3 * rows * shape.vocabulary * FLOAT
 
 
 def _is_fused(config: PretrainedConfig, settings: TrainSettings) -> bool:

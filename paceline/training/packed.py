@@ -20,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from paceline.algo.loss import TokenData, TokenOutputs
 from paceline.errors import ModelError
 from paceline.model.attention import PACKED
+from paceline.model.linear import speed_up_linears
 from paceline.model.loading import EXACT, model_body
 from paceline.model.packing import MicroBatch, micro_batches, upload
 from paceline.training.head import PolicyHead, ValueHead
@@ -61,6 +62,7 @@ class PackedModel(nn.Module):
         else:
             self.head, self._padded = checked.head.for_model(model), checked._padded
         self._set_attention(PACKED)
+        speed_up_linears(model)
         if settings.gradient_checkpointing:
             if not model.supports_gradient_checkpointing:
                 raise ModelError(

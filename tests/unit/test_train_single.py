@@ -144,6 +144,7 @@ def test_logprobs_respect_sliding_window() -> None:
 
 def test_engine_never_holds_logits_of_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(head.CHUNK_LOGITS, "cpu", 8 * 37)
+    monkeypatch.setattr(head, "CHUNK_ROWS", 8)
     engine, batch = SingleDevice(tiny("qwen2"), SETTINGS), random_batch(rows=60)
     vocabulary_wide = []
 

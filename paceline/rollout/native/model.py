@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from paceline.model.fp8 import rounded
-from paceline.model.operations import linear
+from paceline.model.linear import linear
 from paceline.model.shape import head_dim
 from paceline.model.weights import DecoderWeights, Layer
 

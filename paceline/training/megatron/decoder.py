@@ -28,7 +28,7 @@ from paceline.errors import ConfigError, ModelError
 from paceline.model.attention import packed_attention
 from paceline.model.packing import MicroBatch, RowLayout
 from paceline.model.shape import head_dim
-from paceline.training.head import CHUNK_LOGITS, ValueHead
+from paceline.training.head import ValueHead, chunk_rows
 from paceline.training.megatron.head import vocabulary_parallel_logprobs
 from paceline.training.megatron.weights import padded_vocabulary
 from paceline.training.packed import Head
@@ -266,7 +266,7 @@ class Decoder(GPTModel):  # type: ignore[misc]
             self._first,
             self._temperature,
             parallel_state.get_tensor_model_parallel_group(),
-            max(1, CHUNK_LOGITS[hidden.device.type] // self._shard),
+            chunk_rows(hidden.device.type, self._shard),
         )
         return TokenOutputs(logprobs=logprobs, entropy=entropy)
 
