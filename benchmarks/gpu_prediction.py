@@ -109,7 +109,7 @@ def main() -> None:
                 path = arithmetic(scratch / "arithmetic.jsonl")
                 path = str(options.gsm8k) if "gsm8k" in name else path
             given = [f"model={model}", f"data.path={path}", f"steps={options.steps}"]
-            given += ["save_samples=8", *(SMALL if options.small else [])]
+            given += SMALL if options.small else []
             rows += run(load, name, given, scratch)
             if not options.small:
                 add(options.out, rows, torch.cuda.get_device_name())

@@ -37,12 +37,13 @@ ENOUGH_S = 0.5  # after which a measurement is not repeated
 # Generated per sequence in a short and in a long wave, if the recipe allows it. Engines decode in
 # bursts of up to 8 steps, also if a sequence ends within one: both are whole bursts.
 FIRST_TOKENS, NEW_TOKENS = 8, 40
+LONG_TOKENS = 104  # instead, after long prompts, whose prefill takes most of a wave
 BOTH_S = 0.6  # the longest train step that is measured beside generation
 PROMPTS = 64  # that are read to find their mean length
 SIGMA = 0.8  # of the lengths of completions, as in a simulation without --lengths
 BETWEEN = (8, 16, 32, 64)  # sequences, at which GPUs may change kernels
 MOST_SLOWDOWN = 10.0  # of overlapping work; more is an error of the measurement
-GENERATION_S, TRAINING_S = 12.0, 8.0  # no further load is measured after them
+GENERATION_S, TRAINING_S = 15.0, 8.0  # no further load is measured after them
 
 Report = Callable[[str], None]
 
@@ -97,6 +98,7 @@ class _Measurement:
         whole = min(NEW_TOKENS, longest // FIRST_TOKENS * FIRST_TOKENS)
         # Shorter completions than two bursts are measured as they are: too fast on a GPU.
         self._first, self._new = (FIRST_TOKENS, whole) if whole > FIRST_TOKENS else (1, longest)
+        self._long = LONG_TOKENS if longest >= 2 * LONG_TOKENS else self._new
         self._updates: list[tuple[float, list[int]]] = []  # seconds, and the lengths of the rows
         self._number = 0
 
@@ -155,7 +157,9 @@ class _Measurement:
 
         Contexts of different lengths are measured in one wave, as a run has them: an engine may
         read the KV cache of all sequences up to the longest one. Sequences share prompts, also as
-        in a run. Waves of different prompts tell the cost of a prompt from that of its sequences.
+        in a run, but not longer contexts, which stand for completions: GPUs read the shared part
+        of a KV cache faster. Waves of different prompts tell the cost of a prompt from that of its
+        sequences.
         """
         decode: list[tuple[int, int, float]] = []
         prefill: list[tuple[int, int, float]] = []
@@ -164,8 +168,10 @@ class _Measurement:
             if time.perf_counter() > end and len(decode) > 1:  # one point has no slope
                 break
             self._report(f"measuring {sequences} sequences with contexts of {prompt} tokens")
-            spread, first, new = prompt - self._prompt, self._first, self._new
-            size = self._config.group_size if sequences >= 2 * self._config.group_size else 1
+            spread, first = prompt - self._prompt, self._first
+            new = self._long if spread else self._new
+            shared = not spread and sequences >= 2 * self._config.group_size
+            size = self._config.group_size if shared else 1
             wave = partial(self._wave, sequences, prompt, spread=spread, size=size)
             begun = await wave(first)
             step_s = (await wave(new) - begun) / (new - first) if new > first else begun / first
@@ -181,13 +187,13 @@ class _Measurement:
 
     def _waves(self) -> list[tuple[int, int]]:
         """Return loads as (sequences, context), those first that say most."""
-        slots, room = self._config.slots, self._config.rollout.max_response_length - self._new
-        counts = list(dict.fromkeys(max(1, slots // part) for part in (1, 8, slots, 2)))
-        contexts = sorted({self._prompt, self._prompt + room // 2})
-        few = [(count, context) for context in contexts for count in counts[:2]]
-        more = [(count, context) for context in contexts for count in counts[2:]]
-        between = {*BETWEEN, slots // 4} - {*counts}
-        return few + more + [(n, self._prompt) for n in sorted(between) if 0 < n < slots]
+        slots, room = self._config.slots, self._config.rollout.max_response_length - self._long
+        every, eighth, half = (max(1, slots // part) for part in (1, 8, 2))
+        context = self._prompt + room // 2
+        counts = [every, eighth, half, 1, *sorted({*BETWEEN, slots // 4})]
+        waves = [(n, self._prompt) for n in counts if 0 < n <= slots]
+        waves[3:3] = [(half, context), (eighth, context)]
+        return list(dict.fromkeys([*waves, (every, context), (1, context)]))
 
     async def _wave(
         self, sequences: int, prompt: int, new: int, spread: int = 0, size: int = 1

@@ -267,6 +267,11 @@ class _Trainer:
             critic = costs.train_s(tokens, critic_devices, costs.critic_factor, context)
         busy = actor * scenario.train_devices + critic * critic_devices
         both = max(actor, critic) if scenario.critic_devices else actor + critic
+        if scenario.overlap and actor > 0:
+            # In one process, the controller delays what the trainer does on the host, which does
+            # not depend on the batch: it starts operations of the device.
+            completions = scenario.groups_per_step * scenario.generated
+            both += costs.host_completion_s * completions * costs.train_step_s / actor
         if scenario.overlap:
             busy = await self._beside_engine(both, costs.overlap_decode, costs.overlap_train)
         elif self._slows_engine and both > 0:
