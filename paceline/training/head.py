@@ -25,7 +25,7 @@ BLOCK = 4096  # logits that a GPU kernel program processes at a time
 
 
 class ChunkedLogprobs(torch.autograd.Function):
-    """Log-probs of the targets [M] and entropy [M].
+    """Log-probs of the targets [M] and entropy [M]. The only chunk of a small batch is kept.
 
     Inputs: hidden [M, D], weight [V, D], bias [V] | None, targets [M]. The dtype of `hidden` is the
     compute dtype. The gradient of the weight has the weight's dtype, or is added to `gradient`.
@@ -48,10 +48,13 @@ class ChunkedLogprobs(torch.autograd.Function):
             torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(2)
         )
         matrix = weight.to(hidden.dtype)
+        ctx.kept = None
         for rows in chunks(len(hidden), chunk):
-            log_p, _ = _log_softmax(hidden[rows], matrix, bias, temperature, cap)
+            log_p, slope = _log_softmax(hidden[rows], matrix, bias, temperature, cap)
             logprobs[rows] = log_p.gather(1, targets[rows, None]).squeeze(1)
             entropy[rows] = -(log_p.exp() * log_p).sum(-1)
+            if len(hidden) <= chunk and any(ctx.needs_input_grad):
+                ctx.kept = log_p, slope
         ctx.save_for_backward(hidden, weight, bias, targets, entropy)
         ctx.temperature, ctx.chunk, ctx.gradient, ctx.cap = temperature, chunk, gradient, cap
         return logprobs, entropy
@@ -69,7 +72,10 @@ class ChunkedLogprobs(torch.autograd.Function):
         d_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
         matrix = weight.to(hidden.dtype)
         for rows in chunks(len(hidden), ctx.chunk):
-            log_p, slope = _log_softmax(hidden[rows], matrix, bias, ctx.temperature, ctx.cap)
+            kept, ctx.kept = ctx.kept, None
+            log_p, slope = kept or _log_softmax(
+                hidden[rows], matrix, bias, ctx.temperature, ctx.cap
+            )
             p = log_p.exp()
             d_logits = p * -to_logprobs[rows, None]
             d_logits.scatter_add_(1, targets[rows, None], to_logprobs[rows, None])
