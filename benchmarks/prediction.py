@@ -2,7 +2,7 @@
 
     python benchmarks/prediction.py [--lengths 40,320] [--quick]
 
-A probe measures the costs of engine and trainer once per placement. The simulator then predicts
+A probe measures the costs of engine and trainer before each run. The simulator then predicts
 hybrid sync, one step off and fully async for three distributions of lengths (median and p99), and
 real runs of the same load (that of benchmarks/modes.py) measure them. The aim is an error of at
 most 10 % each, and the same fastest mode. Run it on a quiet machine: two processes need two cores.
@@ -114,10 +114,11 @@ def run(all_lengths: Sequence[Lengths], steps: int, warm_up: int) -> Iterator[li
             place = [f"model={model}", f"run_dir={Path(scratch) / name}", f"steps={steps}"]
             return load_config(None, [*place, *COMMON, *MODES[mode]])
 
-        probes = {mode: asyncio.run(probe(configure(mode, "probe"))) for mode in COMPARED}
         for lengths in all_lengths:
             client, rows = forcing_client(partial(length_of, lengths)), []
-            for mode, found in probes.items():
+            for mode in COMPARED:
+                # Right before the run, because the speed of a shared machine changes.
+                found = asyncio.run(probe(configure(mode, "probe")))
                 config = configure(mode, f"{mode}-{lengths[0]}")
                 with mock.patch.object(generation, "EngineClient", client):
                     measured = measure(config, warm_up)

@@ -242,6 +242,15 @@ def others() -> Figures:
         {step: right for _, step, right in run["accuracy"]} for run in result("teach_sums")["runs"]
     ]
     first, last = ({fixed(100 * run[step], 0) for run in runs} for step in (0, 20))
+    gym = result("teach_reasoning_gym")["runs"]
+    for run in gym:
+        seconds, _, end = run["accuracy"][-1]
+        yield "benchmarks/results/gpu.md", f"| {fixed(100 * end, 1)} % ({seconds:.0f} s) |"
+    ends = sorted(fixed(100 * run["accuracy"][-1][2], 0) for run in gym)
+    yield (
+        "README.md",
+        f"{fixed(100 * gym[0]['accuracy'][0][2], 0)} % / {ends[0]}–{ends[-1]} % (five",
+    )
     yield "README.md", f"{'–'.join(sorted(first))} % / {min(last)}–{max(last)} % (three seeds"
 
 
