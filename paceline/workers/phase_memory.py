@@ -15,7 +15,6 @@ from paceline.config import RunConfig
 from paceline.data.tasks import BUILT_IN_MODELS
 from paceline.data.tiny import resolve_model
 from paceline.data.tiny_reward import resolve_reward_model
-from paceline.model.linear import packs
 from paceline.model.loading import load_config
 from paceline.model.shape import model_shape
 from paceline.placement import TRAINED_ROLES
@@ -234,11 +233,7 @@ class WorkerMemory:
         return weight_bytes(shapes, self._config.train.dtype, self._split, fp8)
 
     def _engine_weights(self) -> Needs:
-        needs = {} if self._in_place else _exact({"engine weights": self._weights()})
-        size = self._weights() // self._item * 4  # a CPU computes in float32
-        if self._config.rollout.engine == "native" and not self._gpu and packs(size):
-            needs |= {"engine weights, packed": MemoryNeed(0, size)}
-        return needs
+        return {} if self._in_place else _exact({"engine weights": self._weights()})
 
     def _cache(self) -> Needs:
         """Return the KV cache: at least one sequence, at most all slots or its part of the GPU."""

@@ -6,8 +6,7 @@
 
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -120,10 +119,6 @@ class Backend(Protocol):
 
     def changing_weights(self) -> AbstractContextManager[object]:
         """Return a context for changing weights: bursts started before it use the old ones."""
-        ...
-
-    def weights_may_change(self) -> None:
-        """Forget what was derived from the weights: they may change in place while it is idle."""
         ...
 
     def cache_bytes(self) -> int:
@@ -298,9 +293,7 @@ class SimpleBackend(StepByStep):
     def fork(self, source: Sequence, row: int, copies: list[Sequence], target: int) -> None:
         self._model.copy(row, target, len(copies), len(copies[0].context) - 1)
 
-    def place(self, slots: Slots, row: int) -> None:
-        if row == 0:  # nothing ran before
-            self.weights_may_change()
+    def place(self, slots: Slots, row: int) -> None: ...
 
     def _column(self, length: int) -> int:
         return 0
@@ -325,19 +318,8 @@ class SimpleBackend(StepByStep):
     def cache_bytes(self) -> int:
         return self._model.kv.nbytes
 
-    @contextmanager
-    def changing_weights(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self.weights_may_change()
-
-    def weights_may_change(self) -> None:
-        self._model.drop_packed()
-
     def sleep(self) -> None:
         self._model.drop_cache()
-        self._model.drop_packed()
 
     def wake(self) -> None:
         self._model.make_cache()
