@@ -11,7 +11,8 @@ from tests.models import random_model
 
 MODEL = 110 << 20  # in float32
 # Few tokens: activations are a bound, so they must not count.
-SHORT = ["groups_per_step=1", "group_size=4", "rollout.max_response_length=4"]
+# Both ranks generate, because each gets a group.
+SHORT = ["groups_per_step=2", "group_size=4", "rollout.slots=4", "rollout.max_response_length=4"]
 
 
 def check_memory_of_two_ranks(

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 LARGE_MATRIX = 2**16  # numbers
+PACKED_BYTES = 2**31  # of all weights; packed ones need as much memory again
 LARGE_PRODUCT = 2**22  # multiplications
 
 
@@ -27,7 +28,9 @@ _ONEDNN = (
     _on_amd()
     and torch.backends.mkldnn.is_available()
     and "AVX" in torch.backends.cpu.get_cpu_capability()
-    and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # private, so a later torch may lack it
+    # private, so a later torch may lack them
+    and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 )
 
 
@@ -44,7 +47,24 @@ def uses_onednn(x: Tensor, weight: Tensor) -> bool:
     It depends on the weight alone and not on the number of rows, so that a row has the same result
     in every batch of two or more rows.
     """
-    return _ONEDNN and _plain(x) and weight.numel() > LARGE_MATRIX and not torch.is_grad_enabled()
+    large = weight.is_mkldnn or weight.numel() > LARGE_MATRIX
+    return _ONEDNN and _plain(x) and large and not torch.is_grad_enabled()
+
+
+def packs(size: int) -> bool:
+    """Return whether an engine packs its weights, which have this many bytes."""
+    return _ONEDNN and size <= PACKED_BYTES
+
+
+def pack(weight: Tensor) -> Tensor:
+    """Return a copy of the weight in oneDNN's own layout, only for `linear`, if that is faster.
+
+    Otherwise oneDNN copies it into that layout for every product.
+    """
+    if _ONEDNN and _plain(weight) and weight.numel() > LARGE_MATRIX:
+        out: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+        return out
+    return weight
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

@@ -1,13 +1,14 @@
 """The weights of a decoder in the layout of the native engine: q/k/v and gate/up are fused.
 
-Nothing is derived from the weights ahead of time, so an in-place update leaves nothing stale. With
+Nothing is derived from the weights ahead of time, so an in-place update leaves nothing stale; only
+`packed` makes a copy, which its caller drops when weights change. With
 `share` the module's parameters become views of the fused storage: an optimizer that updates them in
 place updates the engine too.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 
 from paceline.errors import ModelError, SyncError
 from paceline.model.fp8 import dequantized, quantize
-from paceline.model.linear import TrainedLinear, linear, uses_onednn
+from paceline.model.linear import TrainedLinear, linear, pack, packs, uses_onednn
 from paceline.model.shape import head_dim
 from paceline.model.support import ALTERNATIVE, check_fast
 
@@ -56,6 +57,9 @@ class Linear:
         if self.bias is not None:
             residual.add_(self.bias)
 
+    def packed(self) -> "Linear":
+        return self if self.scale is not None else replace(self, weight=pack(self.weight))
+
     def _matrix(self, dtype: torch.dtype) -> Tensor:
         return self.weight if self.scale is None else dequantized(self.weight, self.scale, dtype)
 
@@ -70,6 +74,14 @@ class Layer:
     mlp_norm: Tensor
     gate_up: Linear
     down: Linear
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv, self.out, self.gate_up, self.down
+
+    def packed(self) -> "Layer":
+        qkv, out, gate_up, down = (each.packed() for each in self.linears)
+        return replace(self, qkv=qkv, out=out, gate_up=gate_up, down=down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +141,14 @@ class DecoderWeights:
     @property
     def vocabulary(self) -> int:
         return len(self.embedding)
+
+    def packed(self) -> "DecoderWeights":
+        """Return weights for decoding, with copies of large matrices in a faster layout."""
+        matrices = [each.weight for layer in self.layers for each in layer.linears]
+        if not packs(sum(each.nbytes for each in (*matrices, self.head))):
+            return self
+        layers = tuple(layer.packed() for layer in self.layers)
+        return replace(self, layers=layers, head=pack(self.head))
 
     def load(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
         also = {"lm_head.weight"} if self.head is self.embedding else set[str]()

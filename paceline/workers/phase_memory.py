@@ -15,6 +15,7 @@ from paceline.config import RunConfig
 from paceline.data.tasks import BUILT_IN_MODELS
 from paceline.data.tiny import resolve_model
 from paceline.data.tiny_reward import resolve_reward_model
+from paceline.model.linear import packs
 from paceline.model.loading import load_config
 from paceline.model.shape import model_shape
 from paceline.placement import TRAINED_ROLES
@@ -134,6 +135,7 @@ class WorkerMemory:
             keeps_weights = keeps_cache or self._copies_in_process
             needs |= self._engine_weights() if keeps_weights else {}
             needs |= self._cache() if keeps_cache else {}
+            needs |= self._packed() if self._config.placement.overlap else {}
         return needs
 
     def _generate(self) -> Needs:
@@ -142,7 +144,7 @@ class WorkerMemory:
             needs |= self._idle(self._trained)
         elif self._config.shares_weights and self._trained:
             needs |= _exact({"engine weights": self._weights()})
-        return needs | self._cache()
+        return needs | self._cache() | self._packed()
 
     def _sync(self) -> Needs:
         actor = [Role.ACTOR] if Role.ACTOR in self._trained else []
@@ -234,6 +236,13 @@ class WorkerMemory:
 
     def _engine_weights(self) -> Needs:
         return {} if self._in_place else _exact({"engine weights": self._weights()})
+
+    def _packed(self) -> Needs:
+        """Return the native engine's second copy of its weights while it generates."""
+        size = self._weights() // self._item * 4  # a CPU computes in float32
+        native = self._config.rollout.engine == "native"
+        used = native and not self._gpu and packs(size)
+        return {"engine weights, packed": MemoryNeed(0, size)} if used else {}
 
     def _cache(self) -> Needs:
         """Return the KV cache: at least one sequence, at most all slots or its part of the GPU."""

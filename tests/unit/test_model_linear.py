@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.model.linear import TrainedLinear, linear, product, speed_up_linears, uses_onednn
+from paceline.model.linear import (
+    TrainedLinear,
+    linear,
+    pack,
+    product,
+    speed_up_linears,
+    uses_onednn,
+)
 from paceline.model.weights import Linear
 
 LARGE, SMALL = (300, 256), (64, 32)
@@ -108,3 +115,16 @@ def test_product_equals_that_of_torch(rows: int) -> None:
     torch.testing.assert_close(product(x, weight.t()), x @ weight.t(), rtol=0, atol=1e-4)
     y = torch.randn(rows, LARGE[0])
     torch.testing.assert_close(product(y, weight), y @ weight, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_packed_weight_gives_the_same_rows_in_every_batch() -> None:
+    x, weight, bias = factors(LARGE, rows=40)
+    packed = pack(weight)
+    every = linear(x, packed, bias)
+    expected = torch.nn.functional.linear(x, weight, bias)
+    torch.testing.assert_close(every, expected, rtol=0, atol=1e-4)
+    assert all(torch.equal(linear(x[:n], packed, bias), every[:n]) for n in (2, 3, 5, 17))
+    residual = torch.ones(40, 300)
+    Linear(weight, bias).packed().add_to(residual, x)
+    torch.testing.assert_close(residual, 1 + every)

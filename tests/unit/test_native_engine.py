@@ -133,6 +133,7 @@ def test_logprobs_equal_transformers_when_few_of_many_rows_are_long(name: str) -
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.usefixtures("packing")
 def test_logprobs_equal_transformers(name: str) -> None:
     module = build(name)
     wanted = [*requests(12, new=40), Request("cool", (5, 6), 1, Sampling(30, temperature=0.6))]
@@ -277,6 +278,7 @@ def test_submit_completes_request_when_partial_is_already_complete() -> None:
     assert (engine.tokens_sampled, engine.has_work) == (0, False)
 
 
+@pytest.mark.usefixtures("packing")
 def test_tokens_have_logprob_and_version_of_their_weights_after_swap() -> None:
     old, new = build(seed=0), build(seed=1)
     engine = engine_of(old, version=4)

@@ -27,6 +27,7 @@ from paceline.rollout.native.engine import NativeEngine
 from paceline.types import Request, Sampling
 from tests.architectures import tiny_architecture
 
+pytestmark = pytest.mark.usefixtures("packing")
 SHAPE = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 60, "max_position_embeddings": 64,
@@ -80,6 +81,27 @@ def test_shared_weights_follow_optimizer(tied: bool, kind: dict[str, bool]) -> N
     engine.set_version(1)
     after = greedy(engine)
     assert after == expected(module) and after != before
+
+
+def test_running_sequence_continues_with_weights_that_changed_while_engine_was_idle() -> None:
+    completions = []
+    for plan in ("set_version", "no call"):
+        module, other = model(), model(seed=1)
+        weights = DecoderWeights.from_module(module, share=True)
+        engine = NativeEngine(module.config, weights, slots=2, max_length=32)
+        engine.submit([Request("r", (1, 2, 3), 0, Sampling(12))])
+        for _ in range(5):
+            engine.step()
+        engine.wait_idle()
+        module.load_state_dict(other.state_dict())
+        if plan == "set_version":
+            engine.set_version(0)
+        done: list = []
+        while engine.has_work:
+            done += engine.step()
+        completions.append(done[0][1])
+    assert completions[0].tokens.tolist() == completions[1].tokens.tolist()
+    assert completions[0].logprobs.tolist() == completions[1].logprobs.tolist()
 
 
 def test_shared_module_trains_saves_and_loads_like_plain_module(tmp_path) -> None:

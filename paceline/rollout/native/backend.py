@@ -6,7 +6,8 @@
 
 import importlib.util
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -119,6 +120,10 @@ class Backend(Protocol):
 
     def changing_weights(self) -> AbstractContextManager[object]:
         """Return a context for changing weights: bursts started before it use the old ones."""
+        ...
+
+    def weights_may_change(self) -> None:
+        """Forget what was derived from the weights: they may change in place while it is idle."""
         ...
 
     def cache_bytes(self) -> int:
@@ -295,6 +300,11 @@ class SimpleBackend(StepByStep):
 
     def place(self, slots: Slots, row: int) -> None: ...
 
+    def move(self, slots: Slots, moves: list[tuple[int, int]]) -> None:
+        super().move(slots, moves)
+        if not slots.live:  # while the engine is idle, weights may change and others need memory
+            self.weights_may_change()
+
     def _column(self, length: int) -> int:
         return 0
 
@@ -318,8 +328,19 @@ class SimpleBackend(StepByStep):
     def cache_bytes(self) -> int:
         return self._model.kv.nbytes
 
+    @contextmanager
+    def changing_weights(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.weights_may_change()
+
+    def weights_may_change(self) -> None:
+        self._model.drop_packed()
+
     def sleep(self) -> None:
         self._model.drop_cache()
+        self._model.drop_packed()
 
     def wake(self) -> None:
         self._model.make_cache()

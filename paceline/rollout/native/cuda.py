@@ -289,6 +289,8 @@ class CudaBackend:
     def changing_weights(self) -> AbstractContextManager[object]:
         return self._changing_weights()
 
+    def weights_may_change(self) -> None: ...
+
     @contextmanager
     def _changing_weights(self) -> Iterator[None]:
         self._wait_for_caller()

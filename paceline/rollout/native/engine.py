@@ -196,6 +196,7 @@ class NativeEngine:
         """
         self._collect_all()
         self._cache.drop_kept()
+        self._backend.weights_may_change()
 
     def expect_sync(self) -> None:
         """Limit bursts to about 2 ms until the weights change, so that the change waits less.

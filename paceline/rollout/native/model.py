@@ -64,7 +64,17 @@ class Decoder:
                 torch.arange(slots * self.kv_heads * 2, device=device).view(slots, -1) * max_length
             )
             self.eps_tensor = torch.full((1, 1), self.eps, device=device)
+        self._packed: DecoderWeights | None = None
         self.make_cache()
+
+    def drop_packed(self) -> None:
+        self._packed = None
+
+    def _fast_weights(self) -> DecoderWeights:
+        """Return the weights, the large matrices packed."""
+        if self._packed is None:
+            self._packed = self.weights.packed()
+        return self._packed
 
     @torch.inference_mode()
     def make_cache(self) -> None:
@@ -89,9 +99,10 @@ class Decoder:
         long_mask = None if long is None else self._mask(positions[long], longest)
         places = (self.rows[:n] + positions.unsqueeze(1)).view(-1)
         cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
-        x = self.weights.embedding.index_select(0, tokens)
+        weights = self._fast_weights()
+        x = weights.embedding.index_select(0, tokens)
         for layer, kv, (keys, values) in zip(
-            self.weights.layers, self.kv, self._keys_values(n, window), strict=True
+            weights.layers, self.kv, self._keys_values(n, window), strict=True
         ):
             q, new = self._project(layer, x, cos, sin)
             kv.view(-1, self.head_dim).index_copy_(0, places, new.reshape(-1, self.head_dim))
@@ -104,7 +115,7 @@ class Decoder:
                 attended[long] = again.view(len(long), -1)
             layer.out.add_to(x, attended)
             self._mlp(layer, x)
-        return linear(self._norm(x, self.weights.norm), self.weights.head)
+        return linear(self._norm(x, weights.norm), weights.head)
 
     @torch.inference_mode()
     def prefill(self, tokens: Tensor, starts: NDArray[np.int64], slot: int) -> None:

@@ -179,6 +179,8 @@ class ModuleBackend(StepByStep):
         self._end += 1
         return output.logits[:, -1]
 
+    def weights_may_change(self) -> None: ...
+
     def cache_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._cache.tensors)
 
