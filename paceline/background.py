@@ -102,13 +102,16 @@ class Background(Generic[T]):
         return self._future.done()
 
     async def wait(self) -> T:
-        """Wait in the event loop of the caller. Cancelling this cancels the coroutine too."""
+        """Wait in the event loop of the caller. Cancelling this ends the coroutine, as Ctrl-C does.
+
+        asyncio turns Ctrl-C into a cancellation.
+        """
         future = asyncio.wrap_future(self._future)
         future.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            await asyncio.to_thread(self.cancel)
+            await asyncio.to_thread(self.interrupt)
             raise
 
     def when_done(self, function: Callable[[], object]) -> None:
@@ -138,9 +141,11 @@ class Background(Generic[T]):
             raise
 
     def finish(self) -> None:
-        """Wait if the coroutine returns soon; cancel it otherwise."""
+        """Wait if the coroutine returns soon; end it otherwise, as Ctrl-C does."""
         if not self._ending:
-            return self.cancel()
+            with suppress(Exception):  # its error has no one left to read it
+                self.interrupt()
+            return
         while self._thread.is_alive() and not self._abandoned:
             self._thread.join(SIGNAL_INTERVAL_S)
 

@@ -24,7 +24,7 @@ from paceline.model.loading import (
     load_tokenizer,
     model_fingerprint,
 )
-from paceline.model.shape import position_limit
+from paceline.model.shape import position_limit, sliding_window
 from paceline.model.support import FAST, check_generates, is_fast
 from paceline.plugins import Plugin, PluginError
 from paceline.progress import stage
@@ -177,11 +177,14 @@ def check_model(config: RunConfig, model_path: str, source: Prompts) -> None:
     if config.rollout.engine == "native":
         check_generates(model, prompt_length + response_length)
         if not is_fast(model, prompt_length + response_length):
+            window = sliding_window(model) if is_fast(model, 0) else None
             log.warning(
-                "model_type %r has no fast path (%s without a sliding window have one): the engine "
-                "generates with the module of transformers, which is slower",
-                model.model_type,
-                ", ".join(FAST),
+                "%s: the engine generates with the module of transformers, which is slower",
+                f"{prompt_length} + {response_length} tokens of prompt and completion exceed the "
+                f"model's sliding window of {window}, so there is no fast path"
+                if window
+                else f"model_type {model.model_type!r} has no fast path ({', '.join(FAST)} have "
+                "one, with standard settings)",
             )
     if source.highest_token >= text.vocab_size:
         raise ModelError(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline import file_lock
 from paceline.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -137,10 +138,16 @@ class LineTail:
 class LineFile:
     """Writer that appends lines. It fails if its file is moved or deleted."""
 
-    def __init__(self, path: Path, length: int = 0) -> None:
-        """Keep the first `length` bytes of the file and drop the rest."""
+    def __init__(self, path: Path, length: int = 0, *, locked: bool = False) -> None:
+        """Keep the first `length` bytes of the file and drop the rest.
+
+        `locked`: raise CheckpointError if another run writes it. Its lock on the whole directory
+        may have been deleted.
+        """
         self.path = path
         self._file = path.open("ab")
+        if locked:
+            file_lock.acquire(self._file, path.parent)
         self._file.truncate(length)
         if length:
             with path.open("rb") as file:
@@ -169,15 +176,13 @@ class LineFile:
 
     def check_in_place(self) -> None:
         """Raise if the path does not name the open file: later lines would be lost with it."""
-        try:
-            if os.path.samestat(os.fstat(self._file.fileno()), self.path.stat()):
-                return
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        raise CheckpointError(_moved(self.path, self._file.fileno()))
+        if not file_lock.is_in_place(self._file, self.path):
+            raise CheckpointError(_moved(self.path, self._file.fileno()))
 
     def close(self) -> None:
-        self._file.close()
+        if not self._file.closed:
+            self._file.flush()
+            file_lock.release(self._file)
 
 
 def _decode(text: bytes, checked: bool) -> tuple[dict[str, Any] | None, bool]:

@@ -18,6 +18,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from paceline.data.stream import RowsEndedError
 from paceline.errors import RewardError, RolloutError, StalledError, first_error
 from paceline.group_metrics import equal_rewards
 from paceline.rollout.quarantine import Quarantined
@@ -58,6 +59,7 @@ class Loop:
         self._rollouter, self._fleet = parts.rollouter, parts.fleet
         self._queue = parts.queue.queue
         self._problem = ""  # that the watchdog has noticed
+        self._rows_ended = False
         self._tasks = Tasks()
         self._accounts = GroupAccounts(parts)
         self._train = TrainTask(parts, self._tasks, self._accounts, self.waiting_for)
@@ -107,21 +109,34 @@ class Loop:
     async def _feed(self) -> None:
         admission, ledger = self._parts.admission, self._parts.ledger
         while self.step < self._settings.steps:  # else only the summary was missing
-            while self._rollouter.paused or admission.free <= 0:
+            while self._rollouter.paused or admission.free <= 0 or self._has_last_rows():
                 self.waiting_for["feed"] = (
                     "resume_rollout()"
                     if self._rollouter.paused
                     else "a free ticket (returned after the next sync) and room in the queue"
                 )
                 await self._queue.changed.wait()
-            for _ in range(admission.free):
+            for _ in range(1 if self._rows_ended else admission.free):
                 seq = ledger.issue()
                 admission.admit(seq)
                 self._tasks.start_beside(f"rollout {seq}", self._rollout, seq)
 
+    def _has_last_rows(self) -> bool:
+        """Return whether the rows have ended, and the groups there are suffice for all steps."""
+        needed = (self._settings.steps - self.step) * self._settings.groups_per_step
+        return self._rows_ended and len(self._parts.ledger.outstanding) >= needed
+
     async def _rollout(self, seq: int) -> None:
         try:
-            group = await self._rollouter.run(seq, self._parts.source[seq])
+            prompt = self._parts.source[seq]
+        except RowsEndedError:
+            self._rows_ended = True
+            self._accounts.drop(seq, "rows_ended")
+            if not self._has_last_rows():
+                raise
+            return
+        try:
+            group = await self._rollouter.run(seq, prompt)
         except Quarantined as error:
             self._accounts.drop(seq, "quarantined", str(error))
             log.warning("group %d is dropped: %s", seq, error)

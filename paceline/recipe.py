@@ -45,8 +45,8 @@ def find_recipe(name: str | Path) -> Path:
         raise ConfigError(f"recipe {name} is a directory; expected a TOML or YAML file{meant}")
     if "=" in str(name):
         raise ConfigError(
-            f"{str(name)!r} is a setting, not a recipe; name a recipe first, for example: "
-            f"paceline train hybrid {name}"
+            f"{str(name)!r} is a setting, not a recipe; name a recipe first. "
+            "`paceline recipes` lists the built-in ones"
         )
     meant = f". To train a model of this name, set model={name}" if _may_be_model(path) else ""
     raise ConfigError(f"recipe {name} does not exist{_similar(path, short, known)}{meant}")

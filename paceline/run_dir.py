@@ -3,7 +3,6 @@ aside."""
 
 import asyncio
 import errno
-import fcntl
 import itertools
 import json
 import logging
@@ -13,8 +12,9 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from paceline import file_lock
 from paceline.config import RunConfig, differences
 from paceline.errors import CheckpointError
 from paceline.line_file import read_lines
@@ -45,25 +45,34 @@ class Start:
     abandons_later: bool = False  # it was asked for, and later checkpoints may exist
 
 
-def lock_run_dir(folder: Path) -> IO[str]:
+@contextmanager
+def lock_run_dir(folder: Path) -> Iterator[None]:
     """Create the run directory and lock it, so that two runs never share one.
 
     A new one is readable only by its owner: it contains prompts, completions and paths.
     """
+    path = folder / "lock"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = (folder / "lock").open("w")
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise CheckpointError(
-            f"run_dir = {folder} is in use by another run; wait for it, end it (in Python with the "
-            "method stop() of paceline.steps), or use another run_dir"
-        ) from None
+        lock = path.open("w")
+        file_lock.acquire(lock, folder)
+        while not file_lock.is_in_place(lock, path):  # it was deleted in between
+            lock.close()
+            lock = path.open("w")
+            file_lock.acquire(lock, folder)
+        for name in ("ledger.jsonl", "metrics.jsonl"):  # a run writes them, though its lock is gone
+            if (folder / name).is_file():
+                with (folder / name).open("rb") as file:
+                    file_lock.acquire(file, folder)
+                    file_lock.release(file)
     except OSError as error:
         raise CheckpointError(
             f"run_dir = {folder} cannot be used: {error}; expected a writable directory"
         ) from None
-    return lock
+    try:
+        yield
+    finally:
+        file_lock.release(lock)
 
 
 def move_aside(folder: Path) -> Path | None:

@@ -32,7 +32,7 @@ from paceline.remote.parent import end_with_parent
 # Before a restart that follows a start without a new checkpoint; doubles with each one.
 FIRST_DELAY_S = 1.0
 MAX_DELAY_S = 60.0
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 FORWARDED = signal.SIGUSR2
 # Environment variables of the child: the parent's process ID, and set if it was restarted.
 SUPERVISOR, RESTARTED = "PACELINE_SUPERVISOR", "PACELINE_RESTARTED"

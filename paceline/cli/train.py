@@ -58,7 +58,7 @@ Restart = Annotated[
 
 ConfigT = TypeVar("ConfigT", bound="RunConfig | SftConfig")
 
-STOPPING = (signal.SIGINT, signal.SIGTERM)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @app.command()
@@ -251,7 +251,7 @@ class _Running:
 
 @contextmanager
 def stopped_by_signals(once: str = "", supervised: bool = False) -> Iterator[_Running]:
-    """Let Ctrl-C, SIGTERM and SIGHUP stop a run, report its errors, and set the exit code.
+    """Let Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 stop a run, report its errors, and set the exit code.
 
     The first signal lets the run finish its step (background.py); a second one ends the process.
     A signal that the supervisor forwards may be a copy of one that also came directly.

@@ -93,6 +93,7 @@ def _read(given: list[str]) -> dict[str, Any]:
     """Return the settings in files and overrides, later ones over earlier ones."""
     from paceline.recipe import YAML, read_recipe
     from paceline.translate.hydra import flatten, read_overrides, read_script
+    from paceline.translate.source import PROGRAM
 
     found: dict[str, Any] = {}
     words = []
@@ -100,23 +101,23 @@ def _read(given: list[str]) -> dict[str, Any]:
         path = Path(word)
         is_override = ("=" in word or word.startswith("~")) and not path.is_file()
         if is_override:  # its value may be the path of a YAML file
-            found |= read_overrides([word])
+            found = read_overrides([word], found)
         elif path.suffix in YAML:
             found |= dict(flatten(read_recipe(path)))
         elif path.is_file():
-            found |= read_script(_read_text(path))
+            found = read_script(_read_text(path), found)
         else:
             words.append(word)
-    program = read_script(" ".join(words))  # python3 -m verl.trainer.main_ppo
-    if not found:
+    found = read_script(" ".join(words), found)  # python3 -m verl.trainer.main_ppo
+    if found.keys() <= {PROGRAM}:
         for word in words:
             if Path(word).suffix in (".sh", ".bash"):
                 raise ConfigError(f"there is no file {word!r} (in {Path.cwd()})")
         raise ConfigError(
-            f"{' '.join(words)!r} has no settings of verl; expected a .yaml or .sh file, or "
+            f"{' '.join(given)!r} has no settings of verl; expected a .yaml or .sh file, or "
             "overrides such as data.train_batch_size=64"
         )
-    return found | program
+    return found
 
 
 def _read_text(path: Path) -> str:

@@ -153,10 +153,6 @@ class PromptSource:
 
     def hold_out(self, count: int) -> list[TokenizedRow]:
         """Take the last rows out of the source, before its first use, and return them."""
-        if not 0 <= count < len(self._rows):
-            raise DataError(
-                f"{count} rows cannot be held out of {len(self._rows)}; at least one must remain"
-            )
         kept = len(self._rows) - count
         held_out, self._rows = self._rows[kept:], self._rows[:kept]
         return held_out

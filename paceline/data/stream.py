@@ -28,6 +28,10 @@ log = logging.getLogger(__name__)
 SHOWN_BAD_ROWS = 5  # logged one by one; the rest are counted
 
 
+class RowsEndedError(DataError):
+    """A stream has ended and cannot start again."""
+
+
 @dataclass(frozen=True, slots=True)
 class RowStream:
     """Rows of unknown number. An object with `state()` and `load_state()` can be restored."""
@@ -202,7 +206,7 @@ class PromptStream:
     def _first_of_next_epoch(self) -> Any:
         origin = self._stream.origin
         if not self._stream.reopens:
-            raise DataError(
+            raise RowsEndedError(
                 f"{origin} ended after {self._taken} rows, but the run needs more; give a list, "
                 "an iterable that can start again, or a function as data.source"
             )

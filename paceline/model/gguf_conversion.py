@@ -22,7 +22,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers import modeling_gguf_pytorch_utils as names
 
 from paceline.errors import ModelError
-from paceline.model.hub_names import HubFormat, empty_model, stored_tensors
+from paceline.model.creation import empty_model
+from paceline.model.hub_names import HubFormat, stored_tensors
 from paceline.model.loading import (
     load_config,
     load_generation_config,

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from paceline.model.creation import empty_model
 from paceline.model.tensor_file import Layout, Region, Shape, TensorFiles
 
 Named = Mapping[str, Tensor]
@@ -141,13 +142,6 @@ class HubFormat(TensorFormat):
     def _convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         converted: dict[str, Tensor] = revert_weight_conversion(self._model, dict(tensors))
         return converted
-
-
-def empty_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Return the causal language model of a configuration without memory for its weights."""
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(deepcopy(config))
-    return model
 
 
 def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:

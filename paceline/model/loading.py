@@ -30,6 +30,7 @@ from transformers.utils import logging as hf_logging
 
 from paceline.errors import ModelError
 from paceline.model.cache import sampled_bytes
+from paceline.model.creation import CREATING
 from paceline.model.source import ModelFiles, model_files, model_source
 
 log = logging.getLogger(__name__)
@@ -244,7 +245,7 @@ def _forget_quantization(model: PreTrainedModel) -> None:
 
 def _load(files: ModelFiles, load: Callable[[], Any]) -> Any:
     try:
-        with no_progress_bars() if files.is_local else nullcontext():
+        with CREATING, no_progress_bars() if files.is_local else nullcontext():
             return load()
     except Exception as e:  # transformers, the hub and file formats raise dozens of types
         reason = next(

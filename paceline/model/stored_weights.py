@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paceline.errors import CheckpointError
+from paceline.model.creation import empty_model
 from paceline.model.hub_names import (
     HubFormat,
-    empty_model,
     float32_parts,
     is_quantized,
     stored_tensors,

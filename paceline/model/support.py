@@ -63,6 +63,12 @@ def check_generates(config: PretrainedConfig, max_length: int) -> None:
             "attention only"
         )
     total = "data.max_prompt_length + rollout.max_response_length"
+    kept = getattr(text, "keep_window_size", None)  # Doge: beyond it, tokens see later ones
+    if kept is not None and max_length > kept:
+        raise ModelError(
+            f"model_type {kind!r} attends to later tokens in sequences of more than {kept} tokens "
+            f"(keep_window_size): {total} = {max_length} must not exceed that"
+        )
     check_rope(config, max_length, total, ALTERNATIVE)
 
 

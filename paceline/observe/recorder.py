@@ -79,7 +79,7 @@ class Recorder:
         # One number per step whose line is intact, including the steps before this run.
         self._rewards, self._teacher_kl = array("d"), array("d")
         self._distributions = Distributions(run_dir, first_step)
-        self._file = LineFile(run_dir / "metrics.jsonl", length)
+        self._file = LineFile(run_dir / "metrics.jsonl", length, locked=True)
         for row in intact_rows(self._file.path):
             self._keep(row)
         self._first_step = self._step = first_step

@@ -38,7 +38,7 @@ class Ledger:
         self.dropped: Counter[str] = Counter(state.dropped)
         self._outstanding: dict[int, None] = dict.fromkeys(state.outstanding)
         self._reissue = list(state.outstanding)
-        self._file = LineFile(path, state.length) if path is not None else None
+        self._file = LineFile(path, state.length, locked=True) if path is not None else None
 
     @property
     def outstanding(self) -> list[int]:

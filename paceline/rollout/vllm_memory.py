@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from paceline.errors import ConfigError
+from paceline.model.creation import empty_model
 from paceline.model.shape import head_dim
 
 BLOCK = 128  # tokens; vLLM allocates the KV cache in blocks of at most this size
@@ -36,9 +37,8 @@ class Split(NamedTuple):
 
 def expected_weights(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every weight by Hugging Face name; tied weights have several names."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    weights = empty_model(config).state_dict()
+    return {name: tuple(tensor.shape) for name, tensor in weights.items()}
 
 
 def kv_bytes(

@@ -117,6 +117,11 @@ def _held_out(
                 f"validation.rows = {settings.rows} needs a known number of rows, but the data is "
                 "a stream; set data.limit, or give held-out rows as validation.path"
             )
+        if isinstance(source, PromptSource) and settings.rows >= len(source):
+            raise ConfigError(
+                f"validation.rows = {settings.rows}, but the data has {len(source)} rows; set it "
+                f"to at most {len(source) - 1}, or to 0 for no validation"
+            )
         return source.hold_out(settings.rows) if isinstance(source, PromptSource) else []
     data = _validation_data(config.data, settings.path)
     opened = open_source(data, tokenizer, config.seed, given, ExampleTokenizer)

@@ -50,7 +50,7 @@ class LossRecorder:
         self._validation: float | None = None
         self._losses = array("d")
         self._sums: Counter[str] = Counter()
-        self._file = LineFile(run_dir / "metrics.jsonl", length)
+        self._file = LineFile(run_dir / "metrics.jsonl", length, locked=True)
         for row in intact_rows(self._file.path):
             self._keep(row)
         self._first_step = self._step = first_step

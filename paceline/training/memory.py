@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig
 
 from paceline.model.attention import SHORT_ROW
+from paceline.model.creation import empty_model
 from paceline.model.shape import model_shape
 from paceline.model.support import trains_fast
 from paceline.training.head import CHUNK_LOGITS, chunk_rows
@@ -132,8 +133,7 @@ def parameter_shapes(
     if key not in _shapes:
         if len(_shapes) >= REMEMBERED:
             _shapes.clear()
-        with torch.device("meta"):
-            model = kind.from_config(config)
+        model = empty_model(config, kind)
         _shapes[key] = config, {name: tuple(p.shape) for name, p in model.named_parameters()}
     return _shapes[key][1]
 

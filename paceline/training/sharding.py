@@ -82,12 +82,13 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def _split_layers(model: PreTrainedModel, layers: nn.ModuleList, mesh: DeviceMesh) -> None:
-    heads, ranks = model_shape(model.config).kv_heads, mesh.size()
-    if heads % ranks:
-        raise ConfigError(
-            f"train.tensor_parallel = {ranks} does not divide the model's {heads} key-value heads; "
-            "use a divisor"
-        )
+    shape, ranks = model_shape(model.config), mesh.size()
+    for count, of in ((shape.kv_heads, "key-value heads"), (shape.mlp, "MLP units")):
+        if count % ranks:
+            raise ConfigError(
+                f"train.tensor_parallel = {ranks} does not divide the model's {count} {of}; use a "
+                "divisor"
+            )
     for layer in layers:
         # A list: all ranks must split the layers in the same order.
         names = [name for name, module in layer.named_modules() if isinstance(module, nn.Linear)]

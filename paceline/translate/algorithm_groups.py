@@ -88,7 +88,11 @@ def kl(source: Source) -> dict[str, Any]:
             source.note(name, f"no effect in verl without {in_loss} or {in_reward} = true")
         given = source.get(in_loss, in_reward) is not None
         return {"algorithm.kl_coef": 0.0} if given and source.base("algorithm.kl_coef") else {}
-    estimator = KL_ESTIMATORS.get(str(source.get(kind, default=default)).rstrip("+"))
+    given_kind = str(source.get(kind, default=default))
+    estimator = KL_ESTIMATORS.get(given_kind.rstrip("+"))
+    if estimator and place == "loss" and given_kind.endswith("+"):
+        estimator = "k2"
+        source.note(kind, "verl shows this estimate, but trains with the gradient of k2")
     if estimator is None:
         source.reject(kind, f"expected one of {', '.join(KL_ESTIMATORS)}")
     found = {

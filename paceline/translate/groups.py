@@ -20,7 +20,9 @@ def batch(source: Source) -> dict[str, Any]:
         count = int(source.number("async_training.require_batches", default=1))
         return {"groups_per_step": int(mini) * count, "algorithm.mini_batches": count}
     found: dict[str, Any] = {"groups_per_step": int(groups)} if groups else {}
-    if mini:
+    if mini < 0 or source.get(f"{ACTOR}ppo_mini_batch_size") == 0:
+        source.reject(f"{ACTOR}ppo_mini_batch_size", "expected a positive number")
+    elif mini:
         total = groups or source.base_number("groups_per_step", 16)
         found["algorithm.mini_batches"] = max(1, math.ceil(total / mini))
         if total % mini and total > mini:

@@ -6,12 +6,14 @@ import os
 import re
 import shlex
 from collections.abc import Container, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.translate.source import PROGRAM
 
-OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_]\w*(\.\w+)+=.*", re.DOTALL)
+OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_]\w*(\.\w+)+=.*|~[A-Za-z_]\w*(\.\w+)*", re.DOTALL)
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?(?:([-=])([^{}]*)|\?[^{}]*))?\})")
 BRACES = re.compile(r"\$\{(?:[^{}]|\$\{[^{}]*\})*\}")
@@ -47,13 +49,21 @@ def _as_dicts(value: Any) -> Any:
     return value
 
 
-def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
-    """Return the values of `a.b=c`, `+a.b=c` and `++a.b=c` by name; `~a.b` removes one."""
-    found: dict[str, Any] = {}
+def read_overrides(overrides: Iterable[str], before: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
+    """Return the values `before` with those of `a.b=c`, `+a.b=c` and `++a.b=c` by name.
+
+    `~a.b` removes one, or all of a section.
+    """
+    found = dict(before)
     for override in overrides:
         name, equals, text = override.partition("=")
         if name.startswith("~"):
-            found.pop(name[1:], None)
+            gone = name[1:]
+            found = {
+                key: value
+                for key, value in found.items()
+                if key != gone and not key.startswith(f"{gone}.")
+            }
         elif not equals or not name.strip("+ "):
             raise ConfigError(
                 f"{override!r} is not an override; write name=value, for example "
@@ -74,8 +84,8 @@ def read_value(text: str) -> Any:
         return text
 
 
-def read_script(text: str) -> dict[str, Any]:
-    """Return the overrides in a shell script that starts verl, and the program it starts.
+def read_script(text: str, base: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
+    """Return `base` with the overrides in a shell script that starts verl, and the program.
 
     Variables, `$(pwd)` and `$((...))` are replaced. Bash arrays need no special case: their
     elements are overrides too.
@@ -96,7 +106,7 @@ def read_script(text: str) -> dict[str, Any]:
                 variables[match[1]] = before + _expanded(match[3], variables)
             elif re.search(r"\bmain_ppo|fully_async|one_step_off", word):
                 program = word
-    found = read_overrides(overrides)
+    found = read_overrides(overrides, base)
     return found | ({PROGRAM: program} if program else {})
 
 

@@ -67,4 +67,5 @@ class Source:
 
 
 def _is_number(value: Any) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and abs(value) < math.inf  # NaN is not below it
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and abs(value) < math.inf  # NaN is not below it

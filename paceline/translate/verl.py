@@ -14,6 +14,7 @@ from paceline.translate.table import (
     OWN,
     SECTIONS,
     TABLE,
+    Entry,
     Ignored,
     Missing,
     Part,
@@ -54,13 +55,13 @@ def translate(
     source = Source(values, base, translation)
     for name, value in values.items():
         entry = find_entry(name)
-        if value in OFF and not isinstance(entry, Same | Part):
+        if _is_off(entry, value) and not isinstance(entry, Same | Part):
             continue
         if entry is None:
             translation.missing[name] = "unknown"
         elif isinstance(entry, Ignored):
             translation.notes[name] = entry.reason
-        elif isinstance(entry, Missing) and value not in entry.off:
+        elif isinstance(entry, Missing):
             translation.missing[name] = entry.reason
         elif isinstance(entry, Same) and value is not None:
             translation.settings[entry.setting] = entry.convert(value)
@@ -70,6 +71,12 @@ def translate(
         translation.settings |= group(source)
     drop_without_effect(translation, base)
     return translation
+
+
+def _is_off(entry: Entry | None, value: Any) -> bool:
+    """Return whether a value changes nothing. False does where True is the usual value."""
+    usual = entry.off if isinstance(entry, Missing) else ()
+    return value in usual or (value in OFF and not (value is False and True in usual))
 
 
 def _typed(value: Any) -> Any:

@@ -106,6 +106,10 @@ def lora_settings(config: Any) -> dict[str, Any]:
                 "target modules, and no dropout, because training must compute the policy that "
                 f"sampled. Leave {name} at {defaults.get(name)!r}"
             )
+    if config.lora_alpha != int(config.lora_alpha) or config.lora_alpha < 1:
+        raise ConfigError(
+            f"peft_config: lora_alpha = {config.lora_alpha!r}; expected a whole number, at least 1"
+        )
     targets = config.target_modules
     if isinstance(targets, str) and targets != "all-linear":
         raise ConfigError(

@@ -316,12 +316,16 @@ def test_bfloat16_on_ranks_approximates_single_device(groups: Groups) -> None:
     assert sharded.optimizer_step(1e-3) == pytest.approx(single.optimizer_step(1e-3), rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("name", "count", "of"),
+    [("num_key_value_heads", 1, "key-value heads"), ("intermediate_size", 37, "MLP units")],
+)
 def test_ranks_keep_working_after_rejecting_indivisible_model(
-    groups: Groups,
+    groups: Groups, name: str, count: int, of: str
 ) -> None:
     model = tiny("llama")
-    model.config.num_key_value_heads = 1
-    with pytest.raises(ConfigError, match=r"does not divide the model's 1 key-value heads"):
+    setattr(model.config, name, count)
+    with pytest.raises(ConfigError, match=f"does not divide the model's {count} {of}"):
         groups["2 x tensor 2"](model, SETTINGS, head="value")
     assert groups["2 x tensor 2"](tiny("llama"), SETTINGS).logprobs(random_batch()).any()
 

@@ -17,7 +17,7 @@ import torch
 import paceline
 from examples import custom_program
 from examples.custom_environment import TwoTries
-from paceline.errors import RewardError
+from paceline.errors import DataError, RewardError
 from paceline.workers import automatic
 from tests.audits import assert_consistent
 
@@ -57,6 +57,20 @@ def test_train_uses_environment_and_reward_of_program(small: dict[str, Any]) -> 
 
 def generator() -> Iterator[dict[str, Any]]:
     yield from ROWS * 10
+
+
+def test_async_run_trains_all_rows_of_generator_that_ends(small: dict[str, Any]) -> None:
+    """It asks for more rows than it needs, to generate ahead."""
+    ahead = {"schedule.max_staleness": 2, "schedule.on_sync": "swap"}
+    rows = ({"prompt": f"say {number}", "answer": "1"} for number in range(12))
+    settings = small | {"groups_per_step": 3}
+    del settings["data.limit"]  # it would read them all first, and repeat them
+    run = paceline.train(data=rows, reward=score, steps=4, **settings, **ahead)
+    assert run.summary["steps"] == 4
+    assert_consistent(Path(small["run_dir"]))
+    rows = ({"prompt": f"say {number}", "answer": "1"} for number in range(11))
+    with pytest.raises(DataError, match="ended after 11 rows, but the run needs more"):
+        paceline.train(data=rows, reward=score, steps=4, fresh=True, **settings, **ahead)
 
 
 @pytest.mark.parametrize("rows", [ROWS, tuple(ROWS), generator()], ids=["list", "tuple", "stream"])
@@ -310,12 +324,36 @@ def test_program_needs_no_main_guard(small: dict[str, Any], tmp_path: Path) -> N
     assert run_program(program, tmp_path).stdout.endswith("2 steps\n")
 
 
-def test_control_c_ends_program_without_file(small: dict[str, Any], tmp_path: Path) -> None:
-    program = f"""if True:
-        import paceline
-        for step in paceline.steps(data="copy:3", steps=100000, **{small!r}):
+LOOP = """if True:
+    import paceline
+    for step in paceline.steps({}):
+        print(step.step, flush=True)
+"""
+ASYNC_LOOP = """if True:
+    import asyncio, paceline
+    async def main():
+        async for step in paceline.steps({}):
             print(step.step, flush=True)
-    """
+    asyncio.run(main())
+"""
+TRAIN_ASYNC = """if True:
+    import asyncio, itertools, paceline
+    scored = itertools.count(1)
+    def score(completion, row):
+        if next(scored) == 20:  # after the first step
+            print(1, flush=True)
+        return float(len(completion))
+    asyncio.run(paceline.train_async({}, reward=score))
+"""
+
+
+@pytest.mark.parametrize(
+    "form", [LOOP, ASYNC_LOOP, TRAIN_ASYNC], ids=["for", "async for", "train_async"]
+)
+def test_control_c_ends_program_and_keeps_its_steps(
+    form: str, small: dict[str, Any], tmp_path: Path
+) -> None:
+    program = form.format(f"data='copy:3', steps=100000, save_every=0, **{small!r}")
     started = subprocess.Popen(
         [sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, text=True
     )
@@ -324,6 +362,7 @@ def test_control_c_ends_program_without_file(small: dict[str, Any], tmp_path: Pa
     started.send_signal(signal.SIGINT)
     started.stdout.read()
     assert started.wait(60) != 0
+    assert list((tmp_path / "run" / "checkpoints").glob("step_*"))
 
 
 def run_program(program: str, folder: Path) -> "subprocess.CompletedProcess[str]":

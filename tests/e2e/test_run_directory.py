@@ -7,9 +7,13 @@ import logging
 import os
 import pickle
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from paceline.errors import CheckpointError, PacelineError
@@ -31,6 +35,46 @@ def test_run_fails_when_run_directory_is_in_use(model: str, tmp_path: Path, faul
     ):
         asyncio.run(train(chosen))
     fault.fired()
+
+
+@pytest.mark.fault("C7", "second run in the same directory after its lock was deleted")
+def test_second_run_fails_when_lock_of_running_one_is_deleted(
+    model: str, tmp_path: Path, fault: Fault
+) -> None:
+    chosen, found = config(model, tmp_path / "run"), list[str]()
+
+    def start_second(step: int) -> None:
+        if step == 2:
+            (tmp_path / "run" / "lock").unlink()
+            with pytest.raises(CheckpointError) as refused, lock_run_dir(Path(chosen.run_dir)):
+                pass
+            found.append(str(refused.value))
+
+    asyncio.run(train(chosen, lambda _: OnStep(start_second)))
+    assert len(found) == 1 and "in use by another run" in found[0]
+    fault.fired()
+    fault.audited(tmp_path / "run")
+
+
+def test_forked_process_does_not_keep_run_directory_locked(tmp_path: Path) -> None:
+    """The parent is killed, so only the child could hold the lock."""
+    program = (
+        "import os, time; from pathlib import Path; from paceline.run_dir import lock_run_dir\n"
+        f"with lock_run_dir(Path({str(tmp_path)!r})):\n"
+        "    child = os.fork()\n"
+        "    if child == 0: time.sleep(600)\n"
+        "    print(child, flush=True); time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        try:
+            parent.kill()
+            parent.wait()
+            with lock_run_dir(tmp_path):
+                assert psutil.pid_exists(child)
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.fault("C5", "run directory is a file")

@@ -255,7 +255,7 @@ def test_file_is_preferred_to_built_in_recipe(
     [
         ("hybird", "did you mean hybrid? Built-in recipes: "),
         ("zzz", "recipe zzz does not exist; built-in recipes: "),
-        ("steps=3", "paceline train hybrid steps=3"),
+        ("steps=3", "name a recipe first. `paceline recipes` lists"),
         (".", "is a directory"),
     ],
 )

@@ -38,6 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "temporary",
         "version",
     ),
+    ("file_lock",),
     ("plugins", "schedule", "placement", "recipe", "hints", "background", "line_file", "sandbox"),
     ("model", "remote", "auditor"),
     ("data", "algo", "queue"),

@@ -171,7 +171,8 @@ def test_load_warns_when_sliding_window_is_too_short_for_fast_path(
     load_inputs(chosen(model, "rollout.max_response_length=16"))
     assert "slower" not in caplog.text
     load_inputs(chosen(model, "rollout.max_response_length=17"))
-    assert "slower" in caplog.text and "without a sliding window" in caplog.text
+    assert "slower" in caplog.text and "64 + 17 tokens" in caplog.text
+    assert "exceed the model's sliding window of 80" in caplog.text
 
 
 def test_load_fails_when_tokenizer_has_more_tokens_than_model(tmp_path: Path) -> None:

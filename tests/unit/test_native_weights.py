@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     CLIPConfig,
+    DogeConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -193,6 +194,7 @@ def test_engine_weights_uses_module_when_length_exceeds_sliding_window() -> None
         (T5Config(), "'t5' is not a causal"),
         (MiniMaxConfig(), "linear_attention"),
         (CLIPConfig(), "'clip' is no"),
+        (DogeConfig(keep_window_size=15), "attends to later tokens.*= 16 must not exceed"),
     ],
 )
 def test_check_generates_rejects_unsupported_architectures(

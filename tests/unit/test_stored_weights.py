@@ -1,5 +1,6 @@
 """Models that can be read slice by slice, and files that hold them."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,15 @@ def test_model_has_buffers_but_no_memory_for_parameters(tmp_path: Path) -> None:
         model.named_buffers(), whole.named_buffers(), strict=True
     ):
         assert torch.equal(buffer, expected), name
+
+
+def test_models_are_loaded_by_several_threads_at_once(tmp_path: Path) -> None:
+    tiny("qwen2-tied").save_pretrained(tmp_path)
+    kinds = ["float32", "bfloat16"] * 12
+    with ThreadPoolExecutor(4) as threads:
+        loaded = list(threads.map(lambda dtype: load_model(str(tmp_path), dtype), kinds))
+    assert [str(model.dtype) for model in loaded] == [f"torch.{dtype}" for dtype in kinds]
+    assert torch.get_default_dtype() == torch.float32
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2-tied"])

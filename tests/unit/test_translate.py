@@ -157,6 +157,14 @@ def test_yaml_recipe_has_own_settings_without_translation(tmp_path: Path) -> Non
                 "algorithm.kl_target": 0.1,
             },
         ),
+        (
+            {f"{ACTOR}use_kl_loss": True, f"{ACTOR}kl_loss_type": "low_var_kl+"},
+            {
+                "algorithm.kl_coef": 0.001,
+                "algorithm.kl_placement": "loss",
+                "algorithm.kl_estimator": "k2",
+            },
+        ),
         ({f"{ACTOR}kl_loss_coef": 0.01}, {}),
         ({f"{ACTOR}strategy": "fsdp2"}, {"train.backend": "fsdp"}),
         (
@@ -301,6 +309,9 @@ def test_setting_without_effect_on_algorithm_is_dropped() -> None:
         (f"{ACTOR}loss_agg_mode=[token-mean]", "expected one of token-mean"),
         (f"{ACTOR}optim.lr_scheduler_type=.nan", "train.lr_schedule is one of constant"),
         (f"{ACTOR}ppo_mini_batch_size=.inf", "expected a number"),
+        (f"{ACTOR}ppo_mini_batch_size=0", "expected a positive number"),
+        ("data.train_batch_size=true", "expected a number"),
+        (f"{ROLLOUT}do_sample=False", "set rollout.temperature"),
         ("trainer.total_training_steps=many", "expected a number"),
     ],
 )
@@ -356,6 +367,19 @@ def test_overrides_are_read_as_hydra_does() -> None:
     assert read_overrides(
         ["a.b=1", "+a.c=[x,'y z']", "++a.d=True", "a.e=null", "a.f='1:2'", "a.g=x", "~a.g"]
     ) == {"a.b": 1, "a.c": ["x", "y z"], "a.d": True, "a.e": None, "a.f": "1:2"}
+    assert read_overrides(["~a.b"], {"a.b.c": 1, "a.b": 2, "a.bc": 3}) == {"a.bc": 3}
+    assert read_script("python3 -m x a.b=1 a.c=2 ~a.b") == {"a.c": 2}
+
+
+@pytest.mark.parametrize("in_script", [False, True])
+def test_removed_setting_is_not_translated(in_script: bool, tmp_path: Path) -> None:
+    words = [f"{ROLLOUT}n=5", "data.train_batch_size=8", f"~{ROLLOUT}n"]
+    if in_script:
+        (tmp_path / "run.sh").write_text(f"python3 -m verl.trainer.main_ppo {words[2]}\n")
+        words[2] = str(tmp_path / "run.sh")
+    result = CliRunner().invoke(app, ["translate", *words])
+    assert result.exit_code == 0, result.output
+    assert "group_size" not in result.stdout and "groups_per_step = 8" in result.stdout
 
 
 def test_script_is_read_with_variables_arithmetic_and_arrays(
@@ -418,7 +442,7 @@ def test_translate_command_fails_when_script_is_not_text(tmp_path: Path) -> None
 
 def test_translate_command_fails_when_nothing_is_given() -> None:
     result = CliRunner().invoke(app, ["translate", "nowhere"])
-    assert result.exit_code == 2 and "has no settings of verl" in result.stderr
+    assert result.exit_code == 2 and "'nowhere' has no settings of verl" in result.stderr
     result = CliRunner().invoke(app, ["translate", "nowhere.sh"])
     assert result.exit_code == 2 and "there is no file 'nowhere.sh'" in result.stderr
 

@@ -364,6 +364,14 @@ def test_peft_config_is_rejected_when_it_has_dropout(tmp_path: Path, model: str)
         make_trainer(tmp_path, model, peft_config=peft.LoraConfig(lora_dropout=0.1))
 
 
+def test_peft_config_is_rejected_when_its_alpha_is_no_whole_number(
+    tmp_path: Path, model: str
+) -> None:
+    peft = pytest.importorskip("peft")
+    with pytest.raises(ConfigError, match=r"lora_alpha = 3.5; expected a whole number"):
+        make_trainer(tmp_path, model, peft_config=peft.LoraConfig(lora_alpha=3.5))
+
+
 def test_tokenizer_of_another_model_is_rejected(tmp_path: Path, model: str) -> None:
     from transformers import AutoTokenizer
 
